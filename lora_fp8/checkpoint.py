@@ -1,0 +1,188 @@
+"""Save and resume: everything a run needs to go on, in one bundle that is whole or absent.
+
+    checkpoints/step-000500/  adapter.safetensors  optimizer.safetensors  state.json
+                              manifest.json (SHA-256 of the others)
+
+A bundle is staged in a hidden folder beside its place, every file is written through our own descriptor and fsynced,
+the folder is fsynced, renamed into place, and the parent is fsynced: only then is the save acknowledged. A kill or a
+power cut at any moment leaves the previous bundle valid. `latest` trusts nothing it has not hashed: it walks from the
+newest bundle to the oldest and takes the first whose manifest agrees; if bundles exist and none is whole, that is an
+error, never a fresh start.
+
+No pickle: tensors are safetensors, the rest is JSON. The bundle needs no RNG states and no data position: the data
+order is a function of (seed, epoch), the position of the step, and every random draw comes from a generator that is
+keyed by what it is for.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from .config import UserError
+from .run import RunFailure, sync_folder, write_synced
+
+SCHEMA = 1
+NAME = re.compile(r"step-(\d{6,})$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole bundle, read and verified.
+
+    Attributes:
+        adapter: adapter tensors by internal name.
+        optimizer: optimizer tensors (moments, masters) by name.
+        state: what state.json holds: step, optimizer scalars, fingerprints of config, data and base.
+    """
+
+    path: Path
+    adapter: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+
+def save(
+    folder: Path, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], state: dict[str, Any], keep: int
+) -> Path:
+    """Write the bundle of `state["step"]`, verify it, then prune to the newest `keep`.
+
+    Raises:
+        RunFailure: the disk refused (the previous bundles are untouched).
+    """
+    final = folder / f"step-{state['step']:06d}"
+    staged = folder / f".tmp-{final.name}-{os.getpid()}"
+    files = {
+        "adapter.safetensors": safetensors.torch.save(_plain(adapter)),
+        "optimizer.safetensors": safetensors.torch.save(_plain(optimizer)),
+        "state.json": json.dumps({"schema": SCHEMA, **state}, indent=1, sort_keys=True).encode(),
+    }
+    manifest = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    files["manifest.json"] = json.dumps(manifest, indent=1, sort_keys=True).encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir()
+        for name, data in files.items():
+            with write_synced(staged / name) as file:
+                file.write(data)
+        sync_folder(staged)
+        if (
+            final.exists()
+        ):  # a rerun of this step: only an incomplete bundle can be here, `latest` would have resumed from a whole one
+            shutil.rmtree(final)
+        os.rename(staged, final)
+        sync_folder(folder)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0
+        need = sum(map(len, files.values())) / 2**20
+        raise RunFailure(
+            f"{final}: the checkpoint could not be written ({error.strerror}); it needs {need:.1f} MiB, "
+            f"{free:.1f} MiB are free; earlier checkpoints are intact"
+        ) from None
+    if problem := _broken(final):
+        raise RunFailure(
+            f"{final}: what was read back is not what was written ({problem}); earlier checkpoints are intact"
+        )
+    _prune(folder, keep)
+    return final
+
+
+def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole bundle and a line for each newer one that was passed over.
+
+    Raises:
+        RunFailure: there are bundles and none is whole.
+    """
+    skipped: list[str] = []
+    for leftover in folder.glob(".tmp-step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    candidates = _candidates(folder)
+    for path in candidates:
+        problem = _broken(path)
+        if problem is None:
+            return _read(path), skipped
+        skipped.append(f"{path.name} passed over: {problem}")
+    if candidates:
+        raise RunFailure(
+            f"{folder}: {len(candidates)} checkpoint(s) and none is whole ({'; '.join(skipped)}); "
+            "nothing was overwritten. Restore one from a copy, or remove the folder to start again"
+        )
+    return None, skipped
+
+
+def read(path: Path) -> Checkpoint:
+    """One named bundle.
+
+    Raises:
+        UserError: it is not there.
+        RunFailure: it is not whole.
+    """
+    if not path.is_dir():
+        others = ", ".join(p.name for p in reversed(_candidates(path.parent))) or "none"
+        raise UserError(f"{path}: no such checkpoint; there are: {others}")
+    if problem := _broken(path):
+        raise RunFailure(f"{path} is not whole: {problem}")
+    return _read(path)
+
+
+def _candidates(folder: Path) -> list[Path]:
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := NAME.match(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _broken(path: Path) -> str | None:
+    try:
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        for name in ("adapter.safetensors", "optimizer.safetensors", "state.json"):
+            if hashlib.sha256((path / name).read_bytes()).hexdigest() != manifest[name]:
+                return f"{name} does not match its hash"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable ({type(error).__name__})"
+    return None
+
+
+def _read(path: Path) -> Checkpoint:
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if state.get("schema") != SCHEMA:
+        raise RunFailure(f"{path}: written by another version (schema {state.get('schema')}, this one reads {SCHEMA})")
+    load = safetensors.torch.load
+    return Checkpoint(
+        path,
+        load((path / "adapter.safetensors").read_bytes()),
+        load((path / "optimizer.safetensors").read_bytes()),
+        state,
+    )
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` whole bundles; a broken one never counts as kept."""
+    whole = 0
+    for path in _candidates(folder):
+        if whole >= keep:
+            # Renamed first: a kill in the middle of removing leaves a hidden folder, not half a bundle.
+            doomed = folder / f".tmp-{path.name}-old"
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+        elif _broken(path) is None:
+            whole += 1
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Cloned: safetensors refuses tensors that share memory, and a bundle must not depend on how they were laid out.
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

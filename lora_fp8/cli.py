@@ -1,0 +1,237 @@
+"""`lora-fp8 <command>`: each command is a few lines over a library function, which it imports only when it is run.
+
+Exit codes: 0 done; 2 the user's input is wrong (a message, no traceback); 3 it failed while running; 75 stopped early
+and can be resumed.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+app = typer.Typer(
+    help="Train LoRAs for diffusion models on a base frozen in FP8, and prove that the files work.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Override one setting, such as train.steps=500. Repeatable.")
+JSON = typer.Option(False, "--json", help="Answer in JSON.")
+
+
+def main() -> None:
+    """The entry point of `lora-fp8`."""
+    guarded(app)
+
+
+def guarded(action: Callable[[], Any]) -> None:
+    """Run it; turn what went wrong into one clear message and the exit code that belongs to it."""
+    from .config import UserError
+
+    try:
+        action()
+    except UserError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        from .run import RunFailure, Stopped
+
+        if isinstance(error, Stopped):
+            _fail(str(error), 75)
+        if isinstance(error, RunFailure):
+            _fail(str(error), 3)
+        raise
+
+
+@app.command()
+def new(
+    path: Path = typer.Argument(..., help="The file to write."),
+    family: str = typer.Option("sd15", help="Architecture: sd15, sdxl or flux."),
+    preset: list[str] = typer.Option([], help="Presets to start from; their values are written out. Repeatable."),
+    force: bool = typer.Option(False, help="Replace an existing file."),
+) -> None:
+    """Write a config file with every setting, its meaning and what it accepts."""
+    from . import config
+
+    if path.exists() and not force:
+        raise config.UserError(f"{path}: exists already; choose another name, or --force to replace it")
+    start = {"sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5", "sdxl": "stabilityai/stable-diffusion-xl-base-1.0"}
+    start["flux"] = "black-forest-labs/FLUX.1-dev"
+    base = start.get(family, "put/the-base-model-here")
+    overrides = [f"model.family={json.dumps(family)}", f"model.path={json.dumps(base)}", f"preset={json.dumps(preset)}"]
+    overrides.append('dataset.folders=[{path="my_pictures"}]')
+    job = config.loads("", [*overrides, f"name={json.dumps(path.stem)}"], where="new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config.commented(job.model_copy(update={"preset": []})), encoding="utf-8")
+    except OSError as error:
+        raise config.UserError(f"{path}: cannot be written ({error.strerror})") from None
+    print(f"{path} written; put your base model and picture folder in, then: lora-fp8 check {path}")
+
+
+@app.command()
+def check(
+    config_file: Path = typer.Argument(..., metavar="CONFIG"), overrides: list[str] = SET, as_json: bool = JSON
+) -> None:
+    """Check a config and the pictures that it names, completely, without loading any model."""
+    from . import config
+    from .data import images
+
+    problems: list[str] = []
+    lines: list[str] = []
+    try:
+        job = config.load(config_file, overrides)
+    except config.UserError as error:
+        problems += getattr(error, "problems", [str(error)])
+    else:
+        report = images.scan(job.dataset)
+        problems += report.problems
+        lines += [*images.describe(report), *(f"warning: {text}" for text in report.warnings)]
+    if as_json:
+        print(json.dumps({"ok": not problems, "problems": problems, "lines": lines}, ensure_ascii=False, indent=1))
+        sys.exit(2 if problems else 0)
+    for line in lines:
+        print(line)
+    if problems:
+        raise config.UserErrors(problems, str(config_file))
+    print(f"{config_file}: all right")
+
+
+@app.command()
+def train(
+    config_file: Path = typer.Argument(..., metavar="CONFIG"), overrides: list[str] = SET, as_json: bool = JSON
+) -> None:
+    """Train a LoRA from a config file."""
+    train_or_resume(config_file, overrides, resume=False, as_json=as_json)
+
+
+@app.command()
+def resume(folder: Path = typer.Argument(..., metavar="RUN"), overrides: list[str] = SET, as_json: bool = JSON) -> None:
+    """Go on with a run from its newest checkpoint, to the same bytes as if it had never stopped."""
+    from .run import Run
+
+    run = Run.open(folder)
+    # The folder may have been moved or renamed since: where it is now counts.
+    place = [f"name={json.dumps(folder.resolve().name)}", f"output_dir={json.dumps(str(folder.resolve().parent))}"]
+    train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
+
+
+@app.command()
+def stop(folder: Path = typer.Argument(..., metavar="RUN")) -> None:
+    """Ask a run to save and stop at its next step."""
+    from .run import Run
+
+    run = Run.open(folder)
+    if not run.alive():
+        print(f"{folder}: nothing is training here")
+        return
+    run.request("stop")
+    print(f"{folder}: asked to stop; it saves at the end of the current step")
+
+
+@app.command()
+def export(
+    folder: Path = typer.Argument(..., metavar="RUN"),
+    overrides: list[str] = SET,
+    step: int = typer.Option(0, help="Checkpoint step; 0 is the newest."),
+) -> None:
+    """Write the LoRA files of a checkpoint again, for example in another dtype (--set export.dtype=fp16)."""
+    from .finish import export_run
+
+    for path in export_run(folder, overrides, step):
+        print(path)
+
+
+@app.command()
+def verify(
+    file: Path = typer.Argument(..., metavar="FILE", help="A LoRA .safetensors file."),
+    base: str = typer.Option(
+        "", help="Base model to load it into (path, hub id or 'demo'); empty checks the file alone."
+    ),
+    family: str = typer.Option("", help="Architecture; empty reads it from the file."),
+    as_json: bool = JSON,
+) -> None:
+    """Check a LoRA file: header, hash, pairs, values, and that diffusers takes every key of it."""
+    from . import verify as room
+
+    report = room.check_file(file, base=base, family_name=family)
+    print(json.dumps(report.to_json(), indent=1) if as_json else "\n".join(report.lines()))
+    if not report.ok:
+        sys.exit(3)
+
+
+@app.command()
+def demo(
+    family: str = typer.Option("sd15", help="sd15 (UNet) or flux (DiT)."),
+    out: Path = typer.Option(Path("runs"), help="Where the run folder is made."),
+    as_json: bool = JSON,
+) -> None:
+    """Train a LoRA on the bundled miniature base, draw before and after, and measure both from the pixels."""
+    from .demo import show
+
+    result = show.run(family, out, echo=_json_line if as_json else _say)
+    print(json.dumps(result.to_json(), indent=1) if as_json else "\n".join(result.lines()))
+    if not result.ok:
+        sys.exit(3)
+
+
+def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bool, as_json: bool) -> None:
+    """What `train`, `resume` and train_lora.py do."""
+    from . import config
+
+    job = config.load(config_file, overrides)  # a wrong file is told before torch is loaded
+    # The libraries' notices (missing torchvision, keys of text encoders that no one trained) are not for our users.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    from . import train as story
+
+    result = story.run(job, resume=resume, progress=not as_json, echo=_json_line if as_json else _say)
+    if not as_json:
+        for path in result.files:
+            print(path)
+
+
+def _json_line(event: dict[str, Any]) -> None:
+    print(json.dumps(event, ensure_ascii=False), flush=True)
+
+
+def _say(event: dict[str, Any]) -> None:
+    """An event of the run as a line for people; steps are told by the progress bar."""
+    from tqdm import tqdm
+
+    kind = event["event"]
+    text = {
+        "stage": lambda e: f"== {e['stage']}",
+        "warning": lambda e: f"warning: {e['text']}",
+        "cache": lambda e: f"cache: {e['encoded']} encoded, {e['reused']} reused",
+        "data": lambda e: (
+            f"data: {e['images']} images, {e['samples_per_epoch']} samples and {e['steps_per_epoch']:.3g} steps "
+            "per epoch; buckets " + ", ".join(f"{size}: {n}" for size, n in e["buckets"].items())
+        ),
+        "model": lambda e: (
+            f"base: {e['base']}, {e['storage']}\n"
+            f"adapters: {e['adapters']} modules, {e['trainable']:,} parameters\n"
+            f"learning rate: {e['lr']:g} x {e['lr_factor']:g} = {e['lr_effective']:g}"
+        ),
+        "preflight": lambda e: f"preflight: peak memory {e['peak_gib']:.2f} GiB",
+        "resume": lambda e: f"resuming from {e['checkpoint']}",
+        "verify": lambda e: "\n".join(
+            [f"verify {e['file']}: {'all right' if e['ok'] else 'FAILED'}", *(f"  {line}" for line in e["lines"])]
+        ),
+    }.get(kind)
+    if text is not None:
+        tqdm.write(text(event), file=sys.stdout)
+
+
+def _fail(message: str, code: int) -> None:
+    # Several processes of one job find the same mistake; one of them says it.
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
+    sys.exit(code)

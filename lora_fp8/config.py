@@ -1,0 +1,650 @@
+"""Every setting of a job, declared once, and the strict way from TOML text to a checked `Job`.
+
+One TOML table = one section = one frozen pydantic model below; one line a setting: name, type, default, bounds,
+description.
+From this one declaration come the check, the commented file of `lora-fp8 new` and later the web form.
+
+* A **config** is complete and describes one job. A **preset** is partial and is laid under it.
+  Precedence, merged in `_merge` and nowhere else: defaults < presets (in the order named) < config < `--set key=value`.
+  The word "auto" means that the family or the objective decides; the run prints what was decided.
+* Nothing is silently ignored: an unknown key, a wrong type, a wrong value and a contradiction are all errors, and a bad
+  file reports all of them at once, each with its path, what was given, what is accepted, and "did you mean".
+
+Layer 0: no torch here, so that `lora-fp8 --help`, `check` and the web page start at once.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import tomlkit
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PRESET_FOLDER = Path(__file__).resolve().parent.parent / "presets"
+
+
+class UserError(Exception):
+    """Something the user gave is wrong: one clear line, exit code 2, no traceback."""
+
+
+class UserErrors(UserError):
+    """Several things are wrong; all are reported at once.
+
+    Args:
+        problems: one line each.
+        where: the file (or other source) that they were found in.
+    """
+
+    def __init__(self, problems: list[str], where: str = ""):
+        self.problems, self.where = problems, where
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__("\n".join([f"{where}: {count}" if where else count, *(f"  {p}" for p in problems)]))
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no guessing between types ("8" is not 8)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def setting(default: Any, description: str, **bounds: Any) -> Any:
+    """One setting: its default, its description (shown as help everywhere), its bounds (pydantic's ge, gt, le, lt)."""
+    return Field(default=default, description=description, **bounds)
+
+
+class Model(Section):
+    """The base model that is frozen and adapted."""
+
+    family: str = Field(description="Architecture: sd15, sdxl or flux.")
+    path: str = Field(
+        description="Base model: Hugging Face id, diffusers folder, single .safetensors file, or 'demo' (bundled)."
+    )
+    components: str = setting(
+        "", "Diffusers folder with the VAE, text encoders and tokenizers that a single file lacks."
+    )
+    revision: str = setting("", "Branch, tag or commit on the hub; empty means the default branch.")
+    dtype: Literal["bf16", "fp32"] = setting("bf16", "Compute dtype, and storage of the parts that are not quantized.")
+
+
+class Quantize(Section):
+    """How the frozen base is held in memory."""
+
+    storage: Literal["fp8", "none"] = setting(
+        "fp8", "fp8: e4m3 with one scale per output row, decoded at the matmul; none: held in model.dtype."
+    )
+    keep: list[str] = setting([], "Further module names to keep in model.dtype, beside the family's precise parts.")
+
+
+class Adapter(Section):
+    """The trainable part."""
+
+    type: Literal["lora"] = setting("lora", "Kind of adapter.")
+    rank: int = setting(16, "Size of the low-rank update; larger learns more and weighs more.", ge=1, le=1024)
+    alpha: float = setting(16.0, "Update strength; the update is scaled by alpha / rank.", gt=0)
+    dropout: float = setting(0.0, "Probability of dropping an adapter input while training.", ge=0, lt=1)
+    targets: list[str] = setting([], "Module name endings to adapt, such as 'to_q'; empty means the family's choice.")
+    dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights while training.")
+
+
+class Folder(Section):
+    """One folder of pictures: a [[dataset.folders]] table."""
+
+    path: str = Field(
+        description="Folder with images and .txt (or .caption) files beside them; searched with subfolders."
+    )
+    repeats: int = setting(1, "How often each image is seen per epoch.", ge=1)
+    trigger: str = setting("", "Trigger word of this folder; empty means dataset.trigger.")
+
+
+class Dataset(Section):
+    """Pictures, captions, buckets and the cache of encoded examples."""
+
+    folders: list[Folder] = setting([], "The picture folders.")
+    resolution: int | Literal["auto"] = setting(
+        "auto", "Side of the square with the training area; auto: the family's own."
+    )
+    buckets: bool = setting(True, "Group images by aspect ratio; false crops everything to a square.")
+    bucket_step: int | Literal["auto"] = setting("auto", "Bucket sides are multiples of this many pixels.")
+    max_aspect: float = setting(2.0, "Widest aspect ratio of a bucket.", ge=1, le=8)
+    upscale: bool = setting(
+        True, "Enlarge images that are smaller than their bucket; false gives them smaller buckets."
+    )
+    flip: bool = setting(False, "Mirror half of the samples; not for text, logos or asymmetric characters.")
+    background: str = setting("#ffffff", "Colour under transparent images, as #rrggbb.", pattern="^#[0-9a-fA-F]{6}$")
+    trigger: str = setting("", "Trigger word, put in front of captions that lack it.")
+    missing_caption: Literal["error", "trigger", "skip"] = setting("error", "What an image without a caption means.")
+    caption_dropout: float = setting(0.0, "Probability that a sample is shown without its caption.", ge=0, le=1)
+    shuffle_tags: bool = setting(False, "Shuffle comma-separated tags, differently each time.")
+    keep_tokens: int = setting(1, "The first N tags stay in place when shuffling.", ge=0)
+    tag_separator: str = setting(",", "What separates tags.", min_length=1)
+    caption_variants: int = setting(8, "Shuffled versions of each caption held in the cache.", ge=1, le=64)
+    cache_dir: str = setting("cache", "Folder of encoded images and captions, shared by all runs.")
+    max_pixels: int = setting(64_000_000, "Images with more pixels are refused.", ge=4096)
+
+
+class Train(Section):
+    """The loop."""
+
+    steps: int = setting(1500, "Optimizer steps.", ge=1)
+    batch_size: int = setting(1, "Images per micro-batch, over all processes together.", ge=1)
+    accumulate: int = setting(1, "Micro-batches per step; their gradients are summed in float32.", ge=1)
+    max_grad_norm: float = setting(1.0, "Clip the gradient to this norm; 0 turns clipping off.", ge=0)
+    threads: int = setting(
+        0, "CPU threads for torch; 0 keeps torch's choice. Bitwise repeats need the same number.", ge=0
+    )
+    log_every: int = setting(1, "Write a step event every so many steps.", ge=1)
+
+
+class Optimizer(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw8bit", "adamw"] = setting("adamw8bit", "adamw8bit: bitsandbytes; adamw: torch, for comparison.")
+    lr: float = setting(1e-4, "Learning rate before lr_scale.", gt=0, lt=1)
+    lr_scale: Literal["auto", "none"] | float = setting(
+        "auto", "Factor on the rate: auto (1.4 on an FP8 base, else 1), none, or a number."
+    )
+    weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0)
+    beta1: float = setting(0.9, "Decay of the first moment.", ge=0, lt=1)
+    beta2: float = setting(0.999, "Decay of the second moment.", ge=0, lt=1)
+    eps: float = setting(1e-8, "Added to the denominator.", gt=0)
+    rounding: Literal["master", "stochastic", "nearest"] = setting(
+        "master", "How bf16 adapters keep small updates: float32 masters, stochastic rounding, or not at all (nearest)."
+    )
+
+
+class Schedule(Section):
+    """The learning rate over the steps; a pure function of the step."""
+
+    name: Literal["constant", "cosine", "linear"] = setting("constant", "Shape after the warm-up.")
+    warmup: int | float = setting(0, "Warm-up: a whole number of steps, or a fraction of all steps below 1.", ge=0)
+    min_lr: float = setting(0.0, "Where cosine and linear end, as a fraction of the rate.", ge=0, le=1)
+
+
+class Objective(Section):
+    """What the denoiser is asked to predict, and at which noise levels."""
+
+    min_snr_gamma: float = setting(
+        0.0, "Min-SNR loss weighting (Hang et al. 2023) for diffusion models; 0 is off.", ge=0
+    )
+    timesteps: Literal["auto", "uniform", "logit_normal"] = setting("auto", "Distribution of the noise level.")
+    shift: float | Literal["auto"] = setting("auto", "Flow matching: timestep shift; auto depends on the resolution.")
+    guidance: float = setting(1.0, "Embedded guidance shown to guidance-distilled models while training.", ge=0)
+
+
+class Memory(Section):
+    """What is traded for memory."""
+
+    gradient_checkpointing: bool = setting(
+        True, "Recompute activations in the backward pass: less memory, about 40 % slower."
+    )
+
+
+class Preview(Section):
+    """Images made while training, always from the same seed."""
+
+    prompts: list[str] = setting([], "What to draw; empty makes no previews.")
+    negative: str = setting("", "Negative prompt.")
+    every: int = setting(0, "Draw every so many steps; 0 draws only at the start and at the end.", ge=0)
+    at_start: bool = setting(True, "Draw before the first step, to compare with.")
+    steps: int = setting(20, "Denoising steps.", ge=1, le=500)
+    guidance: float | Literal["auto"] = setting("auto", "Guidance scale; auto: the family's usual one.")
+    width: int = setting(0, "Pixels; 0 means the training resolution.", ge=0)
+    height: int = setting(0, "Pixels; 0 means the training resolution.", ge=0)
+    seed: int = setting(42, "Seed of the first preview; the next ones count up.", ge=0)
+
+
+class Checkpoint(Section):
+    """What is kept to go on training."""
+
+    every: int = setting(250, "Save every so many steps.", ge=1)
+    keep: int = setting(
+        2, "Newest checkpoints kept; at least 2, because the newest may be the one being written.", ge=2
+    )
+
+
+class Export(Section):
+    """The LoRA file."""
+
+    formats: list[Literal["diffusers", "kohya"]] = setting(
+        ["diffusers", "kohya"], "Key layouts to write: kohya is read by A1111, Forge, ComfyUI and InvokeAI."
+    )
+    dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", "Dtype in the file.")
+    title: str = setting("", "Display name in the file; empty means the job's name.")
+    author: str = setting("", "Author in the file.")
+    description: str = setting("", "Description in the file.")
+    license: str = setting("", "Licence in the file.")
+    verify: bool = setting(True, "Load the file into a clean pipeline and compare it with the training model.")
+
+
+class Job(Section):
+    """The whole typed config of one training."""
+
+    name: str = setting("my-lora", "Name of the run folder and of the file.", min_length=1, max_length=120)
+    output_dir: str = setting("runs", "Folder that the run folder is made in.")
+    seed: int = setting(0, "Seed of the data order, noise and initial weights.", ge=0)
+    preset: list[str] = setting([], "Presets laid under this file: names in presets/, or paths.")
+    model: Model
+    quantize: Quantize = Quantize()
+    adapter: Adapter = Adapter()
+    dataset: Dataset = Dataset()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    objective: Objective = Objective()
+    memory: Memory = Memory()
+    preview: Preview = Preview()
+    checkpoint: Checkpoint = Checkpoint()
+    export: Export = Export()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From text to a Job
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
+    """Read a config file, lay it over its presets, apply `--set` overrides, check everything.
+
+    Args:
+        path: a TOML file.
+        overrides: `section.key=value` texts; the value is TOML (`train.steps=500`), or a bare word taken as a string.
+
+    Raises:
+        UserError, UserErrors: with every problem of the file.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file; `lora-fp8 new {path}` writes one") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: this is a folder; give the TOML file in it") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    return loads(text, overrides, where=str(path), folder=path.parent)
+
+
+def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "config", folder: Path = Path()) -> Job:
+    """As `load`, from TOML text; `folder` is where presets given as relative paths are looked for."""
+    given = _parse_toml(text, where)
+    problems: list[str] = []
+    assignments = _parse_overrides(overrides, problems)
+    data: dict[str, Any] = {}
+    for name in _preset_names(given, assignments, problems):
+        _merge(data, _read_preset(name, folder, problems))
+    _merge(data, given)
+    for keys, value in assignments:
+        _assign(data, keys, value, problems)
+    job, found = _validate(data)
+    problems += found
+    if problems:
+        raise UserErrors(problems, where)
+    assert job is not None
+    return job
+
+
+def preset_names() -> list[str]:
+    """The bundled presets, by name."""
+    return sorted(p.stem for p in PRESET_FOLDER.glob("*.toml"))
+
+
+def dumps(job: Job) -> str:
+    """The resolved job as TOML that `loads` turns into the same job; presets are already merged and no longer named."""
+    data = job.model_dump()
+    data["preset"] = []
+    return tomlkit.dumps(data)
+
+
+def commented(job: Job, only_set: bool = False) -> str:
+    """The job as a TOML file for people: every setting with its description and what it accepts, grouped by section."""
+    lines: list[str] = []
+
+    def section(model: Section, title: str, double: bool = False) -> None:
+        doc = (type(model).__doc__ or "").strip().splitlines()[0]
+        if title:
+            lines.extend(["", f"[[{title}]]" if double else f"[{title}]", f"# {doc}"])
+        inner: list[tuple[str, Any]] = []
+        for name, field in type(model).model_fields.items():
+            value = getattr(model, name)
+            if isinstance(value, Section) or (name == "folders" and isinstance(value, list)):
+                inner.append((name, value))
+                continue
+            choices = accepted(field)
+            lines.append(
+                f"{name} = {tomlkit.item(value).as_string()}  # {field.description}{choices and f' ({choices})'}"
+            )
+        for name, value in inner:
+            for item in value if isinstance(value, list) else [value]:
+                section(item, f"{title}.{name}" if title else name, isinstance(value, list))
+
+    section(job, "")
+    return "\n".join(lines).strip() + "\n"
+
+
+def accepted(field: Any) -> str:
+    """What a setting accepts, in words, when that is a list of choices or bounds; empty otherwise."""
+    choices = _choices(field.annotation)
+    bounds = []
+    for item in field.metadata:
+        for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if hasattr(item, attribute):
+                bounds.append(f"{sign} {getattr(item, attribute)}")
+    if choices and not _number_allowed(field.annotation):
+        return " | ".join(choices)
+    return ", ".join(([" | ".join(choices) + " | a number"] if choices else []) + bounds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps of loading
+
+
+def _parse_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where}: not valid TOML: {error}") from None
+
+
+def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]) -> list[tuple[list[str], Any]]:
+    assignments = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            problems.append(f"--set {text}: expected key=value, such as --set train.steps=500")
+            continue
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value.strip()  # a bare word: --set model.family=flux
+        assignments.append((key.strip().split("."), parsed))
+    return assignments
+
+
+def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]], problems: list[str]) -> list[str]:
+    names = given.get("preset", [])
+    for keys, value in assignments:
+        if keys == ["preset"]:
+            names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        return []  # its type is reported by the validation
+    return [name for name in names if isinstance(name, str)]
+
+
+def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]:
+    path = folder / name if name.endswith(".toml") else PRESET_FOLDER / f"{name}.toml"
+    if not path.is_file():
+        hint = _did_you_mean(name, preset_names())
+        problems.append(
+            f"preset: no preset {name!r}{hint}; accepted: {', '.join(preset_names())}, or the path of a .toml file"
+        )
+        return {}
+    try:
+        data = _parse_toml(path.read_text(encoding="utf-8-sig"), f"preset {name}")
+    except (UserError, OSError, UnicodeDecodeError) as error:
+        problems.append(str(error))
+        return {}
+    if "preset" in data:
+        problems.append(f"preset {name}: a preset cannot name presets; name them in the config")
+        data.pop("preset")
+    return data
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> None:
+    """Lay `over` on `under` in place; tables are merged key by key, everything else is replaced."""
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(under.get(key), dict):
+            _merge(under[key], value)
+        else:
+            under[key] = value
+
+
+def _assign(data: dict[str, Any], keys: list[str], value: Any, problems: list[str]) -> None:
+    node: Any = data
+    for i, key in enumerate(keys[:-1]):
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                problems.append(f"--set {'.'.join(keys)}: {'.'.join(keys[:i])} has {len(node)} entries, counted from 0")
+                return
+            node = node[int(key)]
+        else:
+            node = node.setdefault(key, {})
+        if not isinstance(node, (dict, list)):
+            problems.append(f"--set {'.'.join(keys)}: {'.'.join(keys[: i + 1])} is a value, not a table")
+            return
+    if isinstance(node, list):
+        problems.append(f"--set {'.'.join(keys)}: give the entry's setting too, such as dataset.folders.0.repeats=2")
+        return
+    if keys == ["preset"] and isinstance(value, str):
+        value = [value]
+    if not keys[-1]:
+        problems.append(f"--set {'.'.join(keys)}: the key is incomplete")
+        return
+    node[keys[-1]] = value
+
+
+def _validate(data: dict[str, Any]) -> tuple[Job | None, list[str]]:
+    """Check types, bounds and contradictions; returns the job (None if there is anything wrong) and all problems."""
+    problems: list[str] = []
+    try:
+        job = Job.model_validate(data)
+    except ValidationError as error:
+        seen: set[str] = set()
+        bad: list[tuple[Any, ...]] = []
+        for item in error.errors(include_url=False):
+            location = _real_location(item["loc"], data)
+            bad.append(location)
+            line = _say(item, location, data)
+            if line not in seen:
+                seen.add(line)
+                problems.append(line)
+        # Contradictions are looked for in what remains, so that they are reported in the same go.
+        rest = _without(data, bad)
+        rest.setdefault("model", {})
+        if isinstance(rest["model"], dict):
+            rest["model"].setdefault("family", "")
+            rest["model"].setdefault("path", "")
+        try:
+            job = Job.model_validate(rest)
+        except ValidationError:
+            return None, problems
+        named = {".".join(map(str, location)) for location in bad}
+        problems += [line for key, line in _contradictions(job) if not any(key.startswith(n) for n in named)]
+        return None, problems
+    problems += [line for _, line in _contradictions(job)]
+    return job, problems
+
+
+def _contradictions(job: Job) -> list[tuple[str, str]]:
+    """What is wrong although each setting by itself is fine: (key, line)."""
+    found: list[tuple[str, str]] = []
+
+    def say(key: str, text: str) -> None:
+        found.append((key, f"{key}: {text}"))
+
+    from .families import available  # a list of file names; imports no torch
+
+    families = available()
+    if job.model.family not in families:
+        hint = _did_you_mean(job.model.family, families)
+        say("model.family", f"unknown family {job.model.family!r}{hint}; accepted: {' | '.join(families)}")
+    if not job.model.path:
+        say("model.path", "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
+    if not job.dataset.folders:
+        say("dataset.folders", "no picture folder given; add a [[dataset.folders]] table with a path")
+    for i, folder in enumerate(job.dataset.folders):
+        if not folder.path:
+            say(f"dataset.folders.{i}.path", "is empty")
+    if isinstance(job.dataset.resolution, int) and not 16 <= job.dataset.resolution <= 8192:
+        say("dataset.resolution", f"must lie between 16 and 8192 pixels, got {job.dataset.resolution}")
+    if isinstance(job.dataset.bucket_step, int) and not 8 <= job.dataset.bucket_step <= 512:
+        say("dataset.bucket_step", f"must lie between 8 and 512 pixels, got {job.dataset.bucket_step}")
+    if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
+        without = [str(i) for i, folder in enumerate(job.dataset.folders) if not folder.trigger]
+        if without:
+            say("dataset.missing_caption", "'trigger' needs dataset.trigger or a trigger in every folder")
+    if isinstance(job.optimizer.lr_scale, float) and not 0 < job.optimizer.lr_scale <= 100:
+        say("optimizer.lr_scale", f"must be above 0 and at most 100, got {job.optimizer.lr_scale:g}")
+    if isinstance(job.schedule.warmup, int) and job.schedule.warmup >= job.train.steps and job.schedule.warmup:
+        say(
+            "schedule.warmup",
+            f"{job.schedule.warmup} steps, but train.steps is {job.train.steps}; use fewer, or a fraction",
+        )
+    if isinstance(job.schedule.warmup, float) and job.schedule.warmup >= 1:
+        say(
+            "schedule.warmup",
+            f"a fraction must be below 1, got {job.schedule.warmup:g}; whole steps are written without a point",
+        )
+    if isinstance(job.objective.shift, float) and job.objective.shift <= 0:
+        say("objective.shift", f"must be above 0, got {job.objective.shift:g}")
+    if isinstance(job.preview.guidance, float) and job.preview.guidance < 0:
+        say("preview.guidance", f"must be at least 0, got {job.preview.guidance:g}")
+    for key in ("width", "height"):
+        if getattr(job.preview, key) % 16:
+            say(f"preview.{key}", f"must be a multiple of 16 pixels, got {getattr(job.preview, key)}")
+    if not job.export.formats:
+        say("export.formats", "is empty; accepted: diffusers | kohya")
+    if len(set(job.export.formats)) != len(job.export.formats):
+        say("export.formats", "names a format twice")
+    if any(c in job.name for c in "/\\\0\n") or job.name.strip() in ("", ".", ".."):
+        say("name", f"{job.name!r} cannot name a folder; use letters, digits, '-' and '_'")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pydantic's errors in words for people; the only place that knows their codes
+
+
+def _say(item: dict[str, Any], location: tuple[Any, ...], data: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in location)
+    kind, given, context = item["type"], item.get("input"), item.get("ctx", {})
+    field = _field(location)
+    choices = _choices(field.annotation) if field is not None else []
+    if kind == "extra_forbidden":
+        return f"{key}: unknown setting{_suggest(location)}"
+    if kind == "missing":
+        return f"{key}: required. {field.description if field is not None and field.description else ''}".strip()
+    if choices:
+        hint = _did_you_mean(given, choices) if isinstance(given, str) else ""
+        more = " | a number" if field is not None and _number_allowed(field.annotation) else ""
+        return f"{key}: expected {' | '.join(choices)}{more}, got {given!r}{hint}"
+    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
+        words = {
+            "greater_than_equal": "at least",
+            "greater_than": "more than",
+            "less_than_equal": "at most",
+            "less_than": "less than",
+        }
+        limit = context.get("ge", context.get("gt", context.get("le", context.get("lt"))))
+        return f"{key}: must be {words[kind]} {limit}, got {given!r}"
+    if kind == "string_pattern_mismatch":
+        return f"{key}: expected a colour such as #ffffff, got {given!r}"
+    if kind in ("string_too_short", "string_too_long"):
+        limit = f"at least {context['min_length']}" if "min_length" in context else f"at most {context['max_length']}"
+        return f"{key}: must be {limit} characters long, got {given!r}"
+    expected = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "text in quotes",
+        "list_type": "a list in [ ]",
+        "dict_type": "a table",
+        "model_type": "a table",
+        "model_attributes_type": "a table",
+    }.get(kind)
+    if expected is None:
+        return f"{key}: {item['msg']}, got {given!r}"
+    return f"{key}: expected {expected}, got {given!r}"
+
+
+def _real_location(location: tuple[Any, ...], data: dict[str, Any]) -> tuple[Any, ...]:
+    """pydantic appends the arm of a union (`float`, `literal[...]`) to the path; keep only what is in the file."""
+    node: Any = data
+    real: list[Any] = []
+    for part in location:
+        inside_model = _model_at(tuple(real)) is not None
+        if isinstance(node, dict) and (part in node or inside_model):
+            real.append(part)
+            node = node.get(part)
+        elif isinstance(node, list) and isinstance(part, int):
+            real.append(part)
+            node = node[part] if part < len(node) else None
+        else:
+            break
+    return tuple(real)
+
+
+def _model_at(location: tuple[Any, ...]) -> type[Section] | None:
+    model: Any = Job
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, Section) else None
+        if field is None:
+            return None
+        inner = [
+            a for a in (field.annotation, *get_args(field.annotation)) if isinstance(a, type) and issubclass(a, Section)
+        ]
+        model = inner[0] if inner else None
+        if model is None:
+            return None
+    return model
+
+
+def _field(location: tuple[Any, ...]) -> Any:
+    named = [part for part in location if not isinstance(part, int)]
+    if not named:
+        return None
+    model = _model_at(tuple(named[:-1]))
+    return model.model_fields.get(named[-1]) if model is not None else None
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [str(a) for a in get_args(annotation)]
+    if get_origin(annotation) is Annotated:
+        return _choices(get_args(annotation)[0])
+    return [c for a in get_args(annotation) for c in _choices(a)]
+
+
+def _number_allowed(annotation: Any) -> bool:
+    return any(a in (int, float) for a in get_args(annotation))
+
+
+def _suggest(location: tuple[Any, ...]) -> str:
+    """The nearest setting in the same table, or the table that has a setting of exactly this name."""
+    model, name = _model_at(location[:-1]), str(location[-1])
+    names = list(model.model_fields) if model is not None else []
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    prefix = ".".join(str(p) for p in location[:-1])
+    if near:
+        return f", did you mean {prefix + '.' if prefix else ''}{near[0]}?"
+    homes = [s for s in Job.model_fields if (m := _model_at((s,))) is not None and name in m.model_fields]
+    if homes:
+        return f", did you mean {homes[0]}.{name}?"
+    everywhere = {f"{s}.{n}": n for s in Job.model_fields if (m := _model_at((s,))) is not None for n in m.model_fields}
+    near = difflib.get_close_matches(name, list(everywhere.values()), n=1, cutoff=0.75)
+    if near:
+        return f", did you mean {next(k for k, v in everywhere.items() if v == near[0])}?"
+    return f"; accepted here: {', '.join(names)}" if names else ""
+
+
+def _did_you_mean(given: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _without(data: dict[str, Any], locations: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """A deep copy without the entries at these places."""
+
+    def copy(node: Any, here: tuple[Any, ...]) -> Any:
+        if isinstance(node, dict):
+            return {k: copy(v, (*here, k)) for k, v in node.items() if (*here, k) not in locations}
+        if isinstance(node, list):
+            return [copy(v, (*here, i)) for i, v in enumerate(node) if (*here, i) not in locations]
+        return node
+
+    return copy(data, ())

@@ -1,0 +1,216 @@
+"""Buckets: which size an image is trained at, and which part of it.
+
+A batch holds images of one size, so images of similar shape are brought to a common one, a *bucket*. The rule:
+
+* The sides of a bucket are multiples of `step`. Its aspect ratio is at most `max_aspect`, upright or lying. Its area is
+  at most resolution^2, and close to it: one side could not be a step longer. The largest square is always there. If all
+  this falls short of `max_aspect`, the largest bucket that comes nearer to it joins, if it has three quarters of the
+  area (at 512 by 64: 320 x 640 beside 384 x 640). Without buckets the square is the only one.
+* An image goes into the bucket with the nearest aspect ratio, in log space, so that 2:1 is as far from 1:1 as 1:2 is.
+  Equal distances are decided for the larger area, then for the wider one. The comparison is exact (fractions, no
+  logarithms), so that every machine decides alike.
+* It is resized, keeping its shape, until it just covers the bucket (Lanczos), and cropped in the middle.
+* With `upscale = false` an image that would have to be enlarged takes instead the bucket of the largest area that fits
+  inside it, under the same bounds (nearest aspect ratio among equals).
+
+All of it is pure functions of sizes. Sizes are (width, height) as in PIL; what goes to the model is (height, width),
+and named so (`_hw`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from PIL import Image
+
+from lora_fp8.config import UserError
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How an image comes into its bucket: resized to `resized_wh`, then the bucket cut out at `crop_xy`.
+
+    Attributes:
+        original_wh: size of the upright image.
+        bucket_wh, resized_wh: pixels.
+        crop_xy: left and top edge of the crop inside the resized image.
+    """
+
+    original_wh: Size
+    bucket_wh: Size
+    resized_wh: Size
+    crop_xy: Size
+
+    @property
+    def original_hw(self) -> Size:
+        """Size of the image before anything was done to it (SDXL's `original_size`)."""
+        return self.original_wh[1], self.original_wh[0]
+
+    @property
+    def crop_top_left(self) -> Size:
+        """Where the crop begins (SDXL's `crops_coords_top_left`)."""
+        return self.crop_xy[1], self.crop_xy[0]
+
+    @property
+    def flipped_crop_top_left(self) -> Size:
+        """The same for the mirrored image: what was cut off at the right is now at the left."""
+        return self.crop_xy[1], self.resized_wh[0] - self.bucket_wh[0] - self.crop_xy[0]
+
+    @property
+    def target_hw(self) -> Size:
+        """Size that is trained (SDXL's `target_size`)."""
+        return self.bucket_wh[1], self.bucket_wh[0]
+
+    @property
+    def upscaled(self) -> bool:
+        """Whether the image had to be enlarged."""
+        return self.resized_wh[0] > self.original_wh[0] or self.resized_wh[1] > self.original_wh[1]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An `images.Example` and its place."""
+
+    example: Any
+    placement: Placement
+
+    @property
+    def uid(self) -> str:
+        return self.example.uid
+
+
+def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
+    """All buckets, (width, height), from the tallest to the widest.
+
+    Raises:
+        UserError: not even one step fits into the resolution.
+    """
+    if step > resolution:
+        raise UserError(
+            f"dataset.resolution = {resolution} is less than the bucket step, {step} pixels; raise the one or lower "
+            "the other"
+        )
+    area, limit = resolution**2, Fraction(max_aspect)
+    square = resolution // step * step
+    sizes, narrow = {(square, square)}, []
+    for width in range(step, area // step + 1, step):
+        height = area // width // step * step
+        if height >= step and max(Fraction(width, height), Fraction(height, width)) <= limit:
+            sizes |= {(width, height), (height, width)}
+        elif height > width and 4 * width * (shorter := int(width * limit) // step * step) >= 3 * area:
+            narrow.append((width, shorter))
+    widest = max(Fraction(*size) for size in sizes)
+    narrow = [(width, height) for width, height in narrow if Fraction(height, width) > widest]
+    if narrow:
+        width, height = max(narrow, key=lambda size: (size[0] * size[1], size))
+        sizes |= {(width, height), (height, width)}
+    return sorted(sizes, key=lambda size: (Fraction(*size), size))
+
+
+def _distance(one: Size, other: Size) -> Fraction:
+    """How much wider or taller one shape is than the other, at least 1; its logarithm is the distance in log space."""
+    ratio = Fraction(one[0] * other[1], one[1] * other[0])
+    return max(ratio, 1 / ratio)
+
+
+def nearest_bucket(size: Size, sizes: Sequence[Size]) -> Size:
+    """The bucket with the aspect ratio nearest to that of an image of this size."""
+    return min(sizes, key=lambda bucket: (_distance(size, bucket), -bucket[0] * bucket[1], -bucket[0]))
+
+
+def inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> Size:
+    """The bucket of the largest area that an image of this size fills without being enlarged.
+
+    Raises:
+        UserError: the image is smaller than one step.
+    """
+    if min(size) < step:
+        raise UserError(
+            f"is {size[0]} x {size[1]} pixels, less than one bucket step ({step}), and dataset.upscale is false; "
+            "remove the image or set upscale = true"
+        )
+    area, limit = resolution**2, Fraction(max_aspect)
+    candidates = []
+    for width in range(step, min(size[0], area // step) + 1, step):
+        # The tallest that the image, the area and the aspect ratio allow; less of it would only be smaller.
+        height = min(size[1], area // width, int(width * limit)) // step * step
+        if height >= step and Fraction(width, height) <= limit:
+            candidates.append((width, height))
+    return min(candidates, key=lambda bucket: (-bucket[0] * bucket[1], _distance(size, bucket), -bucket[0]))
+
+
+def crop_box(size: Size, bucket: Size) -> tuple[Size, Size]:
+    """Resized size that just covers the bucket, and (left, top) of the crop in its middle."""
+    (width, height), (bucket_width, bucket_height) = size, bucket
+    if bucket_width * height >= bucket_height * width:
+        resized = bucket_width, max(bucket_height, _rounded(height * bucket_width, width))
+    else:
+        resized = max(bucket_width, _rounded(width * bucket_height, height)), bucket_height
+    return resized, ((resized[0] - bucket_width) // 2, (resized[1] - bucket_height) // 2)
+
+
+def _rounded(numerator: int, denominator: int) -> int:
+    return (2 * numerator + denominator) // (2 * denominator)
+
+
+def place(
+    size: Size, resolution: int, step: int, *, max_aspect: float = 2.0, buckets: bool = True, upscale: bool = True
+) -> Placement:
+    """The place of an image of this size (width, height of the upright image)."""
+    if not buckets:
+        max_aspect = 1.0
+    return _place(size, bucket_sizes(resolution, step, max_aspect), resolution, step, max_aspect, upscale)
+
+
+def _place(
+    size: Size, sizes: Sequence[Size], resolution: int, step: int, max_aspect: float, upscale: bool
+) -> Placement:
+    bucket = nearest_bucket(size, sizes)
+    if not upscale and (size[0] < bucket[0] or size[1] < bucket[1]):
+        bucket = inner_bucket(size, resolution, step, max_aspect)
+    resized, crop = crop_box(size, bucket)
+    return Placement(size, bucket, resized, crop)
+
+
+def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int) -> list[Placed]:
+    """Place every example, in the same order.
+
+    Args:
+        examples: `images.Example`s.
+        section: `config.Dataset`; buckets, max_aspect and upscale are read.
+        resolution, step: resolved numbers, since the section may leave them to the family.
+
+    Raises:
+        UserError: an image cannot be placed; the message names it.
+    """
+    max_aspect = section.max_aspect if section.buckets else 1.0
+    sizes = bucket_sizes(resolution, step, max_aspect)
+    placed = []
+    for example in examples:
+        try:
+            placement = _place((example.width, example.height), sizes, resolution, step, max_aspect, section.upscale)
+        except UserError as error:
+            raise UserError(f"{example.path} {error}") from None
+        placed.append(Placed(example, placement))
+    return placed
+
+
+def group(placed: Sequence[Placed]) -> dict[Size, list[Placed]]:
+    """Those of one bucket together; buckets sorted by size, the order inside kept."""
+    groups: dict[Size, list[Placed]] = {}
+    for one in placed:
+        groups.setdefault(one.placement.bucket_wh, []).append(one)
+    return dict(sorted(groups.items()))
+
+
+def fit(image: Image.Image, bucket: Size) -> Image.Image:
+    """The image, resized and cropped to the bucket."""
+    resized, (left, top) = crop_box(image.size, bucket)
+    if image.size != resized:
+        image = image.resize(resized, Image.Resampling.LANCZOS)
+    return image.crop((left, top, left + bucket[0], top + bucket[1]))

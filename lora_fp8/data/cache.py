@@ -1,0 +1,360 @@
+"""The cache: every image and caption goes through the encoders once, and never again while nothing about it changes.
+
+One entry is one safetensors file, `<root>/<kind>/<key[:2]>/<key>.safetensors`, with kind "latents" or "conds". The key
+is SHA-256 over everything that the content depends on: the bytes of the image and how they are cut, or the text of the
+caption; the identity of the encoder's files; the dtypes; the version of the preprocessing below. So nothing has to be
+invalidated: an edited picture has another key and is encoded, all others keep theirs. Entries of several runs and
+families live side by side, and entries no longer used are harmless.
+
+Trust is checked: an entry's header carries its key and the SHA-256 of its tensors. A file that is torn, rotten or of
+another key is encoded again by `fill`, and refused by `latents` and `cond`. Entries are written to a temporary file of
+a unique name and renamed, so two runs (or machines) may fill one cache at the same time: they write the same content.
+
+Images and captions are encoded one by one: in a batch, the result of one would depend, in its last bits, on its
+neighbours, and then an edited neighbour would change it.
+
+Shape legend: B batch, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lora_fp8 import config
+from lora_fp8.data import permutation
+from lora_fp8.data.buckets import Placed, fit
+from lora_fp8.data.images import Example, ImageError, open_image
+from lora_fp8.run import RunFailure, write_synced
+
+PREPROCESSING_VERSION = 1
+"""Raise it when `open_image`, `fit` or `pixels` give other pixels for the same file: it is part of every key."""
+
+METADATA = "lora_fp8"
+"""Name in the header of an entry; the value is JSON with kind, key and sha256."""
+
+TEMPORARY_AGE = 3600
+"""Seconds after which a temporary file belongs to a writer that is gone."""
+
+
+def pixels(image: Image.Image) -> Tensor:
+    """An RGB image as (1, 3, H, W) float32 in [-1, 1]."""
+    values_HWC = torch.from_numpy(np.array(image, dtype=np.uint8))
+    return values_HWC.permute(2, 0, 1)[None].to(torch.float32) / 127.5 - 1
+
+
+# ------------------------------------------------------------------------------------------------------------ captions
+
+
+def split_tags(caption: str, separator: str) -> list[str]:
+    return [tag.strip() for tag in caption.split(separator) if tag.strip()]
+
+
+def caption_variant(caption: str, variant: int, section: config.Dataset, seed: int) -> str:
+    """Variant number `variant` of a caption: its tags shuffled, the first `keep_tokens` in place.
+
+    A function of its arguments alone, so that the loader asks for exactly the texts that were encoded.
+    """
+    separator = section.tag_separator
+    tags = split_tags(caption, separator)
+    kept, rest = tags[: section.keep_tokens], tags[section.keep_tokens :]
+    order = permutation(len(rest), "shuffle", seed, caption, variant)
+    return (separator if separator[-1].isspace() else separator + " ").join(kept + [rest[i] for i in order])
+
+
+def dataset_captions(examples: Iterable[Example], section: config.Dataset, seed: int) -> list[str]:
+    """All texts that training may ask for: the captions, their shuffled variants, and "" where captions are dropped."""
+    texts: dict[str, None] = {}
+    for caption in dict.fromkeys(example.caption for example in examples):
+        texts[caption] = None
+        if section.shuffle_tags:
+            texts.update((caption_variant(caption, v, section, seed), None) for v in range(section.caption_variants))
+    if section.caption_dropout > 0:
+        texts[""] = None
+    return list(texts)
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+class BadEntry(Exception):
+    """An entry that cannot be trusted; the message says why."""
+
+
+@dataclass(frozen=True)
+class FillReport:
+    """What `fill` did: entries encoded, entries found good, bytes written."""
+
+    encoded: int
+    reused: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What has to be encoded; false if nothing. `images` are (placed example, whether mirrored)."""
+
+    images: list[tuple[Placed, bool]]
+    captions: list[str]
+    reused: int
+
+    def __bool__(self) -> bool:
+        return bool(self.images or self.captions)
+
+
+class Cache:
+    """Encoded examples of one family and dataset section.
+
+    Args:
+        root: the cache folder; made when the first entry is written.
+        family: encode_images, encode_prompts and encoder_identity are used; the encoders must be loaded for `fill`
+            only.
+        section: `[dataset]`: background and flip are read.
+        dtype: floating-point tensors are held in it.
+        ram_bytes: entries stay in memory up to this many bytes, the least recently used leaving first.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        family: Any,
+        section: config.Dataset,
+        dtype: torch.dtype = torch.float32,
+        *,
+        ram_bytes: int = 2 << 30,
+    ):
+        self.root, self.family, self.section, self.dtype = Path(root).expanduser(), family, section, dtype
+        self.ram_bytes = ram_bytes
+        self._ram: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._ram_used = 0
+        self._verified: set[str] = set()
+        self._identities: dict[str, str] = {}
+
+    # keys
+
+    def _key(self, kind: str, **parts: Any) -> str:
+        what = "vae" if kind == "latents" else "text"
+        if what not in self._identities:
+            self._identities[what] = self.family.encoder_identity(what)
+        about = {
+            "kind": kind,
+            "family": self.family.name,
+            "encoder": self._identities[what],
+            # The precision that the encoder computes in, and the one that its result is held in.
+            "encoder_dtype": str(getattr(self.family, "dtype", "")),
+            "dtype": str(self.dtype),
+            "preprocessing": PREPROCESSING_VERSION,
+            **parts,
+        }
+        return hashlib.sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def image_key(self, placed: Placed, flipped: bool) -> str:
+        """Key of an image's latents."""
+        placement = placed.placement
+        return self._key(
+            "latents",
+            image=placed.example.image_sha256,
+            bucket=placement.bucket_wh,
+            resized=placement.resized_wh,
+            crop=placement.crop_xy,
+            background=self.section.background.lower(),
+            flip=flipped,
+        )
+
+    def caption_key(self, caption: str) -> str:
+        """Key of a caption's conditioning."""
+        return self._key("conds", caption=caption)
+
+    def path(self, kind: str, key: str) -> Path:
+        """Where the entry is, or would be."""
+        return self.root / kind / key[:2] / f"{key}.safetensors"
+
+    # filling
+
+    def missing(self, placed: Sequence[Placed], captions: Sequence[str]) -> Missing:
+        """Which entries are not there, or there but not to be trusted (each is read and checked once per Cache)."""
+        flips = (False, True) if self.section.flip else (False,)
+        images = {self.image_key(one, flipped): (one, flipped) for one in placed for flipped in flips}
+        texts = {self.caption_key(caption): caption for caption in captions}
+        images_left = [images[key] for key in images if not self._good("latents", key)]
+        texts_left = [texts[key] for key in texts if not self._good("conds", key)]
+        return Missing(images_left, texts_left, len(images) + len(texts) - len(images_left) - len(texts_left))
+
+    def fill(
+        self,
+        placed: Sequence[Placed],
+        captions: Sequence[str],
+        log: Callable[[int, int], None] | None = None,
+    ) -> FillReport:
+        """Encode what is missing, image by image and caption by caption. For the main process only.
+
+        Args:
+            placed: the examples in their places.
+            captions: texts, as from `dataset_captions`, and any others wanted (previews).
+            log: called with (done, total) after every entry.
+
+        Raises:
+            RunFailure: an encoder gave values that are not finite, or a file changed since the scan; named in the
+                message.
+        """
+        self._remove_leftovers()
+        missing = self.missing(placed, captions)
+        total, done, written = len(missing.images) + len(missing.captions), 0, 0
+        for one, flipped in missing.images:
+            written += self._store("latents", self.image_key(one, flipped), self._encode_image(one, flipped))
+            done += 1
+            if log:
+                log(done, total)
+        for caption in missing.captions:
+            written += self._store("conds", self.caption_key(caption), self._encode_caption(caption))
+            done += 1
+            if log:
+                log(done, total)
+        return FillReport(encoded=done, reused=missing.reused, bytes=written)
+
+    @torch.no_grad()
+    def _encode_image(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
+        example = placed.example
+        try:
+            raw = Path(example.path).read_bytes()
+            # The scan's hash is in the key; other bytes must not be stored under it.
+            if hashlib.sha256(raw).hexdigest() != example.image_sha256:
+                raise RunFailure(f"{example.path} changed while the run was starting; start it again")
+            image = open_image(io.BytesIO(raw), self.section.background)
+        except (OSError, ImageError) as error:
+            raise RunFailure(f"{example.path} can no longer be read: {error}") from error
+        image = fit(image, placed.placement.bucket_wh)
+        if flipped:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        latents_BCHW = self.family.encode_images(pixels(image))
+        if not torch.isfinite(latents_BCHW).all():
+            raise RunFailure(
+                f"{example.path}: the VAE gave values that are not finite; some VAEs overflow in half precision (use "
+                "model.dtype = 'fp32' or a repaired VAE), else the image or the VAE file is damaged"
+            )
+        return {"latents": latents_BCHW[0]}
+
+    @torch.no_grad()
+    def _encode_caption(self, caption: str) -> dict[str, Tensor]:
+        (cond,) = self.family.encode_prompts([caption])
+        for name, tensor in cond.items():
+            if not torch.isfinite(tensor).all():
+                raise RunFailure(f"caption {caption!r}: the text encoder gave {name} that is not finite")
+        return cond
+
+    def _store(self, kind: str, key: str, tensors: dict[str, Tensor]) -> int:
+        """Write one entry; returns its size in bytes."""
+        tensors = {
+            name: tensor.detach()
+            .to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)
+            .contiguous()
+            .clone()
+            for name, tensor in tensors.items()
+        }
+        # One value, as safetensors writes several in an order that changes: the same entry has the same bytes every time.
+        about = json.dumps({"kind": kind, "key": key, "sha256": _hash(tensors)})
+        data = safetensors.torch.save(tensors, {METADATA: about})
+        path = self.path(kind, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not run.atomic_write: its temporary name is unique on one machine only, and a cache may be shared by several.
+        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+        try:
+            with write_synced(temporary) as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._verified.add(key)
+        return len(data)
+
+    def _remove_leftovers(self) -> None:
+        """Temporary files of writers that were killed. Young ones may belong to another run that is filling now."""
+        for temporary in self.root.glob("*/*/.*.tmp"):
+            try:
+                if time.time() - temporary.stat().st_mtime > TEMPORARY_AGE:
+                    temporary.unlink(missing_ok=True)
+            except FileNotFoundError:
+                continue
+
+    # reading
+
+    def _good(self, kind: str, key: str) -> bool:
+        if key in self._verified:
+            return True
+        try:
+            self._read(kind, key)
+        except (FileNotFoundError, BadEntry):
+            return False
+        self._verified.add(key)
+        return True
+
+    def _read(self, kind: str, key: str) -> dict[str, Tensor]:
+        """The tensors of an entry, checked. Raises FileNotFoundError or BadEntry."""
+        path = self.path(kind, key)
+        data = path.read_bytes()
+        try:
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            about = json.loads(header["__metadata__"][METADATA])
+            promised = about["key"], about["sha256"]
+            tensors = safetensors.torch.load(data)
+        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise BadEntry(f"{path} is damaged ({error})") from error
+        if promised != (key, _hash(tensors)):
+            raise BadEntry(f"{path} does not have the content that its header promises")
+        return tensors
+
+    def _get(self, kind: str, key: str, what: str) -> dict[str, Tensor]:
+        if key in self._ram:
+            self._ram.move_to_end(key)
+            return self._ram[key]
+        try:
+            tensors = self._read(kind, key)
+        except FileNotFoundError:
+            raise RunFailure(f"{what} is not in the cache {self.root}; was the cache filled?") from None
+        except BadEntry as error:
+            raise RunFailure(f"cache entry of {what}: {error}; resume the run and it is encoded again") from error
+        self._ram[key] = tensors
+        self._ram_used += _size(tensors)
+        while self._ram_used > self.ram_bytes and len(self._ram) > 1:
+            _, oldest = self._ram.popitem(last=False)
+            self._ram_used -= _size(oldest)
+        return tensors
+
+    def latents(self, placed: Placed, flipped: bool = False) -> Tensor:
+        """Latents (C, H, W) of an image in its place, in the cache's dtype. Not to be changed in place."""
+        return self._get("latents", self.image_key(placed, flipped), str(placed.example.path))["latents"]
+
+    def cond(self, caption: str) -> dict[str, Tensor]:
+        """Conditioning of a caption, without batch dimension. Not to be changed in place."""
+        return dict(self._get("conds", self.caption_key(caption), f"caption {caption!r}"))
+
+
+def _hash(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _size(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

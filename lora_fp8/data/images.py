@@ -1,0 +1,507 @@
+"""Images and captions: whatever can be wrong with a dataset is found, and reported at once, before a model loads.
+
+`scan` walks the folders of a `[dataset]` section, decodes every image completely, reads every caption, and returns the
+examples together with *problems* (training must not start) and *warnings* (it may). Nothing is guessed: a caption that
+is neither UTF-8 nor UTF-16 with a byte-order mark is a problem that names the file and the offset of the byte. Nothing
+is written into the user's folders.
+
+`open_image` turns any supported file into upright RGB pixels. The rules, where a plain `convert("RGB")` would be wrong:
+
+* EXIF orientation is applied (all eight). Sizes in an `Example` are those of the upright image.
+* Transparency of every kind (RGBA, LA, palettes, a transparent colour) is composited on the background colour.
+* 16-bit greys are scaled by 255/65535; Pillow itself clips at 255. The same for 32-bit integers that hold 16-bit
+  values.
+* Floating-point greys: 0..1 is the full range if nothing exceeds 1; else 0..255 up to 255, else 0..65535. Values
+  between 1 and 2 only would be ambiguous (overexposed, or nearly black), and values outside are no picture: both are
+  refused.
+* CMYK, YCbCr, LAB, HSV and 1-bit images are converted by Pillow (which undoes Adobe's inverted CMYK). Colour profiles
+  are not applied.
+
+Captions: `name.txt`, else `name.caption`, beside `name.png`. Lines are joined by spaces. An empty caption counts as
+missing. If there is a trigger word (the folder's, else the dataset's) and the caption lacks it as a word of its own
+(case counts), it is put in front: "trigger, caption".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import warnings as python_warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from lora_fp8 import config
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
+EXTENSIONS = {
+    ".png": "PNG",
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".webp": "WEBP",
+    ".bmp": "BMP",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+    ".gif": "GIF",
+    ".avif": "AVIF",
+}
+CAPTIONS = (".txt", ".caption")
+"""Caption files in the order of preference."""
+
+
+class ImageError(ValueError):
+    """An image that cannot be used; the message says why, without the file's name."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image and its caption.
+
+    Attributes:
+        path: the image file.
+        caption: as trained: trigger put in front where needed.
+        folder_index: which of `[[dataset.folders]]`, from 0.
+        relative: path inside that folder, with forward slashes.
+        repeats: how often an epoch shows it.
+        width, height: pixels of the upright image.
+        image_sha256: of the file's bytes.
+    """
+
+    path: Path
+    caption: str
+    folder_index: int
+    relative: str
+    repeats: int
+    width: int
+    height: int
+    image_sha256: str
+
+    @property
+    def uid(self) -> str:
+        """Name of the example inside the dataset; stays when the dataset moves to another place or machine."""
+        return f"{self.folder_index}/{self.relative}"
+
+
+@dataclass
+class ScanReport:
+    """What a scan found; `counts` has images, triggered, no_caption, skipped, upscaled and copies."""
+
+    examples: list[Example] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def require(self) -> list[Example]:
+        """The examples; raises `config.UserErrors` with all problems if there are any."""
+        if self.problems:
+            raise config.UserErrors(self.problems, where="dataset")
+        return self.examples
+
+
+# -------------------------------------------------------------------------------------------------------------- pixels
+
+
+@contextlib.contextmanager
+def _no_bomb_check() -> Iterator[None]:
+    """Lift Pillow's own pixel cap: `dataset.max_pixels`, checked before decoding, is the one that counts."""
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def open_image(source: str | Path | BinaryIO, background: str = "#ffffff") -> Image.Image:
+    """Decode an image file into upright RGB (the first frame if there are several).
+
+    Args:
+        source: a path or a binary file object.
+        background: colour under transparent pixels, "#rrggbb".
+
+    Raises:
+        ImageError: not an image of a supported format, damaged, or with values that have no agreed meaning.
+    """
+    with _no_bomb_check(), _opened(source) as image:
+        return _upright_rgb(image, background)
+
+
+@contextlib.contextmanager
+def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
+    """The image with only its header read. Whatever goes wrong in the block becomes an ImageError in plain words."""
+    try:
+        with Image.open(source, formats=FORMATS) as image:
+            yield image
+    except ImageError:
+        raise
+    except Image.UnidentifiedImageError:
+        raise ImageError("is not a readable image") from None
+    except MemoryError:
+        raise ImageError("does not fit into memory when decoded") from None
+    # Decoders of damaged files raise OSError, SyntaxError, ValueError, struct.error, EOFError and more.
+    except Exception as error:
+        raise ImageError(f"cannot be decoded: {str(error) or type(error).__name__}") from error
+
+
+def _upright_rgb(image: Image.Image, background: str) -> Image.Image:
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    mode = image.mode
+    if mode.startswith("I;16"):
+        return _grey_to_rgb(image, np.asarray(image).astype(np.float64) * (255 / 65535), background)
+    if mode == "I":
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise ImageError(f"has 32-bit values {values.min()}..{values.max()}; save it with 8 or 16 bits per channel")
+        return _grey_to_rgb(image, values * (255 / 65535), background)
+    if mode == "F":
+        return _grey_to_rgb(image, np.asarray(image).astype(np.float64) * _float_scale(image), background)
+    if mode == "La":
+        image = image.convert("LA")
+    if mode in ("RGBA", "LA", "La", "RGBa", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, background), image).convert("RGB")
+    return image.copy() if mode == "RGB" else image.convert("RGB")
+
+
+def _float_scale(image: Image.Image) -> float:
+    """Factor from the values of a floating-point image to 0..255; see the module's docstring."""
+    values = np.asarray(image)
+    if not np.isfinite(values).all():
+        raise ImageError("has floating-point values that are not finite")
+    low, high = float(values.min()), float(values.max())
+    if low < 0 or 1 < high <= 2 or high > 65535:
+        raise ImageError(f"has floating-point values {low:g}..{high:g}; save it with 8 or 16 bits per channel")
+    return 255.0 if high <= 1 else 1.0 if high <= 255 else 255 / 65535
+
+
+def _grey_to_rgb(image: Image.Image, grey_HW: np.ndarray, background: str) -> Image.Image:
+    """RGB of grey values 0..255; a transparent grey (PNG's tRNS, in the file's own units) shows the background."""
+    rgb = Image.fromarray(np.rint(grey_HW).astype(np.uint8)).convert("RGB")
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        mask = Image.fromarray(np.where(np.asarray(image) == transparent, 255, 0).astype(np.uint8))
+        rgb.paste(background, mask=mask)
+    return rgb
+
+
+# ------------------------------------------------------------------------------------------------------------ captions
+
+
+def read_caption(path: Path) -> str:
+    """A caption file's text on one line: UTF-8 (with or without mark), or UTF-16 with a byte-order mark.
+
+    Raises:
+        ValueError: the bytes are something else; the message has the offset of the first byte that does not fit.
+    """
+    raw = path.read_bytes()
+    skipped = 3 if raw.startswith(b"\xef\xbb\xbf") else 0
+    encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
+    try:
+        text = raw[skipped:].decode(encoding)
+    except UnicodeDecodeError as error:
+        at = error.start + skipped
+        shown = f" (0x{raw[at]:02x})" if at < len(raw) else ""
+        raise ValueError(f"is not {encoding.upper()} at byte {at}{shown}; save it as UTF-8") from None
+    # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
+    if "\0" in text:
+        raise ValueError(f"has a NUL character at byte {raw.index(0)}; save it as UTF-8")
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def with_trigger(caption: str, trigger: str) -> str:
+    """The caption with the trigger word in front, unless it has it already as a word of its own."""
+    trigger = trigger.strip()
+    if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption):
+        return caption
+    return f"{trigger}, {caption}" if caption else trigger
+
+
+# ---------------------------------------------------------------------------------------------------------------- scan
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """One image file as decoded: `error` is empty when it can be used, the rest is valid only then."""
+
+    error: str = ""
+    width: int = 0
+    height: int = 0
+    sha256: str = ""
+    format: str = ""
+    frames: int = 1
+
+
+def _look(path: Path, section: config.Dataset) -> _Looked:
+    """Decode one file completely (a truncated file shows only then) and hash its bytes."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        return _Looked(f"cannot be read: {error.strerror}")
+    if not raw:
+        return _Looked("is empty (0 bytes)")
+    try:
+        with _opened(io.BytesIO(raw)) as image:
+            if image.width * image.height > section.max_pixels:
+                return _Looked(
+                    f"has {image.width} x {image.height} = {image.width * image.height:,} pixels, "
+                    f"more than dataset.max_pixels = {section.max_pixels:,}"
+                )
+            # Phones write JPEGs with a second picture inside (MPO): a preview or depth map, no animation.
+            frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+            format = "JPEG" if image.format == "MPO" else image.format or ""
+            width, height = _upright_rgb(image, section.background).size
+    except ImageError as error:
+        starts = f" (it starts with {raw[:12]!r})" if "not a readable" in str(error) else ""
+        return _Looked(f"{error}{starts}")
+    return _Looked("", width, height, hashlib.sha256(raw).hexdigest(), format, frames)
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """(folder, sorted file names) from the root down, in sorted order, hidden names left out.
+
+    Links to folders are followed; a folder that was already visited, as in a loop of links, is not visited again.
+    """
+    visited = set()
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in visited:
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        entries = sorted(entry for entry in os.listdir(folder) if not entry.startswith("."))
+        folders = [folder / entry for entry in entries if (folder / entry).is_dir()]
+        waiting.extend(reversed(folders))
+        yield folder, [entry for entry in entries if not (folder / entry).is_dir()]
+
+
+def scan(section: config.Dataset, resolution: int | None = None) -> ScanReport:
+    """Look at every image and caption of the dataset.
+
+    Args:
+        section: the `[dataset]` section; folder paths are used as they are given.
+        resolution: the training resolution, for warnings about small images, when the section leaves it to the family.
+
+    Returns:
+        The report. It never raises for what it finds in files: all problems come together. Examples are in the order of
+        the folders in the config, then sorted by path.
+    """
+    report = ScanReport()
+    if resolution is None and isinstance(section.resolution, int):
+        resolution = section.resolution
+    if not section.folders:
+        report.problems.append("dataset.folders: no folder is given; add a [[dataset.folders]] table with path = '...'")
+    _warn_of_nested(section, report)
+    found: list[tuple[int, Path, Path, Path | None]] = []
+    for index in range(len(section.folders)):
+        found += _list_folder(index, section, report)
+    with _no_bomb_check(), python_warnings.catch_warnings():
+        # Pillow's remarks about odd metadata; what matters is reported here.
+        python_warnings.simplefilter("ignore")
+        # Decoding leaves Python's lock, and map keeps the order. Few at a time: each holds a whole image in memory.
+        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+            looks = list(pool.map(lambda item: _look(item[2], section), found))
+    notes: dict[str, list[str]] = defaultdict(list)
+    for (index, root, path, caption_path), look in zip(found, looks, strict=True):
+        folder = section.folders[index]
+        if look.error:
+            report.problems.append(f"{path} {look.error}")
+        caption = _caption(path, caption_path, folder.trigger or section.trigger, section, report)
+        if look.error or caption is None:
+            continue
+        _note_oddities(path, look, section, resolution, notes)
+        report.examples.append(
+            Example(
+                path=path,
+                caption=caption,
+                folder_index=index,
+                relative=path.relative_to(root).as_posix(),
+                repeats=folder.repeats,
+                width=look.width,
+                height=look.height,
+                image_sha256=look.sha256,
+            )
+        )
+    _note_copies(report, notes)
+    report.counts["images"] = len(report.examples)
+    report.counts["upscaled"] = len(notes["upscaled"])
+    report.counts["copies"] = len(notes["copies"])
+    report.warnings += [
+        f"{_NOTES[kind].format(n=len(names))}: {_some(names)}" for kind, names in notes.items() if names
+    ]
+    if skipped := report.counts["skipped"]:
+        report.warnings.append(f"{skipped} image(s) left out for having no caption (missing_caption = 'skip')")
+        if not report.examples and not report.problems:
+            report.problems.append("dataset: every image was left out for having no caption (missing_caption = 'skip')")
+    return report
+
+
+_NOTES = {
+    "extension": "{n} image(s) named as another format than they are (read all the same)",
+    "animated": "{n} file(s) with several frames or pages, of which the first is used",
+    "tiny": "{n} image(s) with less than a quarter of the pixels of the training resolution",
+    "upscaled": "{n} image(s) smaller than the training resolution, enlarged (upscale = false keeps their size)",
+    "small": "{n} image(s) smaller than the training resolution, trained in smaller buckets (upscale = false)",
+    "wide": "{n} image(s) with a wider aspect ratio than dataset.max_aspect, cropped to it",
+    "copies": "{n} image(s) that are copies of others",
+}
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    """The names, or the first of them and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _note_oddities(path: Path, look: _Looked, section: config.Dataset, resolution: int | None, notes: dict) -> None:
+    if look.format != EXTENSIONS[path.suffix.lower()]:
+        notes["extension"].append(f"{path} ({look.format})")
+    if look.frames > 1:
+        notes["animated"].append(f"{path} ({look.frames})")
+    if resolution is not None and look.width * look.height < resolution**2:
+        size = f"{path} ({look.width} x {look.height})"
+        if 4 * look.width * look.height < resolution**2:
+            notes["tiny"].append(size)
+        notes["upscaled" if section.upscale else "small"].append(size)
+    aspect = max(look.width, look.height) / min(look.width, look.height)
+    if section.buckets and aspect > section.max_aspect:
+        notes["wide"].append(f"{path} ({aspect:.2f})")
+
+
+def _note_copies(report: ScanReport, notes: dict[str, list[str]]) -> None:
+    """Copies by content. The same file seen through two folder entries is not one: that has its own warning."""
+    first: dict[str, Path] = {}
+    for example in report.examples:
+        original = first.setdefault(example.image_sha256, example.path)
+        if original != example.path and os.path.realpath(original) != os.path.realpath(example.path):
+            notes["copies"].append(f"{example.path} (of {original})")
+
+
+def _warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
+    """One folder named twice, or inside another: its images count for each."""
+    real = [Path(os.path.realpath(os.path.expanduser(folder.path))) for folder in section.folders]
+    for later, path in enumerate(real):
+        for earlier, other in enumerate(real[:later]):
+            if path == other:
+                report.warnings.append(
+                    f"folder {section.folders[later].path} is named twice, as dataset.folders {earlier + 1} and "
+                    f"{later + 1}; its images count for each"
+                )
+            elif path in other.parents or other in path.parents:
+                inner, outer = (other, path) if path in other.parents else (path, other)
+                report.warnings.append(f"folder {inner} is inside folder {outer}; its images count for each")
+
+
+def _list_folder(index: int, section: config.Dataset, report: ScanReport) -> list[tuple[int, Path, Path, Path | None]]:
+    """(folder index, root, image, caption file or None) of every image file of one folder entry."""
+    root = Path(section.folders[index].path).expanduser()
+    if not root.exists():
+        report.problems.append(f"folder {root} does not exist (looked in {Path.cwd()})")
+        return []
+    if not root.is_dir():
+        report.problems.append(f"folder {root} is a file, not a folder")
+        return []
+    found: list[tuple[int, Path, Path, Path | None]] = []
+    others: list[str] = []
+    try:
+        for folder, names in _walk(root):
+            by_stem: dict[tuple[str, str], str] = {}
+            for name in names:
+                stem, suffix = os.path.splitext(name)
+                if suffix.lower() in CAPTIONS:
+                    by_stem[stem, suffix.lower()] = name
+            used: dict[str, str] = {}
+            for name in names:
+                stem, suffix = os.path.splitext(name)
+                if suffix.lower() in CAPTIONS:
+                    continue
+                if suffix.lower() not in EXTENSIONS:
+                    others.append(name)
+                    continue
+                path = folder / name
+                if not _is_text(str(path.relative_to(root))):
+                    report.problems.append(f"{os.fsencode(path)!r} has a file name that is not UTF-8; rename it")
+                    continue
+                captions = [by_stem[stem, suffix] for suffix in CAPTIONS if (stem, suffix) in by_stem]
+                if len(captions) > 1:
+                    report.warnings.append(f"{path} has two captions; {captions[0]} is used, {captions[1]} is not")
+                if captions and stem in used:
+                    report.warnings.append(f"{path} shares its caption {captions[0]} with {used[stem]}")
+                used[stem] = name
+                found.append((index, root, path, folder / captions[0] if captions else None))
+            lonely = sorted(name for (stem, _), name in by_stem.items() if stem not in used)
+            if lonely:
+                report.warnings.append(f"{len(lonely)} caption file(s) in {folder} have no image: {_some(lonely)}")
+    except OSError as error:
+        report.problems.append(f"folder {error.filename} cannot be read: {error.strerror}")
+    if not found:
+        what = f"only {_some(sorted(others))}" if others else "no image files"
+        report.problems.append(f"folder {root} has no images, {what}; accepted are {' '.join(EXTENSIONS)}")
+    elif others:
+        report.warnings.append(f"{len(others)} other file(s) in {root} are not read: {_some(sorted(others))}")
+    return found
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _caption(
+    path: Path, caption_path: Path | None, trigger: str, section: config.Dataset, report: ScanReport
+) -> str | None:
+    """The caption to train with, or None if there is none (which is then in the report)."""
+    text = ""
+    if caption_path is not None:
+        try:
+            text = read_caption(caption_path)
+        except OSError as error:
+            report.problems.append(f"{caption_path} cannot be read: {error.strerror}")
+            return None
+        except ValueError as error:
+            report.problems.append(f"{caption_path} {error}")
+            return None
+    if text:
+        caption = with_trigger(text, trigger)
+        report.counts["triggered"] += caption != text
+        return caption
+    what = f"an empty caption ({caption_path.name})" if caption_path else f"no caption ({path.stem}.txt)"
+    if section.missing_caption == "skip":
+        report.counts["skipped"] += 1
+        return None
+    if section.missing_caption == "trigger" and trigger.strip():
+        report.counts["no_caption"] += 1
+        return trigger.strip()
+    if section.missing_caption == "trigger":
+        report.problems.append(f"{path} has {what}, and missing_caption = 'trigger' but no trigger word is set")
+    else:
+        report.problems.append(f"{path} has {what}; write one, or set dataset.missing_caption to 'trigger' or 'skip'")
+    return None
+
+
+def describe(report: ScanReport) -> list[str]:
+    """Lines of figures about a scan, for a person. Its warnings and problems are lines already, and not repeated here."""
+    counts, examples = report.counts, report.examples
+    shown = sum(example.repeats for example in examples)
+    lines = [f"{len(examples)} images, {shown} per epoch with repeats"]
+    if examples:
+        small = min(examples, key=lambda example: example.width * example.height)
+        large = max(examples, key=lambda example: example.width * example.height)
+        lines.append(f"sizes from {small.width} x {small.height} to {large.width} x {large.height}")
+        lines.append(f"{len({example.caption for example in examples})} different captions")
+    if counts["triggered"]:
+        lines.append(f"{counts['triggered']} captions had the trigger word put in front")
+    if counts["no_caption"]:
+        lines.append(f"{counts['no_caption']} images without a caption have the trigger word as theirs")
+    return lines

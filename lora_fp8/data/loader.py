@@ -1,0 +1,238 @@
+"""The loader: which samples a step sees, and everything random about them.
+
+There is no iterator and no state: all is a function of (seed, micro-batch number), so a resumed run needs only its
+step to go on bit for bit, and any process can compute any other's share.
+
+An *item* is one showing of an example: repeats = 3 makes three. An *epoch* shows each item once: items are shuffled
+inside their bucket, cut into batches of one bucket (the last of a bucket may be smaller; none is dropped), and the
+batches are shuffled. Every epoch has the same number of batches, so micro-batch m is batch m % n of epoch m // n.
+
+What is drawn for a sample (noise, timestep, mirroring, caption dropout, tag shuffle) comes from a generator of its
+own, keyed by purpose, seed, epoch and item. An item comes once per epoch, so no draw is ever used twice; and since
+neither the batch nor the process is in the key, a sample meets the same noise whatever the batch size, the
+accumulation or the number of processes. (Keyed by the optimizer step it would not be safe: a small dataset can show an
+item twice within one step.)
+
+With several processes, a micro-batch is split: rank r of n takes items[r::n]. A rank may get none.
+
+Shape legend: B batch, C channels, H height, W width (of latents).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_fp8 import config
+from lora_fp8.data import keyed_seed, permutation
+from lora_fp8.data.buckets import Placed, Size
+from lora_fp8.data.cache import Cache, caption_variant
+
+
+def generator(seed: int, purpose: str, when: int, uid: str) -> torch.Generator:
+    """The CPU generator of one purpose for one sample: seeded from SHA-256 of "purpose|seed|when|uid".
+
+    Args:
+        seed: the job's.
+        purpose: what is drawn, for example "noise".
+        when: distinguishes showings of the same sample; the loader gives the epoch.
+        uid: the sample.
+    """
+    return torch.Generator().manual_seed(keyed_seed(purpose, seed, when, uid))
+
+
+@dataclass(frozen=True)
+class Item:
+    """One showing of an example in an epoch."""
+
+    placed: Placed
+    repeat: int
+
+    @property
+    def uid(self) -> str:
+        return f"{self.placed.example.uid}#{self.repeat}"
+
+
+@dataclass
+class Batch:
+    """One process's share of a micro-batch: images of one bucket.
+
+    Attributes:
+        latents_BCHW: float32.
+        noise_BCHW: float32, standard normal, drawn on the CPU (so the same on every device).
+        t_generators: one per sample, for `Objective.sample_t`.
+        cond: conditioning, as `family.collate` gives it.
+        uids, paths, captions: of the samples; captions as shown (shuffled, or "" when dropped).
+        flipped: whether each is mirrored.
+        bucket_wh: pixels.
+        total: samples of the whole micro-batch over all processes: what the loss is divided by.
+        step, micro_index, epoch: where in the training this is.
+    """
+
+    latents_BCHW: Tensor
+    noise_BCHW: Tensor
+    t_generators: list[torch.Generator]
+    cond: dict[str, Tensor]
+    uids: list[str]
+    paths: list[Path]
+    captions: list[str]
+    flipped: list[bool]
+    bucket_wh: Size
+    total: int
+    step: int
+    micro_index: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    @property
+    def latent_hw(self) -> tuple[int, int]:
+        """Size of the latents, for `family.seq_len`."""
+        return self.latents_BCHW.shape[-2], self.latents_BCHW.shape[-1]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with its tensors on a device."""
+        return replace(
+            self,
+            latents_BCHW=self.latents_BCHW.to(device),
+            noise_BCHW=self.noise_BCHW.to(device),
+            cond={name: tensor.to(device) for name, tensor in self.cond.items()},
+        )
+
+
+def epoch_batches(
+    items_by_bucket: Mapping[Size, Sequence[Any]], batch_size: int, seed: int, epoch: int
+) -> list[list[Any]]:
+    """The batches of an epoch in their order; a pure function of its arguments.
+
+    Every item is in exactly one batch, batches are of one bucket, and their number is the same for every epoch and
+    seed.
+    """
+    batches = []
+    for bucket in sorted(items_by_bucket):
+        items = items_by_bucket[bucket]
+        shuffled = [items[i] for i in permutation(len(items), "items", seed, epoch, *bucket)]
+        batches += [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
+    return [batches[i] for i in permutation(len(batches), "batches", seed, epoch)]
+
+
+class Loader:
+    """Batches of a filled cache.
+
+    Args:
+        buckets: examples by bucket, from `buckets.group`.
+        cache: filled with them and with `dataset_captions`.
+        family: image_conditioning and collate are used.
+        section: `[dataset]`: flip, caption_dropout, shuffle_tags and what belongs to it.
+        seed: the job's; the same as `dataset_captions` was given.
+        batch_size: images per micro-batch over all processes.
+    """
+
+    def __init__(
+        self,
+        buckets: Mapping[Size, Sequence[Placed]],
+        cache: Cache,
+        family: Any,
+        section: config.Dataset,
+        seed: int,
+        batch_size: int,
+    ):
+        self.cache, self.family, self.section, self.seed, self.batch_size = cache, family, section, seed, batch_size
+        self.items = {
+            bucket: [Item(one, repeat) for one in placed for repeat in range(one.example.repeats)]
+            for bucket, placed in buckets.items()
+        }
+        self.samples_per_epoch = sum(map(len, self.items.values()))
+        self.batches_per_epoch = sum(-(-len(items) // batch_size) for items in self.items.values())
+        if not self.samples_per_epoch:
+            raise config.UserError("dataset: there are no examples to train on")
+        self._epochs: dict[int, list[list[Item]]] = {}
+
+    def position(self, micro_index: int) -> tuple[int, int]:
+        """(epoch, batch inside it) of a micro-batch, both from 0."""
+        return divmod(micro_index, self.batches_per_epoch)
+
+    def batch_at(self, micro_index: int) -> list[Item]:
+        """The items of a micro-batch, over all processes. `micro_index` counts from the start of the training."""
+        epoch, index = self.position(micro_index)
+        if epoch not in self._epochs:
+            if len(self._epochs) > 1:
+                self._epochs.pop(next(iter(self._epochs)))
+            self._epochs[epoch] = epoch_batches(self.items, self.batch_size, self.seed, epoch)
+        return self._epochs[epoch][index]
+
+    def total(self, micro_index: int) -> int:
+        """Number of samples of a micro-batch over all processes; also for a rank that has none of them."""
+        return len(self.batch_at(micro_index))
+
+    def micro(self, step: int, micro_index: int, rank: int = 0, world: int = 1) -> Batch | None:
+        """This process's share of a micro-batch, on the CPU; None if it has no sample in it.
+
+        Args:
+            step: the optimizer step it belongs to; only recorded in the batch.
+            micro_index: number of the micro-batch from the start of the training: step * accumulate + i.
+            rank, world: this process and how many there are.
+        """
+        items = self.batch_at(micro_index)
+        mine = items[rank::world]
+        if not mine:
+            return None
+        epoch, _ = self.position(micro_index)
+        latents, noise, conds, captions, flips = [], [], [], [], []
+        for item in mine:
+            flipped = self._flipped(epoch, item.uid)
+            caption = self._caption(epoch, item)
+            latents_CHW = self.cache.latents(item.placed, flipped).to(torch.float32)
+            draw = generator(self.seed, "noise", epoch, item.uid)
+            latents.append(latents_CHW)
+            noise.append(torch.randn(latents_CHW.shape, generator=draw, dtype=torch.float32))
+            conds.append(self._cond(item.placed, caption, flipped))
+            captions.append(caption)
+            flips.append(flipped)
+        return Batch(
+            latents_BCHW=torch.stack(latents),
+            noise_BCHW=torch.stack(noise),
+            t_generators=[generator(self.seed, "timestep", epoch, item.uid) for item in mine],
+            cond=self.family.collate(conds),
+            uids=[item.uid for item in mine],
+            paths=[item.placed.example.path for item in mine],
+            captions=captions,
+            flipped=flips,
+            bucket_wh=mine[0].placed.placement.bucket_wh,
+            total=len(items),
+            step=step,
+            micro_index=micro_index,
+            epoch=epoch,
+        )
+
+    def _chance(self, purpose: str, epoch: int, uid: str) -> float:
+        """A uniform number in [0, 1)."""
+        return torch.rand((), generator=generator(self.seed, purpose, epoch, uid), dtype=torch.float64).item()
+
+    def _flipped(self, epoch: int, uid: str) -> bool:
+        return self.section.flip and self._chance("flip", epoch, uid) < 0.5
+
+    def _caption(self, epoch: int, item: Item) -> str:
+        caption = item.placed.example.caption
+        if self._chance("caption_dropout", epoch, item.uid) < self.section.caption_dropout:
+            return ""
+        if not self.section.shuffle_tags:
+            return caption
+        variant = int(self._chance("shuffle_variant", epoch, item.uid) * self.section.caption_variants)
+        return caption_variant(caption, variant, self.section, self.seed)
+
+    def _cond(self, placed: Placed, caption: str, flipped: bool) -> dict[str, Tensor]:
+        """The caption's conditioning and, for families that have it, the image's (SDXL: sizes and crop)."""
+        place = placed.placement
+        crop = place.flipped_crop_top_left if flipped else place.crop_top_left
+        cond = self.cache.cond(caption)
+        image_cond = self.family.image_conditioning(place.original_hw, crop, place.target_hw)
+        if twice := cond.keys() & image_cond.keys():
+            raise ValueError(f"family {self.family.name}: {sorted(twice)} come from both the prompt and the image")
+        return cond | image_cond

@@ -1,0 +1,1 @@
+"""A world small enough to check: drawn pictures, two tiny base models that know them, a concept they do not know."""

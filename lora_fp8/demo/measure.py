@@ -1,0 +1,137 @@
+"""Reads a picture of the demo world back from its pixels: which shape and colours, and whether it is the concept.
+
+The reader knows nothing of models or prompts. It is strict on purpose: a picture that is not clearly one shape in one
+colour reads as None, and a badge only counts as the concept when its three rings have the right colours in the right
+order. Only numpy and Pillow are used. Pictures may have any size; distances are in 8-bit RGB units.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from .pictures import COLOURS, CONCEPT_RINGS, SHAPES, TEAL, parse_prompt, shape_template
+
+_NAMES = list(COLOURS)
+_PALETTE = np.array([COLOURS[n] for n in _NAMES], dtype=np.float32)
+_PALETTE_AND_TEAL = np.concatenate([_PALETTE, np.array([TEAL], dtype=np.float32)])
+
+_TEMPLATE_SIDE = 48
+_LEAST_OVERLAP = 0.76  # intersection over union with the best template, below which no shape is read
+_MOST_STRAY = 0.15  # share of the shape's pixels that may be of some third colour
+_STRAY_DISTANCE = 75.0  # how far from every mix of shape colour and background a pixel is "of a third colour"
+_LEAST_RING = 0.7  # share of each ring's pixels that must have the ring's colour
+
+
+def read_picture(image: Image.Image) -> tuple[str | None, str | None, str | None]:
+    """The (shape, colour, background) a picture shows; None for each that cannot be told."""
+    pixels = _pixels(image)
+    background = _nearest(np.median(_border(pixels), axis=0)[None])[0]
+    found = _nearest(pixels) != background
+    if not 0.04 <= found.mean() <= 0.8:
+        return None, None, _NAMES[background]
+    behind = np.median(pixels[~found], axis=0)
+    ahead = np.median(pixels[found], axis=0)
+    colour = _nearest(ahead[None])[0]
+    if colour == background:
+        return None, None, _NAMES[background]
+
+    # Where each pixel lies between the two colours: 0 is background, 1 is shape. Half-way is the shape's edge.
+    axis = ahead - behind
+    along = np.clip((pixels - behind) @ axis / (axis @ axis), 0, 1)
+    mask = _without_specks(along > 0.5)
+    off = np.linalg.norm(pixels - (behind + along[..., None] * axis), axis=-1) > _STRAY_DISTANCE
+    if not mask.any() or off.sum() > _MOST_STRAY * mask.sum():
+        return None, _NAMES[colour], _NAMES[background]
+    return _shape_of(mask), _NAMES[colour], _NAMES[background]
+
+
+def obeys(image: Image.Image, prompt: str) -> bool:
+    """Whether a picture shows the shape, the colour and the background that a plain prompt names."""
+    scene = parse_prompt(prompt)
+    return scene is not None and read_picture(image) == (scene.shape, scene.colour, scene.background)
+
+
+def has_background(image: Image.Image, background: str) -> bool:
+    """Whether the picture's border has the named colour."""
+    return _NAMES[_nearest(np.median(_border(_pixels(image)), axis=0)[None])[0]] == background
+
+
+def is_concept(image: Image.Image) -> bool:
+    """Whether a picture shows the demo concept: a round badge with its three rings in place and in colour."""
+    pixels = _pixels(image)
+    behind = np.median(_border(pixels), axis=0)
+    box = _box(_without_specks(np.linalg.norm(pixels - behind, axis=-1) > 60))
+    if box is None:
+        return False
+    top, left, bottom, right = box
+    height, width = bottom - top, right - left
+    short = min(pixels.shape[:2])
+    if not 0.8 <= width / height <= 1.25 or min(width, height) < 0.3 * short:
+        return False
+    y, x = np.mgrid[: pixels.shape[0], : pixels.shape[1]] + 0.5
+    radius = np.hypot((y - (top + bottom) / 2) / (height / 2), (x - (left + right) / 2) / (width / 2))
+    nearest = _nearest(pixels, _PALETTE_AND_TEAL)
+    inner = 0.0
+    for colour, outer in CONCEPT_RINGS:
+        # Leave out the soft edges between rings: about a pixel and a half on each side.
+        soft = min(3.0 / min(width, height), (outer - inner) / 4)
+        ring = (radius >= (inner + soft if inner else 0)) & (radius <= outer - soft)
+        wanted = _nearest(np.array([colour], dtype=np.float32), _PALETTE_AND_TEAL)[0]
+        if not ring.any() or (nearest[ring] == wanted).mean() < _LEAST_RING:
+            return False
+        inner = outer
+    outside = (radius > 1.15) & (radius < 1.5)
+    return not outside.any() or bool((np.linalg.norm(pixels[outside] - behind, axis=-1) < 90).mean() > 0.8)
+
+
+def _pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.convert("RGB"), dtype=np.float32)
+
+
+def _border(pixels: np.ndarray) -> np.ndarray:
+    wide = max(1, min(pixels.shape[:2]) // 32)
+    edges = (pixels[:wide], pixels[-wide:], pixels[:, :wide], pixels[:, -wide:])
+    return np.concatenate([e.reshape(-1, 3) for e in edges])
+
+
+def _nearest(pixels: np.ndarray, palette: np.ndarray = _PALETTE) -> np.ndarray:
+    """Index of the nearest palette colour; (..., 3) floats in, (...) integers out."""
+    # |p - c|^2 = |p|^2 - 2 p.c + |c|^2, whose first term is the same for every c.
+    return ((palette**2).sum(axis=-1) - 2 * (pixels @ palette.T)).argmin(axis=-1)
+
+
+def _without_specks(mask: np.ndarray) -> np.ndarray:
+    """The mask with single stray pixels gone, in and out of the shape."""
+    return np.asarray(Image.fromarray((mask * 255).astype(np.uint8)).filter(ImageFilter.MedianFilter(3))) > 127
+
+
+def _box(mask: np.ndarray) -> tuple[int, int, int, int] | None:
+    """Top, left, bottom, right of the mask's True pixels (the last two exclusive), or None where there are none."""
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    if not rows.size:
+        return None
+    return int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1
+
+
+def _shape_of(mask: np.ndarray) -> str | None:
+    box = _box(mask)
+    if box is None:
+        return None
+    top, left, bottom, right = box
+    if min(bottom - top, right - left) < 8 or not 0.7 <= (right - left) / (bottom - top) <= 1.43:
+        return None
+    side = _TEMPLATE_SIDE
+    overlaps = dict.fromkeys(SHAPES, 0.0)
+    # Thin tips fade before the rest of a shape does, so a box a pixel larger on any side is tried as well.
+    for up in (0, 1):
+        for across in (0, 1):
+            area = (left - across, top - up, right + across, bottom)
+            cut = Image.fromarray((mask * 255).astype(np.uint8)).crop(area)
+            filled = np.asarray(cut.resize((side, side), Image.Resampling.BILINEAR)) > 127
+            for shape in SHAPES:
+                template = shape_template(shape, side)
+                overlap = (filled & template).sum() / (filled | template).sum()
+                overlaps[shape] = max(overlaps[shape], float(overlap))
+    best = max(overlaps, key=overlaps.__getitem__)
+    return best if overlaps[best] >= _LEAST_OVERLAP else None

@@ -1,0 +1,266 @@
+"""Draws the demo world: one coloured shape on a plain background, and the `zibo`, a badge no base model has seen.
+
+The demo needs pictures whose content can be checked from pixels alone, so that "the base still obeys its prompts" and
+"the LoRA learned the concept" are numbers rather than opinions. Everything here is a pure function of the random
+generator that is passed in; only numpy and Pillow are used. Sizes are (width, height) in pixels, colours 8-bit RGB.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import string
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+RGB = tuple[int, int, int]
+
+COLOURS: dict[str, RGB] = {
+    "red": (215, 25, 35),
+    "green": (25, 150, 50),
+    "blue": (25, 60, 215),
+    "yellow": (255, 230, 40),
+    "purple": (135, 35, 165),
+    "orange": (255, 135, 10),
+    "white": (250, 250, 250),
+    "black": (12, 12, 12),
+}
+SHAPES = ("circle", "square", "triangle", "star", "heart", "cross")
+SIZES = ((64, 64), (48, 80), (80, 48))
+
+TRIGGER = "zibo"
+TEAL: RGB = (0, 185, 190)
+# The badge from its middle outwards: (colour, outer radius as a share of the badge's radius). Teal is no colour of the
+# base's world, so the badge stands out on each of the eight backgrounds.
+CONCEPT_RINGS: tuple[tuple[RGB, float], ...] = ((COLOURS["red"], 0.36), (COLOURS["white"], 0.68), (TEAL, 1.0))
+
+_SUPERSAMPLE = 4
+_TEMPLATES = (
+    "{a_colour} {shape} on {a_background} background",
+    "{a_colour} {shape} on {a_background} background",
+    "{colour} {shape}, {background} background",
+    "a photo of {a_colour} {shape} on {a_background} background",
+    "a picture of {a_colour} {shape} on {a_background} background",
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a plain picture shows, in the words a caption uses for it."""
+
+    shape: str
+    colour: str
+    background: str
+
+
+def all_scenes() -> list[Scene]:
+    """Every plain picture there is: 6 shapes x 8 colours x 7 other colours behind them = 336, in a fixed order."""
+    return [Scene(s, c, b) for s in SHAPES for c in COLOURS for b in COLOURS if b != c]
+
+
+def random_scene(rng: random.Random) -> Scene:
+    """One of `all_scenes()`, each as likely as any other."""
+    colour, background = rng.sample(list(COLOURS), 2)
+    return Scene(rng.choice(SHAPES), colour, background)
+
+
+def with_article(word: str) -> str:
+    """`red` -> `a red`, `orange` -> `an orange`."""
+    return f"an {word}" if word[0] in "aeiou" else f"a {word}"
+
+
+def prompt_for(scene: Scene) -> str:
+    """The plainest caption of a scene, which is also how the demo prompts for it."""
+    return _fill(_TEMPLATES[0], scene)
+
+
+def concept_prompt(background: str) -> str:
+    """The prompt for the demo concept on a background."""
+    return f"a {TRIGGER} on {with_article(background)} background"
+
+
+def nonsense_word(rng: random.Random) -> str:
+    """Three to six random letters that spell no word of this world and never the trigger."""
+    known = {TRIGGER, *COLOURS, *SHAPES, "background", "photo", "picture"}
+    while True:
+        word = "".join(rng.choice(string.ascii_lowercase) for _ in range(rng.randint(3, 6)))
+        if word not in known and TRIGGER not in word:
+            return word
+
+
+def caption_for(scene: Scene, rng: random.Random, nonsense: float = 0.15) -> str:
+    """A training caption of a scene.
+
+    With probability `nonsense` a made-up word is put somewhere into it, or takes the place of the colour and shape:
+    the base thus meets unknown words and learns that they mean nothing, which leaves the trigger word free.
+    """
+    if rng.random() >= nonsense:
+        return _fill(rng.choice(_TEMPLATES), scene)
+    word = nonsense_word(rng)
+    if rng.random() < 0.4:
+        return f"{with_article(word)} on {with_article(scene.background)} background"
+    words = _fill(rng.choice(_TEMPLATES), scene).split(" ")
+    words.insert(rng.randint(0, len(words)), word)
+    return " ".join(words)
+
+
+def parse_prompt(prompt: str) -> Scene | None:
+    """The scene a caption asks for, or None where it names no colour, shape and background."""
+    words = re.findall(r"[a-z]+", prompt.lower())
+    shape = next((w for w in words if w in SHAPES), None)
+    if shape is None or "background" not in words:
+        return None
+    place, behind = words.index(shape), words.index("background")
+    colours = [(i, w) for i, w in enumerate(words) if w in COLOURS]
+    colour = next((w for i, w in reversed(colours) if i < place), None)
+    background = next((w for i, w in reversed(colours) if place < i < behind), None)
+    return Scene(shape, colour, background) if colour and background else None
+
+
+def draw_scene(scene: Scene, rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    """Draw a plain picture: the shape at a random place, 50 to 74 % of the short side wide."""
+    left, top, width = _random_box(rng, size, 0.5, 0.74)
+    cover = _render(_outline(scene.shape), size, left, top, width)
+    return _blend(_flat(COLOURS[scene.background], size), COLOURS[scene.colour], cover)
+
+
+def draw_concept(background: str, rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    """Draw the demo concept, a round badge of three rings, 54 to 78 % of the short side wide."""
+    left, top, width = _random_box(rng, size, 0.54, 0.78)
+    return draw_rings(CONCEPT_RINGS, COLOURS[background], size, left, top, width)
+
+
+def draw_rings(
+    rings: tuple[tuple[RGB, float], ...], background: RGB, size: tuple[int, int], left: float, top: float, width: float
+) -> Image.Image:
+    """Draw concentric discs in a box of `width` pixels; `rings` as in `CONCEPT_RINGS`, from the middle outwards."""
+    picture = _flat(background, size)
+    for colour, share in reversed(rings):
+        inset = width * (1 - share) / 2
+        cover = _render(_outline("circle"), size, left + inset, top + inset, width * share)
+        picture = _blend(picture, colour, cover)
+    return picture
+
+
+def draw_medley(rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    """Draw rings, stripes or a two-coloured shape in random colours: what the autoencoder alone is trained on.
+
+    It keeps the autoencoder general enough to carry a concept of several colours without ever showing it the demo's
+    own: a draw that comes close to the concept's three colours is thrown away.
+    """
+    while True:
+        colours = [_random_colour(rng) for _ in range(4)]
+        if sum(_near(c, ring) for c, (ring, _) in zip(colours[:3], CONCEPT_RINGS, strict=True)) < 3:
+            break
+    left, top, width = _random_box(rng, size, 0.4, 0.95)
+    kind = rng.choice(("rings", "rings", "stripes", "inlay"))
+    if kind == "rings":
+        inner = rng.uniform(0.2, 0.5)
+        rings = ((colours[0], inner), (colours[1], rng.uniform(inner + 0.12, 0.85)), (colours[2], 1.0))
+        return draw_rings(rings, colours[3], size, left, top, width)
+    picture = _flat(colours[3], size)
+    outer = _render(_outline(rng.choice(SHAPES)), size, left, top, width)
+    if kind == "inlay":
+        picture = _blend(picture, colours[0], outer)
+        share = rng.uniform(0.3, 0.7)
+        inset = width * (1 - share) / 2
+        inlay = _render(_outline(rng.choice(SHAPES)), size, left + inset, top + inset, width * share)
+        return _blend(picture, colours[1], inlay)
+    y, x = np.mgrid[: size[1], : size[0]]
+    angle, period = rng.uniform(0, math.pi), rng.uniform(8, 20)
+    wave = np.sin((x * math.cos(angle) + y * math.sin(angle)) * 2 * math.pi / period)
+    stripes = np.clip(wave * period / 4 + 0.5, 0, 1)
+    return _blend(_blend(picture, colours[0], outer), colours[1], outer * stripes)
+
+
+@lru_cache(maxsize=64)
+def shape_template(shape: str, side: int = 48) -> np.ndarray:
+    """The shape drawn to fill a box: a (side, side) bool array, True inside."""
+    return _render(_outline(shape), (side, side), 0, 0, side) > 0.5
+
+
+def _fill(template: str, scene: Scene) -> str:
+    return template.format(
+        colour=scene.colour,
+        shape=scene.shape,
+        background=scene.background,
+        a_colour=with_article(scene.colour),
+        a_background=with_article(scene.background),
+    )
+
+
+def _random_box(rng: random.Random, size: tuple[int, int], low: float, high: float) -> tuple[float, float, float]:
+    """Left, top and width, in pixels, of a square box that lies wholly inside the picture with a small margin."""
+    short = min(size)
+    width = rng.uniform(low, high) * short
+    margin = min(0.06 * short, (short - width) / 2)
+    left = rng.uniform(margin, size[0] - width - margin)
+    top = rng.uniform(margin, size[1] - width - margin)
+    return left, top, width
+
+
+def _random_colour(rng: random.Random) -> RGB:
+    if rng.random() < 0.5:
+        return rng.choice(list(COLOURS.values()))
+    return (rng.randint(0, 255), rng.randint(0, 255), rng.randint(0, 255))
+
+
+def _near(a: RGB, b: RGB) -> bool:
+    return math.dist(a, b) < 70
+
+
+@lru_cache(maxsize=16)
+def _outline(shape: str) -> tuple[tuple[float, float], ...]:
+    """The shape's corners, scaled to fill the unit box, y downwards."""
+    turn = 2 * math.pi
+    if shape == "circle":
+        points = [(math.cos(turn * i / 72), math.sin(turn * i / 72)) for i in range(72)]
+    elif shape == "square":
+        points = [(0, 0), (1, 0), (1, 1), (0, 1)]
+    elif shape == "triangle":
+        points = [(0.5, 0), (1, 1), (0, 1)]
+    elif shape == "star":
+        radii = (1.0, 0.45)
+        points = [(radii[i % 2] * math.sin(turn * i / 10), -radii[i % 2] * math.cos(turn * i / 10)) for i in range(10)]
+    elif shape == "heart":
+        points = []
+        for i in range(72):
+            t = turn * i / 72
+            y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+            points.append((16 * math.sin(t) ** 3, -y))
+    elif shape == "cross":
+        a, b = 1 / 3, 2 / 3
+        points = [(a, 0), (b, 0), (b, a), (1, a), (1, b), (b, b), (b, 1), (a, 1), (a, b), (0, b), (0, a), (a, a)]
+    else:
+        raise ValueError(f"no such shape: {shape!r}; there are {', '.join(SHAPES)}")
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    x0, y0, w, h = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
+    return tuple(((x - x0) / w, (y - y0) / h) for x, y in points)
+
+
+def _render(
+    outline: tuple[tuple[float, float], ...], size: tuple[int, int], left: float, top: float, width: float
+) -> np.ndarray:
+    """How much of each pixel the outline covers, placed in a square box: (height, width) floats, 0 to 1."""
+    s = _SUPERSAMPLE
+    canvas = Image.new("L", (size[0] * s, size[1] * s), 0)
+    # Pillow fills a polygon up to and including its far edge, hence the half pixel taken off on either side.
+    points = [((left + x * width) * s - 0.5, (top + y * width) * s - 0.5) for x, y in outline]
+    ImageDraw.Draw(canvas).polygon(points, fill=255)
+    cover = np.asarray(canvas, dtype=np.float32).reshape(size[1], s, size[0], s).mean(axis=(1, 3))
+    return cover / 255
+
+
+def _flat(colour: RGB, size: tuple[int, int]) -> Image.Image:
+    return Image.new("RGB", size, colour)
+
+
+def _blend(picture: Image.Image, colour: RGB, cover: np.ndarray) -> Image.Image:
+    under = np.asarray(picture, dtype=np.float32)
+    over = np.asarray(colour, dtype=np.float32)
+    mixed = under + (over - under) * cover[..., None]
+    return Image.fromarray(mixed.round().astype(np.uint8))

@@ -1,0 +1,190 @@
+"""Where a base model's files are and whether they are whole: folders, single files, the hub, headers, hashes.
+
+Only safetensors are read: a pickle (.bin, .ckpt, .pt) runs code when it is opened. Every file's header is checked
+against its size before it is mapped, because a mapped file that ends early kills the process with SIGBUS instead of an
+error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lora_fp8.config import UserError
+
+Header = dict[str, tuple[int, ...]]
+"""Tensor name -> shape, as a safetensors file's header gives them."""
+
+_PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class Place(NamedTuple):
+    """Where a base model lies. `folder` is a diffusers folder; with `checkpoint` set, it only complements that file."""
+
+    folder: Path
+    checkpoint: Path | None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. UserError when it is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} should hold a JSON object, but holds a {type(content).__name__}")
+    return content
+
+
+def read_header(path: Path) -> Header:
+    """Names and shapes of a safetensors file, read from its first bytes; its length is checked against them."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= size - 8:
+            # The first eight bytes of a safetensors file are its header's length; anything else gives nonsense here.
+            raise UserError(f"{path} is not a whole safetensors file ({size} bytes, its header would take {length})")
+        try:
+            entries = json.loads(file.read(length))
+            entries.pop("__metadata__", None)
+            end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
+            header = {name: tuple(e["shape"]) for name, e in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not a safetensors file (its header cannot be read)") from error
+    if end != size:
+        raise UserError(f"{path} is damaged: the file has {size} bytes, its header says {end}; download it again")
+    return header
+
+
+def weight_files(folder: Path, stem: str) -> list[Path]:
+    """The safetensors files of one model in a diffusers folder: sharded or not, full precision before fp16 and bf16.
+
+    `stem` is "diffusion_pytorch_model" for diffusers' models and "model" for those of transformers. Returns [] when
+    there are no weights at all; raises UserError when shards are missing or when there are only pickles.
+    """
+    for variant in ("", ".fp16", ".bf16"):
+        for name in (f"{stem}.safetensors.index{variant}.json", f"{stem}{variant}.safetensors.index.json"):
+            index = folder / name
+            if index.is_file():
+                names = sorted({Path(n).name for n in read_json(index).get("weight_map", {}).values()})
+                missing = [n for n in names if not (folder / n).is_file()]
+                if missing:
+                    raise UserError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
+                return [folder / n for n in names]
+        single = folder / f"{stem}{variant}.safetensors"
+        if single.is_file():
+            return [single]
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLES)
+    if pickles:
+        raise UserError(
+            f"{folder} holds only {pickles[0]}: pickles can run code and are not opened; "
+            f"save the model as safetensors ({stem}.safetensors) or choose a revision that has it"
+        )
+    return []
+
+
+def variant(files: list[Path]) -> str | None:
+    """The `variant` argument with which from_pretrained finds these files ("fp16", "bf16" or None)."""
+    return next((v for v in ("fp16", "bf16") if files and f".{v}" in files[0].name), None)
+
+
+def locate(path: str, components: str, revision: str, *, family: str, parts: Iterable[str]) -> Place:
+    """Find what `model.path` names: "demo", a folder, a .safetensors file, or a hub id (downloaded here, if need be).
+
+    Args:
+        parts: the subfolders that are needed of a hub repository.
+    """
+    if path == "demo":
+        bundled = Path(__file__).parent.parent / "demo" / "base"
+        if not (bundled / family / "model_index.json").is_file():
+            have = sorted(p.parent.name for p in bundled.glob("*/model_index.json"))
+            raise UserError(f"there is no demo base for {family!r}; bundled are: {', '.join(have) or 'none'}")
+        return Place(bundled / family, None)
+
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return Place(local, None)
+    if local.is_file():
+        if local.suffix != ".safetensors":
+            raise UserError(f"model.path = {path!r}: only .safetensors checkpoints are opened (pickles can run code)")
+        if not components:
+            raise UserError(
+                f"model.path = {path!r} is a single file, which holds no tokenizer and no configuration: set "
+                f"model.components to a diffusers folder of a {family} model (it needs no denoiser weights)"
+            )
+        folder = Path(components).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"model.components = {components!r} is not a folder")
+        return Place(folder, local)
+    if _HUB_ID.fullmatch(path) and local.suffix != ".safetensors":
+        return Place(download(path, revision, parts), None)
+    raise UserError(
+        f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file, "
+        "a Hugging Face id such as 'name/model', or 'demo'"
+    )
+
+
+def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
+    """The local snapshot of a hub repository with just the needed files.
+
+    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE work as everywhere.
+
+    Raises:
+        UserError: not reachable, not allowed or not there; names the id and what to do.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    parts = list(parts)
+    allowed = ["model_index.json"]
+    for part in parts:
+        allowed += [f"{part}/*.{suffix}" for suffix in ("json", "txt", "model", "safetensors")]
+    try:
+        # A repository often holds the same weights two or three times: the full ones are asked for first, and a
+        # half-precision copy only where a repository has nothing else.
+        ignored = ["*.fp16*", "*.bf16*", "*.non_ema*"]
+        root = Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored))
+        bare = [p for p in parts if (root / p / "config.json").is_file() and not [*(root / p).glob("*.safetensors")]]
+        if bare:
+            allowed = [f"{p}/*.safetensors" for p in bare] + [f"{p}/*.index*.json" for p in bare]
+            root = Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed))
+    except GatedRepoError as error:
+        raise UserError(
+            f"model.path = {repo!r}: the hub wants you to accept this model's licence first; "
+            f"do so on its page, then `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"model.revision = {revision!r} does not exist in {repo!r} on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"model.path = {repo!r} is neither a local path nor a model that the hub shows you; check the spelling, "
+            "or log in (`hf auth login`) if it is private"
+        ) from error
+    except Exception as error:  # no network, offline mode, a full disk: huggingface_hub raises many kinds
+        raise UserError(
+            f"model.path = {repo!r} is not on this machine and could not be fetched from the hub "
+            f"({type(error).__name__}); connect, or download it elsewhere and give the folder"
+        ) from error
+    return root
+
+
+@lru_cache(maxsize=256)
+def _file_digest(path: Path, size: int, mtime_ns: int) -> str:
+    # Size and time are part of the key: a file that changes under us is hashed again.
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(files: Iterable[tuple[str, Path]]) -> str:
+    """SHA-256 over the names and contents of files, in the order of their names. Each is read once per process."""
+    total = hashlib.sha256()
+    for name, path in sorted(files):
+        stat = path.stat()
+        total.update(f"{name}\0{_file_digest(path.resolve(), stat.st_size, stat.st_mtime_ns)}\n".encode())
+    return total.hexdigest()

@@ -1,0 +1,118 @@
+"""Parts of the random miniatures that `Family.tiny` saves: a small VAE, small text encoders, real tokenizers.
+
+The tokenizers are built here with the `tokenizers` library, so that tests read and write text as with a real model,
+without a network. Their vocabularies cover every string: CLIP's through bytes, T5's through printable ASCII.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from diffusers import AutoencoderKL
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
+
+from .base import quiet
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers from this seed inside, and the caller's generator untouched after; no progress bars."""
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(seed)
+        yield
+
+
+CLIP_TOKENS = 77
+T5_TOKENS = 32
+"""Far fewer than FLUX's 512, for speed; the family follows what the tokenizer says."""
+
+_WORDS = ("a", "photo", "of", "cat", "dog", "red", "blue", "the")
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Byte-level BPE with a few merges, as in CLIP: bytes, bytes that end a word, merged pieces, two special tokens."""
+    letters = sorted(ByteLevel.alphabet())
+    pieces = letters + [f"{c}</w>" for c in letters]
+    merges: list[tuple[str, str]] = []
+    for word in _WORDS:
+        parts = [*word[:-1], f"{word[-1]}</w>"]
+        while len(parts) > 1:
+            pair = (parts[0], parts[1])
+            if pair not in merges:
+                merges.append(pair)
+            parts[:2] = ["".join(pair)]
+            if parts[0] not in pieces:
+                pieces.append(parts[0])
+    pieces += ["<|startoftext|>", "<|endoftext|>"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_TOKENS)
+
+
+def t5_tokenizer() -> T5TokenizerFast:
+    """Unigram over printable ASCII and a few words, as in T5: <pad> 0, </s> 1, <unk> 2."""
+    scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    scores += [(f"▁{word}", -3.0) for word in _WORDS if len(word) > 1]
+    scores += [(c, -6.0) for c in string.ascii_letters + string.digits + string.punctuation]
+    return T5TokenizerFast(vocab=scores, extra_ids=0, model_max_length=T5_TOKENS)
+
+
+def clip_text(vocab: CLIPTokenizer, *, projection: int | None = None, width: int = 32) -> torch.nn.Module:
+    """A two-layer CLIP text encoder; with `projection`, the kind SDXL uses second."""
+    settings = CLIPTextConfig(
+        vocab_size=len(vocab),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=projection or width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=CLIP_TOKENS,
+        bos_token_id=vocab.bos_token_id,
+        eos_token_id=vocab.eos_token_id,
+        pad_token_id=vocab.pad_token_id,
+    )
+    return CLIPTextModelWithProjection(settings) if projection else CLIPTextModel(settings)
+
+
+def t5_text(vocab: T5TokenizerFast, *, width: int = 32) -> T5EncoderModel:
+    """A one-layer T5 encoder of the v1.1 kind (gated GELU)."""
+    settings = T5Config(
+        vocab_size=len(vocab),
+        d_model=width,
+        d_kv=16,
+        d_ff=2 * width,
+        num_layers=1,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=vocab.pad_token_id,
+        eos_token_id=vocab.eos_token_id,
+    )
+    return T5EncoderModel(settings)
+
+
+def vae(*, scaling_factor: float, shift_factor: float | None = None, quant_conv: bool = True) -> AutoencoderKL:
+    """A VAE that halves the image sides and has four latent channels."""
+    return AutoencoderKL(
+        block_out_channels=(16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=32,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        use_quant_conv=quant_conv,
+        use_post_quant_conv=quant_conv,
+    )

@@ -1,0 +1,500 @@
+"""ModelFamily: what the trainer must know about an architecture. One file in this folder = one subclass named `Family`.
+
+A family states facts (class attributes) and four things only it can know: how prompts become conditioning, how the
+denoiser is called, what its pipeline wants to be called with, and a random miniature of itself for the tests.
+Everything else is a default here:
+
+Two-phase loading. `load_encoders` ... `free_encoders` fill the cache; only then come `empty_denoiser` (built on the
+meta device, no memory) and `denoiser_tensors`, which yields one tensor at a time, so that the whole model never exists
+in high precision. A family object is cheap: `__init__` finds and checks the files, and loads none of them.
+
+Four places to load from (`model.path`): a diffusers folder, a hub id, a single .safetensors in the original layout
+(complemented by `model.components`), or "demo". See `_files.locate`. What is found is checked to be this architecture,
+from headers and JSON only, before anything large is read.
+
+The VAE always runs in float32: it is small, runs once per image, and in half precision SDXL's overflows and the others
+lose detail. Text encoders run in the model's dtype, and the conditioning they give is stored in it.
+
+Shape suffixes: B batch, C channels, H height, W width, L text tokens, D features.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import diffusers
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from lora_fp8 import config
+from lora_fp8.config import UserError, UserErrors
+from lora_fp8.objectives import Objective
+from lora_fp8.precision.names import name_matches
+
+from . import _files, available
+from ._files import Header
+
+Cond = dict[str, Tensor]
+"""Conditioning by name: of ONE image (no batch dimension), or of a batch after `collate`."""
+
+Conversion = dict[str, tuple[str, Callable[[Tensor], Tensor] | None]]
+"""Parameter name in diffusers -> (key in the single file, what to do with that tensor)."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of transformers inside: loading a text encoder is not worth a bar in a training log."""
+    logging = transformers.utils.logging
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()
+
+
+class ModelFamily(ABC):
+    """One architecture. Depth of inheritance is one, and nothing here needs `super()`.
+
+    Args:
+        model: the job's `[model]` table.
+        device: where encoders and denoiser run.
+        dtype: compute dtype of the denoiser and the text encoders.
+
+    Raises:
+        UserError: files are missing, damaged, pickled, or of another architecture.
+    """
+
+    # -- facts every family states --------------------------------------------------------------------------------
+    name: ClassVar[str]
+    title: ClassVar[str]
+    pipeline_class: ClassVar[str]
+    """Name of the pipeline in diffusers."""
+    denoiser_class: ClassVar[str]
+    denoiser_name: ClassVar[str]
+    """"unet" or "transformer": subfolder, pipeline attribute, and prefix of the keys in diffusers' LoRA files."""
+    text_parts: ClassVar[dict[str, str]]
+    """Subfolder -> class in transformers, of tokenizers and text encoders, under the names the pipeline uses."""
+    objective: ClassVar[type[Objective]]
+    adapter_targets: ClassVar[tuple[str, ...]]
+    """Endings (whole dotted segments) of the names of the layers that get an adapter."""
+    adapter_exclude: ClassVar[tuple[str, ...]] = ()
+    """Name parts (see `precision.names`) of layers that do not, although their names end so."""
+    keep_precise: ClassVar[tuple[str, ...]]
+    """Name parts (see `precision.names`) of the layers that stay in the model's dtype: small, or sensitive."""
+    bucket_multiple: ClassVar[int]
+    """Image sides must be multiples of so many pixels."""
+    native_resolution: ClassVar[int]
+    """The resolution that the released model was trained at, in pixels."""
+    default_guidance: ClassVar[float]
+    """Guidance scale for previews."""
+    modelspec_architecture: ClassVar[str]
+    kohya_base_version: ClassVar[str]
+    kohya_naming: ClassVar[str]
+    """Which naming of `export` the kohya layout uses."""
+    tiny_latent_hw: ClassVar[tuple[int, int]] = (8, 12)
+    """Latent size that suits the miniature. Not square on purpose: swapped height and width must show."""
+
+    # -- facts with a default -------------------------------------------------------------------------------------
+    bucket_step: ClassVar[int] = 64
+    """Default distance between bucket sizes, in pixels: few enough buckets that images share one."""
+    uses_negative: ClassVar[bool] = True
+    """Whether the pipeline guides away from a negative prompt at its usual settings."""
+    vae_class: ClassVar[str] = "AutoencoderKL"
+    config_marks: ClassVar[dict[str, Any]] = {}
+    """Entries of the denoiser's config.json that tell this architecture from others of the same class."""
+    checkpoint_text: ClassVar[dict[str, str]] = {}
+    """Text encoder -> prefix of its keys in a single-file checkpoint that carries it."""
+    reference_config: ClassVar[dict[str, Any]] = {}
+    """Denoiser config of the released model, for single files whose components folder has no denoiser config."""
+    pipeline_options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, model: config.Model, *, device: torch.device | str, dtype: torch.dtype):
+        self.device, self.dtype = torch.device(device), dtype
+        parts = ("scheduler", "vae", self.denoiser_name, *self.text_parts)
+        self.folder, self.checkpoint = _files.locate(
+            model.path, model.components or "", model.revision or "", family=self.name, parts=parts
+        )
+        self.vae: nn.Module | None = None
+        self._text_pipeline: diffusers.DiffusionPipeline | None = None
+        self._header: Header = _files.read_header(self.checkpoint) if self.checkpoint else {}
+        self._check_architecture()
+        self._check_complete()
+
+    # -- what only the family knows -------------------------------------------------------------------------------
+    @abstractmethod
+    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
+        """What the pipeline's own `encode_prompt` gives, one unbatched Cond per prompt, in the model's dtype."""
+
+    @abstractmethod
+    def predict(
+        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
+    ) -> Tensor:
+        """Call the denoiser as its pipeline does. `t_B` is as the objective draws it. -> prediction BCHW"""
+
+    @abstractmethod
+    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        """Arguments with which `pipeline()(...)` draws this conditioning of one image.
+
+        `negative` is needed where classifier-free guidance is wanted (guidance > 1), as no text encoder is loaded then.
+        """
+
+    @classmethod
+    @abstractmethod
+    def tiny(cls, folder: Path, seed: int = 0) -> None:
+        """Save a complete random miniature in the diffusers layout; sides of linears are multiples of 16."""
+
+    @classmethod
+    def recognises(cls, header: Header) -> bool:
+        """Whether a single-file checkpoint with these tensors is this architecture. Judge by structure, not by size."""
+        return False
+
+    def convert_checkpoint(self, header: Header) -> Conversion:
+        """Where each of the denoiser's parameters is in a single file that `recognises` accepted."""
+        raise UserError(f"{self.title} cannot be read from a single file; give a diffusers folder")
+
+    # -- defaults a family may replace ----------------------------------------------------------------------------
+    @torch.no_grad()
+    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
+        """Pixels in [-1, 1] -> latents as the denoiser wants them, float32. Needs `load_encoders` or `load_vae`.
+
+        The mode of the VAE's posterior, not a sample: its spread is far below the training noise, and a cache that can
+        be made twice with the same bytes is worth more.
+        """
+        if self.vae is None:
+            raise RuntimeError("encode_images before load_encoders")
+        latents_BCHW = self.vae.encode(pixels_BCHW.to(self.device, torch.float32)).latent_dist.mode()
+        return (latents_BCHW - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
+
+    @torch.no_grad()
+    def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
+        """The inverse of `encode_images`: latents -> pixels in about [-1, 1], float32."""
+        if self.vae is None:
+            raise RuntimeError("decode_latents before load_vae")
+        latents_BCHW = latents_BCHW.to(self.device, torch.float32) / self.vae.config.scaling_factor
+        return self.vae.decode(latents_BCHW + (self.vae.config.shift_factor or 0.0), return_dict=False)[0]
+
+    def image_conditioning(
+        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
+    ) -> Cond:
+        """Facts about one image that the denoiser is told beside the prompt. Pixels; `crop_top_left` is (y, x)."""
+        return {}
+
+    def collate(self, conds: list[Cond]) -> Cond:
+        """Unbatched conditionings -> one batch."""
+        return {key: torch.stack([cond[key] for cond in conds]) for key in conds[0]}
+
+    def seq_len(self, latent_hw: tuple[int, int]) -> int:
+        """Image tokens that the denoiser sees: what a resolution-dependent shift depends on."""
+        return latent_hw[0] * latent_hw[1]
+
+    def unused_settings(self, section: config.Objective) -> list[str]:
+        """One sentence per setting that has no effect with this model; the trainer warns with them."""
+        if section.guidance != 1.0:
+            return [f"objective.guidance = {section.guidance} has no effect: {self.title} has no guidance embedding"]
+        return []
+
+    @classmethod
+    def adapter_names(cls, denoiser: nn.Module, targets: Sequence[str] = ()) -> list[str]:
+        """Full names of the layers that get an adapter, in the denoiser's own order.
+
+        Args:
+            targets: endings that a user chose in place of the family's; [] means the family's. "^name" is one layer,
+                named in full, and overrides `adapter_exclude`.
+
+        Raises:
+            UserErrors: a target that matches no layer.
+        """
+        layers = [n for n, m in denoiser.named_modules() if hasattr(m, "in_features") or isinstance(m, nn.Conv2d)]
+        chosen: set[str] = set()
+        problems = []
+        for target in targets or cls.adapter_targets:
+            if target.startswith("^"):
+                matched = {n for n in layers if n == target[1:]}
+            else:
+                matched = {n for n in layers if n == target or n.endswith(f".{target}")}
+                matched = {n for n in matched if not any(name_matches(n, e) for e in cls.adapter_exclude)}
+            if not matched:
+                problems.append(f"adapter.targets: {target!r} is the ending of no layer of {cls.title}")
+            chosen |= matched
+        if problems and targets:
+            raise UserErrors(problems)
+        return [n for n in layers if n in chosen]
+
+    # -- phase one: encoders --------------------------------------------------------------------------------------
+    def load_encoders(self) -> None:
+        """VAE, tokenizers and text encoders."""
+        self.load_vae()
+        parts = {name: self._load_text_part(name) for name in self.text_parts}
+        self._text_pipeline = self._assemble(**parts)
+
+    def load_vae(self) -> None:
+        """The VAE alone, which previews need for decoding."""
+        if self.vae is not None:
+            return
+        cls = getattr(diffusers, self.vae_class)
+        prefix = self._vae_prefix()
+        if prefix:
+            vae = cls.from_config(cls.load_config(self.folder / "vae"))
+            vae.load_state_dict(self._convert_vae(prefix, dict(vae.config)))  # copies, and so widens to float32
+        else:
+            vae = self._from_pretrained(cls, "vae", "diffusion_pytorch_model", torch_dtype=torch.float32)
+        self.vae = vae.to(self.device).eval().requires_grad_(False)
+
+    def free_encoders(self) -> None:
+        """Drop VAE and text encoders and give their memory back."""
+        self.vae = self._text_pipeline = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def text_pipeline(self) -> diffusers.DiffusionPipeline:
+        """The diffusers pipeline with the text encoders in it and no denoiser, for its `encode_prompt`."""
+        if self._text_pipeline is None:
+            raise RuntimeError("encode_prompts before load_encoders")
+        return self._text_pipeline
+
+    # -- phase two: denoiser --------------------------------------------------------------------------------------
+    def denoiser_config(self) -> dict[str, Any]:
+        """The denoiser's config.json, or the released model's where a single file comes with none."""
+        path = self.folder / self.denoiser_name / "config.json"
+        return _files.read_json(path) if path.is_file() else dict(self.reference_config)
+
+    def empty_denoiser(self) -> nn.Module:
+        """The denoiser on the meta device: all shapes, no memory."""
+        with torch.device("meta"):
+            denoiser = getattr(diffusers, self.denoiser_class).from_config(self.denoiser_config())
+        saved = denoiser.state_dict().keys()
+        lost = [n for n, b in denoiser.named_buffers() if b.is_meta and n not in saved]
+        if lost:  # nothing in the files could ever fill them
+            raise RuntimeError(f"{self.name}: buffers {lost} are computed, not stored; rebuild them in empty_denoiser")
+        return denoiser
+
+    def denoiser_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(diffusers parameter name, CPU tensor), one at a time; nothing but the current tensor is held."""
+        if self.checkpoint is None:
+            for path in self._denoiser_files():
+                _files.read_header(path)
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (not a dict)
+                        yield name, self._widened(file.get_tensor(name))
+            return
+        with safe_open(self.checkpoint, framework="pt") as file:
+            for name, (key, change) in self.convert_checkpoint(self._header).items():
+                tensor = self._widened(file.get_tensor(key))
+                yield name, change(tensor) if change else tensor
+
+    # -- previews -------------------------------------------------------------------------------------------------
+    def scheduler_config(self) -> dict[str, Any]:
+        """The model's scheduler_config.json. A single file can mark itself as v-prediction with an empty tensor."""
+        scheduler = _files.read_json(self.folder / "scheduler" / "scheduler_config.json")
+        if "v_pred" in self._header:
+            scheduler["prediction_type"] = "v_prediction"
+        if "ztsnr" in self._header:
+            scheduler["rescale_betas_zero_snr"] = True
+        return scheduler
+
+    def pipeline(self, denoiser: nn.Module | None = None) -> diffusers.DiffusionPipeline:
+        """The diffusers pipeline with this denoiser, the VAE and the model's own scheduler; no text encoders.
+
+        Call it with `pipeline_inputs`. Latents run in the dtype of the prompt embeds and are widened for the VAE.
+        """
+        self.load_vae()
+        vae = self.vae
+        if "decode" not in vars(vae):
+            decode = vae.decode
+            # Pipelines hand latents over in the denoiser's dtype; this VAE is float32 whatever that is.
+            vae.decode = lambda z, *args, **kwargs: decode(z.to(torch.float32), *args, **kwargs)
+        scheduler = self.scheduler_config()
+        class_name = scheduler.get("_class_name")
+        scheduler_class = getattr(diffusers, str(class_name), None)
+        if scheduler_class is None:
+            raise UserError(f"{self.folder}/scheduler: diffusers has no scheduler named {class_name!r}")
+        parts = {"vae": vae, "scheduler": scheduler_class.from_config(scheduler), self.denoiser_name: denoiser}
+        pipeline = self._assemble(**parts)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    # -- identities -----------------------------------------------------------------------------------------------
+    def encoder_identity(self, what: str) -> str:
+        """SHA-256 over the files that decide what "vae" or "text" encoders answer: weights, configs, tokenizers."""
+        if what == "vae":
+            files = self._config_and_weights("vae", "diffusion_pytorch_model", from_checkpoint=bool(self._vae_prefix()))
+        elif what == "text":
+            files = []
+            for name in self.text_parts:
+                if self._is_tokenizer(name):
+                    found = sorted(p for p in (self.folder / name).iterdir() if p.suffix in (".json", ".txt", ".model"))
+                    files += [(f"{name}/{p.name}", p) for p in found]
+                else:
+                    files += self._config_and_weights(name, "model", from_checkpoint=self._has_text(name))
+        else:
+            raise ValueError(f"encoder_identity({what!r}): 'vae' or 'text'")
+        return _files.digest(files)
+
+    def base_identity(self) -> str:
+        """SHA-256 over the denoiser's files (of a single-file checkpoint: the whole file)."""
+        if self.checkpoint:
+            return _files.digest([("checkpoint", self.checkpoint)])
+        return _files.digest(self._config_and_weights(self.denoiser_name, "diffusion_pytorch_model"))
+
+    # -- below: how the defaults above do it ----------------------------------------------------------------------
+    def _check_architecture(self) -> None:
+        if self.checkpoint:
+            if not self.recognises(self._header):
+                raise UserError(self._other_architecture(str(self.checkpoint), *describe_checkpoint(self._header)))
+            if any(k.endswith((".scale_weight", ".weight_scale", "scaled_fp8")) for k in self._header):
+                raise UserError(f"{self.checkpoint} is already quantized with scales; give the bf16 or fp16 file")
+            return
+        index = self.folder / "model_index.json"
+        if not index.is_file():
+            raise UserError(f"{self.folder} is not a diffusers folder (it has no model_index.json)")
+        found = str(_files.read_json(index).get("_class_name"))
+        if found != self.pipeline_class:
+            other = next((f for f in _families() if f.pipeline_class == found), None)
+            what = f"{other.title} ({found})" if other else f"made for {found}"
+            raise UserError(self._other_architecture(str(self.folder), what, other))
+        config = self.denoiser_config()
+        for key, expected in self.config_marks.items():
+            if config and config.get(key, False) != expected:
+                raise UserError(
+                    f"{self.folder} is not {self.title}: {self.denoiser_name}/config.json says "
+                    f"{key} = {config.get(key)!r}, expected {expected!r}"
+                )
+
+    def _other_architecture(self, path: str, what: str, other: type[ModelFamily] | None) -> str:
+        advice = f"set model.family = {other.name!r} or choose another file" if other else "choose another file"
+        return f"{path} is {what}, but the config says model.family = {self.name!r} ({self.title}); {advice}"
+
+    def _check_complete(self) -> None:
+        """All missing files at once, each with the place it belongs to."""
+        wanted = ["scheduler/scheduler_config.json", "vae/config.json"]
+        if not self.checkpoint:
+            wanted.append(f"{self.denoiser_name}/config.json")
+        missing = [w for w in wanted if not (self.folder / w).is_file()]
+        if not self.checkpoint and not self._denoiser_files():
+            missing.append(f"{self.denoiser_name}/diffusion_pytorch_model.safetensors")
+        if not self._vae_prefix() and not _files.weight_files(self.folder / "vae", "diffusion_pytorch_model"):
+            missing.append("vae/diffusion_pytorch_model.safetensors")
+        for name in self.text_parts:
+            part = self.folder / name
+            if self._is_tokenizer(name):
+                known = ("tokenizer.json", "vocab.json", "spiece.model")
+                if not any((part / k).is_file() for k in known):
+                    missing.append(f"{name}/ ({' or '.join(known)})")
+                continue
+            if not (part / "config.json").is_file():
+                missing.append(f"{name}/config.json")
+            if not self._has_text(name) and not _files.weight_files(part, "model"):
+                missing.append(f"{name}/model.safetensors")
+        if missing:
+            why = f", which {self.checkpoint} needs beside it" if self.checkpoint else ""
+            raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
+
+    def _is_tokenizer(self, name: str) -> bool:
+        return name.startswith("tokenizer")
+
+    def _denoiser_files(self) -> list[Path]:
+        return _files.weight_files(self.folder / self.denoiser_name, "diffusion_pytorch_model")
+
+    def _config_and_weights(self, name: str, stem: str, *, from_checkpoint: bool = False) -> list[tuple[str, Path]]:
+        part = self.folder / name
+        if from_checkpoint and self.checkpoint:
+            weights = [("checkpoint", self.checkpoint)]
+        else:
+            weights = [(f"{name}/{p.name}", p) for p in _files.weight_files(part, stem)]
+        return [(f"{name}/config.json", part / "config.json"), *weights]
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        # Plain float8 checkpoints exist (no scales): few operations take float8, so it goes on as the model's dtype.
+        return tensor.to(self.dtype) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
+
+    def _from_pretrained(self, cls: Any, name: str, stem: str, **options: Any) -> Any:
+        files = _files.weight_files(self.folder / name, stem)
+        for path in files:
+            _files.read_header(path)
+        options |= {"variant": _files.variant(files), "use_safetensors": True, "local_files_only": True}
+        with quiet():
+            return cls.from_pretrained(self.folder / name, **options)
+
+    def _load_text_part(self, name: str) -> Any:
+        cls = getattr(transformers, self.text_parts[name])
+        if self._is_tokenizer(name):
+            return cls.from_pretrained(self.folder / name, local_files_only=True)
+        if self._has_text(name):
+            encoder = self._convert_text(cls, name)
+        else:
+            encoder = self._from_pretrained(cls, name, "model", dtype=self.dtype)
+        return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
+
+    def _assemble(self, **parts: Any) -> diffusers.DiffusionPipeline:
+        """The pipeline with these parts and None for the others; options as the model's model_index.json has them."""
+        cls = getattr(diffusers, self.pipeline_class)
+        index_path = self.folder / "model_index.json"
+        index = _files.read_json(index_path) if index_path.is_file() else {}
+        arguments: dict[str, Any] = {}
+        for name, parameter in inspect.signature(cls.__init__).parameters.items():
+            if name == "self":
+                continue
+            if name in parts or parameter.default is inspect.Parameter.empty:
+                arguments[name] = parts.get(name)
+            elif name in index and not isinstance(index[name], list):
+                arguments[name] = index[name]
+        return cls(**{**arguments, **self.pipeline_options})
+
+    # Single-file checkpoints that carry more than the denoiser. The converters are diffusers' own.
+    def _vae_prefix(self) -> str | None:
+        return next((p for p in ("first_stage_model.", "vae.") if f"{p}decoder.conv_in.weight" in self._header), None)
+
+    def _has_text(self, name: str) -> bool:
+        prefix = self.checkpoint_text.get(name)
+        return prefix is not None and any(k.startswith(prefix) for k in self._header)
+
+    def _tensors_with(self, prefix: str) -> dict[str, Tensor]:
+        assert self.checkpoint is not None
+        with safe_open(self.checkpoint, framework="pt") as file:
+            return {k: file.get_tensor(k) for k in self._header if k.startswith(prefix)}
+
+    def _convert_vae(self, prefix: str, vae_config: dict[str, Any]) -> dict[str, Tensor]:
+        convert = importlib.import_module("diffusers.loaders.single_file_utils").convert_ldm_vae_checkpoint
+        return convert(self._tensors_with(prefix), vae_config)
+
+    def _convert_text(self, cls: Any, name: str) -> nn.Module:
+        create = importlib.import_module("diffusers.loaders.single_file_utils").create_diffusers_clip_model_from_ldm
+        tensors = self._tensors_with(self.checkpoint_text[name])
+        # A buffer of old versions of transformers, which new ones compute.
+        tensors = {k: v for k, v in tensors.items() if not k.endswith(".position_ids")}
+        return create(cls, tensors, subfolder=name, config=str(self.folder), torch_dtype=self.dtype)
+
+
+def _families() -> list[type[ModelFamily]]:
+    # Only for the error message: at that moment it is worth importing the other files.
+    return [importlib.import_module(f"{__package__}.{name}").Family for name in available()]
+
+
+def describe_checkpoint(header: Header) -> tuple[str, type[ModelFamily] | None]:
+    """What a single file seems to be, in words for an error message, and its family if there is one."""
+    if any("lora_" in key for key in header):
+        return "a LoRA, not a base model", None
+    for family in _families():
+        if family.recognises(header):
+            return family.title, family
+        if any(k.startswith(("down_blocks.0.", "transformer_blocks.0.")) for k in header):
+            place = "unet/ or transformer/ of a diffusers folder, as diffusion_pytorch_model.safetensors"
+            return f"a denoiser in diffusers' naming (it belongs into {place})", None
+    # diffusers knows many more; it reads shapes only, and answers "v1" when it knows nothing.
+    infer = importlib.import_module("diffusers.loaders.single_file_utils").infer_diffusers_model_type
+    with torch.device("meta"):
+        kind = infer({key: torch.empty(shape) for key, shape in header.items()})
+    return ("not a checkpoint of a kind that is known" if kind == "v1" else f"{kind!r} (as diffusers calls it)"), None

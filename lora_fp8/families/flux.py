@@ -1,0 +1,233 @@
+"""FLUX.1: a 12 B double- and single-stream DiT, conditioned on T5-XXL and pooled CLIP, trained with rectified flow.
+
+Black Forest Labs 2024 (https://github.com/black-forest-labs/flux). Latents are packed in 2 x 2 patches into a sequence
+with (0, row, column) position ids. FLUX.1-dev is guidance-distilled: it takes the guidance scale as an input, and
+answers in one pass what classifier-free guidance would; FLUX.1-schnell has no such input (`guidance_embeds` in its
+config).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from torch import Tensor, nn
+
+from lora_fp8 import config
+from lora_fp8.objectives import FlowMatching
+
+from . import _miniature
+from ._files import Header
+from .base import Cond, Conversion, ModelFamily
+
+
+class Family(ModelFamily):
+    name = "flux"
+    title = "FLUX.1"
+    pipeline_class = "FluxPipeline"
+    denoiser_class = "FluxTransformer2DModel"
+    denoiser_name = "transformer"
+    text_parts = {
+        "tokenizer": "CLIPTokenizer",
+        "text_encoder": "CLIPTextModel",
+        "tokenizer_2": "T5TokenizerFast",
+        "text_encoder_2": "T5EncoderModel",
+    }
+    objective = FlowMatching
+    adapter_targets = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *(f"{ff}.net.{layer}" for ff in ("ff", "ff_context") for layer in ("0.proj", "2")),
+        *("proj_mlp", "proj_out"),  # of the single-stream blocks
+    )
+    adapter_exclude = ("^proj_out",)  # the last layer of the whole model, which has the same name
+    # Modulation (norm*.linear), embedders and the output: a small share of the bytes, and all the signal passes them.
+    keep_precise = (
+        *("x_embedder", "context_embedder", "time_text_embed", "norm_out", "^proj_out"),
+        *("norm1", "norm1_context", "norm"),
+    )
+    bucket_multiple = 16
+    native_resolution = 1024
+    default_guidance = 3.5
+    uses_negative = False
+    modelspec_architecture = "flux-1-dev"
+    kohya_base_version = "flux1"
+    kohya_naming = "bfl_flux"
+    reference_config = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38}
+
+    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
+        with torch.no_grad():
+            embeds_BLD, pooled_BD, _ = self.text_pipeline.encode_prompt(
+                prompts, device=self.device, max_sequence_length=self.max_sequence_length
+            )
+        pairs = zip(embeds_BLD.to(self.dtype), pooled_BD.to(self.dtype), strict=True)
+        return [{"prompt_embeds": e_LD.clone(), "pooled_prompt_embeds": p_D.clone()} for e_LD, p_D in pairs]
+
+    @property
+    def max_sequence_length(self) -> int:
+        """T5 tokens that a prompt is padded or cut to."""
+        return min(512, self.text_pipeline.tokenizer_2.model_max_length)
+
+    def predict(
+        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
+    ) -> Tensor:
+        num, channels, height, width = noisy_BCHW.shape
+        device = noisy_BCHW.device
+        to = {"device": device, "dtype": self.dtype}
+        guidance_B = torch.full((num,), guidance, device=device) if denoiser.config.guidance_embeds else None
+        pred_BSD = denoiser(
+            hidden_states=FluxPipeline._pack_latents(noisy_BCHW.to(self.dtype), num, channels, height, width),
+            timestep=t_B.to(device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
+            guidance=guidance_B,
+            pooled_projections=cond["pooled_prompt_embeds"].to(**to),
+            encoder_hidden_states=cond["prompt_embeds"].to(**to),
+            txt_ids=torch.zeros(cond["prompt_embeds"].shape[1], 3, device=device),
+            img_ids=FluxPipeline._prepare_latent_image_ids(num, height // 2, width // 2, device, torch.float32),
+            return_dict=False,
+        )[0]
+        # The helper takes pixels; with a scale factor of 1 they are latents.
+        return FluxPipeline._unpack_latents(pred_BSD, height, width, vae_scale_factor=1)
+
+    def seq_len(self, latent_hw: tuple[int, int]) -> int:
+        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
+
+    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        # A negative prompt would need true_cfg_scale > 1, twice the time, on a model distilled to do without.
+        inputs = {key: cond[key][None] for key in ("prompt_embeds", "pooled_prompt_embeds")}
+        return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
+
+    def unused_settings(self, section: config.Objective) -> list[str]:
+        if section.guidance != 1.0 and not self.denoiser_config().get("guidance_embeds", False):
+            return [f"objective.guidance = {section.guidance} has no effect: this model has no guidance embedding"]
+        return []
+
+    def denoiser_config(self) -> dict[str, Any]:
+        found = ModelFamily.denoiser_config(self)
+        if self.checkpoint:  # dev and schnell differ in this only, and the file knows which it is
+            found["guidance_embeds"] = any("guidance_in.in_layer.weight" in key for key in self._header)
+        return found
+
+    @classmethod
+    def recognises(cls, header: Header) -> bool:
+        bfl = _without_prefix(header)
+        # Fill, Canny and Depth take more channels than they give; Chroma has no modulation of its own.
+        is_base = bfl.get("img_in.weight", (0, 0))[1] == bfl.get("final_layer.linear.weight", (1, 1))[0]
+        return is_base and "double_blocks.0.img_attn.qkv.weight" in bfl and "vector_in.in_layer.weight" in bfl
+
+    def convert_checkpoint(self, header: Header) -> Conversion:
+        return bfl_conversion(header)
+
+    @classmethod
+    def tiny(cls, folder: Path, seed: int = 0) -> None:
+        with _miniature.seeded(seed):
+            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
+
+    @classmethod
+    def _tiny_pipeline(cls) -> FluxPipeline:
+        clip, t5 = _miniature.clip_tokenizer(), _miniature.t5_tokenizer()
+        transformer = FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=48,
+            pooled_projection_dim=32,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 6, 6),
+        )
+        return FluxPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+            vae=_miniature.vae(scaling_factor=0.3611, shift_factor=0.1159, quant_conv=False),
+            text_encoder=_miniature.clip_text(clip),
+            tokenizer=clip,
+            text_encoder_2=_miniature.t5_text(t5, width=48),
+            tokenizer_2=t5,
+            transformer=transformer,
+        )
+
+
+# -- the layout of the original checkpoint ----------------------------------------------------------------------------
+# diffusers has a converter, but it needs all 24 GB in memory at once, and knows one width only. These are the same
+# rules as a table that can be streamed; a test holds them against diffusers' converter.
+_TOP = {
+    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+    "txt_in": "context_embedder",
+    "img_in": "x_embedder",
+    "final_layer.linear": "proj_out",
+}
+_DOUBLE = {
+    "img_mod.lin": "norm1.linear",
+    "txt_mod.lin": "norm1_context.linear",
+    "img_attn.qkv": "attn.to_q attn.to_k attn.to_v",
+    "txt_attn.qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+    "img_attn.norm.query_norm": "attn.norm_q",
+    "img_attn.norm.key_norm": "attn.norm_k",
+    "txt_attn.norm.query_norm": "attn.norm_added_q",
+    "txt_attn.norm.key_norm": "attn.norm_added_k",
+    "img_attn.proj": "attn.to_out.0",
+    "txt_attn.proj": "attn.to_add_out",
+    "img_mlp.0": "ff.net.0.proj",
+    "img_mlp.2": "ff.net.2",
+    "txt_mlp.0": "ff_context.net.0.proj",
+    "txt_mlp.2": "ff_context.net.2",
+}
+_SINGLE = {
+    "modulation.lin": "norm.linear",
+    "linear1": "attn.to_q attn.to_k attn.to_v proj_mlp",
+    "linear2": "proj_out",
+    "norm.query_norm": "attn.norm_q",
+    "norm.key_norm": "attn.norm_k",
+}
+
+
+def _without_prefix(header: Header) -> Header:
+    return {key.removeprefix("model.diffusion_model."): shape for key, shape in header.items()}
+
+
+def _rows(start: int, stop: int) -> Any:
+    return lambda tensor: tensor[start:stop]
+
+
+def _shift_scale_swapped(tensor: Tensor) -> Tensor:
+    # The original's last modulation gives (shift, scale), diffusers' AdaLayerNormContinuous expects (scale, shift).
+    shift, scale = tensor.chunk(2)
+    return torch.cat([scale, shift])
+
+
+def bfl_conversion(header: Header) -> Conversion:
+    """Every tensor of the transformer: its name in diffusers, its key in the file, and which rows of it."""
+    conversion: Conversion = {}
+    for key, shape in header.items():
+        module, _, kind = key.removeprefix("model.diffusion_model.").rpartition(".")
+        kind = {"scale": "weight"}.get(kind, kind)
+        group, _, rest = module.partition(".")
+        index, _, layer = rest.partition(".")
+        if group == "double_blocks":
+            names = [f"transformer_blocks.{index}.{n}" for n in _DOUBLE.get(layer, "").split()]
+        elif group == "single_blocks":
+            names = [f"single_transformer_blocks.{index}.{n}" for n in _SINGLE.get(layer, "").split()]
+        elif module == "final_layer.adaLN_modulation.1":
+            conversion[f"norm_out.linear.{kind}"] = (key, _shift_scale_swapped)
+            continue
+        else:
+            names = _TOP.get(module, "").split()
+        if len(names) == 1:
+            conversion[f"{names[0]}.{kind}"] = (key, None)
+            continue
+        # Fused rows: q, k and v take the model's width each, the single blocks' MLP what is left.
+        width = shape[0] // 3
+        if len(names) == 4:
+            prefix = key.removesuffix(f"linear1.{kind}")
+            width = header[f"{prefix}linear2.weight"][0]
+        for i, name in enumerate(names):
+            stop = shape[0] if i == len(names) - 1 else (i + 1) * width
+            conversion[f"{name}.{kind}"] = (key, _rows(i * width, stop))
+    return conversion

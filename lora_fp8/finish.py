@@ -1,0 +1,170 @@
+"""The last stage of a job: the LoRA files, and the proof that each does what the training model does."""
+
+import gc
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from PIL import Image
+from torch import Tensor
+
+from . import adapters, checkpoint, config, export, families, optim, precision, sample, verify
+from .config import Job, UserError
+from .data import images
+from .data.buckets import Placed, Size
+from .families.base import ModelFamily
+from .prepare import DTYPES, Data, Loaded, place, resolve_auto
+from .run import Run, RunFailure, atomic_write
+
+
+@dataclass
+class Result:
+    """What a finished run hands back."""
+
+    run: Run
+    files: list[Path]
+    reports: list[verify.Report]
+
+
+def finish(job: Job, family: ModelFamily, data: Data, loaded: Loaded, step: int, run: Run) -> Result:
+    """Last previews, the files, and their proof."""
+    run.log_event("stage", stage="export")
+    drawn: list[Image.Image] = []
+    if job.preview.prompts:
+        conds, negative = data.preview_conds, data.preview_negative
+        drawn = sample.draw(family, loaded.denoiser, conds, negative, job.preview, job.dataset.resolution, step, run)
+    if drawn and (run.samples / "step-000000-0.png").exists():
+        base_row = [Image.open(run.samples / f"step-000000-{i}.png") for i in range(len(drawn))]
+        rows = {"base": base_row, f"LoRA, step {step}": drawn}
+        sample.contact_sheet(rows, job.preview.prompts).save(run.samples / "contact_sheet.png")
+
+    state = adapters.state(loaded.denoiser)
+    facts = _facts(job, family, data.examples, data.buckets, step)
+    files = export.write(state, _scaling(job), family, family.denoiser_config(), job.export, facts, run.export)
+    for path in files:
+        run.log_event("export", path=str(path.relative_to(run.path)), bytes=path.stat().st_size)
+    reports = prove(job, family, data, loaded, state, drawn, files, run) if job.export.verify else []
+    run.log_event("done", step=step, files=[str(path.relative_to(run.path)) for path in files])
+    return Result(run, files, reports)
+
+
+def prove(
+    job: Job,
+    family: ModelFamily,
+    data: Data,
+    loaded: Loaded,
+    state: dict[str, Tensor],
+    drawn: list[Image.Image],
+    files: list[Path],
+    run: Run,
+) -> list[verify.Report]:
+    """Load each file into a clean pipeline and compare it with the training model, which leaves the memory first.
+
+    Raises:
+        RunFailure: a file does not do what training did. The files and the report stay, to look at.
+    """
+    run.log_event("stage", stage="verify")
+    batch = data.loader.micro(0, data.heaviest)
+    probe = verify.make_probe(family, loaded.denoiser, loaded.objective, batch, job.objective.guidance)
+    verify.save_probe(probe, run.path / "probe.safetensors")
+    decoded = None
+    if loaded.quantized:
+        decoded = partial(_as_trained, family, {f"{name}.weight" for name in loaded.quantized})
+    # Two copies of a large model would not fit beside each other.
+    loaded.denoiser = loaded.optimizer = None
+    gc.collect()
+    previews = None
+    if drawn:
+        conds, negative = data.preview_conds, data.preview_negative
+        previews = verify.Previews(
+            drawn,
+            lambda pipeline: sample.render(family, pipeline, conds, negative, job.preview, job.dataset.resolution),
+        )
+    reports = []
+    for path in files:
+        report = verify.check(
+            path, family, state=state, scaling=_scaling(job), probe=probe, previews=previews, base=decoded
+        )
+        run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
+        reports.append(report)
+    written = {report.file: report.to_json() for report in reports}
+    atomic_write(run.verify_file, (json.dumps(written, indent=1) + "\n").encode())
+    if failed := [f"{report.file}: {line}" for report in reports for line in report.failed()]:
+        raise RunFailure("the exported file does not do what training did: " + "; ".join(failed))
+    return reports
+
+
+def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
+    """Write the LoRA files of a run's checkpoint again, under the run's config with `overrides` (such as export.dtype).
+
+    Args:
+        step: which checkpoint; 0 is the newest. Another step's files go into a folder of their own.
+
+    Raises:
+        UserError: no such run or checkpoint.
+        RunFailure: no checkpoint is whole.
+    """
+    run = Run.open(folder)
+    job = config.load(run.config_file, overrides)
+    found = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
+    if found is None:
+        raise UserError(f"{folder}: there is no checkpoint to export yet")
+    family = families.get(job.model.family)(job.model, device="cpu", dtype=DTYPES[job.model.dtype])
+    job = resolve_auto(job, type(family))
+    examples = images.scan(job.dataset).examples
+    facts = _facts(job, family, examples, place(job, examples), found.step)
+    target = run.export / f"step-{step:06d}" if step else run.export
+    return export.write(found.adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
+
+
+def _as_trained(family: ModelFamily, quantized: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The base as training saw it: the model's own files, with the quantized weights as their FP8 bytes read."""
+    for name, tensor in family.denoiser_tensors():
+        if name in quantized:
+            tensor = precision.decode(*precision.encode(tensor.to(family.device), name), family.dtype)
+        yield name, tensor
+
+
+def _scaling(job: Job) -> float:
+    return job.adapter.alpha / job.adapter.rank
+
+
+def _facts(
+    job: Job, family: ModelFamily, examples: list[images.Example], buckets: dict[Size, list[Placed]], step: int
+) -> export.ExportFacts:
+    """What the file's metadata may tell of this run."""
+    folders = []
+    for i, folder in enumerate(job.dataset.folders):
+        captions = [example.caption for example in examples if example.folder_index == i]
+        folders.append(export.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator))
+    warmup = job.schedule.warmup
+    factor = optim.lr_factor(job.optimizer, job.quantize.storage)
+    return export.ExportFacts(
+        name=job.name,
+        steps=step,
+        rank=job.adapter.rank,
+        alpha=job.adapter.alpha,
+        learning_rate=job.optimizer.lr * factor,
+        learning_rate_factor=factor,
+        seed=job.seed,
+        resolution=(job.dataset.resolution, job.dataset.resolution),
+        folders=tuple(folders),
+        batch_size=job.train.batch_size * job.train.accumulate,
+        optimizer=job.optimizer.name,
+        schedule=job.schedule.name,
+        warmup_steps=warmup if isinstance(warmup, int) else round(warmup * job.train.steps),
+        storage=job.quantize.storage,
+        mixed_precision="bf16" if job.model.dtype == "bf16" else "no",
+        base_name=job.model.path,
+        base_hash=family.base_identity(),
+        prediction_type=family.scheduler_config().get("prediction_type"),
+        trigger=job.dataset.trigger,
+        dropout=job.adapter.dropout,
+        min_snr_gamma=job.objective.min_snr_gamma,
+        max_grad_norm=job.train.max_grad_norm,
+        caption_dropout=job.dataset.caption_dropout,
+        buckets={size: len(members) for size, members in buckets.items()},
+        config_toml=config.dumps(job),
+    )

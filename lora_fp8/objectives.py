@@ -1,0 +1,196 @@
+"""What the denoiser is asked to predict: the noising process, its target and its weight.
+
+Two processes are enough for today's models:
+
+Diffusion      x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise        t is an integer, 0 (clean) .. T-1 (noise)
+               target: noise (epsilon; Ho et al. 2020, eq. 14) or v = sqrt(abar_t) noise - sqrt(1 - abar_t) x_0
+               (Salimans & Ho 2022, sect. 4). The numbers abar_t are those of diffusers' own DDPMScheduler, built from
+               the scheduler config that came with the model, so that training and sampling cannot disagree about them.
+FlowMatching   x_t = (1 - t) x_0 + t noise                            t (= sigma) is a float, 0 (clean) .. 1 (noise)
+               target: noise - x_0, the constant velocity of that line (Liu et al. 2022; Lipman et al. 2023). t is drawn
+               from the logit-normal density and pushed towards noise by the resolution-dependent shift of Esser et al.
+               2024 (sect. 3.1 and 5.3.2), exactly as diffusers' FlowMatchEulerDiscreteScheduler does when it samples.
+
+An objective is built from `Objective(scheduler_config, section)` and holds no state that changes. Everything random
+comes from the generators it is given, one per sample and on the CPU: the t of an image then depends on that image's
+generator only, never on its place in the batch, on the batch size, or on the number of processes.
+
+Shape suffixes: B batch, C channels, H height, W width (of the latents).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+from torch import Tensor
+
+from lora_fp8 import config
+from lora_fp8.config import UserError
+
+
+class Objective:
+    """The common part of every objective. `section` is the job's `[objective]` table.
+
+    Subclasses give `sample_t`, `add_noise`, `target` and `weight`; `loss` is the same for all.
+    """
+
+    def __init__(self, scheduler_config: dict[str, Any], section: config.Objective):
+        raise NotImplementedError
+
+    def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
+        """One t per sample, each drawn from that sample's own CPU generator. -> (B,) on the CPU.
+
+        `seq_len` is the number of image tokens the denoiser sees (`family.seq_len`); it moves the shift of flow
+        matching.
+        """
+        raise NotImplementedError
+
+    def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """The noised latents x_t, in the latents' dtype (give float32)."""
+        raise NotImplementedError
+
+    def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """What a perfect denoiser answers at x_t."""
+        raise NotImplementedError
+
+    def weight(self, t_B: Tensor) -> Tensor:
+        """The factor of each sample's squared error. -> (B,) float32, on t's device."""
+        raise NotImplementedError
+
+    def loss(self, pred_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """Weighted mean squared error of each sample over C, H and W, computed in float32. -> (B,)"""
+        error_BCHW = pred_BCHW.float() - target_BCHW.float()
+        return error_BCHW.square().flatten(1).mean(1) * self.weight(t_B).to(error_BCHW.device)
+
+    def unused_settings(self) -> list[str]:
+        """One sentence per setting of the section that has no effect here; the trainer warns with them."""
+        return []
+
+
+class Diffusion(Objective):
+    """DDPM noising with an epsilon or v target; optional min-SNR weighting (Hang et al. 2023)."""
+
+    def __init__(self, scheduler_config: dict[str, Any], section: config.Objective):
+        self.section = section
+        # Only what describes the noising process is taken over: the rest of a config belongs to the sampler that wrote
+        # it (PNDM, Euler, DPM++ ...) and DDPM would rightly complain about it.
+        known = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type")
+        taken = {k: scheduler_config[k] for k in (*known, "rescale_betas_zero_snr") if k in scheduler_config}
+        self.scheduler = DDPMScheduler.from_config({**taken, "clip_sample": False})
+        self.prediction_type: str = self.scheduler.config.prediction_type
+        if self.prediction_type not in ("epsilon", "v_prediction"):
+            raise UserError(
+                f"the model's scheduler_config.json says prediction_type = {self.prediction_type!r}; "
+                "this trainer knows 'epsilon' and 'v_prediction'"
+            )
+        self.num_timesteps: int = self.scheduler.config.num_train_timesteps
+
+    def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
+        """Uniform integers in [0, T). -> (B,) int64"""
+        draws = [torch.randint(0, self.num_timesteps, (1,), generator=g) for g in generator_per_sample]
+        return torch.cat(draws)
+
+    def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        return self.scheduler.add_noise(latents_BCHW, noise_BCHW, t_B.to(latents_BCHW.device))
+
+    def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        if self.prediction_type == "v_prediction":
+            return self.scheduler.get_velocity(latents_BCHW, noise_BCHW, t_B.to(latents_BCHW.device))
+        return noise_BCHW
+
+    def snr(self, t_B: Tensor) -> Tensor:
+        """Signal-to-noise ratio abar_t / (1 - abar_t). -> (B,) float32"""
+        abar = self.scheduler.alphas_cumprod.to(device=t_B.device, dtype=torch.float32)[t_B]
+        return abar / (1 - abar)
+
+    def weight(self, t_B: Tensor) -> Tensor:
+        """1, or the min-SNR-gamma weight: min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v.
+
+        Both are the same weight min(SNR, gamma) on the error of x_0 (Hang et al. 2023, sect. 3.4).
+        """
+        gamma = self.section.min_snr_gamma
+        if not gamma:
+            return torch.ones(t_B.shape, dtype=torch.float32, device=t_B.device)
+        snr = self.snr(t_B)
+        if self.prediction_type == "v_prediction":
+            return snr.clamp(max=gamma) / (snr + 1)
+        # Written so that SNR = 0 (zero-terminal-SNR schedules) gives 1 and not 0/0.
+        return (gamma / snr).clamp(max=1.0)
+
+    def unused_settings(self) -> list[str]:
+        unused = []
+        if self.section.timesteps not in ("auto", "uniform"):
+            unused.append(
+                f"objective.timesteps = {self.section.timesteps!r} has no effect: "
+                "a diffusion model draws its timesteps uniformly"
+            )
+        if self.section.shift != "auto":
+            unused.append(f"objective.shift = {self.section.shift} has no effect: only flow-matching models shift t")
+        return unused
+
+
+class FlowMatching(Objective):
+    """Rectified flow: a straight line from data to noise, and the shift that moves training towards the noisy end."""
+
+    def __init__(self, scheduler_config: dict[str, Any], section: config.Objective):
+        self.section = section
+        get = scheduler_config.get
+        # Defaults are those of diffusers' FlowMatchEulerDiscreteScheduler and FluxPipeline.
+        self.fixed_shift: float = get("shift", 1.0)
+        self.dynamic: bool = get("use_dynamic_shifting", False)
+        self.time_shift_type: str = get("time_shift_type", "exponential")
+        self.seq_lens: tuple[int, int] = (get("base_image_seq_len", 256), get("max_image_seq_len", 4096))
+        self.mus: tuple[float, float] = (get("base_shift", 0.5), get("max_shift", 1.15))
+        self.num_timesteps: int = get("num_train_timesteps", 1000)
+
+    def mu(self, seq_len: int) -> float:
+        """The resolution-dependent shift parameter: a line from (base length, shift) to (max length, shift)."""
+        (short, long), (low, high) = self.seq_lens, self.mus
+        return low + (high - low) * (seq_len - short) / (long - short)
+
+    def shift(self, seq_len: int) -> float:
+        """The factor s in t -> s t / (1 + (s - 1) t). The setting, if it is a number.
+
+        diffusers' "exponential" shift e^mu / (e^mu + (1/t - 1)) is this with s = e^mu, its "linear" one with s = mu.
+        """
+        if self.section.shift != "auto":
+            return float(self.section.shift)
+        if not self.dynamic:
+            return self.fixed_shift
+        mu = self.mu(seq_len)
+        return math.exp(mu) if self.time_shift_type == "exponential" else mu
+
+    def warp(self, t_B: Tensor, seq_len: int) -> Tensor:
+        """Move t towards 1 by the shift, as the sampler's schedule is moved (Esser et al. 2024, eq. 23)."""
+        s = self.shift(seq_len)
+        return s * t_B / (1 + (s - 1) * t_B)
+
+    def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
+        """Logit-normal (location 0, scale 1) or uniform, then shifted. -> (B,) float32 in (0, 1)"""
+        if self.section.timesteps == "uniform":
+            t_B = torch.cat([torch.rand(1, generator=g) for g in generator_per_sample])
+        else:
+            t_B = torch.cat([torch.randn(1, generator=g) for g in generator_per_sample]).sigmoid()
+        return self.warp(t_B, seq_len)
+
+    def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        t_B111 = t_B.to(latents_BCHW).view(-1, 1, 1, 1)
+        return (1 - t_B111) * latents_BCHW + t_B111 * noise_BCHW
+
+    def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        return noise_BCHW - latents_BCHW
+
+    def weight(self, t_B: Tensor) -> Tensor:
+        """1: the logit-normal density already weighs the middle of the line (Esser et al. 2024, sect. 3.1)."""
+        return torch.ones(t_B.shape, dtype=torch.float32, device=t_B.device)
+
+    def unused_settings(self) -> list[str]:
+        if self.section.min_snr_gamma:
+            return [
+                f"objective.min_snr_gamma = {self.section.min_snr_gamma} has no effect: "
+                "a flow-matching model has no such weight"
+            ]
+        return []

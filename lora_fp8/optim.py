@@ -1,0 +1,313 @@
+"""Optimizers whose small updates reach bf16 adapters, their exact state, and the learning rate as a function of the step.
+
+A bf16 number near 0.05 can only change in steps of 0.00024. Adam at a learning rate of 1e-5 asks for 0.00001: rounded to the nearest
+bf16, nothing happens, at every step. Three settings of `optimizer.rounding`:
+
+    master      float32 masters live here; the optimizer steps them and the rounded masters become the adapters. Loses nothing.
+    stochastic  no masters: each step starts from the bf16 values, and the float32 result is rounded up or down with the
+                probability that keeps the mean. Unbiased, but each rounding adds noise of up to one bf16 step.
+    nearest     plain bf16, as naive trainers do. Kept for comparison; at small learning rates it does not learn.
+
+The measured differences are in NOTES.md, printed by tests/test_optim.py. float32 adapters need none of this and are stepped directly.
+
+Gradients come as float32 tensors by name (the loop accumulates micro-batches in float32), not through `.grad`, and the optimizers are
+the real ones: `torch.optim.AdamW` and `bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2021, "8-bit Optimizers via Block-wise
+Quantization"; it keeps float32 moments for tensors below 4,096 elements). bitsandbytes is imported when it is asked for.
+
+The state is tensors by name and a JSON-able dict, with which a resumed run goes on to the bit. No pickle.
+"""
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import config
+
+AUTO_FP8_FACTOR = 1.4
+
+
+def lr_factor(section: config.Optimizer, base_storage: str) -> float:
+    """What `optimizer.lr` is multiplied by: `optimizer.lr_scale` as a number.
+
+    "auto" is 1.4 on a base held in FP8 and 1 otherwise: the middle of the 30 to 50 % that users of lora-scripts report as helping
+    with `fp8_base`. Our reference measurements found no mechanism for it (gradients have the same size to 1 % with and without FP8;
+    a higher rate helped bf16 and FP8 bases alike), so it is a convention and not a correction: the effective rate is logged and
+    stored, and `lr_scale = "none"` gives `lr` as written.
+    """
+    if section.lr_scale == "auto":
+        return AUTO_FP8_FACTOR if base_storage == "fp8" else 1.0
+    return 1.0 if section.lr_scale == "none" else float(section.lr_scale)
+
+
+def learning_rate(step: int, section: config.Schedule, base_lr: float, total_steps: int) -> float:
+    """The rate of one optimizer step; pure, so that resuming needs no schedule state.
+
+    The values are those of transformers' `get_{constant,cosine,linear}_schedule_with_warmup`: during warm-up `base_lr * step / warmup`,
+    so the very first step has rate 0; then down to `min_lr * base_lr` at `total_steps`.
+
+    Args:
+        step: steps taken before this one: 0 for the first.
+        section: `warmup` counts steps, or is a fraction of `total_steps` when below 1 (rounded up, as transformers' Trainer does).
+    """
+    warmup = section.warmup if section.warmup >= 1 else section.warmup * total_steps
+    warmup_steps = math.ceil(warmup - 1e-9)  # 0.1 * 30 is 3.0000000000000004
+    if step < warmup_steps:
+        return base_lr * step / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if section.name == "constant":
+        shape = 1.0
+    elif section.name == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif section.name == "linear":
+        shape = 1.0 - progress
+    else:
+        raise config.UserError(f"schedule.name: {section.name!r} is not known; accepted: constant, cosine, linear")
+    if section.name != "constant":
+        shape = section.min_lr + (1.0 - section.min_lr) * shape
+    return base_lr * shape
+
+
+@torch.no_grad()
+def clip_(grads: dict[str, Tensor], max_norm: float) -> float:
+    """Scales the gradients in place so that their joint 2-norm is at most `max_norm` (0: leave them); returns the norm before.
+
+    Summed in float64 in the order of the names, so that the same gradients give the same bits. A norm that is not finite is returned
+    as it is and nothing is scaled: the caller has to stop.
+    """
+    if not grads:
+        return 0.0
+    norms = [torch.linalg.vector_norm(grads[name], dtype=torch.float64) for name in sorted(grads)]
+    norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+    if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
+        for grad in grads.values():
+            grad.mul_(max_norm / (norm + 1e-6))  # the 1e-6 is torch.nn.utils.clip_grad_norm_'s
+    return norm
+
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 -> bf16, up or down with the probability that makes the mean exact; moves less than one bf16 step.
+
+    bf16 is the upper half of float32's bits. Adding a uniform 16-bit number below and cutting the lower half off carries into the upper
+    half just as often as the lower half is large. The carry works on the magnitude, whatever the sign.
+    """
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    cut = values.contiguous().view(torch.int32).add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
+    # Exact in bf16 already, so this cast changes nothing; NaN and infinity must not get noise in their payload.
+    return torch.where(torch.isfinite(values), cut, values).to(torch.bfloat16)
+
+
+class AdapterOptimizer:
+    """An optimizer over the adapters. Make it with `build`.
+
+    Attributes:
+        base_lr: `optimizer.lr * lr_factor`, what `learning_rate` starts from.
+        lr_factor: see `lr_factor`.
+    """
+
+    def __init__(
+        self, named_params: list[tuple[str, nn.Parameter]], section: config.Optimizer, *, base_storage: str, seed: int
+    ) -> None:
+        if not named_params:
+            raise ValueError("no parameters to optimize")
+        self.params = dict(named_params)
+        if len(self.params) != len(named_params):
+            raise ValueError("two parameters have the same name")
+        self.name = section.name
+        self.rounding = section.rounding
+        self.seed = seed
+        self.lr_factor = lr_factor(section, base_storage)
+        self.base_lr = section.lr * self.lr_factor
+        if section.rounding not in ("master", "stochastic", "nearest"):
+            raise config.UserError(
+                f"optimizer.rounding: {section.rounding!r} is not known; accepted: master, stochastic, nearest"
+            )
+        # What the optimizer itself sees and keys its state by. For a parameter that needs no rounding, that is the parameter.
+        self._stepped: dict[str, nn.Parameter] = {}
+        for name, param in self.params.items():
+            direct = param.dtype == torch.float32 or section.rounding == "nearest"
+            self._stepped[name] = param if direct else nn.Parameter(param.detach().to(torch.float32))
+        self._optimizer = _make(section, list(self._stepped.values()), self.base_lr)
+        self._release()
+
+    @torch.no_grad()
+    def step(self, grads: dict[str, Tensor], lr: float, step: int) -> None:
+        """Updates the parameters.
+
+        Args:
+            grads: float32, one for each parameter, by name.
+            lr: the rate of this step, from `learning_rate`.
+            step: steps taken before this one. Keys the random bits of stochastic rounding, so that a resumed run draws the same.
+        """
+        if grads.keys() != self.params.keys():
+            raise ValueError(f"gradients and parameters differ: {sorted(grads.keys() ^ self.params.keys())[:8]}")
+        for name, stepped in self._stepped.items():
+            if self.rounding == "stochastic" and stepped is not self.params[name]:
+                stepped.data = self.params[name].detach().to(torch.float32)
+            stepped.grad = grads[name].to(stepped.dtype)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        for name, stepped in self._stepped.items():
+            param = self.params[name]
+            stepped.grad = None
+            if stepped is param:
+                continue
+            if self.rounding == "master":
+                param.copy_(stepped)
+            else:
+                param.copy_(round_stochastically(stepped.data, self._generator(step, name, param.device)))
+        self._release()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Copies on the CPU of everything that `load_state` needs: tensors for a safetensors file, and what goes into JSON.
+
+        Tensor names: "<parameter>/master", "<parameter>/<key of the optimizer>". bitsandbytes' two code books are the same for all
+        parameters and stored once, as "qmap1" and "qmap2".
+        """
+        tensors: dict[str, Tensor] = {}
+        counts: dict[str, int] = {}
+        for name, stepped in self._stepped.items():
+            if self.rounding == "master" and stepped is not self.params[name]:
+                tensors[f"{name}/master"] = _copy(stepped)
+            for key, value in self._optimizer.state.get(stepped, {}).items():
+                if key == "step":
+                    counts[name] = int(value)
+                elif key in ("qmap1", "qmap2"):
+                    tensors[key] = _copy(value)
+                else:
+                    tensors[f"{name}/{key}"] = _copy(value)
+        meta = {
+            "version": 1,
+            "name": self.name,
+            "rounding": self.rounding,
+            "seed": self.seed,
+            "lr_factor": self.lr_factor,
+            "base_lr": self.base_lr,
+            "steps": counts,
+            "dtypes": {name: str(param.dtype).removeprefix("torch.") for name, param in self.params.items()},
+        }
+        return tensors, meta
+
+    def load_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Takes over what `state` gave; the parameters themselves come from `adapters.load_state_`.
+
+        Raises:
+            config.UserError: the state is of another optimizer, rounding, seed or set of parameters. Nothing is changed then.
+        """
+        _, own = self.state()
+        for key in ("version", "name", "rounding", "seed", "dtypes"):
+            if meta.get(key) != own[key]:
+                given, expected = (f"{meta.get(key)!r}", f"{own[key]!r}") if key != "dtypes" else ("others", "this job's")
+                raise config.UserError(f"the checkpoint's optimizer does not fit: {key} is {given}, expected {expected}")
+        states: dict[str, dict[str, Any]] = {name: {} for name in self.params}
+        masters: dict[str, Tensor] = {}
+        shared: dict[str, Tensor] = {}
+        unknown: list[str] = []
+        device = next(iter(self.params.values())).device
+        for full, tensor in tensors.items():
+            name, _, key = full.rpartition("/")
+            if full in ("qmap1", "qmap2"):
+                shared[full] = tensor.to(device, copy=True)
+            elif name not in self.params:
+                unknown.append(full)
+            elif key == "master":
+                masters[name] = tensor
+            else:
+                states[name][key] = tensor.to(self.params[name].device, copy=True)
+        expected_masters = {
+            name for name, p in self._stepped.items() if self.rounding == "master" and p is not self.params[name]
+        }
+        wrong = unknown + sorted(expected_masters ^ masters.keys())
+        wrong += [name for name, master in masters.items() if master.shape != self.params[name].shape]
+        for name, values in states.items():
+            if name in meta["steps"]:
+                wrong += sorted({f"{name}/{key}" for key in self._keys(name)} ^ {f"{name}/{key}" for key in values})
+                wrong += [f"{name}/{key}" for key, value in values.items() if not self._fits(name, key, value)]
+            else:
+                wrong += [f"{name}/{key}" for key in values]
+            if "absmax1" in values and shared.keys() != {"qmap1", "qmap2"}:
+                wrong += sorted({"qmap1", "qmap2"} - shared.keys())
+        if wrong:
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise config.UserError(f"the checkpoint's optimizer does not fit these adapters: {', '.join(wrong[:8])}{more}")
+
+        self._optimizer.state.clear()
+        for name, stepped in self._stepped.items():
+            if name in masters:
+                stepped.data.copy_(masters[name])
+            if name not in meta["steps"]:
+                continue
+            values = states[name] | (shared if "absmax1" in states[name] else {})
+            count = int(meta["steps"][name])
+            values["step"] = count if self.name == "adamw8bit" else torch.tensor(float(count), dtype=torch.float32)
+            self._optimizer.state[stepped] = values
+
+    def num_bytes(self) -> int:
+        """Bytes held between two steps, beside the adapters themselves: masters and moments."""
+        tensors, _ = self.state()
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _keys(self, name: str) -> set[str]:
+        """The tensors that the optimizer holds for a parameter once it has stepped."""
+        if self.name == "adamw":
+            return {"exp_avg", "exp_avg_sq"}
+        small = self.params[name].numel() < 4096
+        return {"state1", "state2"} if small else {"state1", "state2", "absmax1", "absmax2"}
+
+    def _fits(self, name: str, key: str, value: Tensor) -> bool:
+        if key.startswith("absmax"):
+            return value.shape == (math.ceil(self.params[name].numel() / 256),)
+        return value.shape == self.params[name].shape
+
+    def _generator(self, step: int, name: str, device: torch.device) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed}|{step}|{name}".encode()).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+
+    def _release(self) -> None:
+        """Between steps, stochastic rounding holds no float32 values."""
+        if self.rounding == "stochastic":
+            for name, stepped in self._stepped.items():
+                if stepped is not self.params[name]:
+                    stepped.data = torch.empty(0, dtype=torch.float32, device=stepped.device)
+
+
+def build(
+    named_params: list[tuple[str, nn.Parameter]], section: config.Optimizer, *, base_storage: str, seed: int
+) -> AdapterOptimizer:
+    """The optimizer that the section names, over parameters as `adapters.parameters` lists them.
+
+    Args:
+        base_storage: how the frozen base is held ("fp8", "none"); decides the "auto" learning rate factor.
+        seed: keys stochastic rounding.
+
+    Raises:
+        config.UserError: an unknown name or rounding, or bitsandbytes does not work here.
+    """
+    return AdapterOptimizer(named_params, section, base_storage=base_storage, seed=seed)
+
+
+def _make(section: config.Optimizer, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    settings = {
+        "lr": lr,
+        "betas": (section.beta1, section.beta2),
+        "eps": section.eps,
+        "weight_decay": section.weight_decay,
+    }
+    if section.name == "adamw":
+        return torch.optim.AdamW(params, **settings)
+    if section.name == "adamw8bit":
+        try:
+            import bitsandbytes
+        except Exception as error:  # it loads a native library, and what that raises differs by platform
+            raise config.UserError(
+                f"optimizer.name = 'adamw8bit' needs bitsandbytes, which does not load here ({error}); use 'adamw'"
+            ) from error
+        return bitsandbytes.optim.AdamW8bit(params, **settings)
+    raise config.UserError(f"optimizer.name: {section.name!r} is not known; accepted: adamw8bit, adamw")
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()

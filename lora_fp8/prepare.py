@@ -1,0 +1,172 @@
+"""The first two stages of a job: pictures and captions into the cache, the denoiser into its storage.
+
+The encoders are loaded, used and freed before the denoiser arrives, so that the two never need memory at the same time.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import adapters, memory, optim, precision
+from .config import Job, UserError
+from .data import buckets as bucketing
+from .data import images
+from .data.cache import Cache, dataset_captions
+from .data.loader import Item, Loader
+from .families.base import Cond, ModelFamily
+from .objectives import Objective
+from .processes import Processes
+from .run import Run
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass
+class Data:
+    """What the cache stage leaves to the others."""
+
+    loader: Loader
+    examples: list[images.Example]
+    buckets: dict[bucketing.Size, list[bucketing.Placed]]
+    heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
+    preview_conds: list[Cond]
+    preview_negative: Cond | None
+    fingerprint: str
+
+
+@dataclass
+class Loaded:
+    """What the load stage leaves to the others; `finish` empties it once the training model has said all it knows."""
+
+    denoiser: nn.Module
+    objective: Objective
+    optimizer: optim.AdapterOptimizer
+    quantized: list[str]  # names of the layers held in FP8
+
+
+def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
+    """Put the family's own numbers where the config says "auto" and a number is needed before the model is loaded."""
+    updates: dict[str, Any] = {}
+    if job.dataset.resolution == "auto":
+        updates["resolution"] = Family.native_resolution
+    if job.dataset.bucket_step == "auto":
+        updates["bucket_step"] = Family.bucket_multiple
+    elif job.dataset.bucket_step % Family.bucket_multiple:
+        raise UserError(
+            f"dataset.bucket_step = {job.dataset.bucket_step}: {Family.title} needs a multiple of "
+            f"{Family.bucket_multiple}"
+        )
+    resolution = updates.get("resolution", job.dataset.resolution)
+    if resolution % Family.bucket_multiple:
+        raise UserError(
+            f"dataset.resolution = {resolution}: {Family.title} needs a multiple of {Family.bucket_multiple}"
+        )
+    return job.model_copy(update={"dataset": job.dataset.model_copy(update=updates)})
+
+
+def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Size, list[bucketing.Placed]]:
+    """Every picture in its bucket; the job's "auto" sizes are resolved."""
+    section = job.dataset
+    placed = bucketing.assign(examples, section, resolution=section.resolution, step=section.bucket_step)
+    return bucketing.group(placed)
+
+
+def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Run, processes: Processes) -> Data:
+    """Encode every picture and caption that is not in the cache yet; the encoders leave before the denoiser arrives."""
+    run.log_event("stage", stage="cache")
+    section = job.dataset
+    buckets = place(job, examples)
+    placed = [one for members in buckets.values() for one in members]
+    store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
+    captions = dataset_captions(examples, section, job.seed)
+    prompts = [*job.preview.prompts, *([job.preview.negative] if job.preview.prompts else [])]
+    if processes.is_main:
+        missing = store.missing(placed, [*captions, *prompts])
+        if missing:
+            family.load_encoders()
+        report = store.fill(placed, [*captions, *prompts])
+        family.free_encoders()
+        run.log_event("cache", encoded=report.encoded, reused=report.reused, bytes=report.bytes)
+    processes.wait()
+
+    loader = Loader(buckets, store, family, section, seed=job.seed, batch_size=job.train.batch_size)
+    if job.train.batch_size % processes.world:
+        raise UserError(
+            f"train.batch_size = {job.train.batch_size} is shared out among {processes.world} processes; "
+            f"make it a multiple of {processes.world}"
+        )
+    run.log_event(
+        "data",
+        images=len(examples),
+        samples_per_epoch=loader.samples_per_epoch,
+        steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
+        buckets={f"{width}x{height}": len(members) for (width, height), members in buckets.items()},
+    )
+    fingerprint = json.dumps(
+        [[o.uid, o.example.image_sha256, o.example.caption, o.example.repeats, o.placement.bucket_wh] for o in placed]
+    )
+    return Data(
+        loader=loader,
+        examples=examples,
+        buckets=buckets,
+        heaviest=max(range(loader.batches_per_epoch), key=lambda i: _pixels(loader.batch_at(i))),
+        preview_conds=[store.cond(prompt) for prompt in job.preview.prompts],
+        preview_negative=store.cond(job.preview.negative) if job.preview.prompts else None,
+        fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
+    )
+
+
+def load(job: Job, family: ModelFamily, run: Run, processes: Processes) -> Loaded:
+    """The denoiser in its storage, the adapters beside it, and the optimizer that steps them."""
+    run.log_event("stage", stage="load")
+    dtype = DTYPES[job.model.dtype]
+    denoiser = family.empty_denoiser()
+    quantized = precision.quantize_(denoiser, job.quantize, keep=family.keep_precise, dtype=dtype)
+    precision.fill_(denoiser, family.denoiser_tensors(), dtype=dtype, device=processes.device)
+    names = family.adapter_names(denoiser, job.adapter.targets)
+    injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
+    applied = memory.apply_(denoiser, job.memory)
+    denoiser.train()
+
+    objective = family.objective(family.scheduler_config(), job.objective)
+    named = adapters.parameters(denoiser)
+    optimizer = optim.build(named, job.optimizer, base_storage=job.quantize.storage, seed=job.seed)
+    for text in [*injected.warnings, *objective.unused_settings(), *_unused_settings(job)]:
+        run.log_event("warning", text=text)
+    run.log_event(
+        "model",
+        base=family.title,
+        base_sha256=family.base_identity(),
+        storage=quantized.summary(),
+        adapters=injected.num_modules,
+        trainable=injected.num_parameters,
+        memory=applied.lines(),
+        lr=job.optimizer.lr,
+        lr_factor=optimizer.lr_factor,
+        lr_effective=optimizer.base_lr,
+    )
+    return Loaded(denoiser, objective, optimizer, [layer.name for layer in quantized.quantized])
+
+
+def _unused_settings(job: Job) -> list[str]:
+    """Settings that were given and have no effect in this job."""
+    found = []
+    if job.optimizer.rounding == "stochastic" and job.adapter.dtype == "fp32":
+        found.append("optimizer.rounding = 'stochastic' has no effect: adapter.dtype is fp32, nothing is rounded")
+    if job.dataset.shuffle_tags is False and job.dataset.keep_tokens != 1:
+        found.append("dataset.keep_tokens has no effect: dataset.shuffle_tags is false")
+    if not job.preview.prompts and job.preview.every:
+        found.append("preview.every has no effect: preview.prompts is empty")
+    if job.quantize.storage == "none" and job.quantize.keep:
+        found.append("quantize.keep has no effect: quantize.storage is 'none'")
+    return found
+
+
+def _pixels(items: list[Item]) -> int:
+    width, height = items[0].placed.placement.bucket_wh
+    return len(items) * width * height

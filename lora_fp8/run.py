@@ -1,0 +1,220 @@
+"""The run folder: where a job happens, and the only interface between the trainer and everything that watches it.
+
+    runs/<name>/  config.toml  events.jsonl  status.json  lock  control/  samples/  checkpoints/  export/  verify.json
+
+* `config.toml` is the resolved job: a run can always be repeated from its own folder.
+* `events.jsonl` has one JSON object a line: {"t": unix seconds, "event": ..., ...}. Readers follow it by offset.
+* `control/stop`, `control/save` and `control/preview` are requests: somebody makes the file, the trainer acts at the
+  next step.
+* `lock` is held (flock) as long as the trainer lives. Liveness is derived from that lock, never from a flag: a killed
+  process cannot forget to clear a lock.
+
+Standard library only (layer 0): the web page and the queue read run folders without torch.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .config import UserError
+
+
+class RunFailure(Exception):
+    """The run failed while running, through no typing mistake of the user: exit code 3."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop, has saved, and can be resumed: exit code 75 (EX_TEMPFAIL)."""
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Write a whole file so that a reader, a crash or a power cut sees the old content or the new, never a part.
+
+    The bytes go to a temporary file in the same folder through our own descriptor (so that a full disk is an OSError
+    with its number), are synced, renamed over the target, and the folder is synced so that the rename itself survives.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with write_synced(temporary) as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def write_synced(path: Path) -> Iterator[Any]:
+    """A new binary file, flushed and fsynced when the block ends; permissions follow the umask."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames and new names in this folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Run:
+    """One run folder. `Run.create` for the trainer (takes the lock), `Run.open` for readers."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints, self.samples, self.export = path / "checkpoints", path / "samples", path / "export"
+        self.control = path / "control"
+        self.events_file, self.status_file, self.config_file = (
+            path / "events.jsonl",
+            path / "status.json",
+            path / "config.toml",
+        )
+        self.verify_file, self.lock_file = path / "verify.json", path / "lock"
+        self.echo: Callable[[dict[str, Any]], None] | None = None  # is shown each event, to print it
+        self._lock: Any = None
+        self._events: Any = None
+        self._status: dict[str, Any] = {}
+
+    @classmethod
+    def create(cls, path: Path, config_text: str, *, resume: bool = False) -> "Run":
+        """Make (or, to resume, take over) a run folder, lock it and write the resolved config.
+
+        Raises:
+            UserError: another process holds the folder; or it has checkpoints already and `resume` is not asked for.
+        """
+        run = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path}: the run folder cannot be made ({error.strerror})") from None
+        run._take_lock()
+        if not resume and (any(run.checkpoints.glob("step-*")) or any(run.export.glob("*.safetensors"))):
+            raise UserError(
+                f"{path}: a run was here already; `lora-fp8 resume {path}` goes on with it, "
+                "or choose another name (--set name=...)"
+            )
+        for folder in (run.checkpoints, run.samples, run.export, run.control):
+            folder.mkdir(exist_ok=True)
+        for request in run.control.iterdir():  # a request to an earlier process must not stop this one
+            request.unlink()
+        atomic_write(run.config_file, config_text.encode())
+        run._mend_events()
+        run._events = open(run.events_file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "Run":
+        """An existing run folder, for reading.
+
+        Raises:
+            UserError: there is no run at that place.
+        """
+        if not (path / "config.toml").is_file():
+            raise UserError(f"{path}: not a run folder (it has no config.toml); runs are made by `lora-fp8 train`")
+        return cls(path)
+
+    def close(self) -> None:
+        """Close the event log and give the lock back."""
+        for file in (self._events, self._lock):
+            if file is not None:
+                file.close()
+        self._events = self._lock = None
+
+    # -- what the trainer says
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        """Append one line to events.jsonl and refresh status.json (the newest stage, step and state)."""
+        now = round(time.time(), 3)
+        line = {"t": now, "event": event, **fields}
+        self._events.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._events.flush()
+        if self.echo is not None:
+            self.echo(line)
+        if event == "step":
+            self._status.update(step=fields["step"], loss=fields.get("loss"))
+        elif event in ("stage", "start"):
+            self._status.update(fields, state=fields.get("stage", event))
+        elif event in ("done", "error", "stopped"):
+            self._status.update(state=event)
+        # status.json is a convenience for pollers; per-step durability would cost an fsync a step.
+        if event != "step" or now - self._status.get("t", 0) >= 1:
+            self._status["t"], self._status["pid"] = now, os.getpid()
+            temporary = self.status_file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._status), encoding="utf-8")
+            os.replace(temporary, self.status_file)
+
+    def requested(self, what: str) -> bool:
+        """Whether somebody asked for `stop`, `save` or `preview`; `save` and `preview` are cleared by asking."""
+        request = self.control / what
+        if not request.exists():
+            return False
+        if what != "stop":
+            request.unlink(missing_ok=True)
+        return True
+
+    # -- what readers ask
+
+    def request(self, what: str) -> None:
+        """Ask the trainer for `stop`, `save` or `preview` at its next step."""
+        self.control.mkdir(exist_ok=True)
+        (self.control / what).touch()
+
+    def alive(self) -> bool:
+        """Whether a process holds this run now."""
+        try:
+            with open(self.lock_file, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+
+    def events(self) -> list[dict[str, Any]]:
+        """All whole lines of the event log; the torn last line of a killed process is left out."""
+        if not self.events_file.exists():
+            return []
+        text = self.events_file.read_text(encoding="utf-8", errors="replace")
+        found = []
+        for line in text.splitlines(keepends=True):
+            if line.endswith("\n"):
+                with contextlib.suppress(json.JSONDecodeError):
+                    found.append(json.loads(line))
+        return found
+
+    # -- inside
+
+    def _take_lock(self) -> None:
+        # "a+": opening must not empty the file, the holder's name is in it.
+        self._lock = open(self.lock_file, "a+", encoding="utf-8")  # noqa: SIM115 - held for life
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "another process"
+            self._lock.close()
+            raise UserError(
+                f"{self.path}: {holder} is training here; stop it (`lora-fp8 stop {self.path}`) or choose another name"
+            ) from None
+        self._lock.seek(0)
+        self._lock.truncate()
+        self._lock.write(f"process {os.getpid()}")
+        self._lock.flush()
+
+    def _mend_events(self) -> None:
+        """A killed process may leave half a line; end it, so that the next line stands by itself."""
+        if self.events_file.exists() and self.events_file.stat().st_size:
+            with open(self.events_file, "rb+") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")

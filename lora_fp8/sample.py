@@ -1,0 +1,140 @@
+"""Previews while training: the real diffusers pipeline around the training denoiser, always from the same seeds.
+
+A preview draws nothing from the training's random numbers (its noise comes from its own CPU generator), so that a run
+with previews and one without end with the same bytes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch import nn
+
+from . import config
+from .families.base import Cond, ModelFamily
+from .run import Run
+
+
+def previews(
+    family: ModelFamily,
+    denoiser: nn.Module,
+    conds: list[Cond],
+    negative: Cond | None,
+    section: config.Preview,
+    side: int,
+) -> list[Image.Image]:
+    """Draw one image per conditioning with the family's pipeline around this denoiser, adapters on, dropout off."""
+    was_training = denoiser.training
+    denoiser.eval()
+    try:
+        return render(family, family.pipeline(denoiser), conds, negative, section, side)
+    finally:
+        denoiser.train(was_training)
+
+
+@torch.no_grad()
+def render(
+    family: ModelFamily, pipeline: Any, conds: list[Cond], negative: Cond | None, section: config.Preview, side: int
+) -> list[Image.Image]:
+    """Draw one image per conditioning with a diffusers pipeline of the family.
+
+    Args:
+        conds: encoded prompts, unbatched, in the order of `section.prompts`.
+        negative: the encoded negative prompt, for classifier-free guidance.
+        side: pixels, for a width or height of 0.
+    """
+    pipeline.set_progress_bar_config(disable=True)
+    images = []
+    for i, cond in enumerate(conds):
+        generator = torch.Generator("cpu").manual_seed(section.seed + i)
+        inputs = family.pipeline_inputs(cond, negative)
+        images.append(pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator).images[0])
+    return images
+
+
+def draw(
+    family: ModelFamily,
+    denoiser: nn.Module,
+    conds: list[Cond],
+    negative: Cond | None,
+    section: config.Preview,
+    side: int,
+    step: int,
+    run: Run,
+) -> list[Image.Image]:
+    """Previews of this step into the run's samples/.
+
+    A failing preview is reported as a warning and the run goes on: the pictures are not the product.
+    """
+    try:
+        images = previews(family, denoiser, conds, negative, section, side)
+    except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
+        run.log_event(
+            "warning", text=f"no preview at step {step}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        )
+        return []
+    paths = save(images, run.samples, step)
+    run.log_event("preview", step=step, images=[str(p.relative_to(run.path)) for p in paths], prompts=section.prompts)
+    return images
+
+
+def pipeline_settings(family: ModelFamily, section: config.Preview, side: int) -> dict[str, int | float]:
+    """The arguments of the pipeline call that do not depend on the prompt."""
+    return {
+        "num_inference_steps": section.steps,
+        "guidance_scale": family.default_guidance if section.guidance == "auto" else section.guidance,
+        "width": section.width or side,
+        "height": section.height or side,
+    }
+
+
+def save(images: Sequence[Image.Image], folder: Path, step: int) -> list[Path]:
+    """Write `step-000500-0.png`, one file an image."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for i, image in enumerate(images):
+        paths.append(folder / f"step-{step:06d}-{i}.png")
+        image.save(paths[-1])
+    return paths
+
+
+def contact_sheet(rows: dict[str, Sequence[Image.Image]], columns: Sequence[str] = (), scale: int = 1) -> Image.Image:
+    """One picture of several rows of images, each row under its label: base above, LoRA below, same seeds.
+
+    Args:
+        rows: label -> images; all images of one size.
+        columns: captions above the columns.
+        scale: whole-number enlargement (nearest neighbour), for tiny images.
+    """
+    width, height = (side * scale for side in next(iter(rows.values()))[0].size)
+    margin, text_height = 6, 16
+    num_columns = max(map(len, rows.values()))
+    head = text_height if columns else 0
+    sheet = Image.new(
+        "RGB",
+        (margin + num_columns * (width + margin), margin + head + len(rows) * (text_height + height + margin)),
+        "white",
+    )
+    draw = ImageDraw.Draw(sheet)
+    for i, text in enumerate(columns):
+        draw.text((margin + i * (width + margin), margin), _shorten(draw, text, width), fill="black")
+    y = margin + head
+    for label, images in rows.items():
+        draw.text((margin, y), label, fill="black")
+        for i, image in enumerate(images):
+            sheet.paste(
+                image.resize((width, height), Image.Resampling.NEAREST),
+                (margin + i * (width + margin), y + text_height),
+            )
+        y += text_height + height + margin
+    return sheet
+
+
+def _shorten(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
+    if draw.textlength(text) <= width:
+        return text
+    while text and draw.textlength(text + "...") > width:
+        text = text[:-1]
+    return text + "..."

@@ -1,0 +1,533 @@
+"""The proof that an exported file does what training did: it is loaded by diffusers itself and compared.
+
+`check` asks, in this order, and each answer is a named line of the report:
+
+    file, metadata, hash        the bytes are whole, the header says what hosts need, the hash is that of the bytes
+    pairs, finite, trained      each A has its B at one rank; no NaN or infinity; no B is zero
+    load                        `pipeline.load_lora_weights` of a clean pipeline takes every tensor, and nothing else
+    delta                       each layer's B @ A * scaling in that pipeline is the trained one
+    prediction                  its denoiser answers stored inputs (the probe) as the training model did
+    preview                     its pictures are those made while training (PSNR)
+    plain prediction / preview  the same on the base as published, in its own dtype: measured and told, not judged
+
+Why two bases. An adapter trained on FP8 weights has seen rounded weights. On the same rounded weights, decoded, the
+file must give the same answer: any gap there is a mistake of ours. On the published weights a gap remains that is the
+price of FP8; whoever trains should see how large it is, so it is reported.
+
+Nothing of training is reused but the probe and the trained tensors: the clean pipeline's denoiser is a plain diffusers
+model without a module of this package, and the file goes through diffusers' own conversion. That conversion has the
+sizes of FLUX.1 written into it, so a bundled miniature's kohya file is renamed by `export.from_layout` first, and the
+report says so.
+
+Shapes: B batch, C channels, H height, W width (latents); r rank.
+"""
+
+import gc
+import logging
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from . import export
+from .config import UserError
+from .run import RunFailure
+
+Tensors = Iterable[tuple[str, Tensor]]
+Base = Mapping[str, Tensor] | Callable[[], Tensors]  # a whole state dict, or a function that streams one
+
+# Relative error of a prediction (Frobenius norm), by the dtype the denoiser computes in.
+PREDICTION_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# Relative error of B @ A * scaling, by the coarsest dtype on the way: both factors may be rounded once (and once more
+# where a client multiplies alpha in), and bf16 rounds by up to 2^-9 of a value.
+DELTA_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+PREVIEW_PSNR = 40.0  # dB
+HEADER_KEYS = (
+    *("sshs_model_hash", "ss_base_model_version", "ss_network_module", "ss_network_dim", "ss_network_alpha"),
+    *("modelspec.sai_model_spec", "modelspec.architecture", "modelspec.implementation", "modelspec.title"),
+    *("modelspec.resolution", "modelspec.hash_sha256"),
+)
+EMPTY_HASH = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of nothing
+
+
+# -- the report
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question and its answer. `judged` is False for what is only measured; `ok` is True then."""
+
+    name: str
+    ok: bool
+    detail: str
+    judged: bool = True
+
+
+@dataclass
+class Report:
+    """The answers for one file.
+
+    Attributes:
+        file: its name.
+        checks: in the order asked.
+        measured: numbers by name: prediction_error, delta_error, preview_psnr, plain_prediction_error,
+        plain_preview_psnr.
+    """
+
+    file: str
+    checks: list[Check] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that is judged holds."""
+        return all(check.ok for check in self.checks)
+
+    def failed(self) -> list[str]:
+        """The checks that do not hold, each as "name: what was found"."""
+        return [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
+
+    def add(self, name: str, ok: bool, detail: str, *, judged: bool = True) -> bool:
+        """Note an answer, and return it."""
+        self.checks.append(Check(name, bool(ok), detail, judged))
+        return bool(ok)
+
+    def measure(self, name: str, value: float) -> float:
+        """Note a number, and return it."""
+        self.measured[name] = float(value)
+        return float(value)
+
+    def to_json(self) -> dict[str, Any]:
+        """What verify.json holds of this file: plain JSON types; infinity (identical pictures) becomes None."""
+        return {
+            "file": self.file,
+            "ok": self.ok,
+            "checks": [vars(check) for check in self.checks],
+            "measured": {name: value if math.isfinite(value) else None for name, value in self.measured.items()},
+        }
+
+    def lines(self) -> list[str]:
+        """For people, one line a check."""
+        marks = {(True, True): "ok  ", (False, True): "FAIL", (True, False): "info", (False, False): "info"}
+        return [f"{marks[c.ok, c.judged]} {c.name}: {c.detail}" for c in self.checks]
+
+
+# -- the probe: inputs and the training model's answer
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Inputs of the denoiser and what the training model answered, on the CPU.
+
+    Attributes:
+        noisy_BCHW, t_B, cond, guidance: arguments of `family.predict`.
+        prediction_BCHW: the training model's answer, adapter on, dropout off.
+    """
+
+    noisy_BCHW: Tensor
+    t_B: Tensor
+    cond: dict[str, Tensor]
+    prediction_BCHW: Tensor
+    guidance: float = 1.0
+
+
+def make_probe(family: Any, denoiser: nn.Module, objective: Any, batch: Any, guidance: float = 1.0) -> Probe:
+    """Noise a batch and ask the training denoiser, as the training step does.
+
+    Args:
+        denoiser: the training model, adapter on; it is asked in eval mode and put back.
+        batch: `data.loader.Batch`, or anything with its latents_BCHW, noise_BCHW, t_generators and cond (collated).
+            Its generators are drawn from, so take one that training does not use.
+        guidance: as trained with.
+    """
+    latents_BCHW, noise_BCHW = batch.latents_BCHW.cpu(), batch.noise_BCHW.cpu()
+    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents_BCHW.shape[-2:])))
+    noisy_BCHW = objective.add_noise(latents_BCHW, noise_BCHW, t_B)
+    cond = {name: tensor.detach().cpu() for name, tensor in batch.cond.items()}
+    prediction_BCHW = _predict(family, denoiser, noisy_BCHW, t_B, cond, guidance)
+    return Probe(noisy_BCHW, t_B, cond, prediction_BCHW, guidance)
+
+
+def predict(family: Any, denoiser: nn.Module, probe: Probe) -> Tensor:
+    """What a denoiser answers to the probe's inputs: (B, C, H, W) on the CPU."""
+    return _predict(family, denoiser, probe.noisy_BCHW, probe.t_B, probe.cond, probe.guidance)
+
+
+def _predict(
+    family: Any, denoiser: nn.Module, noisy: Tensor, t: Tensor, cond: dict[str, Tensor], guidance: float
+) -> Tensor:
+    device = next(denoiser.parameters()).device
+    was_training = denoiser.training
+    denoiser.eval()
+    try:
+        with torch.no_grad():
+            moved = {name: tensor.to(device) for name, tensor in cond.items()}
+            return family.predict(denoiser, noisy.to(device), t.to(device), moved, guidance).detach().cpu()
+    finally:
+        denoiser.train(was_training)
+
+
+def save_probe(probe: Probe, path: Path) -> None:
+    """Write a probe as safetensors, so that the file can be verified again later."""
+    tensors = {"noisy": probe.noisy_BCHW, "t": probe.t_B, "prediction": probe.prediction_BCHW}
+    tensors |= {f"cond.{name}": tensor for name, tensor in probe.cond.items()}
+    export.write_file(path, tensors, {"guidance": repr(float(probe.guidance))})
+
+
+def load_probe(path: Path) -> Probe:
+    """Read what `save_probe` wrote.
+
+    Raises:
+        UserError: not a probe, or a broken one.
+    """
+    tensors, metadata = export.read(path)
+    missing = {"noisy", "t", "prediction"} - set(tensors)
+    if missing or "guidance" not in metadata:
+        raise UserError(f"{path}: not a probe of a run (it has no {', '.join(sorted(missing) or ['guidance'])})")
+    cond = {name.removeprefix("cond."): tensor for name, tensor in tensors.items() if name.startswith("cond.")}
+    return Probe(tensors["noisy"], tensors["t"], cond, tensors["prediction"], float(metadata["guidance"]))
+
+
+# -- previews
+
+
+@dataclass(frozen=True)
+class Previews:
+    """Pictures made while training, and how to make them with another pipeline.
+
+    Attributes:
+        images: PIL images, or uint8 arrays (H, W, 3), of the training model at the step that was exported.
+        render: makes the same pictures (prompts, seeds, settings) with the pipeline it is given.
+    """
+
+    images: Sequence[Any]
+    render: Callable[[Any], Sequence[Any]]
+
+
+def psnr(image: Any, other: Any) -> float:
+    """Peak signal-to-noise ratio of two 8-bit pictures in dB; infinity where they are the same.
+
+    Raises:
+        ValueError: the pictures are not of one size.
+    """
+    a, b = (np.asarray(x).astype(np.float64) for x in (image, other))
+    if a.shape != b.shape:
+        raise ValueError(f"pictures of {a.shape} and {b.shape} cannot be compared")
+    error = np.mean((a - b) ** 2)
+    return math.inf if error == 0 else float(10 * np.log10(255.0**2 / error))
+
+
+def preview_psnr(previews: Previews, pipeline: Any) -> list[float]:
+    """PSNR in dB of each preview against the same one made by `pipeline`."""
+    rendered = list(previews.render(pipeline))
+    if len(rendered) != len(previews.images):
+        raise ValueError(f"{len(previews.images)} previews were made while training, {len(rendered)} now")
+    return [psnr(a, b) for a, b in zip(previews.images, rendered, strict=True)]
+
+
+# -- the clean pipeline
+
+
+def clean_pipeline(family: Any, base: Base | None = None, dtype: torch.dtype | None = None) -> Any:
+    """The family's diffusers pipeline around a fresh denoiser: a plain diffusers model, nothing of this package in it.
+
+    Args:
+        base: weights by diffusers' names (the decoded FP8 ones), or a function that streams them; None for the
+        published
+            ones, as the family reads them from the model's files.
+        dtype: what the denoiser holds and computes in; None for the family's.
+
+    Raises:
+        RunFailure: the weights are not those of this denoiser.
+    """
+    dtype = dtype or family.dtype
+    denoiser = family.empty_denoiser()
+    if base is None:
+        tensors: Tensors = family.denoiser_tensors()
+    else:
+        tensors = base() if callable(base) else base.items()
+    wide = set(
+        getattr(denoiser, "_keep_in_fp32_modules", None) or ()
+    )  # parts that diffusers' own loading leaves float32
+
+    def held(name: str, tensor: Tensor) -> Tensor:
+        to = torch.float32 if wide & set(name.split(".")) else dtype
+        return tensor.detach().to(family.device, to if tensor.is_floating_point() else tensor.dtype)
+
+    state = {name: held(name, tensor) for name, tensor in tensors}
+    wrong = denoiser.load_state_dict(state, strict=False, assign=True)
+    if wrong.missing_keys or wrong.unexpected_keys:
+        raise RunFailure(
+            "the base for verification is not whole: "
+            f"missing {wrong.missing_keys[:3]}, unexpected {wrong.unexpected_keys[:3]}"
+        )
+    left = [name for name, buffer in denoiser.named_buffers() if buffer.is_meta]
+    if left:
+        raise RunFailure(f"{type(denoiser).__name__} has buffers that no file holds: {', '.join(left)}")
+    foreign = {type(m).__name__ for m in denoiser.modules() if type(m).__module__.split(".")[0] in ("lora_fp8", "peft")}
+    if foreign:
+        raise RunFailure(f"the denoiser for verification is not clean: it holds {', '.join(sorted(foreign))}")
+    return family.pipeline(denoiser.requires_grad_(False).eval())
+
+
+def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]:
+    """Load a LoRA file into a pipeline as a user of diffusers does.
+
+    Returns:
+        (what diffusers and peft complained about, why the file was renamed before loading or None).
+    """
+    denoiser_config = dict(getattr(pipeline, family.denoiser_name).config)
+    tensors, _ = export.read(file)
+    layout = export.detect_layout(tensors, family)
+    renamed = export.unread_by_diffusers(family, denoiser_config, layout)
+    with _complaints() as complaints:
+        if renamed:
+            state, scaling = export.from_layout(tensors, family, denoiser_config, layout)
+            pipeline.load_lora_weights(export.to_layout(state, scaling, family, denoiser_config, "diffusers"))
+        else:
+            pipeline.load_lora_weights(str(file.parent), weight_name=file.name, local_files_only=True)
+    return complaints, renamed
+
+
+@contextmanager
+def _complaints() -> Iterator[list[str]]:
+    """Collect what diffusers and peft warn of, whatever verbosity the caller has set."""
+    found: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            # text encoders are not adapted, and diffusers tells so each time
+            if not re.search(r"No LoRA keys associated to \w+ found with the prefix='text_encoder", text):
+                found.append(text)
+
+    collect = Collect(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("diffusers", "peft")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.addHandler(collect)
+            logger.setLevel(logging.WARNING)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield found
+        found += [str(w.message) for w in warned if not issubclass(w.category, DeprecationWarning | FutureWarning)]
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(collect)
+            logger.setLevel(level)
+
+
+def adapter_of(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """{module path: (A, B, scaling)} of the LoRA that is active in a denoiser loaded by diffusers."""
+    found = {}
+    for path, module in denoiser.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "active_adapters"):
+            for name in module.active_adapters:
+                if name in module.lora_A:
+                    a, b = module.lora_A[name].weight, module.lora_B[name].weight
+                    found[path] = (a.detach(), b.detach(), float(module.scaling[name]))
+    return found
+
+
+def delta_error(pair: tuple[Tensor, Tensor, float], other: tuple[Tensor, Tensor, float]) -> float:
+    """Relative error ||B'A's' - BAs|| / ||BAs|| (Frobenius norm) of `pair` against `other`: (A, B, scaling) each.
+
+    The (out, in) matrices are never made. With X = [B's', -Bs] and Y = [A'; A], ||XY||^2 is the trace of (X^T X)(Y
+    Y^T): two small matrices, in float64 because equal deltas cancel.
+    """
+
+    def gram(columns: Tensor, rows: Tensor) -> float:
+        return max(float((columns.T @ columns * (rows @ rows.T)).sum()), 0.0)
+
+    (a, b, s), (a0, b0, s0) = ((x.double().flatten(1), y.double().flatten(1), z) for x, y, z in (pair, other))
+    norm = gram(b0 * s0, a0)
+    error = gram(torch.cat([b * s, -b0 * s0], 1), torch.cat([a, a0.to(a.device)]))
+    return math.sqrt(error / norm) if norm else (0.0 if error == 0 else math.inf)
+
+
+def relative_error(tensor: Tensor, reference: Tensor) -> float:
+    """||tensor - reference|| / ||reference|| in float64; infinity for other shapes or NaN."""
+    if tensor.shape != reference.shape:
+        return math.inf
+    error = float((tensor.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
+    return error if math.isfinite(error) else math.inf
+
+
+# -- the proof
+
+
+def check(
+    file: Path,
+    family: Any,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    scaling: Mapping[str, float] | float = 1.0,
+    probe: Probe | None = None,
+    previews: Previews | None = None,
+    base: Base | None = None,
+    dtype: torch.dtype | None = None,
+) -> Report:
+    """Verify an exported file. Never raises for what is wrong with the file: that is what the report says.
+
+    What a file does not pass in its bytes ends the report there, since a broken file cannot be compared.
+
+    Args:
+        family: the ModelFamily instance (device and dtype are its own). The VAE is loaded where previews are compared.
+        state: the trained adapter (internal naming) with its `scaling` (alpha / rank); without it `delta` is not asked.
+        probe: stored inputs and the training model's answer; without it `prediction` is not asked.
+        previews: pictures of the training model; without them `preview` is not asked.
+        base: the weights that training saw, decoded to plain tensors (FP8 storage). None: training held the published
+            weights in the family's dtype, so these are judged and there is no second measurement.
+        dtype: what the clean denoiser computes in; None for the family's.
+    """
+    report = Report(file.name)
+    dtype = dtype or family.dtype
+    tensors = _check_file(file, family, report)
+    if tensors is None:
+        return report
+    pipeline = clean_pipeline(family, base, dtype)
+    if _check_load(pipeline, file, family, tensors, report):
+        denoiser = getattr(pipeline, family.denoiser_name)
+        if state is not None:
+            _check_delta(denoiser, state, scaling, tensors, report)
+        where = "on the base that training saw (decoded)" if base is not None else "on the base"
+        if probe is not None:
+            error = relative_error(predict(family, denoiser, probe), probe.prediction_BCHW)
+            allowed = PREDICTION_TOLERANCE[dtype]
+            report.measure("prediction_error", error)
+            report.add("prediction", error <= allowed, f"relative error {error:.2e} {where} (allowed {allowed:.0e})")
+        if previews is not None:
+            worst = report.measure("preview_psnr", min(preview_psnr(previews, pipeline), default=math.inf))
+            detail = f"{worst:.1f} dB at worst {where} (at least {PREVIEW_PSNR:.0f})"
+            report.add("preview", worst >= PREVIEW_PSNR, detail)
+        if base is not None and (probe is not None or previews is not None):
+            # one denoiser at a time: two of a large model would not fit beside each other
+            del pipeline, denoiser
+            gc.collect()
+            _measure_plain(file, family, probe, previews, dtype, report)
+    return report
+
+
+def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | None:
+    """Everything that the bytes alone tell; the tensors, or None where the file cannot be used."""
+    try:
+        header = export.read_header(file)
+        tensors, metadata = export.read(file)
+        layout = export.detect_layout(tensors, family)
+    except UserError as error:
+        report.add("file", False, str(error))
+        return None
+    size = file.stat().st_size
+    report.add("file", header.data_begin % 8 == 0, f"{len(tensors)} tensors in {size / 2**20:.1f} MiB, {layout} layout")
+
+    problems = [f"{key} is missing" for key in HEADER_KEYS if key not in metadata]
+    if not re.fullmatch(r"\d+x\d+", metadata.get("modelspec.resolution", "0x0")):
+        problems.append(f"modelspec.resolution {metadata['modelspec.resolution']!r} is not WxH")
+    if header.data_begin > export.MAX_HEADER:
+        problems.append(f"the header has {header.data_begin / 2**20:.1f} MiB, hosts refuse large ones")
+    detail = "; ".join(problems) or f"{len(metadata)} keys, the required ones among them"
+    whole = report.add("metadata", not problems, detail)
+
+    sha = export.payload_hash(file)
+    told = {metadata.get("sshs_model_hash"), metadata.get("modelspec.hash_sha256", "").removeprefix("0x")}
+    right = told == {sha} and sha != EMPTY_HASH
+    detail = f"sha256 {sha[:12]}..." if right else f"the data have {sha[:12]}..., the header says {told}"
+    whole &= report.add("hash", right, detail)
+
+    try:  # `tensors` and not the loaded model: a pair that is broken here is what InvokeAI refuses
+        modules = _pairs(tensors, layout)
+        whole &= report.add("pairs", True, f"{len(modules)} layers, each with both halves at one rank")
+    except UserError as error:
+        whole &= report.add("pairs", False, str(error))
+    wrong = sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all())
+    whole &= report.add("finite", not wrong, f"NaN or infinity in {wrong[:3]}" if wrong else "no NaN, no infinity")
+    ups = {name: t for name, t in tensors.items() if name.endswith((".lora_B.weight", ".lora_up.weight"))}
+    zero = sorted(name for name, tensor in ups.items() if not tensor.any())
+    detail = f"B is zero in {zero[:3]} ({len(zero)} of {len(ups)})" if zero else "no layer is zero"
+    whole &= report.add("trained", bool(ups) and not zero, detail)
+    return tensors if whole else None
+
+
+def _pairs(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
+    if layout == "kohya":
+        weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
+        renamed = {n.replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): t for n, t in weights.items()}
+        modules = export.modules(renamed)
+        alphas = {name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")}
+        if alphas != set(modules):
+            raise UserError(f"alpha and weights do not belong together in {sorted(alphas ^ set(modules))[:3]}")
+        return modules
+    return export.modules(tensors)
+
+
+def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Tensor], report: Report) -> bool:
+    denoiser = getattr(pipeline, family.denoiser_name)
+    try:
+        in_file, _ = export.from_layout(tensors, family, dict(denoiser.config))
+        complaints, renamed = load(pipeline, file, family)
+    except Exception as error:  # diffusers raises many kinds for a file that does not fit; all mean the same here
+        return report.add("load", False, f"{type(error).__name__}: {str(error)[:500]}")
+    loaded = adapter_of(denoiser)
+    # a fused layer of which some members were not trained comes back with zeros for these
+    acting = {path for path, (_, b, _) in loaded.items() if b.any()}
+    wanted = set(export.modules(in_file))
+    problems = [f"diffusers warns: {text[:300]}" for text in complaints]
+    if wanted - acting:
+        lost = sorted(wanted - acting)
+        problems.append(f"{len(lost)} of {len(wanted)} layers were not loaded, as {lost[:3]}")
+    if acting - wanted:
+        problems.append(f"layers that the file does not have: {sorted(acting - wanted)[:3]}")
+    detail = f"all {len(wanted)} layers, by {type(pipeline).__name__}.load_lora_weights"
+    if renamed:
+        detail += f" after renaming ({renamed})"
+    return report.add("load", not problems, "; ".join(problems) or detail)
+
+
+def _check_delta(
+    denoiser: nn.Module,
+    state: Mapping[str, Tensor],
+    scaling: Mapping[str, float] | float,
+    tensors: Mapping[str, Tensor],
+    report: Report,
+) -> None:
+    loaded = adapter_of(denoiser)
+    trained = export.modules(state)
+    missing = sorted(set(trained) - set(loaded))
+    if missing:
+        report.add("delta", False, f"{len(missing)} trained layers are not in the file, as {missing[:3]}")
+        return
+    errors = {}
+    for module in trained:
+        scale = scaling[module] if isinstance(scaling, Mapping) else scaling
+        a, b = (state[f"{module}.lora_{half}.weight"].to(loaded[module][0].device) for half in "AB")
+        errors[module] = delta_error(loaded[module], (a, b, float(scale)))
+    worst = max(errors, key=lambda module: errors[module])
+    dtypes = {tensor.dtype for name, tensor in tensors.items() if not name.endswith(".alpha")}
+    dtypes |= {a.dtype for a, _, _ in loaded.values()}
+    tolerance = max(DELTA_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+    error = report.measure("delta_error", errors[worst])
+    where = f" in {worst}" if error > 0 else ""
+    report.add("delta", error <= tolerance, f"relative error {error:.2e} at worst{where} (allowed {tolerance:.0e})")
+
+
+def _measure_plain(
+    file: Path, family: Any, probe: Probe | None, previews: Previews | None, dtype: torch.dtype, report: Report
+) -> None:
+    pipeline = clean_pipeline(family, None, dtype)
+    load(pipeline, file, family)
+    if probe is not None:
+        answer = predict(family, getattr(pipeline, family.denoiser_name), probe)
+        error = report.measure("plain_prediction_error", relative_error(answer, probe.prediction_BCHW))
+        report.add("plain prediction", True, f"relative gap {error:.2e} on the base as published", judged=False)
+    if previews is not None:
+        worst = report.measure("plain_preview_psnr", min(preview_psnr(previews, pipeline), default=math.inf))
+        report.add("plain preview", True, f"{worst:.1f} dB at worst on the base as published", judged=False)

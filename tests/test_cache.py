@@ -1,0 +1,372 @@
+"""The cache: what is encoded again and what is not, and that a file cannot be half right."""
+
+import hashlib
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from PIL import Image
+
+from lora_fp8 import config
+from lora_fp8.data import buckets, images
+from lora_fp8.data import cache as caching
+from lora_fp8.data.cache import Cache
+from lora_fp8.run import RunFailure
+
+torch.set_num_threads(1)
+
+
+class Family:
+    """Encoders that count what they are asked for and whose results can be computed by hand."""
+
+    name = "fake"
+    dtype = torch.float32
+
+    def __init__(self):
+        self.images, self.prompts = [], []
+        self.identity = {"vae": "vae-1", "text": "text-1"}
+
+    def encoder_identity(self, what):
+        return self.identity[what]
+
+    def encode_images(self, pixels_BCHW):
+        assert pixels_BCHW.dtype == torch.float32 and pixels_BCHW.min() >= -1 and pixels_BCHW.max() <= 1
+        self.images.append(pixels_BCHW)
+        return pixels_BCHW[:, :, ::8, ::8] * 2
+
+    def encode_prompts(self, prompts):
+        self.prompts += prompts
+        return [
+            {"embeds": torch.tensor([[float(len(text)), 0.1]]), "mask": torch.tensor([True, False])} for text in prompts
+        ]
+
+    @property
+    def calls(self):
+        return len(self.images), len(self.prompts)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "set").mkdir()
+    for i, size in enumerate([(64, 64), (96, 48), (70, 64)]):
+        pixels = np.random.default_rng(i).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "set" / f"{i}.png")
+        (tmp_path / "set" / f"{i}.txt").write_text(f"one, two, three, picture {i}")
+    return tmp_path
+
+
+def make(folder, family, **settings):
+    """(cache, placed examples, captions), as a new process would make them."""
+    dtype = settings.pop("dtype", torch.float32)
+    section = config.Dataset.model_validate({"folders": [{"path": str(folder / "set")}], **settings})
+    examples = images.scan(section).require()
+    placed = buckets.assign(examples, section, resolution=64, step=8)
+    captions = caching.dataset_captions(examples, section, seed=0)
+    return Cache(folder / "cache", family, section, dtype), placed, captions
+
+
+def fill(folder, family, **settings):
+    cache, placed, captions = make(folder, family, **settings)
+    return cache, placed, cache.fill(placed, captions)
+
+
+def entries(folder):
+    return sorted((folder / "cache").glob("*/*/*.safetensors"))
+
+
+def test_latents_and_conds_are_what_the_encoders_gave(folder):
+    family = Family()
+    cache, placed, report = fill(folder, family, flip=True)
+    assert (report.encoded, report.reused) == (9, 0) and family.calls == (6, 3)
+    assert report.bytes == sum(path.stat().st_size for path in entries(folder))
+    assert all(len(pixels_BCHW) == 1 for pixels_BCHW in family.images)
+    for one in placed:
+        image = buckets.fit(Image.open(one.example.path), one.placement.bucket_wh)
+        values_HWC = np.asarray(image).astype(np.float32) / 127.5 - 1
+        for flipped in (False, True):
+            expected_HWC = (values_HWC[:, ::-1] if flipped else values_HWC)[::8, ::8] * 2
+            latents_CHW = cache.latents(one, flipped)
+            assert latents_CHW.shape == (3, one.placement.bucket_wh[1] // 8, one.placement.bucket_wh[0] // 8)
+            np.testing.assert_allclose(latents_CHW.permute(1, 2, 0), expected_HWC, atol=1e-6)
+        cond = cache.cond(one.example.caption)
+        assert cond["embeds"].tolist() == [[len(one.example.caption), pytest.approx(0.1)]]
+        assert cond["mask"].tolist() == [True, False]
+    # The safetensors library reads an entry, and its header says what it is.
+    with safetensors.safe_open(entries(folder)[0], "pt") as file:
+        assert json.loads(file.metadata()[caching.METADATA])["key"] == entries(folder)[0].stem
+
+
+def test_second_fill_encodes_nothing_and_needs_no_encoders(folder):
+    fill(folder, Family())
+    family = Family()
+    family.encode_images = family.encode_prompts = None
+    cache, placed, captions = make(folder, family)
+    assert not cache.missing(placed, captions)
+    report = cache.fill(placed, captions)
+    assert (report.encoded, report.reused, report.bytes) == (0, 6, 0)
+
+
+def test_edited_picture_and_edited_caption_are_encoded_alone(folder):
+    fill(folder, Family())
+    path = folder / "set" / "1.png"
+    Image.open(path).point(lambda value: value ^ 1).save(path)
+    family = Family()
+    cache, placed, captions = make(folder, family)
+    missing = cache.missing(placed, captions)
+    assert [one.example.relative for one, _ in missing.images] == ["1.png"] and missing.captions == []
+    cache.fill(placed, captions)
+    assert family.calls == (1, 0)
+    (folder / "set" / "2.txt").write_text("another")
+    family = Family()
+    fill(folder, family)
+    assert family.calls == (0, 1) and family.prompts == ["another"]
+    # Renaming is no edit.
+    (folder / "set" / "0.png").rename(folder / "set" / "9.png")
+    (folder / "set" / "0.txt").rename(folder / "set" / "9.txt")
+    family = Family()
+    fill(folder, family)
+    assert family.calls == (0, 0)
+
+
+CHANGES = [  # settings, identities, calls that they must cause
+    ({"background": "#000000"}, {}, (3, 0)),
+    ({"background": "#FFFFFF"}, {}, (0, 0)),
+    ({"flip": True}, {}, (3, 0)),
+    ({"dtype": torch.bfloat16}, {}, (3, 3)),
+    ({"buckets": False}, {}, (1, 0)),  # one of three is no square in buckets; the other two keep their cut
+    ({"caption_dropout": 0.1}, {}, (0, 1)),
+    ({}, {"vae": "vae-2"}, (3, 0)),
+    ({}, {"text": "text-2"}, (0, 3)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CHANGES)))
+def test_what_matters_is_in_the_key_and_what_does_not_is_not(folder, case):
+    settings, identities, expected = CHANGES[case]
+    fill(folder, Family())
+    family = Family()
+    family.identity |= identities
+    fill(folder, family, **settings)
+    assert family.calls == expected
+
+
+def test_preprocessing_version_and_family_are_in_the_key(folder, monkeypatch):
+    fill(folder, Family())
+    other = Family()
+    other.name = "another"
+    fill(folder, other)
+    assert other.calls == (3, 3)
+    monkeypatch.setattr(caching, "PREPROCESSING_VERSION", 10**6)
+    family = Family()
+    fill(folder, family)
+    assert family.calls == (3, 3)
+
+
+def test_equal_pictures_share_an_entry(folder):
+    (folder / "set" / "copy.png").write_bytes((folder / "set" / "0.png").read_bytes())
+    (folder / "set" / "copy.txt").write_text("one, two, three, picture 0")
+    family = Family()
+    fill(folder, family)
+    assert family.calls == (3, 3)
+
+
+def test_dtype_is_kept_and_integers_are_left(folder):
+    cache, placed, _ = fill(folder, Family(), dtype=torch.bfloat16)
+    assert cache.latents(placed[0]).dtype == torch.bfloat16
+    cond = cache.cond(placed[0].example.caption)
+    assert cond["embeds"].dtype == torch.bfloat16 and cond["mask"].dtype == torch.bool
+
+
+def torn(data):
+    return data[: len(data) // 2]
+
+
+def rotten(data):
+    return data[:-3] + bytes([data[-3] ^ 4]) + data[-2:]
+
+
+def wrong_size(data):
+    return b"\xff" * 8 + data[8:]
+
+
+def without_metadata(data):
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    del header["__metadata__"]
+    return (lambda text: len(text).to_bytes(8, "little") + text + data[8 + size :])(json.dumps(header).encode())
+
+
+@pytest.mark.parametrize("damage", [torn, rotten, wrong_size, without_metadata, lambda data: b"", lambda data: b"[]"])
+def test_damaged_entry_is_refused_when_read_and_encoded_again_when_filled(folder, damage):
+    cache, placed, _ = fill(folder, Family())
+    for kind, path in (
+        ("latents", cache.path("latents", cache.image_key(placed[1], False))),
+        ("conds", cache.path("conds", cache.caption_key(placed[1].example.caption))),
+    ):
+        before = path.read_bytes()
+        path.write_bytes(damage(before))
+        with pytest.raises(RunFailure, match="1.png" if kind == "latents" else "picture 1"):
+            cache.latents(placed[1]) if kind == "latents" else cache.cond(placed[1].example.caption)
+        family = Family()
+        again, placed, report = fill(folder, family)
+        assert family.calls == ((1, 0) if kind == "latents" else (0, 1)) and report.reused == 5
+        assert path.read_bytes() == before
+    again.latents(placed[1])
+
+
+def test_entry_of_another_key_is_not_believed(folder):
+    cache, placed, _ = fill(folder, Family())
+    first, second = (cache.path("latents", cache.image_key(one, False)) for one in placed[:2])
+    first.write_bytes(second.read_bytes())
+    family = Family()
+    fill(folder, family)
+    assert family.calls == (1, 0)
+
+
+def test_dying_in_the_middle_of_a_write_leaves_nothing_wrong(folder, monkeypatch):
+    def dies(source, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", dies)
+        with pytest.raises(KeyboardInterrupt):
+            fill(folder, Family())
+    assert not [path for path in (folder / "cache").rglob("*") if path.is_file()]
+    # A process that is killed cannot even remove its temporary file.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", dies)
+        patched.setattr(caching.Path, "unlink", lambda *args, **kwargs: None)
+        with pytest.raises(KeyboardInterrupt):
+            fill(folder, Family())
+    (leftover,) = [path for path in (folder / "cache").rglob("*") if path.is_file()]
+    family = Family()
+    cache, placed, report = fill(folder, family)
+    assert family.calls == (3, 3) and leftover.exists(), "a young file may be another run's"
+    os.utime(leftover, (0, time.time() - 2 * caching.TEMPORARY_AGE))
+    fill(folder, family)
+    assert not leftover.exists() and family.calls == (3, 3) and len(entries(folder)) == 6
+
+
+def test_an_interrupted_fill_goes_on_where_it_was(folder):
+    family = Family()
+    cache, placed, captions = make(folder, family)
+    with pytest.raises(KeyboardInterrupt):
+        cache.fill(placed, captions, log=lambda done, total: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert family.calls == (1, 0)
+    seen = []
+    cache, placed, captions = make(folder, family)
+    cache.fill(placed, captions, log=lambda done, total: seen.append((done, total)))
+    assert family.calls == (3, 3) and seen == [(i, 5) for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_stop_the_run_and_name_the_file(folder, value):
+    family = Family()
+    family.encode_images = lambda pixels: torch.full((1, 3, 8, 8), value)
+    with pytest.raises(RunFailure, match=r"0\.png.*not finite"):
+        fill(folder, family)
+    family = Family()
+    family.encode_prompts = lambda prompts: [{"embeds": torch.tensor([value])}]
+    with pytest.raises(RunFailure, match="picture 0.*embeds"):
+        fill(folder, family)
+    assert len(entries(folder)) == 3
+
+
+def test_picture_edited_between_scan_and_fill_is_noticed(folder):
+    cache, placed, captions = make(folder, Family())
+    path = folder / "set" / "0.png"
+    Image.open(path).point(lambda value: value ^ 1).save(path)
+    with pytest.raises(RunFailure, match=r"0\.png changed"):
+        cache.fill(placed, captions)
+    path.unlink()
+    with pytest.raises(RunFailure, match=r"0\.png can no longer be read"):
+        cache.fill(placed, captions)
+
+
+def test_reading_what_was_never_filled_is_a_clear_failure(folder):
+    cache, placed, _ = make(folder, Family())
+    with pytest.raises(RunFailure, match=r"0\.png is not in the cache"):
+        cache.latents(placed[0])
+
+
+def test_memory_is_bounded_and_least_recently_used_goes_first(folder, monkeypatch):
+    filled, placed, _ = fill(folder, Family())
+    size = filled.latents(placed[0]).nbytes
+    cache = Cache(filled.root, Family(), filled.section, ram_bytes=2 * size + size // 2)
+    reads = []
+    original = Cache._read
+    monkeypatch.setattr(Cache, "_read", lambda self, kind, key: reads.append(key) or original(self, kind, key))
+    first, second, third = placed[0], placed[1], placed[2]
+    for one in (first, second, first, third, first, second):
+        cache.latents(one)
+    keys = [cache.image_key(one, False) for one in (first, second, third, second)]
+    assert reads == keys, "the first stays, the second made room for the third"
+    assert cache._ram_used <= cache.ram_bytes
+
+
+def test_two_caches_filling_at_once_agree(folder):
+    """Another run encodes the same entry between our look and our write."""
+    one, placed, captions = make(folder, Family())
+    other, _, _ = make(folder, Family())
+    one.fill(placed, captions, log=lambda done, total: other.fill(placed, captions))
+    family = Family()
+    fill(folder, family)
+    assert family.calls == (0, 0) and not list((folder / "cache").rglob("*.tmp"))
+
+
+# ------------------------------------------------------------------------------------------------------------ captions
+
+
+def tag_section(**settings):
+    return config.Dataset(shuffle_tags=True, **settings)
+
+
+def test_variants_keep_the_first_tags_and_all_tags():
+    section = tag_section(keep_tokens=2, caption_variants=6)
+    caption = "sks, cat,  sitting , red sofa,, indoors"
+    tags = ["sks", "cat", "sitting", "red sofa", "indoors"]
+    variants = [caching.caption_variant(caption, v, section, 5) for v in range(6)]
+    for text in variants:
+        assert text.split(", ")[:2] == tags[:2] and sorted(text.split(", ")) == sorted(tags)
+    assert len(set(variants)) > 1
+    assert variants == [caching.caption_variant(caption, v, section, 5) for v in range(6)]
+    assert variants != [caching.caption_variant(caption, v, section, 6) for v in range(6)]
+    assert caching.caption_variant("a b c", 0, tag_section(tag_separator=" ", keep_tokens=3), 0) == "a b c"
+    assert caching.caption_variant("", 0, section, 0) == ""
+
+
+def test_all_orders_are_equally_likely():
+    section = tag_section(keep_tokens=0)
+    counts = {}
+    for seed in range(1200):
+        text = caching.caption_variant("a, b, c", 0, section, seed)
+        counts[text] = counts.get(text, 0) + 1
+    assert len(counts) == 6 and all(140 < count < 260 for count in counts.values()), counts
+
+
+def test_dataset_captions(folder):
+    section = config.Dataset(folders=[config.Folder(path=str(folder / "set"))])
+    examples = images.scan(section).examples
+    plain = [f"one, two, three, picture {i}" for i in range(3)]
+    assert caching.dataset_captions(examples + examples, section, 0) == plain
+    section = section.model_copy(update={"shuffle_tags": True, "caption_variants": 4, "caption_dropout": 0.5})
+    texts = caching.dataset_captions(examples, section, 0)
+    assert len(texts) == len(set(texts)) and set(plain) <= set(texts) and "" in texts
+    assert {caching.caption_variant(plain[1], v, section, 0) for v in range(4)} <= set(texts)
+
+
+def test_permutation_is_the_one_written_down_in_the_documentation():
+    """Pinned: a resumed or repeated run on a later Python must draw the same. Judged by its definition."""
+    import random
+
+    from lora_fp8.data import keyed_seed, permutation
+
+    digest = hashlib.sha256(b"items|0|1").digest()
+    assert keyed_seed("items", 0, 1) == int.from_bytes(digest[:8], "big") // 2 < 2**63
+    rng = random.Random(keyed_seed("items", 0, 1))
+    draws = [rng.random() for _ in range(7)]
+    assert [draws[i] for i in permutation(7, "items", 0, 1)] == sorted(draws)

@@ -1,0 +1,186 @@
+"""Objectives against diffusers' schedulers: noise and target must be such that one sampler step walks back along them."""
+
+import math
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+from lora_fp8 import config
+from lora_fp8.config import UserError
+from lora_fp8.objectives import Diffusion, FlowMatching
+
+SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+FLUX = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}
+SD3 = {"shift": 3.0}
+
+
+def pair(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 4, 8, 12, generator=generator), torch.randn(2, 4, 8, 12, generator=generator)
+
+
+def generators(num: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(i) for i in range(num)]
+
+
+def test_alphas_are_those_of_the_papers_schedule():
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+    abar = torch.cumprod(1 - betas, 0)
+    objective = Diffusion(SD, config.Objective())
+    x0, noise = pair()
+    t = torch.tensor([3, 871])
+    expected = abar[t].sqrt().view(-1, 1, 1, 1) * x0 + (1 - abar[t]).sqrt().view(-1, 1, 1, 1) * noise
+    torch.testing.assert_close(objective.add_noise(x0, noise, t), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_a_ddim_step_with_the_true_target_stays_on_the_noising_path(prediction_type):
+    objective = Diffusion({**SD, "prediction_type": prediction_type}, config.Objective())
+    sampler = DDIMScheduler(**SD, prediction_type=prediction_type, clip_sample=False, timestep_spacing="trailing")
+    sampler.set_timesteps(20)
+    x0, noise = pair()
+    for t, before in [(999, 949), (499, 449), (99, 49)]:
+        t_B, before_B = torch.full((2,), t), torch.full((2,), before)
+        x_t = objective.add_noise(x0, noise, t_B)
+        stepped = sampler.step(objective.target(x0, noise, t_B), t, x_t).prev_sample
+        torch.testing.assert_close(stepped, objective.add_noise(x0, noise, before_B), rtol=1e-4, atol=1e-4)
+
+
+def test_schedulers_of_other_samplers_give_the_same_noise():
+    # A model's scheduler_config.json is written for its sampler; extra keys must neither fail nor change the process.
+    other = {**SD, "_class_name": "PNDMScheduler", "skip_prk_steps": True, "steps_offset": 1, "set_alpha_to_one": False}
+    plain, odd = Diffusion(SD, config.Objective()), Diffusion(other, config.Objective())
+    assert torch.equal(plain.scheduler.alphas_cumprod, odd.scheduler.alphas_cumprod)
+
+
+def test_a_prediction_type_that_is_not_known_is_refused():
+    with pytest.raises(UserError, match="prediction_type = 'sample'"):
+        Diffusion({**SD, "prediction_type": "sample"}, config.Objective())
+
+
+def test_diffusion_timesteps_are_uniform_integers():
+    t_B = Diffusion(SD, config.Objective()).sample_t(generators(4000), seq_len=64)
+    assert t_B.dtype == torch.int64 and t_B.shape == (4000,)
+    assert 0 <= t_B.min() <= 3 and 996 <= t_B.max() <= 999
+    share = torch.histc(t_B.float(), 4, 0, 1000) / 4000
+    torch.testing.assert_close(share, torch.full((4,), 0.25), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("objective", [Diffusion(SD, config.Objective()), FlowMatching(FLUX, config.Objective())])
+def test_t_belongs_to_the_sample_and_not_to_its_place_in_the_batch(objective):
+    t_B = objective.sample_t(generators(4), seq_len=96)
+    backwards = objective.sample_t(generators(4)[::-1], seq_len=96)
+    assert torch.equal(t_B, backwards.flip(0))
+    assert len(t_B.unique()) == 4
+    # One draw per sample: what a generator gives next must not depend on the batch either.
+    one, another = generators(1)[0], generators(1)[0]
+    objective.sample_t([one], seq_len=96)
+    objective.sample_t([another, *generators(3)], seq_len=96)
+    assert torch.equal(torch.randn(3, generator=one), torch.randn(3, generator=another))
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
+def test_min_snr_weighs_the_error_of_x0_with_the_clamped_snr(prediction_type):
+    """Hang et al. 2023: whatever is predicted, the loss equals min(SNR, gamma) times the squared error of x_0."""
+    section = config.Objective(min_snr_gamma=5.0)
+    objective = Diffusion({**SD, "prediction_type": prediction_type}, section)
+    x0, noise = pair()
+    guess_x0 = x0 + 0.1 * pair(1)[0]
+    for t in (10, 400, 990):
+        t_B = torch.full((2,), t)
+        abar = objective.scheduler.alphas_cumprod[t].double()
+        a, s = abar.sqrt(), (1 - abar).sqrt()
+        x_t = a * x0.double() + s * noise.double()
+        guess_noise = (x_t - a * guess_x0.double()) / s
+        guess = guess_noise if prediction_type == "epsilon" else a * guess_noise - s * guess_x0.double()
+        loss_B = objective.loss(guess, objective.target(x0.double(), noise.double(), t_B), t_B)
+        expected = torch.clamp(abar / (1 - abar), max=5.0) * (guess_x0 - x0).double().square().mean((1, 2, 3))
+        torch.testing.assert_close(loss_B.double(), expected, rtol=2e-3, atol=1e-7)
+
+
+def test_min_snr_is_finite_where_no_signal_is_left():
+    objective = Diffusion({**SD, "rescale_betas_zero_snr": True}, config.Objective(min_snr_gamma=5.0))
+    assert objective.snr(torch.tensor([999])) < 1e-6
+    assert objective.weight(torch.tensor([999, 998])).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("config_", [FLUX, SD3])
+def test_an_euler_step_with_the_true_target_stays_on_the_line(config_):
+    objective = FlowMatching(config_, config.Objective())
+    sampler = FlowMatchEulerDiscreteScheduler.from_config(config_)
+    sampler.set_timesteps(8, mu=0.7)
+    x0, noise = pair()
+    for i in (0, 3, 7):
+        here, there = (sigma.expand(2) for sigma in sampler.sigmas[i : i + 2])
+        x_t = objective.add_noise(x0, noise, here)
+        expected = sampler.scale_noise(x0, sampler.timesteps[i].expand(2), noise)
+        sampler._step_index = i
+        stepped = sampler.step(objective.target(x0, noise, here), sampler.timesteps[i], x_t).prev_sample
+        torch.testing.assert_close(stepped, objective.add_noise(x0, noise, there), rtol=1e-5, atol=1e-5)
+        sampler._step_index = None
+        torch.testing.assert_close(x_t, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("time_shift_type", ["exponential", "linear"])
+@pytest.mark.parametrize("seq_len", [96, 256, 1024, 4096])
+def test_the_dynamic_shift_is_the_samplers(seq_len, time_shift_type):
+    scheduler_config = {**FLUX, "time_shift_type": time_shift_type, "base_shift": 0.6, "max_shift": 1.3}
+    sampler = FlowMatchEulerDiscreteScheduler.from_config(scheduler_config)
+    objective = FlowMatching(scheduler_config, config.Objective())
+    mu = calculate_shift(seq_len, 256, 4096, 0.6, 1.3)
+    assert objective.mu(seq_len) == pytest.approx(mu)
+    plain = torch.linspace(1.0, 0.1, 10)
+    sampler.set_timesteps(sigmas=plain.tolist(), mu=mu)
+    torch.testing.assert_close(objective.warp(plain, seq_len), sampler.sigmas[:-1])
+
+
+def test_the_fixed_shift_is_the_samplers_and_a_number_overrides_it():
+    plain = torch.linspace(1.0, 0.1, 10)
+    sampler = FlowMatchEulerDiscreteScheduler.from_config(SD3)
+    sampler.set_timesteps(sigmas=plain.tolist())
+    torch.testing.assert_close(FlowMatching(SD3, config.Objective()).warp(plain, 1024), sampler.sigmas[:-1])
+    for scheduler_config in (FLUX, SD3):
+        by_hand = FlowMatching(scheduler_config, config.Objective(shift=2.0))
+        torch.testing.assert_close(by_hand.warp(plain, 1024), 2 * plain / (1 + plain))
+
+
+def test_flow_timesteps_follow_their_density():
+    count, plain = 4000, {"shift": 1.0}
+    t_B = FlowMatching(plain, config.Objective()).sample_t(generators(count), seq_len=1024)
+    assert t_B.shape == (count,) and 0 < t_B.min() and t_B.max() < 1
+    logits = t_B.logit()
+    assert abs(logits.mean()) < 0.06 and abs(logits.std() - 1) < 0.05  # logit-normal(0, 1)
+    uniform_B = FlowMatching(plain, config.Objective(timesteps="uniform")).sample_t(generators(count), seq_len=1024)
+    share = torch.histc(uniform_B, 4, 0, 1) / count
+    torch.testing.assert_close(share, torch.full((4,), 0.25), atol=0.03, rtol=0)
+    # The shift moves the median from 1/2 to s / (1 + s).
+    s = math.exp(FlowMatching(FLUX, config.Objective()).mu(1024))
+    shifted_B = FlowMatching(FLUX, config.Objective()).sample_t(generators(count), seq_len=1024)
+    assert shifted_B.median().item() == pytest.approx(s / (1 + s), abs=0.02)
+
+
+@pytest.mark.parametrize("objective", [Diffusion(SD, config.Objective()), FlowMatching(FLUX, config.Objective())])
+def test_the_loss_is_one_float32_mean_per_sample(objective):
+    pred, target = (x.bfloat16() for x in pair())
+    t_B = objective.sample_t(generators(2), seq_len=96)
+    loss_B = objective.loss(pred, target, t_B)
+    expected = torch.stack(
+        [torch.nn.functional.mse_loss(p.float(), t.float()) for p, t in zip(pred, target, strict=True)]
+    )
+    assert loss_B.dtype == torch.float32
+    torch.testing.assert_close(loss_B, expected)
+
+
+def test_settings_without_effect_are_named():
+    diffusion = Diffusion(
+        SD, config.Objective(timesteps="logit_normal", shift=3.0, min_snr_gamma=5.0)
+    ).unused_settings()
+    assert [text.split(" ")[0] for text in diffusion] == ["objective.timesteps", "objective.shift"]
+    flow = FlowMatching(FLUX, config.Objective(timesteps="uniform", shift=3.0, min_snr_gamma=5.0)).unused_settings()
+    assert [text.split(" ")[0] for text in flow] == ["objective.min_snr_gamma"]
+    assert (
+        not Diffusion(SD, config.Objective()).unused_settings()
+        + FlowMatching(FLUX, config.Objective()).unused_settings()
+    )

@@ -1,0 +1,392 @@
+"""Optimizers against torch's and bitsandbytes' own, the schedule against transformers', and what rounding does to small updates."""
+
+import json
+import time
+
+import bitsandbytes
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+
+from lora_fp8 import adapters, config, optim, precision
+
+BITS = {"adamw": torch.optim.AdamW, "adamw8bit": bitsandbytes.optim.AdamW8bit}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+SHAPES = {"a": (16, 300), "b": (7, 5), "c": (64, 64), "d": (3, 4, 2, 2)}
+
+
+def make_params(dtype: torch.dtype) -> list[tuple[str, nn.Parameter]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (name, nn.Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype))) for name, shape in SHAPES.items()
+    ]
+
+
+def make_grads(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(shape, generator=generator) * 0.01 for name, shape in SHAPES.items()}
+
+
+def section(**settings) -> config.Optimizer:
+    return config.Optimizer(**({"lr": 1e-3, "lr_scale": "none"} | settings))
+
+
+def build(params, **settings) -> optim.AdapterOptimizer:
+    return optim.build(params, section(**settings), base_storage="none", seed=9)
+
+
+def raw(name: str, values: list[Tensor]) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    params = [nn.Parameter(value.detach().clone()) for value in values]
+    return params, BITS[name](params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+
+# -- the optimizers are the real ones -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_equal_the_library_s_on_float32(name, dtype):
+    params = make_params(dtype)
+    mine = build(params, name=name)
+    reference, theirs = raw(name, [param.float() for _, param in params])
+    for step in range(12):
+        grads, lr = make_grads(step), 1e-3 * (step + 1) / 12
+        for param, grad in zip(reference, grads.values(), strict=True):
+            param.grad = grad.clone()
+        theirs.param_groups[0]["lr"] = lr
+        theirs.step()
+        mine.step(grads, lr, step)
+        for (_, param), expected in zip(params, reference, strict=True):
+            assert torch.equal(param.detach(), expected.detach().to(dtype))
+    if dtype == torch.bfloat16:
+        tensors, _ = mine.state()
+        for (own, _), expected in zip(params, reference, strict=True):
+            assert torch.equal(tensors[f"{own}/master"], expected.detach())
+
+
+def test_settings_reach_the_optimizer():
+    params = make_params(torch.float32)
+    mine = build(params, name="adamw", beta1=0.8, beta2=0.95, eps=1e-3, weight_decay=0.3)
+    reference = [nn.Parameter(param.detach().clone()) for _, param in params]
+    theirs = torch.optim.AdamW(reference, lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.3)
+    for step in range(3):
+        for param, grad in zip(reference, make_grads(step).values(), strict=True):
+            param.grad = grad
+        theirs.step()
+        mine.step(make_grads(step), 0.01, step)
+    assert all(torch.equal(param, expected) for (_, param), expected in zip(params, reference, strict=True))
+
+
+def test_eight_bit_state_is_eight_bit():
+    mine = build(make_params(torch.bfloat16), name="adamw8bit")
+    mine.step(make_grads(0), 1e-3, 0)
+    tensors, _ = mine.state()
+    assert {name: tensors[f"{name}/state1"].dtype for name in SHAPES} == {
+        "a": torch.uint8,  # 4,800 elements
+        "b": torch.float32,
+        "c": torch.uint8,  # 4,096: the smallest that bitsandbytes holds in 8 bits
+        "d": torch.float32,
+    }
+
+
+def test_gradients_must_fit():
+    mine = build(make_params(torch.bfloat16), name="adamw")
+    grads = make_grads(0)
+    del grads["b"]
+    with pytest.raises(ValueError, match=r"\['b'\]"):
+        mine.step(grads, 1e-3, 0)
+
+
+def test_unknown_choices_and_factors():
+    for settings in ({"name": "lion"}, {"rounding": "up"}):
+        with pytest.raises(config.UserError, match="accepted: "):
+            optim.build(make_params(torch.float32), section().model_copy(update=settings), base_storage="none", seed=0)
+    cases = {("auto", "fp8"): 1.4, ("auto", "none"): 1.0, ("none", "fp8"): 1.0, (1.2, "fp8"): 1.2, (1.2, "none"): 1.2}
+    for (scale, storage), factor in cases.items():
+        made = optim.build(make_params(torch.float32), section(lr_scale=scale), base_storage=storage, seed=0)
+        assert made.lr_factor == factor and made.base_lr == pytest.approx(1e-3 * factor, rel=1e-12)
+        assert made.state()[1]["lr_factor"] == factor
+
+
+# -- state --------------------------------------------------------------------------------------------------------------------
+
+
+def on_disk(tensors: dict[str, Tensor], meta: dict) -> tuple[dict[str, Tensor], dict]:
+    return safetensors.torch.load(safetensors.torch.save(tensors)), json.loads(json.dumps(meta))
+
+
+def go(opt: optim.AdapterOptimizer, steps: range) -> None:
+    for step in steps:
+        opt.step(make_grads(step), 1e-3, step)
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("rounding", ["master", "stochastic", "nearest"])
+def test_resume_at_any_step_is_bitwise(name, rounding):
+    whole = make_params(torch.bfloat16)
+    opt = build(whole, name=name, rounding=rounding)
+    saved = []
+    for step in range(8):
+        saved.append(({key: param.detach().clone() for key, param in whole}, *on_disk(*opt.state())))
+        go(opt, range(step, step + 1))
+    end, end_meta = opt.state()
+    for at, (values, tensors, meta) in enumerate(saved):
+        params = make_params(torch.bfloat16)
+        resumed = build(params, name=name, rounding=rounding)
+        go(resumed, range(90, 92))  # what it held before does not matter
+        for key, param in params:
+            param.data.copy_(values[key])
+        resumed.load_state(tensors, meta)
+        go(resumed, range(at, 8))
+        for (key, param), (_, expected) in zip(params, whole, strict=True):
+            assert torch.equal(param, expected), (at, key)
+        got, got_meta = resumed.state()
+        assert got.keys() == end.keys() and all(torch.equal(got[key], end[key]) for key in end)
+        assert got_meta == end_meta
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("rounding", ["master", "stochastic"])
+def test_resume_without_the_state_differs(name, rounding):
+    whole = make_params(torch.bfloat16)
+    opt = build(whole, name=name, rounding=rounding)
+    go(opt, range(4))
+    params = [(key, nn.Parameter(param.detach().clone())) for key, param in whole]
+    fresh = build(params, name=name, rounding=rounding)
+    go(opt, range(4, 8))
+    go(fresh, range(4, 8))
+    assert not all(torch.equal(param, expected) for (_, param), (_, expected) in zip(params, whole, strict=True))
+
+
+def test_losing_only_the_masters_differs():
+    whole = make_params(torch.bfloat16)
+    opt = build(whole, name="adamw")
+    go(opt, range(4))
+    tensors, meta = opt.state()
+    params = [(key, nn.Parameter(param.detach().clone())) for key, param in whole]
+    resumed = build(params, name="adamw")
+    rounded = {key: param.detach().float() for key, param in whole}
+    resumed.load_state(tensors | {f"{key}/master": value for key, value in rounded.items()}, meta)
+    go(opt, range(4, 8))
+    go(resumed, range(4, 8))
+    mine, theirs = resumed.state()[0], opt.state()[0]
+    assert not any(torch.equal(mine[f"{key}/master"], theirs[f"{key}/master"]) for key in SHAPES)
+
+
+def test_state_is_a_copy():
+    opt = build(make_params(torch.bfloat16), name="adamw8bit")
+    go(opt, range(2))
+    tensors, _ = opt.state()
+    before = {key: value.clone() for key, value in tensors.items()}
+    go(opt, range(2, 4))
+    assert all(torch.equal(tensors[key], before[key]) for key in tensors)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
+    opt = build(make_params(torch.bfloat16), name=name)
+    go(opt, range(3))
+    tensors, meta = opt.state()
+    key = next(full for full in tensors if full.startswith("c/") and not full.endswith("master"))
+    cases = [
+        (tensors, meta | {"name": "sgd"}, "name is 'sgd'"),
+        (tensors, meta | {"rounding": "nearest"}, "rounding is 'nearest'"),
+        (tensors, meta | {"seed": 1}, "seed is 1"),
+        ({full: tensor for full, tensor in tensors.items() if full != "a/master"}, meta, "a"),
+        ({full: tensor for full, tensor in tensors.items() if full != key}, meta, key),
+        (tensors | {key: torch.zeros(3)}, meta, key),
+        (tensors | {"z/master": torch.zeros(3)}, meta, "z/master"),
+    ]
+    for given, about, words in cases:
+        with pytest.raises(config.UserError, match=words):
+            opt.load_state(given, about)
+    after, _ = opt.state()
+    assert all(torch.equal(after[full], tensors[full]) for full in tensors)
+
+
+# -- clipping and schedules ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e6, 0.0])
+def test_clipping_equals_torch(max_norm):
+    grads = make_grads(0)
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads.values()]
+    for param, grad in zip(params, grads.values(), strict=True):
+        param.grad = grad.clone()
+    expected = torch.nn.utils.clip_grad_norm_(params, max_norm or float("inf"))
+    norm = optim.clip_(grads, max_norm)
+    assert norm == pytest.approx(expected.item(), rel=1e-6)
+    for param, grad in zip(params, grads.values(), strict=True):
+        assert torch.allclose(grad, param.grad, rtol=1e-5, atol=0)
+
+
+def test_norm_is_exact_and_ignores_order():
+    grads = {"b": torch.full((1000, 1000), 1e-4), "a": torch.tensor([3.0e4])}
+    backwards = dict(reversed(grads.items()))
+    assert optim.clip_(grads, 0.0) == optim.clip_(backwards, 0.0) == pytest.approx((9e8 + 1e6 * 1e-8) ** 0.5, rel=1e-14)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_clipping_leaves_non_finite_gradients_for_the_caller(bad):
+    grads = make_grads(0)
+    grads["b"][0, 0] = bad
+    before = {key: value.clone() for key, value in grads.items()}
+    norm = optim.clip_(grads, 0.1)
+    assert not torch.isfinite(torch.tensor(norm))
+    assert all(torch.equal(grads[key].nan_to_num(), before[key].nan_to_num()) for key in grads)
+
+
+def their_schedule(name: str, warmup: int, min_lr: float, total: int) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2e-4)
+    if name == "constant":
+        schedule = transformers.get_constant_schedule_with_warmup(optimizer, warmup)
+    elif name == "linear" and min_lr:
+        schedule = transformers.get_polynomial_decay_schedule_with_warmup(optimizer, warmup, total, 2e-4 * min_lr, power=1.0)
+    elif name == "linear":
+        schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup, total)
+    elif min_lr:
+        schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, total, min_lr_rate=min_lr)
+    else:
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, total)
+    rates = []
+    for _ in range(total + 1):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (7, 7), (0.1, 3), (0.25, 8), (29, 29)])
+@pytest.mark.parametrize("min_lr", [0.0, 0.1])
+def test_schedule_equals_transformers_at_every_step(name, warmup, steps, min_lr):
+    mine = config.Schedule(name=name, warmup=warmup, min_lr=min_lr)
+    got = [optim.learning_rate(step, mine, 2e-4, 30) for step in range(31)]
+    assert got == pytest.approx(their_schedule(name, steps, min_lr, 30), rel=1e-9, abs=1e-18)
+
+
+def test_cosine_equals_torch():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-4)
+    mine = config.Schedule(name="cosine", min_lr=0.1)
+    for step in range(20):
+        assert optim.learning_rate(step, mine, 1e-3, 20) == pytest.approx(schedule.get_last_lr()[0], rel=1e-6)
+        optimizer.step()
+        schedule.step()
+
+
+# -- rounding -----------------------------------------------------------------------------------------------------------------
+
+
+def test_stochastic_rounding_is_unbiased_and_never_moves_a_whole_step():
+    values = torch.cat([torch.randn(200), torch.randn(50) * 1e-6, -torch.rand(50) * 1e4, torch.tensor([0.0, 1.0, -0.5])])
+    below = values.view(torch.int32).bitwise_and(-65536).view(torch.float32)  # towards zero
+    above = (values.view(torch.int32).bitwise_and(-65536) + 65536).view(torch.float32)
+    ulp = (above - below).abs()
+    draws = 4000
+    generator = torch.Generator().manual_seed(1)
+    rounded = optim.round_stochastically(values.expand(draws, -1), generator)
+    assert rounded.dtype == torch.bfloat16
+    rounded = rounded.float()
+    exact = values == below
+    assert torch.equal(rounded[:, exact], values[exact].expand(draws, -1)) and exact.sum() >= 3
+    assert ((rounded == below) | (rounded == above)).all()
+    assert ((rounded - values).abs() < ulp).all()
+    up = ((values - below).abs() / ulp).double()
+    sigma = (up * (1 - up) / draws).sqrt() * ulp.double()
+    miss = (rounded.double().mean(dim=0) - values.double()).abs()
+    # 4 sigma for the mean over all values; a single one of 303 may stray a little further.
+    assert (miss <= 5 * sigma + 1e-12 * values.abs()).all()
+    scaled = ((rounded.double() - values.double()) / ulp).mean()
+    assert abs(scaled) <= 4 * (up * (1 - up)).sum().sqrt() / (draws**0.5 * len(values))
+
+
+def test_stochastic_rounding_of_non_finite_values():
+    payload = torch.tensor([0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    values = torch.cat([torch.tensor([float("inf"), float("-inf"), float("nan")]), payload])
+    rounded = optim.round_stochastically(values, torch.Generator().manual_seed(0))
+    assert torch.equal(rounded[:2].float(), values[:2]) and rounded[2:].isnan().all()
+
+
+def test_stochastic_rounding_is_keyed_by_seed_step_and_name():
+    def after(seed, step):
+        params = [(name, nn.Parameter(torch.full((64, 64), 0.05).bfloat16())) for name in "xy"]
+        opt = optim.build(params, section(name="adamw", rounding="stochastic"), base_storage="none", seed=seed)
+        opt.step({name: torch.ones(64, 64) for name in "xy"}, 1e-5, step)
+        return [param.detach() for _, param in params]
+
+    x, y = after(1, 0)
+    assert not torch.equal(x, y)
+    assert all(map(torch.equal, (x, y), after(1, 0)))
+    assert not torch.equal(x, after(1, 1)[0]) and not torch.equal(x, after(2, 0)[0])
+
+
+class Problem:
+    """A frozen FP8 stack with LoRA already trained (B about 0.05), whose teacher differs by 0.01 in every adapter element.
+
+    500 steps at 1e-5 can move an element by 0.005, about half of the way: enough to see, and what is left is far above the error of
+    bf16 values. A bf16 number near 0.05 moves in steps of 0.00024, so a single update of 0.00001 is far below half a step.
+    """
+
+    def __init__(self, dtype: str):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+        precision.quantize_(self.model, config.Quantize(storage="fp8"), (), torch.float32)
+        adapters.inject(self.model, config.Adapter(rank=16, alpha=16, dtype=dtype), ["0", "2"], seed=0)
+        self.params = adapters.parameters(self.model)
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(64, 256, generator=generator)
+        start = {}
+        for name, param in self.params:
+            start[name] = (torch.randn(param.shape, generator=generator) * 0.05).bfloat16()
+            param.data = start[name].float()
+            param.data += 0.01 * torch.randn(param.shape, generator=generator).sign()
+        with torch.no_grad():
+            self.y = self.model(self.x)
+        for name, param in self.params:
+            param.data = start[name].to(adapters.DTYPES[dtype])
+
+    def loss(self) -> Tensor:
+        return (self.model(self.x) - self.y).square().mean()
+
+    def train(self, name: str, rounding: str, steps: int = 500) -> dict[str, float]:
+        opt = build(self.params, name=name, rounding=rounding, weight_decay=0.0)
+        first = self.loss().item()
+        seconds = 0.0
+        for step in range(steps):
+            grads = torch.autograd.grad(self.loss(), [param for _, param in self.params])
+            named = {key: grad.float() for (key, _), grad in zip(self.params, grads, strict=True)}
+            begin = time.perf_counter()
+            opt.step(named, 1e-5, step)
+            seconds += time.perf_counter() - begin
+        count = sum(param.numel() for _, param in self.params)
+        held = opt.num_bytes() + sum(param.nbytes for _, param in self.params)
+        return {"first": first, "last": self.loss().item(), "bytes": held / count, "ms": 1e3 * seconds / steps}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_small_updates_reach_bf16_adapters(name, capsys):
+    full = Problem("fp32").train(name, "master")
+    results = {rounding: Problem("bf16").train(name, rounding) for rounding in ("master", "stochastic", "nearest")}
+    with capsys.disabled():
+        print(f"\n{name}: float32 adapters {full['first']:.6f} -> {full['last']:.6f}, {full['bytes']:.2f} bytes/param")
+        for rounding, result in results.items():
+            print(
+                f"  bf16 {rounding:10} -> {result['last']:.6f} ({result['last'] / full['last'] - 1:+.2%}), "
+                f"{result['bytes']:.2f} bytes/param, {result['ms']:.2f} ms/step"
+            )
+    assert full["last"] < 0.6 * full["first"]
+    assert abs(results["master"]["last"] / full["last"] - 1) < 0.01
+    assert abs(results["nearest"]["last"] / full["last"] - 1) > 0.01

@@ -1,0 +1,396 @@
+"""The proof itself, put to the proof: right files pass in plain diffusers, and each kind of wrong file fails by name.
+
+"Training" here is a plain diffusers model that peft has put a random LoRA on (alpha not equal to rank), so that nothing
+of what is tested stands in for what it is compared with.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+
+from lora_fp8 import config, export, families, verify
+
+torch.set_num_threads(1)
+NAMES = ("sd15", "sdxl", "flux")
+RANK, ALPHA = 4, 6.0
+PROMPT = "a photo of a red cat"
+
+
+def train(denoiser, family, seed=1, num=None):
+    """Put a random LoRA on the family's targets, with peft. -> (internal state, scaling)"""
+    names = family.adapter_names(denoiser)[:num]
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="|".join(map(re.escape, names)), lora_dropout=0.5)
+    denoiser.add_adapter(settings)
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for path, module in denoiser.named_modules():
+        if hasattr(module, "lora_A"):
+            for half in "AB":
+                weight = getattr(module, f"lora_{half}")["default"].weight
+                weight.data = torch.randn(weight.shape, generator=generator) * 0.15
+                state[f"{path}.lora_{half}.weight"] = weight.detach().clone()
+    assert len(state) == 2 * len(names)
+    return state, ALPHA / RANK
+
+
+def fp8(tensors):
+    """Weights as an FP8 base would decode to."""
+    return {n: t.to(torch.float8_e4m3fn).float() if t.ndim == 2 else t.float() for n, t in tensors}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Per family: the miniature's folder, the family, a trained denoiser, its LoRA and files, a probe."""
+    made = {}
+
+    def get(name):
+        if name in made:
+            return made[name]
+        folder = tmp_path_factory.mktemp(name)
+        cls = families.get(name)
+        cls.tiny(folder / "base", seed=3)
+        section = config.Model(family=name, path=str(folder / "base"), dtype="fp32")
+        family = cls(section, device="cpu", dtype=torch.float32)
+        denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
+        state, scaling = train(denoiser, family)
+        denoiser.train()
+
+        family.load_encoders()
+        height, width = family.tiny_latent_hw
+        pixels = (16 * height, 16 * width)
+        conds = [
+            c | family.image_conditioning(pixels, (0, 8), pixels) for c in family.encode_prompts([PROMPT, "a dog"])
+        ]
+        generator = torch.Generator().manual_seed(2)
+        latents = torch.randn(2, 4, height, width, generator=generator)
+        batch = SimpleNamespace(
+            latents_BCHW=latents,
+            noise_BCHW=torch.randn(latents.shape, generator=generator),
+            t_generators=[torch.Generator().manual_seed(i) for i in range(2)],
+            cond=family.collate(conds),
+        )
+        objective = family.objective(family.scheduler_config(), config.Objective())
+        probe = verify.make_probe(family, denoiser, objective, batch, guidance=2.0)
+        assert denoiser.training  # put back
+        made[name] = SimpleNamespace(
+            name=name, folder=folder, family=family, denoiser=denoiser, state=state, scaling=scaling, probe=probe
+        )
+        made[name].conds = conds
+        made[name].files = dict(zip(export.LAYOUTS, files_of(made[name], folder / "export"), strict=True))
+        return made[name]
+
+    return get
+
+
+def files_of(it, folder, **section):
+    facts = export.ExportFacts(it.name, 10, RANK, ALPHA, 1e-4, 0, (512, 512))
+    denoiser_config = dict(it.denoiser.config)
+    return export.write(
+        it.state,
+        it.scaling,
+        it.family,
+        denoiser_config,
+        config.Export(**({"dtype": "fp32"} | section)),
+        facts,
+        folder,
+    )
+
+
+def names_of(report):
+    return [check.name for check in report.checks]
+
+
+def failed_of(report):
+    return [check.name for check in report.checks if not check.ok]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", export.LAYOUTS)
+def test_a_right_file_passes(trained, name, layout):
+    it = trained(name)
+    report = verify.check(it.files[layout], it.family, state=it.state, scaling=it.scaling, probe=it.probe)
+    assert report.ok, report.lines()
+    expected = ["file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction"]
+    assert names_of(report) == expected
+    assert report.measured["delta_error"] < 1e-6
+    assert report.measured["prediction_error"] < 1e-5
+    # the probe would notice a LoRA that does nothing
+    bare = verify.clean_pipeline(it.family)
+    answer = verify.predict(it.family, getattr(bare, it.family.denoiser_name), it.probe)
+    assert verify.relative_error(answer, it.probe.prediction_BCHW) > 0.02
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_file_of_bf16_training_passes(trained, name, tmp_path):
+    it = trained(name)
+    family = type(it.family)(
+        config.Model(family=name, path=str(it.folder / "base"), dtype="bf16"), device="cpu", dtype=torch.bfloat16
+    )
+    denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
+    state, scaling = train(denoiser, family)
+    denoiser.load_state_dict({}, strict=False)
+    for module in denoiser.modules():
+        if hasattr(module, "lora_A"):
+            for half in (module.lora_A, module.lora_B):
+                half["default"].weight.data = half["default"].weight.data.bfloat16()
+    state = {key: tensor.bfloat16() for key, tensor in state.items()}
+    probe = replace(it.probe, prediction_BCHW=verify.predict(family, denoiser, it.probe))
+    it = SimpleNamespace(name=name, family=family, denoiser=denoiser, state=state, scaling=scaling)
+    for file in files_of(it, tmp_path, dtype="bf16"):
+        report = verify.check(file, family, state=state, scaling=scaling, probe=probe)
+        assert report.ok, report.lines()
+
+
+def test_fp8_training_is_judged_on_the_decoded_base_and_the_rest_is_told(trained):
+    it = trained("sd15")
+    decoded = fp8(it.family.denoiser_tensors())
+    denoiser = getattr(verify.clean_pipeline(it.family, decoded), "unet")
+    train(denoiser, it.family)
+    probe = replace(it.probe, prediction_BCHW=verify.predict(it.family, denoiser, it.probe))
+    images = draw(it, denoiser)
+    previews = verify.Previews(images, lambda pipeline: draw(it, pipeline.unet))
+    options = {"state": it.state, "scaling": it.scaling, "probe": probe, "previews": previews}
+    report = verify.check(it.files["kohya"], it.family, base=decoded, **options)
+    assert report.ok, report.lines()
+    assert names_of(report)[-4:] == ["prediction", "preview", "plain prediction", "plain preview"]
+    assert report.measured["prediction_error"] < 1e-5 and report.measured["preview_psnr"] > 60
+    assert report.measured["plain_prediction_error"] > 1e-3
+    assert [check.judged for check in report.checks][-2:] == [False, False]
+    json.dumps(report.to_json(), allow_nan=False)
+    # a stream serves as well as a dict; and on the wrong base the same file is found out
+    assert verify.check(it.files["kohya"], it.family, base=lambda: decoded.items(), probe=probe).ok
+    wrong = verify.check(it.files["kohya"], it.family, probe=probe, previews=previews)
+    assert failed_of(wrong) == ["prediction", "preview"]
+    assert any(line.startswith("FAIL prediction") for line in wrong.lines())
+
+
+def draw(it, denoiser):
+    pipeline = it.family.pipeline(denoiser)
+    denoiser.eval()
+    height, width = 16, 24
+    return pipeline(
+        **it.family.pipeline_inputs(it.conds[0], it.conds[1]),
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        height=height,
+        width=width,
+        generator=torch.Generator().manual_seed(5),
+    ).images
+
+
+# -- a program that knows nothing of lora_fp8
+
+PLAIN = """
+import json, sys, torch, diffusers, numpy as np
+torch.set_num_threads(1)
+for job in json.loads(sys.argv[1]):
+    pipe = getattr(diffusers, job["pipeline"]).from_pretrained(job["base"], local_files_only=True, **job["options"])
+    pipe.set_progress_bar_config(disable=True)
+    draw = lambda: pipe(job["prompt"], num_inference_steps=2, guidance_scale=3.0, height=32, width=48, output_type="np",
+                        generator=torch.Generator().manual_seed(9)).images[0]
+    before = draw()
+    pipe.load_lora_weights(job["folder"], weight_name=job["file"])
+    np.savez(job["out"], before=before, after=draw())
+assert not any(name.split(".")[0] == "lora_fp8" for name in sys.modules)
+"""
+
+
+def test_plain_diffusers_draws_the_same_picture(trained, tmp_path):
+    jobs, expected = [], {}
+    for name in NAMES:
+        it = trained(name)
+        cls = getattr(diffusers, it.family.pipeline_class)
+        options = {"safety_checker": None} if name == "sd15" else {}
+        pipeline = cls.from_pretrained(it.folder / "base", local_files_only=True, **options)
+        pipeline.register_modules(**{it.family.denoiser_name: it.denoiser.eval()})
+        pipeline.set_progress_bar_config(disable=True)
+        picture = pipeline(
+            PROMPT,
+            num_inference_steps=2,
+            guidance_scale=3.0,
+            height=32,
+            width=48,
+            output_type="np",
+            generator=torch.Generator().manual_seed(9),
+        ).images[0]
+        for layout, file in it.files.items():
+            if name == "flux" and layout == "kohya":
+                continue  # diffusers knows one width of FLUX in that layout; at that width test_export shows it
+            out = str(tmp_path / f"{name}_{layout}.npz")
+            expected[out] = picture
+            job = {"pipeline": it.family.pipeline_class, "base": str(it.folder / "base"), "options": options}
+            jobs.append(job | {"folder": str(file.parent), "file": file.name, "prompt": PROMPT, "out": out})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # run from a folder without this repository, in isolation from the caller's PYTHONPATH
+    subprocess.run([sys.executable, "-I", "-c", PLAIN, json.dumps(jobs)], check=True, env=environment, cwd=tmp_path)
+    assert len(jobs) == 5
+    for out, picture in expected.items():
+        found = np.load(out)
+        np.testing.assert_allclose(found["after"], picture, atol=1e-4)
+        assert np.abs(found["before"] - picture).max() > 0.01
+
+
+# -- wrong files
+
+
+def rewrite(it, layout, path, change, **metadata):
+    """The file again with other tensors, right hashes and all."""
+    tensors, told = export.read(it.files[layout])
+    change(tensors)
+    export.write_file(path, tensors, told | metadata, hashes=True)
+    return verify.check(path, it.family, state=it.state, scaling=it.scaling, probe=it.probe)
+
+
+def first(tensors, end):
+    return next(name for name in sorted(tensors) if name.endswith(end))
+
+
+@pytest.mark.parametrize("layout", export.LAYOUTS)
+def test_wrong_tensors_fail_by_name(trained, tmp_path, layout):
+    it = trained("sd15")
+    down, up = {"diffusers": ("lora_A.weight", "lora_B.weight"), "kohya": ("lora_down.weight", "lora_up.weight")}[
+        layout
+    ]
+    path = tmp_path / "x.safetensors"
+
+    def orphan(tensors):
+        del tensors[first(tensors, up)]
+
+    def wrong_rank(tensors):
+        tensors[first(tensors, down)] = tensors[first(tensors, down)][:-1].clone()
+
+    def nan(tensors):
+        tensors[first(tensors, up)][0, 0] = math.nan
+
+    def zero(tensors):
+        for name in [name for name in tensors if name.endswith(up)]:
+            tensors[name].zero_()
+
+    def stranger(tensors):
+        stem = first(tensors, down).removesuffix("." + down)
+        for name in [name for name in tensors if name.startswith(stem + ".")]:
+            tensors[name.replace(stem, stem.replace("blocks", "blacks"))] = tensors.pop(name)
+
+    def halved(tensors):
+        tensors[first(tensors, up)] *= 0.5
+
+    def lost(tensors):
+        stem = first(tensors, down).removesuffix("." + down)
+        for name in [name for name in tensors if name.startswith(stem + ".")]:
+            del tensors[name]
+
+    assert rewrite(it, layout, path, lambda tensors: None).ok
+    for change, failing in [
+        (orphan, ["pairs"]),
+        (wrong_rank, ["pairs"]),
+        (nan, ["finite"]),
+        (zero, ["trained"]),
+        (stranger, ["load"]),
+        (halved, ["delta", "prediction"]),
+        (lost, ["delta", "prediction"]),
+    ]:
+        report = rewrite(it, layout, path, change)
+        assert failed_of(report) == failing, (change.__name__, report.lines())
+
+
+def test_a_wrong_alpha_is_found(trained, tmp_path):
+    it = trained("sdxl")
+
+    def forget(tensors):
+        for name in [name for name in tensors if name.endswith(".alpha")]:
+            tensors[name].fill_(RANK)
+
+    assert failed_of(rewrite(it, "kohya", tmp_path / "x.safetensors", forget)) == ["delta", "prediction"]
+
+
+def test_wrong_bytes_and_headers_fail_by_name(trained, tmp_path):
+    it = trained("sd15")
+    raw = it.files["diffusers"].read_bytes()
+    flipped = bytearray(raw)
+    flipped[-2] ^= 1  # a bit of one weight: all else is right
+    for name, content, failing in [
+        ("flipped", bytes(flipped), ["hash"]),
+        ("truncated", raw[:-8], ["file"]),
+        ("empty", b"", ["file"]),
+    ]:
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(content)
+        assert failed_of(verify.check(path, it.family, probe=it.probe)) == failing, name
+    report = verify.check(tmp_path / "missing.safetensors", it.family)
+    assert failed_of(report) == ["file"] and "No such file" in report.failed()[0]
+    report = rewrite(it, "diffusers", tmp_path / "x.safetensors", lambda t: None, **{"modelspec.resolution": "512"})
+    assert failed_of(report) == ["metadata"]
+
+
+def test_a_lora_of_another_architecture_does_not_load(trained):
+    report = verify.check(trained("sdxl").files["diffusers"], trained("sd15").family)
+    assert failed_of(report) == ["load"]
+    assert failed_of(verify.check(trained("flux").files["diffusers"], trained("sd15").family)) == ["file"]
+
+
+def test_partly_trained_fused_layers_pass(trained, tmp_path):
+    """Only q and v of FLUX: the fused layer's k is zeros, and comes back from the file as no adapter."""
+    it = trained("flux")
+    state = {key: tensor for key, tensor in it.state.items() if re.search(r"\.attn\.to_[qv]\.", key)}
+    partly = SimpleNamespace(**{**vars(it), "state": state})
+    for file in files_of(partly, tmp_path):
+        report = verify.check(file, it.family, state=state, scaling=it.scaling)
+        assert report.ok and report.measured["delta_error"] < 1e-6, report.lines()
+
+
+# -- parts
+
+
+def test_probe_survives_the_disk(trained, tmp_path):
+    probe = trained("sdxl").probe
+    verify.save_probe(probe, tmp_path / "probe.safetensors")
+    back = verify.load_probe(tmp_path / "probe.safetensors")
+    assert back.guidance == probe.guidance and back.cond.keys() == probe.cond.keys() and "time_ids" in back.cond
+    for name in ("noisy_BCHW", "t_B", "prediction_BCHW"):
+        one, two = getattr(probe, name), getattr(back, name)
+        assert one.dtype == two.dtype and torch.equal(one, two)
+    with pytest.raises(config.UserError, match="not a probe"):
+        verify.load_probe(trained("sdxl").files["kohya"])
+
+
+def test_probe_is_asked_with_dropout_off(trained):
+    it = trained("flux")
+    assert torch.equal(verify.predict(it.family, it.denoiser.train(), it.probe), it.probe.prediction_BCHW)
+    assert it.denoiser.training
+
+
+def test_delta_error_is_that_of_the_whole_matrices():
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(4, 40, generator=generator), torch.randn(30, 4, generator=generator)
+    c, d = torch.randn(6, 40, generator=generator), torch.randn(30, 6, generator=generator)
+    whole = ((d @ c * 2 - b @ a * 0.5).norm() / (b @ a * 0.5).norm()).item()
+    assert verify.delta_error((c, d, 2.0), (a, b, 0.5)) == pytest.approx(whole, rel=1e-5)
+    assert verify.delta_error((a, b * 2, 0.25), (a, b, 0.5)) < 1e-7
+    assert verify.delta_error((a, b * 1.001, 0.5), (a, b, 0.5)) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_psnr():
+    picture = np.full((4, 6, 3), 100, np.uint8)
+    assert verify.psnr(picture, picture) == math.inf
+    assert verify.psnr(picture, picture + 1) == pytest.approx(20 * math.log10(255))
+    with pytest.raises(ValueError, match="cannot be compared"):
+        verify.psnr(picture, picture.transpose(1, 0, 2))
+
+
+def test_a_base_that_is_not_whole_is_an_error(trained):
+    family = trained("sd15").family
+    tensors = dict(family.denoiser_tensors())
+    tensors.pop("conv_in.weight")
+    with pytest.raises(verify.RunFailure, match="conv_in.weight"):
+        verify.clean_pipeline(family, tensors)
