@@ -2,11 +2,13 @@
 
 peft wraps the layers, adds the two small matrices and does the forward pass; what it leaves to chance is decided here:
 
-* Dtype. peft gives adapters the dtype of the base weight, and with an FP8 base that has made people train in FP8 (about 49
-  distinct values in a fresh A). Here they end in `section.dtype`, whatever the base is held in.
-* Start values. A is drawn in float32 from a generator keyed by the seed and the layer's name, then cast; B is zero. So the start does
-  not depend on the order of layers, on which other layers are adapted, or on the global random state, which stays untouched.
-* Names. Outside this file a parameter is called "<diffusers module path>.lora_A.weight"; peft's "base_layer" and "default" stay inside.
+* Dtype. peft gives adapters the dtype of the base weight, and with an FP8 base that has made people train in FP8 (about
+  49 distinct values in a fresh A). Here they end in `section.dtype`, whatever the base is held in.
+* Start values. A is drawn in float32 from a generator keyed by the seed and the layer's name, then cast; B is zero. So
+  the start does not depend on the order of layers, on which other layers are adapted, or on the global random state,
+  which stays untouched.
+* Names. Outside this file a parameter is called "<diffusers module path>.lora_A.weight"; peft's "base_layer" and
+  "default" stay inside.
 * Targets. A target that matches nothing is an error, not a smaller adapter.
 
 LoRA: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". y = W x + (alpha / rank) B A x.
@@ -47,8 +49,9 @@ def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str],
     """Puts a LoRA beside every targeted layer, in place; afterwards only the adapters require gradients.
 
     Args:
-        targets: the family's choice, used when `section.targets` is empty. Each is a name or the end of one: "to_q" is every
-            layer called to_q, "ff.net.0.proj" only those. `nn.Linear` (FP8 ones too) and `nn.Conv2d` can be adapted.
+        targets: the family's choice, used when `section.targets` is empty. Each is a name or the end of one: "to_q" is
+            every layer called to_q, "ff.net.0.proj" only those. `nn.Linear` (FP8 ones too) and `nn.Conv2d` can be
+            adapted.
         seed: with the layer's name, keys the start values.
 
     Raises:
@@ -57,10 +60,12 @@ def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str],
     """
     if modules(denoiser):
         raise ValueError("inject: this denoiser has adapters already")
-    names, notes = _match(denoiser, list(section.targets or targets), "adapter.targets" if section.targets else "targets")
+    setting = "adapter.targets" if section.targets else "targets"
+    names, notes = _match(denoiser, list(section.targets or targets), setting)
     for name in names:
         layer = denoiser.get_submodule(name)
-        narrow = min(layer.weight.shape[:2] if isinstance(layer, nn.Conv2d) else (layer.in_features, layer.out_features))
+        is_conv = isinstance(layer, nn.Conv2d)
+        narrow = min((layer.in_channels, layer.out_channels) if is_conv else (layer.in_features, layer.out_features))
         if section.rank > narrow:
             notes.append(f"adapter.rank {section.rank} is more than {name} can use ({narrow})")
     dtype = DTYPES[section.dtype]
@@ -68,12 +73,13 @@ def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str],
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        # One pattern over whole names: in a list, peft would take "proj_out" also for every name that ends in ".proj_out".
+        # One pattern over whole names: a list is matched by endings, and would take an embedding of that name too.
         target_modules="|".join(map(re.escape, names)),
         init_lora_weights=False,
         bias="none",
     )
-    # On meta (low_cpu_mem_usage) peft's own start values cost nothing; the fork keeps the global random state all the same.
+    # On meta (low_cpu_mem_usage) peft's own start values cost nothing; the fork keeps the global random state all the
+    # same.
     with torch.random.fork_rng(devices=[]), python_warnings.catch_warnings(record=True) as caught:
         python_warnings.simplefilter("always")
         inject_adapter_in_model(settings, denoiser, adapter_name=ADAPTER, low_cpu_mem_usage=True)
@@ -86,10 +92,10 @@ def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str],
     num_parameters = 0
     for name, layer in found.items():
         device = _device(layer.get_base_layer())
-        for half in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
-            start = _kaiming(half.weight.shape, seed, name) if half is layer.lora_A[ADAPTER] else torch.zeros(half.weight.shape)
-            half.weight = nn.Parameter(start.to(device=device, dtype=dtype))
-            num_parameters += half.weight.numel()
+        a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        a.weight = nn.Parameter(_kaiming(a.weight.shape, seed, name).to(device=device, dtype=dtype))
+        b.weight = nn.Parameter(torch.zeros(b.weight.shape, device=device, dtype=dtype))
+        num_parameters += a.weight.numel() + b.weight.numel()
     return InjectReport(len(names), num_parameters, tuple(names), tuple(notes))
 
 
@@ -99,7 +105,7 @@ def modules(denoiser: nn.Module) -> dict[str, LoraLayer]:
 
 
 def parameters(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The adapters' parameters as ("<diffusers module path>.lora_A.weight", parameter), in the model's order, A before B."""
+    """The adapters' parameters by name ("<diffusers module path>.lora_A.weight"), in the model's order, A before B."""
     return [
         (f"{name}.lora_{half}.weight", getattr(layer, f"lora_{half}")[ADAPTER].weight)
         for name, layer in modules(denoiser).items()
@@ -122,7 +128,8 @@ def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copies tensors, named and shaped as `state` gives them, into the adapters.
 
     Raises:
-        config.UserError: names that are missing or unknown, or other shapes; all of them in one message. Nothing is changed then.
+        config.UserError: names that are missing or unknown, or other shapes; all of them in one message. Nothing is
+        changed then.
     """
     held = dict(parameters(denoiser))
     problems = [f"{name} is missing" for name in held if name not in tensors]
@@ -161,11 +168,15 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
     chosen: set[str] = set()
     notes: list[str] = []
     if not targets:
-        raise config.UserError(f"{setting}: empty, so there is nothing to train; name the layers to adapt, such as 'to_q'")
+        raise config.UserError(
+            f"{setting}: empty, so there is nothing to train; name the layers to adapt, such as 'to_q'"
+        )
     for target in targets:
         matched = {name for name in adaptable if f".{name}".endswith(f".{target}")}
         if not matched:
-            raise config.UserError(f"{setting}: {target!r} matches no layer that can be adapted; {_hint(target, adaptable)}")
+            raise config.UserError(
+                f"{setting}: {target!r} matches no layer that can be adapted; {_hint(target, adaptable)}"
+            )
         if matched <= chosen:
             notes.append(f"{setting}: {target!r} adds nothing: the targets before it name all of its layers")
         chosen |= matched
@@ -181,11 +192,13 @@ def _hint(target: str, adaptable: dict[str, nn.Module]) -> str:
                 ends[".".join(parts)] = None
     inside = [end for end in ends if f".{end}.".startswith(f".{target}.")]  # "to_out" is a list: mean "to_out.0"
     near = inside[:3] or difflib.get_close_matches(target, ends, n=3)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"layers here end in {', '.join(list(ends)[:8])}"
+    return (
+        f"did you mean {' or '.join(map(repr, near))}?" if near else f"layers here end in {', '.join(list(ends)[:8])}"
+    )
 
 
 def _kaiming(shape: torch.Size, seed: int, name: str) -> Tensor:
-    """A's start: uniform within 1 / sqrt(fan in), as peft and Hu et al.'s code have it (kaiming uniform with a = sqrt 5)."""
+    """A's start: uniform within 1 / sqrt(fan in), as in peft and Hu et al.'s code (kaiming uniform with a = sqrt 5)."""
     key = int.from_bytes(hashlib.sha256(f"{seed}|{name}".encode()).digest()[:8], "big", signed=True)
     generator = torch.Generator().manual_seed(key)
     return nn.init.kaiming_uniform_(torch.empty(shape, dtype=torch.float32), a=math.sqrt(5), generator=generator)

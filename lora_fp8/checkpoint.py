@@ -96,7 +96,10 @@ def save(
         raise RunFailure(
             f"{final}: what was read back is not what was written ({problem}); earlier checkpoints are intact"
         )
-    _prune(folder, keep)
+    try:
+        _prune(folder, keep)
+    except OSError as error:
+        raise RunFailure(f"{final} is saved, but older checkpoints could not be removed ({error.strerror})") from None
     return final
 
 

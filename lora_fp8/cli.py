@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tomlkit
 import typer
 
 app = typer.Typer(
@@ -65,9 +66,9 @@ def new(
     start = {"sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5", "sdxl": "stabilityai/stable-diffusion-xl-base-1.0"}
     start["flux"] = "black-forest-labs/FLUX.1-dev"
     base = start.get(family, "put/the-base-model-here")
-    overrides = [f"model.family={json.dumps(family)}", f"model.path={json.dumps(base)}", f"preset={json.dumps(preset)}"]
-    overrides.append('dataset.folders=[{path="my_pictures"}]')
-    job = config.loads("", [*overrides, f"name={json.dumps(path.stem)}"], where="new")
+    given = {"name": path.stem, "preset": preset, "model": {"family": family, "path": base}}
+    given["dataset"] = {"folders": [{"path": "my_pictures"}]}
+    job = config.loads(tomlkit.dumps(given), where="new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(config.commented(job.model_copy(update={"preset": []})), encoding="utf-8")
@@ -82,7 +83,8 @@ def check(
 ) -> None:
     """Check a config and the pictures that it names, completely, without loading any model."""
     from . import config
-    from .data import images
+    from .data import buckets, images
+    from .families import _files
 
     problems: list[str] = []
     lines: list[str] = []
@@ -94,6 +96,19 @@ def check(
         report = images.scan(job.dataset)
         problems += report.problems
         lines += [*images.describe(report), *(f"warning: {text}" for text in report.warnings)]
+        try:
+            if isinstance(job.dataset.resolution, int) and isinstance(job.dataset.bucket_step, int):
+                section = job.dataset
+                buckets.assign(report.examples, section, resolution=section.resolution, step=section.bucket_step)
+        except config.UserError as error:
+            problems.append(str(error))
+        try:
+            if _files.is_on_hub(job.model.path):
+                lines.append(f"base: {job.model.path}, from the hub when training starts (not looked at here)")
+            else:
+                _files.locate(job.model.path, job.model.components, job.model.revision, family=job.model.family, parts=())
+        except config.UserError as error:
+            problems.append(str(error))
     if as_json:
         print(json.dumps({"ok": not problems, "problems": problems, "lines": lines}, ensure_ascii=False, indent=1))
         sys.exit(2 if problems else 0)
@@ -119,7 +134,8 @@ def resume(folder: Path = typer.Argument(..., metavar="RUN"), overrides: list[st
 
     run = Run.open(folder)
     # The folder may have been moved or renamed since: where it is now counts.
-    place = [f"name={json.dumps(folder.resolve().name)}", f"output_dir={json.dumps(str(folder.resolve().parent))}"]
+    here = folder.resolve()
+    place = [f"{key}={tomlkit.item(text).as_string()}" for key, text in (("name", here.name), ("output_dir", str(here.parent)))]
     train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
 
 
@@ -210,6 +226,7 @@ def _say(event: dict[str, Any]) -> None:
     text = {
         "stage": lambda e: f"== {e['stage']}",
         "warning": lambda e: f"warning: {e['text']}",
+        "progress": lambda e: f"  {e['done']} of {e['total']}",
         "cache": lambda e: f"cache: {e['encoded']} encoded, {e['reused']} reused",
         "data": lambda e: (
             f"data: {e['images']} images, {e['samples_per_epoch']} samples and {e['steps_per_epoch']:.3g} steps "

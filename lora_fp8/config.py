@@ -13,6 +13,7 @@ From this one declaration come the check, the commented file of `lora-fp8 new` a
 Layer 0: no torch here, so that `lora-fp8 --help`, `check` and the web page start at once.
 """
 
+import copy
 import difflib
 import tomllib
 from pathlib import Path
@@ -22,6 +23,9 @@ import tomlkit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PRESET_FOLDER = Path(__file__).resolve().parent.parent / "presets"
+Location = tuple[Any, ...]
+"""Where a setting is: ("dataset", "folders", 0, "path")."""
+MAX_SEED = 2**32 - 1  # what every tool that shows or takes a seed can hold
 
 
 class UserError(Exception):
@@ -43,9 +47,9 @@ class UserErrors(UserError):
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no guessing between types ("8" is not 8)."""
+    """Base of all sections: frozen, no unknown keys, no guessing between types ("8" is not 8), no nan and no inf."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def setting(default: Any, description: str, **bounds: Any) -> Any:
@@ -191,7 +195,7 @@ class Preview(Section):
     guidance: float | Literal["auto"] = setting("auto", "Guidance scale; auto: the family's usual one.")
     width: int = setting(0, "Pixels; 0 means the training resolution.", ge=0)
     height: int = setting(0, "Pixels; 0 means the training resolution.", ge=0)
-    seed: int = setting(42, "Seed of the first preview; the next ones count up.", ge=0)
+    seed: int = setting(42, "Seed of the first preview; the next ones count up.", ge=0, le=MAX_SEED)
 
 
 class Checkpoint(Section):
@@ -222,7 +226,7 @@ class Job(Section):
 
     name: str = setting("my-lora", "Name of the run folder and of the file.", min_length=1, max_length=120)
     output_dir: str = setting("runs", "Folder that the run folder is made in.")
-    seed: int = setting(0, "Seed of the data order, noise and initial weights.", ge=0)
+    seed: int = setting(0, "Seed of the data order, noise and initial weights.", ge=0, le=MAX_SEED)
     preset: list[str] = setting([], "Presets laid under this file: names in presets/, or paths.")
     model: Model
     quantize: Quantize = Quantize()
@@ -272,13 +276,14 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     problems: list[str] = []
     assignments = _parse_overrides(overrides, problems)
     data: dict[str, Any] = {}
-    for name in _preset_names(given, assignments, problems):
-        _merge(data, _read_preset(name, folder, problems))
+    presets = {name: _read_preset(name, folder, problems) for name in _preset_names(given, assignments)}
+    for preset in presets.values():
+        _merge(data, preset)
     _merge(data, given)
     for keys, value in assignments:
         _assign(data, keys, value, problems)
     job, found = _validate(data)
-    problems += found
+    problems += [line + _origin(location, given, presets, assignments) for location, line in found]
     if problems:
         raise UserErrors(problems, where)
     assert job is not None
@@ -297,7 +302,7 @@ def dumps(job: Job) -> str:
     return tomlkit.dumps(data)
 
 
-def commented(job: Job, only_set: bool = False) -> str:
+def commented(job: Job) -> str:
     """The job as a TOML file for people: every setting with its description and what it accepts, grouped by section."""
     lines: list[str] = []
 
@@ -343,7 +348,8 @@ def accepted(field: Any) -> str:
 def _parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    # A number of 5,000 digits is a plain ValueError of int(), brackets nested a thousand deep a RecursionError.
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid TOML: {error}") from None
 
 
@@ -356,13 +362,13 @@ def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]
             continue
         try:
             parsed = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             parsed = value.strip()  # a bare word: --set model.family=flux
         assignments.append((key.strip().split("."), parsed))
     return assignments
 
 
-def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]], problems: list[str]) -> list[str]:
+def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]]) -> list[str]:
     names = given.get("preset", [])
     for keys, value in assignments:
         if keys == ["preset"]:
@@ -374,10 +380,15 @@ def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]
 
 def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]:
     path = folder / name if name.endswith(".toml") else PRESET_FOLDER / f"{name}.toml"
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError:  # a name too long for the file system
+        found = False
+    if not found:
         hint = _did_you_mean(name, preset_names())
         problems.append(
-            f"preset: no preset {name!r}{hint}; accepted: {', '.join(preset_names())}, or the path of a .toml file"
+            f"preset: no preset {_shown(name)}{hint}; accepted: {', '.join(preset_names())}, "
+            "or the path of a .toml file"
         )
         return {}
     try:
@@ -397,14 +408,14 @@ def _merge(under: dict[str, Any], over: dict[str, Any]) -> None:
         if isinstance(value, dict) and isinstance(under.get(key), dict):
             _merge(under[key], value)
         else:
-            under[key] = value
+            under[key] = copy.deepcopy(value)  # what is merged later must not reach into the preset that this came from
 
 
 def _assign(data: dict[str, Any], keys: list[str], value: Any, problems: list[str]) -> None:
     node: Any = data
     for i, key in enumerate(keys[:-1]):
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not key.isdecimal() or int(key) >= len(node):
                 problems.append(f"--set {'.'.join(keys)}: {'.'.join(keys[:i])} has {len(node)} entries, counted from 0")
                 return
             node = node[int(key)]
@@ -424,51 +435,66 @@ def _assign(data: dict[str, Any], keys: list[str], value: Any, problems: list[st
     node[keys[-1]] = value
 
 
-def _validate(data: dict[str, Any]) -> tuple[Job | None, list[str]]:
-    """Check types, bounds and contradictions; returns the job (None if there is anything wrong) and all problems."""
-    problems: list[str] = []
+def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, str]]]:
+    """Check types, bounds and contradictions; returns the job (None if anything is wrong) and (place, line) of each."""
+    problems: list[tuple[Location, str]] = []
     try:
         job = Job.model_validate(data)
     except ValidationError as error:
-        seen: set[str] = set()
-        bad: list[tuple[Any, ...]] = []
+        # Each arm of a union complains; the last is the widest (int | float, a choice | a number) and says most.
+        lines: dict[Location, str] = {}
         for item in error.errors(include_url=False):
             location = _real_location(item["loc"], data)
-            bad.append(location)
-            line = _say(item, location, data)
-            if line not in seen:
-                seen.add(line)
-                problems.append(line)
-        # Contradictions are looked for in what remains, so that they are reported in the same go.
-        rest = _without(data, bad)
-        rest.setdefault("model", {})
-        if isinstance(rest["model"], dict):
-            rest["model"].setdefault("family", "")
-            rest["model"].setdefault("path", "")
-        try:
-            job = Job.model_validate(rest)
-        except ValidationError:
-            return None, problems
-        named = {".".join(map(str, location)) for location in bad}
-        problems += [line for key, line in _contradictions(job) if not any(key.startswith(n) for n in named)]
+            lines[location] = _say(item, location)
+        wrong = list(lines)
+        problems += lines.items()
+        # Contradictions are looked for in what remains, so that they are reported in the same go. A rule that reads a
+        # setting which is wrong already would only repeat it, or judge by its default.
+        names = [".".join(map(str, location)) for location in wrong]
+        for keys, line in _contradictions(Job.model_validate(_repaired(data, wrong))):
+            if not any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for key in keys for n in names):
+                problems.append((tuple(keys[0].split(".")), line))
         return None, problems
-    problems += [line for _, line in _contradictions(job)]
-    return job, problems
+    problems += [(tuple(keys[0].split(".")), line) for keys, line in _contradictions(job)]
+    return (None if problems else job), problems
 
 
-def _contradictions(job: Job) -> list[tuple[str, str]]:
-    """What is wrong although each setting by itself is fine: (key, line)."""
-    found: list[tuple[str, str]] = []
+def _origin(
+    location: Location, given: dict[str, Any], presets: dict[str, dict[str, Any]], assignments: list[Any]
+) -> str:
+    """Where a wrong setting was written, when that is not the file itself."""
 
-    def say(key: str, text: str) -> None:
-        found.append((key, f"{key}: {text}"))
+    def holds(node: Any, parts: Location) -> bool:
+        for part in parts:
+            if isinstance(node, dict) and part in node:
+                node = node[part]
+            elif isinstance(node, list) and str(part).isdecimal() and int(part) < len(node):
+                node = node[int(part)]
+            else:
+                return False
+        return bool(parts)
+
+    key = ".".join(map(str, location))
+    if any(f"{key}.".startswith(f"{'.'.join(keys)}.") for keys, _ in assignments):
+        return " (from --set)"
+    if holds(given, location):
+        return ""
+    return next((f" (from preset {name})" for name in reversed(presets) if holds(presets[name], location)), "")
+
+
+def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
+    """What is wrong although each setting by itself is fine: (the settings that were looked at, line)."""
+    found: list[tuple[tuple[str, ...], str]] = []
+
+    def say(key: str, text: str, *looked_at: str) -> None:
+        found.append(((key, *looked_at), f"{key}: {text}"))
 
     from .families import available  # a list of file names; imports no torch
 
     families = available()
     if job.model.family not in families:
         hint = _did_you_mean(job.model.family, families)
-        say("model.family", f"unknown family {job.model.family!r}{hint}; accepted: {' | '.join(families)}")
+        say("model.family", f"unknown family {_shown(job.model.family)}{hint}; accepted: {' | '.join(families)}")
     if not job.model.path:
         say("model.path", "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
     if not job.dataset.folders:
@@ -483,13 +509,19 @@ def _contradictions(job: Job) -> list[tuple[str, str]]:
     if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
         without = [str(i) for i, folder in enumerate(job.dataset.folders) if not folder.trigger]
         if without:
-            say("dataset.missing_caption", "'trigger' needs dataset.trigger or a trigger in every folder")
+            say(
+                "dataset.missing_caption",
+                "'trigger' needs dataset.trigger or a trigger in every folder",
+                "dataset.trigger",
+                "dataset.folders",
+            )
     if isinstance(job.optimizer.lr_scale, float) and not 0 < job.optimizer.lr_scale <= 100:
         say("optimizer.lr_scale", f"must be above 0 and at most 100, got {job.optimizer.lr_scale:g}")
     if isinstance(job.schedule.warmup, int) and job.schedule.warmup >= job.train.steps and job.schedule.warmup:
         say(
             "schedule.warmup",
             f"{job.schedule.warmup} steps, but train.steps is {job.train.steps}; use fewer, or a fraction",
+            "train.steps",
         )
     if isinstance(job.schedule.warmup, float) and job.schedule.warmup >= 1:
         say(
@@ -507,8 +539,16 @@ def _contradictions(job: Job) -> list[tuple[str, str]]:
         say("export.formats", "is empty; accepted: diffusers | kohya")
     if len(set(job.export.formats)) != len(job.export.formats):
         say("export.formats", "names a format twice")
-    if any(c in job.name for c in "/\\\0\n") or job.name.strip() in ("", ".", ".."):
-        say("name", f"{job.name!r} cannot name a folder; use letters, digits, '-' and '_'")
+    if len(set(job.preset)) != len(job.preset):
+        say("preset", "names a preset twice")
+    paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
+    paths |= {"dataset.cache_dir": job.dataset.cache_dir}
+    paths |= {f"dataset.folders.{i}.path": folder.path for i, folder in enumerate(job.dataset.folders)}
+    for key, path in paths.items():
+        if "\0" in path:
+            say(key, f"{_shown(path)} cannot be a path")
+    if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
+        say("name", f"{_shown(job.name)} cannot name a folder; use letters, digits, '-' and '_'")
     return found
 
 
@@ -516,19 +556,34 @@ def _contradictions(job: Job) -> list[tuple[str, str]]:
 # pydantic's errors in words for people; the only place that knows their codes
 
 
-def _say(item: dict[str, Any], location: tuple[Any, ...], data: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in location)
-    kind, given, context = item["type"], item.get("input"), item.get("ctx", {})
+def _shown(value: Any) -> str:
+    """What was given, on one line of bearable length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
+
+
+def _dotted(location: Location) -> str:
+    # A key in quotes may hold anything, line breaks too.
+    parts = [p if str(p).isprintable() and len(str(p)) <= 80 else _shown(p) for p in location]
+    return ".".join(map(str, parts))
+
+
+def _say(item: dict[str, Any], location: Location) -> str:
+    key = _dotted(location)
+    kind, context = item["type"], item.get("ctx", {})
+    given = _shown(item.get("input"))
     field = _field(location)
     choices = _choices(field.annotation) if field is not None else []
     if kind == "extra_forbidden":
         return f"{key}: unknown setting{_suggest(location)}"
     if kind == "missing":
-        return f"{key}: required. {field.description if field is not None and field.description else ''}".strip()
-    if choices:
-        hint = _did_you_mean(given, choices) if isinstance(given, str) else ""
+        model = _model_at(location)
+        what = (model.__doc__ if model is not None else field.description if field is not None else "") or ""
+        return f"{key}: required. {what}".strip()
+    if choices and kind != "list_type":
+        hint = _did_you_mean(item["input"], choices) if isinstance(item["input"], str) else ""
         more = " | a number" if field is not None and _number_allowed(field.annotation) else ""
-        return f"{key}: expected {' | '.join(choices)}{more}, got {given!r}{hint}"
+        return f"{key}: expected {' | '.join(choices)}{more}, got {given}{hint}"
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         words = {
             "greater_than_equal": "at least",
@@ -537,12 +592,13 @@ def _say(item: dict[str, Any], location: tuple[Any, ...], data: dict[str, Any]) 
             "less_than": "less than",
         }
         limit = context.get("ge", context.get("gt", context.get("le", context.get("lt"))))
-        return f"{key}: must be {words[kind]} {limit}, got {given!r}"
+        limit = f"{limit:g}" if isinstance(limit, float) else limit  # pydantic makes 1.0 of 1
+        return f"{key}: must be {words[kind]} {limit}, got {given}"
     if kind == "string_pattern_mismatch":
-        return f"{key}: expected a colour such as #ffffff, got {given!r}"
+        return f"{key}: expected a colour such as #ffffff, got {given}"
     if kind in ("string_too_short", "string_too_long"):
         limit = f"at least {context['min_length']}" if "min_length" in context else f"at most {context['max_length']}"
-        return f"{key}: must be {limit} characters long, got {given!r}"
+        return f"{key}: must be {limit} characters long, got {given}"
     expected = {
         "int_type": "a whole number",
         "int_from_float": "a whole number",
@@ -556,11 +612,11 @@ def _say(item: dict[str, Any], location: tuple[Any, ...], data: dict[str, Any]) 
         "model_attributes_type": "a table",
     }.get(kind)
     if expected is None:
-        return f"{key}: {item['msg']}, got {given!r}"
-    return f"{key}: expected {expected}, got {given!r}"
+        return f"{key}: {item['msg']}, got {given}"
+    return f"{key}: expected {expected}, got {given}"
 
 
-def _real_location(location: tuple[Any, ...], data: dict[str, Any]) -> tuple[Any, ...]:
+def _real_location(location: Location, data: dict[str, Any]) -> Location:
     """pydantic appends the arm of a union (`float`, `literal[...]`) to the path; keep only what is in the file."""
     node: Any = data
     real: list[Any] = []
@@ -577,7 +633,7 @@ def _real_location(location: tuple[Any, ...], data: dict[str, Any]) -> tuple[Any
     return tuple(real)
 
 
-def _model_at(location: tuple[Any, ...]) -> type[Section] | None:
+def _model_at(location: Location) -> type[Section] | None:
     model: Any = Job
     for part in location:
         if isinstance(part, int):
@@ -594,7 +650,7 @@ def _model_at(location: tuple[Any, ...]) -> type[Section] | None:
     return model
 
 
-def _field(location: tuple[Any, ...]) -> Any:
+def _field(location: Location) -> Any:
     named = [part for part in location if not isinstance(part, int)]
     if not named:
         return None
@@ -614,17 +670,17 @@ def _number_allowed(annotation: Any) -> bool:
     return any(a in (int, float) for a in get_args(annotation))
 
 
-def _suggest(location: tuple[Any, ...]) -> str:
-    """The nearest setting in the same table, or the table that has a setting of exactly this name."""
+def _suggest(location: Location) -> str:
+    """The table that has a setting of exactly this name, or the nearest setting in this table or in any."""
     model, name = _model_at(location[:-1]), str(location[-1])
     names = list(model.model_fields) if model is not None else []
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    prefix = ".".join(str(p) for p in location[:-1])
-    if near:
-        return f", did you mean {prefix + '.' if prefix else ''}{near[0]}?"
+    prefix = _dotted(location[:-1])
     homes = [s for s in Job.model_fields if (m := _model_at((s,))) is not None and name in m.model_fields]
     if homes:
         return f", did you mean {homes[0]}.{name}?"
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if near:
+        return f", did you mean {prefix + '.' if prefix else ''}{near[0]}?"
     everywhere = {f"{s}.{n}": n for s in Job.model_fields if (m := _model_at((s,))) is not None for n in m.model_fields}
     near = difflib.get_close_matches(name, list(everywhere.values()), n=1, cutoff=0.75)
     if near:
@@ -633,18 +689,26 @@ def _suggest(location: tuple[Any, ...]) -> str:
 
 
 def _did_you_mean(given: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(given)[:80].lower(), names, n=1, cutoff=0.5)
     return f", did you mean {near[0]!r}?" if near else ""
 
 
-def _without(data: dict[str, Any], locations: list[tuple[Any, ...]]) -> dict[str, Any]:
-    """A deep copy without the entries at these places."""
+def _repaired(data: dict[str, Any], wrong: list[Location]) -> dict[str, Any]:
+    """A deep copy without the entries at these places, and with empty text where something required is then missing."""
 
-    def copy(node: Any, here: tuple[Any, ...]) -> Any:
+    def copied(node: Any, here: Location) -> Any:
         if isinstance(node, dict):
-            return {k: copy(v, (*here, k)) for k, v in node.items() if (*here, k) not in locations}
+            table = {k: copied(v, (*here, k)) for k, v in node.items() if (*here, k) not in wrong}
+            model = _model_at(here)
+            for name, field in model.model_fields.items() if model is not None else ():
+                if field.is_required() and name not in table:
+                    table[name] = copied({}, (*here, name)) if _model_at((*here, name)) is not None else ""
+            return table
         if isinstance(node, list):
-            return [copy(v, (*here, i)) for i, v in enumerate(node) if (*here, i) not in locations]
+            # A table that is none is emptied, not left out: the numbers of those after it must not change.
+            keep = _model_at(here) is not None
+            entries = [((*here, i), v) for i, v in enumerate(node) if keep or (*here, i) not in wrong]
+            return [copied({} if place in wrong else v, place) for place, v in entries]
         return node
 
-    return copy(data, ())
+    return copied(data, ())

@@ -32,7 +32,7 @@ import re
 import struct
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -382,7 +382,7 @@ def to_layout(
         return out
     if layout != "kohya":
         raise UserError(f"{layout!r}: unknown layout; there are {', '.join(LAYOUTS)}")
-    to_kohya, members_of = NAMINGS[family.kohya_naming]
+    to_kohya, members_of = _naming(family)
     groups = {to_kohya(module, denoiser_config): None for module in names}
     for group in groups:
         members = members_of(group, denoiser_config)
@@ -420,7 +420,7 @@ def from_layout(
             raise UserError(f"{_some(foreign)}: not names of a {family.denoiser_name} LoRA in the diffusers layout")
         state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         return state, dict.fromkeys(modules(state), 1.0)
-    _, members_of = NAMINGS[family.kohya_naming]
+    _, members_of = _naming(family)
     halves = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
     renamed = {}
     for name, tensor in tensors.items():
@@ -532,7 +532,8 @@ def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout:
         width = _flux_width(denoiser_config)
         if width != 3072:
             return f"diffusers converts kohya's FLUX names at width 3072 only, this base has {width}"
-        if denoiser_config["num_layers"] > 19 or denoiser_config["num_single_layers"] > 38:
+        sizes = FLUX_DEFAULTS | dict(denoiser_config)
+        if sizes["num_layers"] > 19 or sizes["num_single_layers"] > 38:
             return "diffusers converts kohya's FLUX names for 19 + 38 blocks, this base has more"
     return None
 
@@ -577,6 +578,15 @@ SGM_OUTSIDE = {
 }
 
 
+# What diffusers takes where a config.json leaves it out.
+UNET_DEFAULTS: dict[str, Any] = {
+    "layers_per_block": 2,
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+}
+FLUX_DEFAULTS = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 19, "num_single_layers": 38}
+
+
 def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
     """{path of a block's part in diffusers: in the original UNet}, from the UNet's depth and layers per block.
 
@@ -584,6 +594,7 @@ def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
     `layers_per_block` layers (ResNet block .0, attention .1) and the downsampler (up: one layer more, the upsampler
     last).
     """
+    denoiser_config = UNET_DEFAULTS | dict(denoiser_config)
     layers = denoiser_config["layers_per_block"]
     if not isinstance(layers, int):
         raise UserError(f"layers_per_block = {layers}: kohya's names are known where all blocks have as many layers")
@@ -678,7 +689,8 @@ def _flux_members(kohya: str, denoiser_config: Mapping[str, Any]) -> tuple[str, 
 
 
 def _flux_width(denoiser_config: Mapping[str, Any]) -> int:
-    return denoiser_config["num_attention_heads"] * denoiser_config["attention_head_dim"]
+    sizes = FLUX_DEFAULTS | dict(denoiser_config)
+    return sizes["num_attention_heads"] * sizes["attention_head_dim"]
 
 
 def _flux_rows(module: str, denoiser_config: Mapping[str, Any]) -> int:
@@ -690,6 +702,14 @@ NAMINGS = {
     "sgm_unet": (_sgm_to_kohya, _sgm_members),
     "bfl_flux": (_flux_to_kohya, _flux_members),
 }
+
+
+def _naming(family: Any) -> tuple[Callable[..., str], Callable[..., tuple[str, ...]]]:
+    if family.kohya_naming not in NAMINGS:
+        raise UserError(f"{family.title} has no kohya layout; set export.formats = ['diffusers']")
+    return NAMINGS[family.kohya_naming]
+
+
 IMPLEMENTATIONS = {  # ModelSpec's word for whose module names a file has
     "diffusers_underscored": "diffusers",
     "sgm_unet": "https://github.com/Stability-AI/generative-models",

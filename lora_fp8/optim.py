@@ -1,18 +1,22 @@
-"""Optimizers whose small updates reach bf16 adapters, their exact state, and the learning rate as a function of the step.
+"""Optimizers whose small updates reach bf16 adapters, their exact state, and the learning rate as a function of the
+step.
 
-A bf16 number near 0.05 can only change in steps of 0.00024. Adam at a learning rate of 1e-5 asks for 0.00001: rounded to the nearest
-bf16, nothing happens, at every step. Three settings of `optimizer.rounding`:
+A bf16 number near 0.05 can only change in steps of 0.00024. Adam at a learning rate of 1e-5 asks for 0.00001: rounded
+to the nearest bf16, nothing happens, at every step. Three settings of `optimizer.rounding`:
 
-    master      float32 masters live here; the optimizer steps them and the rounded masters become the adapters. Loses nothing.
+    master      float32 masters live here; the optimizer steps them and the rounded masters become the adapters. Loses
+                nothing.
     stochastic  no masters: each step starts from the bf16 values, and the float32 result is rounded up or down with the
                 probability that keeps the mean. Unbiased, but each rounding adds noise of up to one bf16 step.
     nearest     plain bf16, as naive trainers do. Kept for comparison; at small learning rates it does not learn.
 
-The measured differences are in NOTES.md, printed by tests/test_optim.py. float32 adapters need none of this and are stepped directly.
+The measured differences are in NOTES.md, printed by tests/test_optim.py. float32 adapters need none of this and are
+stepped directly.
 
-Gradients come as float32 tensors by name (the loop accumulates micro-batches in float32), not through `.grad`, and the optimizers are
-the real ones: `torch.optim.AdamW` and `bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2021, "8-bit Optimizers via Block-wise
-Quantization"; it keeps float32 moments for tensors below 4,096 elements). bitsandbytes is imported when it is asked for.
+Gradients come as float32 tensors by name (the loop accumulates micro-batches in float32), not through `.grad`, and the
+optimizers are the real ones: `torch.optim.AdamW` and `bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2021, "8-bit
+Optimizers via Block-wise Quantization"; it keeps float32 moments for tensors below 4,096 elements). bitsandbytes is
+imported when it is asked for.
 
 The state is tensors by name and a JSON-able dict, with which a resumed run goes on to the bit. No pickle.
 """
@@ -32,10 +36,10 @@ AUTO_FP8_FACTOR = 1.4
 def lr_factor(section: config.Optimizer, base_storage: str) -> float:
     """What `optimizer.lr` is multiplied by: `optimizer.lr_scale` as a number.
 
-    "auto" is 1.4 on a base held in FP8 and 1 otherwise: the middle of the 30 to 50 % that users of lora-scripts report as helping
-    with `fp8_base`. Our reference measurements found no mechanism for it (gradients have the same size to 1 % with and without FP8;
-    a higher rate helped bf16 and FP8 bases alike), so it is a convention and not a correction: the effective rate is logged and
-    stored, and `lr_scale = "none"` gives `lr` as written.
+    "auto" is 1.4 on a base held in FP8 and 1 otherwise: the middle of the 30 to 50 % that users of lora-scripts report
+    as helping with `fp8_base`. Our reference measurements found no mechanism for it (gradients have the same size to 1
+    % with and without FP8; a higher rate helped bf16 and FP8 bases alike), so it is a convention and not a correction:
+    the effective rate is logged and stored, and `lr_scale = "none"` gives `lr` as written.
     """
     if section.lr_scale == "auto":
         return AUTO_FP8_FACTOR if base_storage == "fp8" else 1.0
@@ -45,12 +49,13 @@ def lr_factor(section: config.Optimizer, base_storage: str) -> float:
 def learning_rate(step: int, section: config.Schedule, base_lr: float, total_steps: int) -> float:
     """The rate of one optimizer step; pure, so that resuming needs no schedule state.
 
-    The values are those of transformers' `get_{constant,cosine,linear}_schedule_with_warmup`: during warm-up `base_lr * step / warmup`,
-    so the very first step has rate 0; then down to `min_lr * base_lr` at `total_steps`.
+    The values are those of transformers' `get_{constant,cosine,linear}_schedule_with_warmup`: during warm-up `base_lr *
+    step / warmup`, so the very first step has rate 0; then down to `min_lr * base_lr` at `total_steps`.
 
     Args:
         step: steps taken before this one: 0 for the first.
-        section: `warmup` counts steps, or is a fraction of `total_steps` when below 1 (rounded up, as transformers' Trainer does).
+        section: `warmup` counts steps, or is a fraction of `total_steps` when below 1 (rounded up, as transformers'
+            Trainer does).
     """
     warmup = section.warmup if section.warmup >= 1 else section.warmup * total_steps
     warmup_steps = math.ceil(warmup - 1e-9)  # 0.1 * 30 is 3.0000000000000004
@@ -72,10 +77,11 @@ def learning_rate(step: int, section: config.Schedule, base_lr: float, total_ste
 
 @torch.no_grad()
 def clip_(grads: dict[str, Tensor], max_norm: float) -> float:
-    """Scales the gradients in place so that their joint 2-norm is at most `max_norm` (0: leave them); returns the norm before.
+    """Scales the gradients in place so that their joint 2-norm is at most `max_norm` (0: leave them); returns the norm
+    before.
 
-    Summed in float64 in the order of the names, so that the same gradients give the same bits. A norm that is not finite is returned
-    as it is and nothing is scaled: the caller has to stop.
+    Summed in float64 in the order of the names, so that the same gradients give the same bits. A norm that is not
+    finite is returned as it is and nothing is scaled: the caller has to stop.
     """
     if not grads:
         return 0.0
@@ -90,8 +96,9 @@ def clip_(grads: dict[str, Tensor], max_norm: float) -> float:
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     """float32 -> bf16, up or down with the probability that makes the mean exact; moves less than one bf16 step.
 
-    bf16 is the upper half of float32's bits. Adding a uniform 16-bit number below and cutting the lower half off carries into the upper
-    half just as often as the lower half is large. The carry works on the magnitude, whatever the sign.
+    bf16 is the upper half of float32's bits. Adding a uniform 16-bit number below and cutting the lower half off
+    carries into the upper half just as often as the lower half is large. The carry works on the magnitude, whatever the
+    sign.
     """
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     cut = values.contiguous().view(torch.int32).add(noise).bitwise_and_(-(1 << 16)).view(torch.float32)
@@ -124,7 +131,8 @@ class AdapterOptimizer:
             raise config.UserError(
                 f"optimizer.rounding: {section.rounding!r} is not known; accepted: master, stochastic, nearest"
             )
-        # What the optimizer itself sees and keys its state by. For a parameter that needs no rounding, that is the parameter.
+        # What the optimizer itself sees and keys its state by. For a parameter that needs no rounding, that is the
+        # parameter.
         self._stepped: dict[str, nn.Parameter] = {}
         for name, param in self.params.items():
             direct = param.dtype == torch.float32 or section.rounding == "nearest"
@@ -139,7 +147,8 @@ class AdapterOptimizer:
         Args:
             grads: float32, one for each parameter, by name.
             lr: the rate of this step, from `learning_rate`.
-            step: steps taken before this one. Keys the random bits of stochastic rounding, so that a resumed run draws the same.
+            step: steps taken before this one. Keys the random bits of stochastic rounding, so that a resumed run draws
+                the same.
         """
         if grads.keys() != self.params.keys():
             raise ValueError(f"gradients and parameters differ: {sorted(grads.keys() ^ self.params.keys())[:8]}")
@@ -162,10 +171,11 @@ class AdapterOptimizer:
         self._release()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Copies on the CPU of everything that `load_state` needs: tensors for a safetensors file, and what goes into JSON.
+        """Copies on the CPU of everything that `load_state` needs: tensors for a safetensors file, and what goes into
+        JSON.
 
-        Tensor names: "<parameter>/master", "<parameter>/<key of the optimizer>". bitsandbytes' two code books are the same for all
-        parameters and stored once, as "qmap1" and "qmap2".
+        Tensor names: "<parameter>/master", "<parameter>/<key of the optimizer>". bitsandbytes' two code books are the
+        same for all parameters and stored once, as "qmap1" and "qmap2".
         """
         tensors: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
@@ -195,13 +205,18 @@ class AdapterOptimizer:
         """Takes over what `state` gave; the parameters themselves come from `adapters.load_state_`.
 
         Raises:
-            config.UserError: the state is of another optimizer, rounding, seed or set of parameters. Nothing is changed then.
+            config.UserError: the state is of another optimizer, rounding, seed or set of parameters. Nothing is changed
+            then.
         """
         _, own = self.state()
         for key in ("version", "name", "rounding", "seed", "dtypes"):
             if meta.get(key) != own[key]:
-                given, expected = (f"{meta.get(key)!r}", f"{own[key]!r}") if key != "dtypes" else ("others", "this job's")
-                raise config.UserError(f"the checkpoint's optimizer does not fit: {key} is {given}, expected {expected}")
+                given, expected = (
+                    (f"{meta.get(key)!r}", f"{own[key]!r}") if key != "dtypes" else ("others", "this job's")
+                )
+                raise config.UserError(
+                    f"the checkpoint's optimizer does not fit: {key} is {given}, expected {expected}"
+                )
         states: dict[str, dict[str, Any]] = {name: {} for name in self.params}
         masters: dict[str, Tensor] = {}
         shared: dict[str, Tensor] = {}
@@ -232,7 +247,9 @@ class AdapterOptimizer:
                 wrong += sorted({"qmap1", "qmap2"} - shared.keys())
         if wrong:
             more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise config.UserError(f"the checkpoint's optimizer does not fit these adapters: {', '.join(wrong[:8])}{more}")
+            raise config.UserError(
+                f"the checkpoint's optimizer does not fit these adapters: {', '.join(wrong[:8])}{more}"
+            )
 
         self._optimizer.state.clear()
         for name, stepped in self._stepped.items():

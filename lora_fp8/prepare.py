@@ -5,6 +5,8 @@ The encoders are loaded, used and freed before the denoiser arrives, so that the
 
 import hashlib
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         missing = store.missing(placed, [*captions, *prompts])
         if missing:
             family.load_encoders()
-        report = store.fill(placed, [*captions, *prompts])
+        report = store.fill(placed, [*captions, *prompts], log=_every_two_seconds(run))
         family.free_encoders()
         run.log_event("cache", encoded=report.encoded, reused=report.reused, bytes=report.bytes)
     processes.wait()
@@ -165,6 +167,18 @@ def _unused_settings(job: Job) -> list[str]:
     if job.quantize.storage == "none" and job.quantize.keep:
         found.append("quantize.keep has no effect: quantize.storage is 'none'")
     return found
+
+
+def _every_two_seconds(run: Run) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 2:
+            last = time.monotonic()
+            run.log_event("progress", stage="cache", done=done, total=total)
+
+    return tell
 
 
 def _pixels(items: list[Item]) -> int:

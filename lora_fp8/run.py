@@ -197,15 +197,21 @@ class Run:
     def _take_lock(self) -> None:
         # "a+": opening must not empty the file, the holder's name is in it.
         self._lock = open(self.lock_file, "a+", encoding="utf-8")  # noqa: SIM115 - held for life
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        for attempt in range(10):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # Tried for a moment: who asks `alive` has a shared lock for an instant, and that is nobody training.
+                if attempt < 9:
+                    time.sleep(0.02)
+        else:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
             raise UserError(
                 f"{self.path}: {holder} is training here; stop it (`lora-fp8 stop {self.path}`) or choose another name"
-            ) from None
+            )
         self._lock.seek(0)
         self._lock.truncate()
         self._lock.write(f"process {os.getpid()}")

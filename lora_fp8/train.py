@@ -14,6 +14,7 @@ what it is for (seed, purpose, step, sample), so a resumed run draws the same nu
 import contextlib
 import hashlib
 import math
+import shutil
 import signal
 import sys
 import time
@@ -95,8 +96,12 @@ def run(
         run.log_event("stopped", text=str(error))
         raise
     except Exception as error:
-        run.log_event("error", text=str(error), kind=type(error).__name__)
-        raise
+        told = _in_words(error, run)
+        with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide why
+            run.log_event("error", text=str(told), kind=type(error).__name__)
+        if told is error:
+            raise
+        raise told from error
     finally:
         run.close()
         processes.close()
@@ -423,6 +428,15 @@ def _not_finite(step: int, loss: float, norm: float, faults: list[str], run: Run
     )
     last = f"last good checkpoint: {kept[-1]}" if kept else "no checkpoint yet"
     return f"step {step}: {what} is not finite; {where}; nothing was updated; {last}. Try a lower optimizer.lr"
+
+
+def _in_words(error: Exception, run: Run) -> Exception:
+    """What the system refused (a full disk while caching, logging, exporting) as one line; other errors as they are."""
+    if not isinstance(error, OSError):
+        return error
+    place = f"{error.filename}: " if error.filename else ""
+    free = shutil.disk_usage(run.path).free / 2**20
+    return RunFailure(f"{place}{error.strerror or error}; {free:.1f} MiB are free at {run.path}")
 
 
 def _key(text: str) -> int:

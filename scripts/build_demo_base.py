@@ -60,8 +60,8 @@ SAMPLING = {
     },
 }
 DEFAULTS = {
-    "sd15": {"steps": 6000, "batch": 32, "lr": 1e-3, "bf16": False},
-    "flux": {"steps": 6000, "batch": 32, "lr": 1e-3, "bf16": True},
+    "sd15": {"steps": 4800, "batch": 32, "lr": 1e-3, "bf16": False},
+    "flux": {"steps": 4800, "batch": 32, "lr": 1e-3, "bf16": True},
 }
 
 
@@ -588,7 +588,7 @@ def main() -> None:
     if not (shared / "config.json").exists():
         train_vae(args.seed).save_pretrained(shared)
     vae = AutoencoderKL.from_pretrained(shared).eval()
-    log(f"autoencoder reads {vae_accuracy(vae, 600)}")
+    log(f"autoencoder reads {vae_accuracy(vae, 60)}")
     if args.vae_only:
         return
 

@@ -120,7 +120,10 @@ def test_forward_is_base_plus_scaled_update(compute, dtype, storage):
     x = torch.randn(5, 128, dtype=adapters.DTYPES[compute])
     base = layer.get_base_layer()
     got = layer(x)
-    expected = F.linear(x.double(), base.weight.double(), base.bias.double()) + 0.5 * (x.double() @ a.double().T) @ b.double().T
+    expected = (
+        F.linear(x.double(), base.weight.double(), base.bias.double())
+        + 0.5 * (x.double() @ a.double().T) @ b.double().T
+    )
     assert got.dtype == x.dtype
     tolerance = 1e-5 if (compute, dtype) == ("fp32", "fp32") else 0.02
     assert (got.double() - expected).norm() / expected.norm() < tolerance
@@ -155,7 +158,9 @@ def test_disabled_is_the_base_alone():
 
 def test_targets_are_endings_of_names():
     model = flux()
-    report = adapters.inject(model, config.Adapter(rank=2), ["ff.net.0.proj", "to_out.0", "single_transformer_blocks.1.proj_mlp"], 0)
+    report = adapters.inject(
+        model, config.Adapter(rank=2), ["ff.net.0.proj", "to_out.0", "single_transformer_blocks.1.proj_mlp"], 0
+    )
     assert report.names == (
         "transformer_blocks.0.attn.to_out.0",
         "transformer_blocks.0.ff.net.0.proj",
@@ -171,6 +176,12 @@ def test_a_full_name_means_that_layer():
     assert report.names == ("transformer_blocks.0.attn.to_q",)
 
 
+def test_other_kinds_of_layers_are_left_alone():
+    model = nn.ModuleDict({"emb": nn.Linear(8, 8), "sub": nn.ModuleDict({"emb": nn.Embedding(4, 8)})})
+    assert adapters.inject(model, config.Adapter(rank=2), ["emb"], 0).names == ("emb",)
+    assert type(model["sub"]["emb"]) is nn.Embedding
+
+
 def test_matches_what_peft_matches():
     targets = ["to_q", "to_k", "ff.net.2", "proj_out"]
     mine, theirs = flux(), flux()
@@ -181,7 +192,12 @@ def test_matches_what_peft_matches():
 
 @pytest.mark.parametrize(
     ("target", "hint"),
-    [("to_qq", "did you mean 'to_q'"), ("to_out", "did you mean 'to_out.0'"), ("zzz", "layers here end in "), ("o_q", "to_q")],
+    [
+        ("to_qq", "did you mean 'to_q'"),
+        ("to_out", "did you mean 'to_out.0'"),
+        ("zzz", "layers here end in "),
+        ("o_q", "to_q"),
+    ],
 )
 def test_targets_that_match_nothing(target, hint):
     model = flux()
@@ -200,7 +216,9 @@ def test_no_targets_and_second_injection():
 
 
 def test_warnings():
-    report = adapters.inject(flux(), config.Adapter(rank=64), ["attn.to_q", "to_q", "transformer_blocks.0.attn.to_q"], 0)
+    report = adapters.inject(
+        flux(), config.Adapter(rank=64), ["attn.to_q", "to_q", "transformer_blocks.0.attn.to_q"], 0
+    )
     assert any("64 is more than transformer_blocks.0.attn.to_q can use (32)" in note for note in report.warnings)
     assert any("'transformer_blocks.0.attn.to_q' adds nothing" in note for note in report.warnings)
 

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -194,6 +195,26 @@ def test_flux_kohya_refuses_what_diffusers_would_drop():
     with pytest.raises(UserError, match="x_embedder.*adapter.targets"):
         state = random_state({"x_embedder": (64, 32, ())})
         export.to_layout(state, 1.0, families.get("flux"), {}, "kohya")
+
+
+def test_a_config_may_leave_out_what_diffusers_has_a_default_for(full_size):
+    """A single-file checkpoint comes with a short config, and config.json files are written by hand too."""
+    flux, sdxl = families.get("flux"), families.get("sdxl")
+    state = random_state(adapted(full_size("flux"), lambda path: path.startswith("single_transformer_blocks.3.")))
+    whole = export.to_layout(state, 1.0, flux, full_size("flux").config, "kohya")
+    short = export.to_layout(state, 1.0, flux, {"num_layers": 19}, "kohya")
+    assert whole.keys() == short.keys() and all(torch.equal(whole[key], short[key]) for key in whole)
+    assert export.unread_by_diffusers(flux, {"in_channels": 64}, "kohya") is None
+    left = {key: value for key, value in SDXL.items() if "block_types" in key}
+    assert export.sgm_blocks(left) == export.sgm_blocks(full_size("sdxl").config)
+    state = random_state(adapted(full_size("sdxl"), lambda path: path.endswith("attn1.to_q")))
+    assert len(export.to_layout(state, 1.0, sdxl, sdxl.reference_config, "kohya")) == len(state) // 2 * 3
+
+
+def test_a_family_without_kohya_names_says_so():
+    family = SimpleNamespace(title="New", denoiser_name="transformer", kohya_naming="")
+    with pytest.raises(UserError, match=r"New has no kohya layout; set export.formats = \['diffusers'\]"):
+        export.to_layout(random_state({"x": (4, 4, ())}), 1.0, family, {}, "kohya")
 
 
 # -- fusing

@@ -1,4 +1,4 @@
-"""The frozen FP8 layer against float64 arithmetic and torch's own autograd, and the filling of whole diffusers models."""
+"""The frozen FP8 layer against float64 and torch's own autograd, and the filling of whole diffusers models."""
 
 import copy
 import gc
@@ -7,7 +7,12 @@ import accelerate
 import peft
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, QwenImageTransformer2DModel, UNet2DConditionModel
+from diffusers import (
+    FluxTransformer2DModel,
+    PixArtTransformer2DModel,
+    QwenImageTransformer2DModel,
+    UNet2DConditionModel,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +75,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-# -- the arithmetic -----------------------------------------------------------------------------------------------------------
+# -- the arithmetic ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("std", [1.0, 0.02, 0.001, 1e-6])
@@ -153,7 +158,8 @@ def test_encoding_in_pieces_changes_nothing(monkeypatch):
 
 
 def test_a_layer_answers_as_its_linear_does():
-    # Planted bug "the scale is forgotten" (in decode or in encode) turns this red: the answer is off by orders of magnitude.
+    # Planted bug "the scale is forgotten" (in decode or in encode) turns this red: the answer is off by orders of
+    # magnitude.
     linear = nn.Linear(96, 64)
     linear.weight.data.mul_(torch.logspace(-2, 1, 64)[:, None])
     x = torch.randn(5, 96)
@@ -164,7 +170,7 @@ def test_a_layer_answers_as_its_linear_does():
     assert torch.equal(got, F.linear(x, layer.weight, layer.bias))
 
 
-# -- gradients, GEMMs and what is kept for backward ---------------------------------------------------------------------------
+# -- gradients, GEMMs and what is kept for backward --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -296,10 +302,12 @@ def test_autocast_and_wrong_input_dtype():
         layer(x.bfloat16())
 
 
-# -- a module among modules ---------------------------------------------------------------------------------------------------
+# -- a module among modules --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("cpu", torch.float64)])
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("cpu", torch.float64)]
+)
 def test_casts_leave_bytes_and_scales_alone(cast):
     model = nn.Sequential(FrozenFp8Linear.from_linear(nn.Linear(96, 64), torch.float32))
     before = copy.deepcopy(model)
@@ -351,7 +359,7 @@ def test_compiles_without_a_graph_break():
     assert torch.allclose(torch.autograd.grad(compiled(x).square().sum(), x)[0], expected)
 
 
-# -- whole models -------------------------------------------------------------------------------------------------------------
+# -- whole models ------------------------------------------------------------------------------------------------------
 
 
 def test_report_and_what_is_kept():
@@ -500,7 +508,12 @@ def test_filling_refuses_non_finite_weights_by_name():
 
 def pixart() -> PixArtTransformer2DModel:
     return PixArtTransformer2DModel(
-        num_layers=1, attention_head_dim=8, num_attention_heads=2, cross_attention_dim=16, caption_channels=16, sample_size=16
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        cross_attention_dim=16,
+        caption_channels=16,
+        sample_size=16,
     )
 
 
@@ -528,7 +541,7 @@ def test_tensors_computed_by_the_constructor(make, lost):
 
 
 def peak_bytes(work) -> int:
-    """Most bytes that torch's CPU allocator held during `work` above what it held before, from the profiler's own record."""
+    """Most bytes that torch's CPU allocator held during `work` beyond what it held before, from the profiler."""
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
@@ -559,8 +572,9 @@ def test_peak_memory_while_filling(capsys):
     largest = sides * sides * 4
     peak = peak_bytes(lambda: precision.fill_(model, stream(), torch.bfloat16))
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    extra = (peak - held) / largest
     with capsys.disabled():
-        print(f"\nfilling: peak {peak / 2**20:.1f} MiB = {held / 2**20:.1f} held + {(peak - held) / largest:.2f} x largest tensor")
+        print(f"\nfilling: peak {peak / 2**20:.1f} MiB = {held / 2**20:.1f} held + {extra:.2f} x the largest tensor")
     assert held < 1.01 * sides * sides * depth
     assert held < peak < held + 2 * largest
     # The measure itself: holding the whole model in bf16 on the way shows.
@@ -572,4 +586,7 @@ def test_peft_sees_the_compute_dtype():
     precision.quantize_(model, FP8, (), torch.bfloat16)
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["0"]), model)
     assert isinstance(model[0], peft.tuners.lora.Linear)
-    assert {model[0].lora_A["default"].weight.dtype, model[0].lora_B["default"].weight.dtype} <= {torch.float32, torch.bfloat16}
+    assert {model[0].lora_A["default"].weight.dtype, model[0].lora_B["default"].weight.dtype} <= {
+        torch.float32,
+        torch.bfloat16,
+    }

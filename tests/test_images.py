@@ -481,13 +481,10 @@ def test_scan_writes_nothing_and_phones_double_pictures_are_jpegs(tmp_path):
 def test_describe_counts(tmp_path):
     good(tmp_path, size=(80, 64))
     good(tmp_path, "b", seed=1, size=(100, 90))
-    (tmp_path / "bad.png").write_bytes(b"")
     text = "\n".join(images.describe(images.scan(section({"path": str(tmp_path), "repeats": 5}, trigger="sks"))))
     for expected in [
         "2 images, 10 per epoch",
         "80 x 64 to 100 x 90",
         "2 captions had the trigger",
-        "problem:",
-        "bad.png",
     ]:
         assert expected in text

@@ -1,4 +1,4 @@
-"""Optimizers against torch's and bitsandbytes' own, the schedule against transformers', and what rounding does to small updates."""
+"""Optimizers against torch and bitsandbytes, the schedule against transformers, and small updates against rounding."""
 
 import json
 import time
@@ -30,7 +30,8 @@ SHAPES = {"a": (16, 300), "b": (7, 5), "c": (64, 64), "d": (3, 4, 2, 2)}
 def make_params(dtype: torch.dtype) -> list[tuple[str, nn.Parameter]]:
     generator = torch.Generator().manual_seed(5)
     return [
-        (name, nn.Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype))) for name, shape in SHAPES.items()
+        (name, nn.Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype)))
+        for name, shape in SHAPES.items()
     ]
 
 
@@ -52,7 +53,7 @@ def raw(name: str, values: list[Tensor]) -> tuple[list[nn.Parameter], torch.opti
     return params, BITS[name](params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 
 
-# -- the optimizers are the real ones -----------------------------------------------------------------------------------------
+# -- the optimizers are the real ones ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BITS)
@@ -120,7 +121,7 @@ def test_unknown_choices_and_factors():
         assert made.state()[1]["lr_factor"] == factor
 
 
-# -- state --------------------------------------------------------------------------------------------------------------------
+# -- state -------------------------------------------------------------------------------------------------------------
 
 
 def on_disk(tensors: dict[str, Tensor], meta: dict) -> tuple[dict[str, Tensor], dict]:
@@ -216,7 +217,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
     assert all(torch.equal(after[full], tensors[full]) for full in tensors)
 
 
-# -- clipping and schedules ---------------------------------------------------------------------------------------------------
+# -- clipping and schedules --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e6, 0.0])
@@ -253,11 +254,15 @@ def their_schedule(name: str, warmup: int, min_lr: float, total: int) -> list[fl
     if name == "constant":
         schedule = transformers.get_constant_schedule_with_warmup(optimizer, warmup)
     elif name == "linear" and min_lr:
-        schedule = transformers.get_polynomial_decay_schedule_with_warmup(optimizer, warmup, total, 2e-4 * min_lr, power=1.0)
+        schedule = transformers.get_polynomial_decay_schedule_with_warmup(
+            optimizer, warmup, total, 2e-4 * min_lr, power=1.0
+        )
     elif name == "linear":
         schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup, total)
     elif min_lr:
-        schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, total, min_lr_rate=min_lr)
+        schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, warmup, total, min_lr_rate=min_lr
+        )
     else:
         schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, total)
     rates = []
@@ -287,11 +292,13 @@ def test_cosine_equals_torch():
         schedule.step()
 
 
-# -- rounding -----------------------------------------------------------------------------------------------------------------
+# -- rounding ----------------------------------------------------------------------------------------------------------
 
 
 def test_stochastic_rounding_is_unbiased_and_never_moves_a_whole_step():
-    values = torch.cat([torch.randn(200), torch.randn(50) * 1e-6, -torch.rand(50) * 1e4, torch.tensor([0.0, 1.0, -0.5])])
+    values = torch.cat(
+        [torch.randn(200), torch.randn(50) * 1e-6, -torch.rand(50) * 1e4, torch.tensor([0.0, 1.0, -0.5])]
+    )
     below = values.view(torch.int32).bitwise_and(-65536).view(torch.float32)  # towards zero
     above = (values.view(torch.int32).bitwise_and(-65536) + 65536).view(torch.float32)
     ulp = (above - below).abs()
@@ -334,10 +341,12 @@ def test_stochastic_rounding_is_keyed_by_seed_step_and_name():
 
 
 class Problem:
-    """A frozen FP8 stack with LoRA already trained (B about 0.05), whose teacher differs by 0.01 in every adapter element.
+    """A frozen FP8 stack with LoRA already trained (B about 0.05), whose teacher differs by 0.014 in every adapter
+    element.
 
-    500 steps at 1e-5 can move an element by 0.005, about half of the way: enough to see, and what is left is far above the error of
-    bf16 values. A bf16 number near 0.05 moves in steps of 0.00024, so a single update of 0.00001 is far below half a step.
+    500 steps at 1e-5 can move an element by 0.005, a third of the way: enough to see, and what is left is far above the
+    error of bf16 values. A bf16 number near 0.05 moves in steps of 0.00024, so a single update of 0.00001 is far below
+    half a step.
     """
 
     def __init__(self, dtype: str):
@@ -352,7 +361,7 @@ class Problem:
         for name, param in self.params:
             start[name] = (torch.randn(param.shape, generator=generator) * 0.05).bfloat16()
             param.data = start[name].float()
-            param.data += 0.01 * torch.randn(param.shape, generator=generator).sign()
+            param.data += 0.014 * torch.randn(param.shape, generator=generator).sign()
         with torch.no_grad():
             self.y = self.model(self.x)
         for name, param in self.params:
@@ -387,6 +396,9 @@ def test_small_updates_reach_bf16_adapters(name, capsys):
                 f"  bf16 {rounding:10} -> {result['last']:.6f} ({result['last'] / full['last'] - 1:+.2%}), "
                 f"{result['bytes']:.2f} bytes/param, {result['ms']:.2f} ms/step"
             )
-    assert full["last"] < 0.6 * full["first"]
+    assert full["last"] < 0.4 * full["first"]
+    # The bar is 1 % and masters, the default, meet it. Stochastic rounding adds noise of its own: over other data seeds it
+    # ended up to 2.3 % away, so it is held to 3 %.
     assert abs(results["master"]["last"] / full["last"] - 1) < 0.01
-    assert abs(results["nearest"]["last"] / full["last"] - 1) > 0.01
+    assert abs(results["stochastic"]["last"] / full["last"] - 1) < 0.03
+    assert results["nearest"]["last"] > 1.5 * full["last"]  # updates are swallowed: it fails the same test by far

@@ -19,7 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from lora_fp8 import config, export, families, verify
+from lora_fp8 import adapters, config, export, families, precision, verify
 
 torch.set_num_threads(1)
 NAMES = ("sd15", "sdxl", "flux")
@@ -121,66 +121,118 @@ def test_a_right_file_passes(trained, name, layout):
     it = trained(name)
     report = verify.check(it.files[layout], it.family, state=it.state, scaling=it.scaling, probe=it.probe)
     assert report.ok, report.lines()
-    expected = ["file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction"]
+    expected = ["file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction", "effect"]
     assert names_of(report) == expected
     assert report.measured["delta_error"] < 1e-6
     assert report.measured["prediction_error"] < 1e-5
-    # the probe would notice a LoRA that does nothing
+    # the probe would notice a LoRA that does nothing, and the report says how much this one does
     bare = verify.clean_pipeline(it.family)
     answer = verify.predict(it.family, getattr(bare, it.family.denoiser_name), it.probe)
-    assert verify.relative_error(answer, it.probe.prediction_BCHW) > 0.02
+    without = verify.relative_error(answer, it.probe.prediction_BCHW)
+    assert without > 0.02 and report.measured["effect"] == pytest.approx(without, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bf16_file_of_bf16_training_passes(trained, name, tmp_path):
-    it = trained(name)
-    family = type(it.family)(
-        config.Model(family=name, path=str(it.folder / "base"), dtype="bf16"), device="cpu", dtype=torch.bfloat16
-    )
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
+def test_bf16_files_of_bf16_training_pass_and_others_fail(trained, name, adapter, tmp_path):
+    base = str(trained(name).folder / "base")
+    family = families.get(name)(config.Model(family=name, path=base, dtype="bf16"), device="cpu", dtype=torch.bfloat16)
     denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
     state, scaling = train(denoiser, family)
-    denoiser.load_state_dict({}, strict=False)
     for module in denoiser.modules():
         if hasattr(module, "lora_A"):
-            for half in (module.lora_A, module.lora_B):
-                half["default"].weight.data = half["default"].weight.data.bfloat16()
-    state = {key: tensor.bfloat16() for key, tensor in state.items()}
-    probe = replace(it.probe, prediction_BCHW=verify.predict(family, denoiser, it.probe))
+            module.lora_A.to(adapter), module.lora_B.to(adapter)
+    state = {key: tensor.to(adapter) for key, tensor in state.items()}
+    probe = trained(name).probe
+    probe = replace(probe, prediction_BCHW=verify.predict(family, denoiser, probe))
     it = SimpleNamespace(name=name, family=family, denoiser=denoiser, state=state, scaling=scaling)
     for file in files_of(it, tmp_path, dtype="bf16"):
         report = verify.check(file, family, state=state, scaling=scaling, probe=probe)
         assert report.ok, report.lines()
+    # a LoRA that is 5 % too strong is found, for all the rounding
+    it.scaling *= 1.05
+    file = files_of(it, tmp_path, dtype="bf16", formats=["diffusers"])[0]
+    assert "delta" in failed_of(verify.check(file, family, state=state, scaling=scaling, probe=probe))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_file_of_fp32_training_passes(trained, dtype, tmp_path):
+    it = trained("sdxl")
+    images = draw(it, it.denoiser)
+    previews = verify.Previews(images, lambda pipeline: draw(it, pipeline.unet))
+    options = {"state": it.state, "scaling": it.scaling, "probe": it.probe, "previews": previews}
+    for file in files_of(it, tmp_path, dtype=dtype):
+        report = verify.check(file, it.family, **options)
+        assert report.ok, report.lines()
+        assert report.measured["prediction_error"] < 2 * report.measured["prediction_floor"] < 0.02
 
 
 def test_fp8_training_is_judged_on_the_decoded_base_and_the_rest_is_told(trained):
     it = trained("sd15")
     decoded = fp8(it.family.denoiser_tensors())
-    denoiser = getattr(verify.clean_pipeline(it.family, decoded), "unet")
+    denoiser = verify.clean_pipeline(it.family, decoded).unet
     train(denoiser, it.family)
     probe = replace(it.probe, prediction_BCHW=verify.predict(it.family, denoiser, it.probe))
-    images = draw(it, denoiser)
-    previews = verify.Previews(images, lambda pipeline: draw(it, pipeline.unet))
+    previews = verify.Previews(draw(it, denoiser), lambda pipeline: draw(it, pipeline.unet))
     options = {"state": it.state, "scaling": it.scaling, "probe": probe, "previews": previews}
     report = verify.check(it.files["kohya"], it.family, base=decoded, **options)
     assert report.ok, report.lines()
-    assert names_of(report)[-4:] == ["prediction", "preview", "plain prediction", "plain preview"]
+    assert names_of(report)[-5:] == ["prediction", "effect", "preview", "plain prediction", "plain preview"]
     assert report.measured["prediction_error"] < 1e-5 and report.measured["preview_psnr"] > 60
     assert report.measured["plain_prediction_error"] > 1e-3
     assert [check.judged for check in report.checks][-2:] == [False, False]
     json.dumps(report.to_json(), allow_nan=False)
     # a stream serves as well as a dict; and on the wrong base the same file is found out
     assert verify.check(it.files["kohya"], it.family, base=lambda: decoded.items(), probe=probe).ok
-    wrong = verify.check(it.files["kohya"], it.family, probe=probe, previews=previews)
-    assert failed_of(wrong) == ["prediction", "preview"]
+    wrong = verify.check(it.files["kohya"], it.family, probe=probe)
+    assert failed_of(wrong) == ["prediction"]
     assert any(line.startswith("FAIL prediction") for line in wrong.lines())
 
 
-def draw(it, denoiser):
-    pipeline = it.family.pipeline(denoiser)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_trainers_own_model_passes(trained, tmp_path, name, dtype):
+    """The rooms together: FP8 layers and adapters as training holds them, against diffusers on the decoded base."""
+    section = config.Model(family=name, path=str(trained(name).folder / "base"), dtype="fp32")
+    family = families.get(name)(section, device="cpu", dtype=dtype)
+    denoiser = family.empty_denoiser()
+    precision.quantize_(denoiser, config.Quantize(storage="fp8"), keep=family.keep_precise, dtype=dtype)
+    precision.fill_(denoiser, family.denoiser_tensors(), dtype=dtype, device="cpu")
+    adapters.inject(denoiser, config.Adapter(rank=4, alpha=6), family.adapter_names(denoiser), seed=0)
+    generator = torch.Generator().manual_seed(4)
+    for key, parameter in adapters.parameters(denoiser):
+        if "lora_B" in key:
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.2).to(parameter.dtype)
+    state, scaling = adapters.state(denoiser), adapters.scalings(denoiser)
+    probe = trained(name).probe
+    probe = replace(probe, prediction_BCHW=verify.predict(family, denoiser, probe))
+    it = SimpleNamespace(name=name, family=family, denoiser=denoiser, state=state, scaling=scaling)
+    images = draw(trained(name), denoiser, family)
+    previews = verify.Previews(images, lambda p: draw(trained(name), getattr(p, family.denoiser_name), family))
+    kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    for file in files_of(it, tmp_path, dtype=kind):
+        options = {"state": state, "scaling": scaling, "probe": probe, "previews": previews}
+        report = verify.check(file, family, base=lambda: precision.decoded_tensors(denoiser), **options)
+        assert report.ok, report.lines()
+        assert report.measured["plain_prediction_error"] > report.measured["prediction_error"]
+        assert report.measured["effect"] > 0.02
+
+
+def test_other_previews_are_found(trained):
+    it = trained("sd15")
+    bare = draw(it, verify.clean_pipeline(it.family).unet)
+    previews = verify.Previews(bare, lambda pipeline: draw(it, pipeline.unet))
+    report = verify.check(it.files["kohya"], it.family, previews=previews)
+    assert failed_of(report) == ["preview"], report.lines()
+
+
+def draw(it, denoiser, family=None):
+    family = family or it.family
+    pipeline = family.pipeline(denoiser)
     denoiser.eval()
-    height, width = 16, 24
+    height, width = 32, 48
     return pipeline(
-        **it.family.pipeline_inputs(it.conds[0], it.conds[1]),
+        **family.pipeline_inputs(it.conds[0], it.conds[1]),
         num_inference_steps=2,
         guidance_scale=3.0,
         height=height,
@@ -337,6 +389,25 @@ def test_a_lora_of_another_architecture_does_not_load(trained):
     report = verify.check(trained("sdxl").files["diffusers"], trained("sd15").family)
     assert failed_of(report) == ["load"]
     assert failed_of(verify.check(trained("flux").files["diffusers"], trained("sd15").family)) == ["file"]
+
+
+def test_what_diffusers_warns_of_is_a_failure_however_quiet_it_is_set(trained, monkeypatch):
+    it = trained("sd15")
+    original = diffusers.StableDiffusionPipeline.load_lora_weights
+
+    def load(pipeline, *args, **kwargs):
+        original(pipeline, *args, **kwargs)
+        diffusers.utils.logging.get_logger("diffusers.loaders.peft").warning("led to unexpected keys: x")
+
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "load_lora_weights", load)
+    before = diffusers.utils.logging.get_verbosity()
+    diffusers.utils.logging.set_verbosity_error()
+    try:
+        report = verify.check(it.files["kohya"], it.family)
+        assert failed_of(report) == ["load"] and "unexpected keys: x" in report.failed()[0]
+        assert diffusers.utils.logging.get_verbosity() == diffusers.utils.logging.ERROR  # as it was
+    finally:
+        diffusers.utils.logging.set_verbosity(before)
 
 
 def test_partly_trained_fused_layers_pass(trained, tmp_path):

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isqrt
 from typing import Any
 
 from PIL import Image
@@ -98,7 +99,7 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
     area, limit = resolution**2, Fraction(max_aspect)
     square = resolution // step * step
     sizes, narrow = {(square, square)}, []
-    for width in range(step, area // step + 1, step):
+    for width in range(step, isqrt(int(area * limit)) + 1, step):
         height = area // width // step * step
         if height >= step and max(Fraction(width, height), Fraction(height, width)) <= limit:
             sizes |= {(width, height), (height, width)}

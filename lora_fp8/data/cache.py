@@ -267,7 +267,7 @@ class Cache:
             .clone()
             for name, tensor in tensors.items()
         }
-        # One value, as safetensors writes several in an order that changes: the same entry has the same bytes every time.
+        # In one value, as safetensors writes several in a changing order: an entry made twice has the same bytes.
         about = json.dumps({"kind": kind, "key": key, "sha256": _hash(tensors)})
         data = safetensors.torch.save(tensors, {METADATA: about})
         path = self.path(kind, key)

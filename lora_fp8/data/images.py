@@ -491,7 +491,7 @@ def _caption(
 
 
 def describe(report: ScanReport) -> list[str]:
-    """Lines of figures about a scan, for a person. Its warnings and problems are lines already, and not repeated here."""
+    """Lines of figures about a scan, for a person; its warnings and problems are lines already."""
     counts, examples = report.counts, report.examples
     shown = sum(example.repeats for example in examples)
     lines = [f"{len(examples)} images, {shown} per epoch with repeats"]

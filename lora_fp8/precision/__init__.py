@@ -1,7 +1,7 @@
 """Frozen layers in few bytes. `fp8` is the layer and its arithmetic, `convert` puts a whole denoiser into it.
 
-Order of use: build the denoiser on the meta device, `quantize_` it (decides, per linear layer, what is held how), `fill_` it
-from a stream of tensors, then `adapters.inject`. A denoiser that already has its weights needs no `fill_`.
+Order of use: build the denoiser on the meta device, `quantize_` it (decides, per linear layer, what is held how),
+`fill_` it from a stream of tensors, then `adapters.inject`. A denoiser that already has its weights needs no `fill_`.
 """
 
 from .convert import LayerReport, QuantReport, decoded_state_dict, decoded_tensors, fill_, quantize_

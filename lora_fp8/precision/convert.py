@@ -1,11 +1,12 @@
 """Puts a whole denoiser into its storage: decides per layer, reports what it did, and fills it from a stream.
 
-The denoiser never exists whole in bf16. `families` builds it on the meta device, `quantize_` swaps the linear layers while they
-have no bytes, and `fill_` takes the checkpoint's tensors one at a time, in the file's own precision, so that rounding to FP8
-happens once (float32 file -> FP8, not float32 -> bf16 -> FP8).
+The denoiser never exists whole in bf16. `families` builds it on the meta device, `quantize_` swaps the linear layers
+while they have no bytes, and `fill_` takes the checkpoint's tensors one at a time, in the file's own precision, so that
+rounding to FP8 happens once (float32 file -> FP8, not float32 -> bf16 -> FP8).
 
-What stays in `dtype`: everything that is not a plain `nn.Linear` (norms, convolutions, embeddings, biases), and the linear layers
-that the family or the user keeps. What a model's class lists in `_keep_in_fp32_modules` stays float32, as in diffusers' own loading.
+What stays in `dtype`: everything that is not a plain `nn.Linear` (norms, convolutions, embeddings, biases), and the
+linear layers that the family or the user keeps. What a model's class lists in `_keep_in_fp32_modules` stays float32, as
+in diffusers' own loading.
 """
 
 import difflib
@@ -73,8 +74,8 @@ def quantize_(denoiser: nn.Module, section: config.Quantize, keep: Iterable[str]
     Works on real weights and on the meta device (then call `fill_`). Layers that are FP8 already stay as they are.
 
     Args:
-        keep: the family's precise parts, in the terms of `names.name_matches`. Parts that match nothing are fine here: one
-            architecture has variants with and without some modules.
+        keep: the family's precise parts, in the terms of `names.name_matches`. Parts that match nothing are fine here:
+            one architecture has variants with and without some modules.
         dtype: compute dtype, and storage of what is not quantized.
 
     Raises:
@@ -106,9 +107,12 @@ def quantize_(denoiser: nn.Module, section: config.Quantize, keep: Iterable[str]
 
     for name, module in denoiser.named_modules():
         held = _held_dtype(denoiser, name, dtype)
-        persistent = [buffer for key, buffer in module._buffers.items() if key not in module._non_persistent_buffers_set]
+        persistent = [
+            buffer for key, buffer in module._buffers.items() if key not in module._non_persistent_buffers_set
+        ]
         for tensor in [*module._parameters.values(), *persistent]:
-            # A scale of an FP8 layer stays float32; a non-persistent buffer has the precision its constructor computed it in.
+            # A scale of an FP8 layer stays float32; a non-persistent buffer has the precision its constructor computed
+            # it in.
             if tensor is not None and tensor.is_floating_point() and tensor is not module._buffers.get("scale"):
                 tensor.data = tensor.data.to(held)
     denoiser.requires_grad_(False)
@@ -134,7 +138,8 @@ def fill_(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Gives a denoiser on the meta device its weights, one tensor at a time, quantizing on the way where `quantize_` said so.
+    """Gives a denoiser on the meta device its weights, one tensor at a time, quantizing on the way where `quantize_`
+    said so.
 
     Beside the result, never more lives than the tensor just read and one conversion of it.
 
@@ -143,7 +148,8 @@ def fill_(
         device: where the weights go. Tensors are moved there before they are quantized.
 
     Raises:
-        config.UserError: names that are missing, unknown, given twice or of another shape; all of them in one message. Or a
+        config.UserError: names that are missing, unknown, given twice or of another shape; all of them in one message.
+        Or a
             module computed tensors in its constructor that were lost on the meta device.
         ValueError: non-finite weights of a quantized layer, naming it.
     """
@@ -173,7 +179,9 @@ def fill_(
         _listed("has another shape", misshapen),
     ]
     if any(problems):
-        raise config.UserError("the base model's weights do not fit the architecture: " + "; ".join(filter(None, problems)))
+        raise config.UserError(
+            "the base model's weights do not fit the architecture: " + "; ".join(filter(None, problems))
+        )
     _move_computed(denoiser, device)
 
 
@@ -193,11 +201,11 @@ def decoded_tensors(denoiser: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def decoded_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
-    """`decoded_tensors` as a dict, for loading into a plain diffusers model (it is the whole model in the compute dtype)."""
+    """`decoded_tensors` as a dict, to load into a plain diffusers model: the whole model in the compute dtype."""
     return dict(decoded_tensors(denoiser))
 
 
-# -- which layers, and in what ------------------------------------------------------------------------------------------------
+# -- which layers, and in what -----------------------------------------------------------------------------------------
 
 
 def _reason_to_keep(
@@ -241,7 +249,7 @@ def _short(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
 
 
-# -- filling ------------------------------------------------------------------------------------------------------------------
+# -- filling -----------------------------------------------------------------------------------------------------------
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -288,8 +296,8 @@ def _set(
 def _move_computed(denoiser: nn.Module, device: torch.device) -> None:
     """Moves tensors that no checkpoint holds (non-persistent buffers), and refuses those that were lost on meta.
 
-    Such as PixArt's position table (a buffer) and Qwen-Image's rotary frequencies (plain attributes). UNet2DConditionModel and
-    FluxTransformer2DModel have none.
+    Such as PixArt's position table (a buffer) and Qwen-Image's rotary frequencies (plain attributes).
+    UNet2DConditionModel and FluxTransformer2DModel have none.
     """
     lost: list[str] = []
     for path, module in denoiser.named_modules():
@@ -301,8 +309,8 @@ def _move_computed(denoiser: nn.Module, device: torch.device) -> None:
         lost += [dot + key for key, value in held if isinstance(value, Tensor) and value.device.type == "meta"]
     if lost:
         raise config.UserError(
-            f"{type(denoiser).__name__} computes tensors in its constructor that are in no checkpoint, and on the meta device they "
-            f"were lost: {_first(lost)}. Construct it under accelerate.init_empty_weights(), which keeps them"
+            f"{type(denoiser).__name__} computes tensors in its constructor that no checkpoint holds, and on the meta "
+            f"device they were lost: {_first(lost)}. Construct it under accelerate.init_empty_weights() instead"
         )
 
 

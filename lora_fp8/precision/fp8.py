@@ -2,14 +2,16 @@
 
 Why each part is as it is:
 
-* One scale per row, not per tensor or block: e4m3's error on bell-shaped weights is 2.65 % rms whatever the granularity (it is
-  the 3-bit mantissa), but a row scale costs 4 bytes a row and removes the failure of unscaled casts, which flush small weights to
-  zero (11 % error at a standard deviation of 0.005, 56 % at 0.001).
-* The bytes are a uint8 *parameter*. A float8 parameter would silently become bf16, without its scale, in `module.to(bf16)` and in
-  `load_state_dict`; gloo cannot send float8; and a buffer would be sent at every forward by DDP and never sharded by FSDP.
-* An own autograd.Function. Decoding in front of `F.linear` would make autograd keep the decoded weight of every layer from forward
-  to backward, which is the memory FP8 was to save. Here backward decodes again, and only references to the bytes and scales that
-  the layer owns anyway are saved. The weight never gets a gradient, so a step costs two GEMMs per layer and not three.
+* One scale per row, not per tensor or block: e4m3's error on bell-shaped weights is 2.65 % rms whatever the granularity
+  (it is the 3-bit mantissa), but a row scale costs 4 bytes a row and removes the failure of unscaled casts, which flush
+  small weights to zero (11 % error at a standard deviation of 0.005, 56 % at 0.001).
+* The bytes are a uint8 *parameter*. A float8 parameter would silently become bf16, without its scale, in
+  `module.to(bf16)` and in `load_state_dict`; gloo cannot send float8; and a buffer would be sent at every forward by
+  DDP and never sharded by FSDP.
+* An own autograd.Function. Decoding in front of `F.linear` would make autograd keep the decoded weight of every layer
+  from forward to backward, which is the memory FP8 was to save. Here backward decodes again, and only references to the
+  bytes and scales that the layer owns anyway are saved. The weight never gets a gradient, so a step costs two GEMMs per
+  layer and not three.
 * Decoding rounds once: bytes -> float32, times the float32 scale, -> compute dtype.
 
 Shapes: N output features, K input features, B any leading dimensions.
@@ -22,9 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 E4M3_MAX = 448.0
-# Below float32's smallest normal number a scale would itself be denormal, which GPUs may flush to zero. A zero row gets this too.
+# Below float32's smallest normal number a scale would itself be denormal, which GPUs may flush to zero. A zero row gets
+# this too.
 MIN_SCALE = 2.0**-126
-# Rows are encoded in pieces of about this many elements, so that the float32 working copy stays small beside the weight.
+# Rows are encoded in pieces of about this many elements, so that the float32 working copy stays small beside the
+# weight.
 CHUNK_ELEMENTS = 1 << 18
 
 
@@ -39,7 +43,8 @@ def encode(weight_NK: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
         `qweight_NK` (uint8, the bits of float8_e4m3fn) and `scale_N1` (float32).
 
     Raises:
-        ValueError: the weight holds NaN or infinity. Checked here because torch's cast to e4m3 turns infinities into 448.
+        ValueError: the weight holds NaN or infinity. Checked here because torch's cast to e4m3 turns infinities into
+        448.
     """
     num_rows, num_columns = weight_NK.shape
     qweight_NK = torch.empty(num_rows, num_columns, dtype=torch.uint8, device=weight_NK.device)
@@ -63,8 +68,9 @@ def decode(qweight_NK: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight that the bytes stand for, in `dtype`, rounded once from float32."""
     if qweight_NK.device.type != "cpu":
         return qweight_NK.view(torch.float8_e4m3fn).to(torch.float32).mul_(scale_N1).to(dtype)
-    # torch's CPU cast from e4m3 takes one value at a time: 3.2 ms for a million, this 0.4 ms. e4m3 is fp16 with fewer bits: moved
-    # to fp16's place, the bits mean exactly 1/256 of the value (the exponent biases are 7 and 15), subnormals included.
+    # torch's CPU cast from e4m3 takes one value at a time: 3.2 ms for a million, this 0.4 ms. e4m3 is fp16 with fewer
+    # bits: moved to fp16's place, the bits mean exactly 1/256 of the value (the exponent biases are 7 and 15),
+    # subnormals included.
     bits = qweight_NK.to(torch.int16)
     sign = bits.bitwise_and(0x80).bitwise_left_shift_(8)
     half_NK = bits.bitwise_and_(0x7F).bitwise_left_shift_(7).bitwise_or_(sign).view(torch.float16)
@@ -96,15 +102,16 @@ class _DecodeLinear(torch.autograd.Function):
 class FrozenFp8Linear(nn.Linear):
     """A linear layer whose frozen weight takes one byte per element.
 
-    Stays an `nn.Linear` for peft's dispatch and for `isinstance` checks in models, but has no `weight` parameter: `weight` is a
-    property that decodes anew at every access, so writing into it changes nothing (`merge` a LoRA into `decoded_state_dict`).
+    Stays an `nn.Linear` for peft's dispatch and for `isinstance` checks in models, but has no `weight` parameter:
+    `weight` is a property that decodes anew at every access, so writing into it changes nothing (`merge` a LoRA into
+    `decoded_state_dict`).
 
     Attributes:
         qweight: uint8 parameter (N, K), never trained; the bits of float8_e4m3fn.
         scale: float32 buffer (N, 1). Follows moves between devices, never changes dtype.
         bias: frozen parameter (N,) in the compute dtype, or None.
-        compute_dtype: what the weight is decoded to. Follows `.to(dtype)`, `.half()` and the like. peft reads this name and puts
-            its adapters in this dtype; without it they would end up in the dtype of the bytes.
+        compute_dtype: what the weight is decoded to. Follows `.to(dtype)`, `.half()` and the like. peft reads this name
+            and puts its adapters in this dtype; without it they would end up in the dtype of the bytes.
     """
 
     def __init__(
@@ -156,7 +163,8 @@ class FrozenFp8Linear(nn.Linear):
     def forward(self, x_BK: Tensor) -> Tensor:
         bias_N = self.bias
         kind = x_BK.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # meta has none, and raises if asked
+        # The meta device has no autocast, and raises if asked about it.
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x_BK, bias_N = x_BK.to(dtype), None if bias_N is None else bias_N.to(dtype)
         elif x_BK.dtype != self.compute_dtype:

@@ -1,0 +1,170 @@
+"""`lora-fp8 demo`: a whole job on the bundled base, then the same seeds before and after, measured from the pixels.
+
+Everything after training is done as somebody else would do it: the exported file is loaded with diffusers' own
+`load_lora_weights` into a plain pipeline on the base as it is published, and nothing of the training is reused. What
+the figures say is therefore what a user of the file sees.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from lora_fp8 import config, sample, train
+from lora_fp8.config import UserError
+
+from . import measure, pictures
+
+FOLDER = Path(__file__).resolve().parent
+NUM_CONCEPT, NUM_PLAIN, BATCH = 32, 64, 32
+LEAST_CONCEPT, MOST_CONCEPT_BEFORE, LEAST_KEPT = 0.8, 0.05, 0.9
+
+
+@dataclass
+class Shown:
+    """What the demo found.
+
+    Attributes:
+        files: the LoRA files.
+        sheet: the contact sheet; rows of base and LoRA, same seeds in each column.
+        concept_before, concept_after: share of pictures with the trigger word that show the concept.
+        plain_before, plain_after: share of plain prompts that are obeyed in shape, colour and background.
+        seconds: wall time of training (encoding, loading and proof included), and of everything.
+    """
+
+    family: str
+    files: list[str]
+    sheet: str
+    concept_before: float
+    concept_after: float
+    plain_before: float
+    plain_after: float
+    seconds: dict[str, float]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the LoRA does what a demo should show: the concept is learned, and the base keeps what it knew."""
+        learned = self.concept_after >= LEAST_CONCEPT and self.concept_before <= MOST_CONCEPT_BEFORE
+        return learned and self.plain_after >= LEAST_KEPT * self.plain_before
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        return [
+            "",
+            f"the new concept, '{pictures.TRIGGER}', in {NUM_CONCEPT} pictures: {self.concept_before:.0%} before, "
+            f"{self.concept_after:.0%} with the LoRA",
+            f"plain prompts obeyed, of {NUM_PLAIN}: {self.plain_before:.0%} before, "
+            f"{self.plain_after:.0%} with the LoRA",
+            f"time: {self.seconds['job']:.0f} s for the job, {self.seconds['all']:.0f} s with these measurements",
+            f"contact sheet: {self.sheet}",
+            *(f"LoRA: {path}" for path in self.files),
+            "" if self.ok else "The LoRA misses what the demo asks for; the run folder has everything to see why.",
+        ]
+
+
+def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = None) -> Shown:
+    """Train on the bundled dataset and look at the result.
+
+    Args:
+        family: a family with a bundled base.
+        out: where the run folder `demo-<family>` (or `-2`, `-3` ...) is made.
+
+    Raises:
+        UserError: there is no bundled base of that family.
+    """
+    settings = FOLDER / f"{family}.toml"
+    if not settings.is_file():
+        bundled = " | ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
+        raise UserError(f"demo: no bundled base for family {family!r}; accepted: {bundled}")
+    name, count = f"demo-{family}", 1
+    while (out / name).exists():
+        count += 1
+        name = f"demo-{family}-{count}"
+    places = {"name": name, "output_dir": str(out), "dataset.cache_dir": str(out / "cache")}
+    places |= {
+        f"dataset.folders.{i}.path": str(FOLDER / folder) for i, folder in enumerate(("dataset", "dataset_plain"))
+    }
+    job = config.loads(
+        settings.read_text(encoding="utf-8"), [f"{k}={json.dumps(v)}" for k, v in places.items()], where=settings.name
+    )
+    started = time.perf_counter()
+    result = train.run(job, echo=echo)
+    trained = time.perf_counter()
+
+    if echo:
+        echo({"event": "stage", "stage": "measure"})
+    base = FOLDER / "base" / family
+    sampling = json.loads((base / "measured.json").read_text(encoding="utf-8"))["sampling"]
+    concept, plain = concept_prompts(), plain_prompts()
+    pipeline = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    before = draw(pipeline, sampling, [*concept, *plain])
+    pipeline.load_lora_weights(result.run.export, weight_name=_diffusers_file(result.files).name)
+    after = draw(pipeline, sampling, [*concept, *plain])
+
+    columns = [*range(8), *range(NUM_CONCEPT, NUM_CONCEPT + 8)]
+    chosen = [[*concept, *plain][i] for i in columns]
+    sheet = sample.contact_sheet(
+        {"base": [before[i] for i in columns], "with the LoRA, same seeds": [after[i] for i in columns]},
+        chosen,
+        scale=2,
+    )
+    sheet_path = result.run.path / "contact_sheet.png"
+    sheet.save(sheet_path)
+    shown = Shown(
+        family=family,
+        files=[str(path) for path in result.files],
+        sheet=str(sheet_path),
+        concept_before=_share(map(measure.is_concept, before[:NUM_CONCEPT])),
+        concept_after=_share(map(measure.is_concept, after[:NUM_CONCEPT])),
+        plain_before=_share(map(measure.obeys, before[NUM_CONCEPT:], plain)),
+        plain_after=_share(map(measure.obeys, after[NUM_CONCEPT:], plain)),
+        seconds={"job": round(trained - started, 1), "all": round(time.perf_counter() - started, 1)},
+    )
+    (result.run.path / "demo.json").write_text(json.dumps(shown.to_json(), indent=1) + "\n", encoding="utf-8")
+    return shown
+
+
+def concept_prompts() -> list[str]:
+    """The trigger word on each of the eight backgrounds in turn."""
+    backgrounds = list(pictures.COLOURS)
+    return [pictures.concept_prompt(backgrounds[i % len(backgrounds)]) for i in range(NUM_CONCEPT)]
+
+
+def plain_prompts() -> list[str]:
+    """Prompts of the world that the base knows, drawn from all of it."""
+    rng = random.Random(7)
+    return [pictures.prompt_for(pictures.random_scene(rng)) for _ in range(NUM_PLAIN)]
+
+
+def draw(pipeline: Any, sampling: dict[str, Any], prompts: list[str]) -> list[Image.Image]:
+    """One picture per prompt; the i-th always from seed 1000 + i."""
+    images: list[Image.Image] = []
+    settings = {k: v for k, v in sampling.items() if k != "negative_prompt"}
+    for start in range(0, len(prompts), BATCH):
+        part = prompts[start : start + BATCH]
+        generators = [torch.Generator("cpu").manual_seed(1000 + start + i) for i in range(len(part))]
+        negative = (
+            {"negative_prompt": [sampling["negative_prompt"]] * len(part)} if "negative_prompt" in sampling else {}
+        )
+        images += pipeline(part, **settings, **negative, height=64, width=64, generator=generators).images
+    return images
+
+
+def _diffusers_file(files: list[Path]) -> Path:
+    return next(path for path in files if path.stem.endswith("_diffusers"))
+
+
+def _share(answers: Any) -> float:
+    answers = list(answers)
+    return round(sum(answers) / len(answers), 4)

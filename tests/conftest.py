@@ -1,0 +1,134 @@
+"""What the tests share: a random miniature of each family, a small picture folder, and jobs on them.
+
+One thread everywhere: the number of threads changes the last bits of sums, and the tests compare bytes. The network is
+off: whatever a test needs, it makes.
+"""
+
+import gc
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from lora_fp8 import config, families  # noqa: E402
+
+torch.set_num_threads(1)
+
+PICTURES = (
+    ("a.png", (48, 48), "red", "a cat, red, sitting, photo"),
+    ("b.jpg", (96, 48), "green", "a dog, green, running, photo"),
+    ("c.png", (48, 96), "blue", "a cat, blue, standing"),
+    ("d.jpg", (64, 60), "orange", "a dog, orange, sitting, night"),
+    ("e.png", (40, 44), "purple", "a bird, purple"),
+)
+
+JOB = """
+name = "lora"
+[quantize]
+storage = "fp8"
+[adapter]
+rank = 4
+alpha = 4.0
+[dataset]
+resolution = 48
+bucket_step = 16
+[train]
+steps = 6
+[optimizer]
+lr = 1e-3
+[memory]
+gradient_checkpointing = false
+[preview]
+steps = 2
+[checkpoint]
+every = 2
+[export]
+verify = false
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Tests that need a CUDA card are deselected, and counted as such, where there is none."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """tiny("sd15"): folder of a random miniature of the family in the diffusers layout; made once."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def folder(family: str) -> Path:
+        if not (root / family).exists():
+            families.get(family).tiny(root / family)
+        return root / family
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five captioned pictures of five sizes, PNG and JPEG, with something different in each. Not to be changed."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for name, (width, height), colour, caption in PICTURES:
+        image = Image.new("RGB", (width, height), colour)
+        image.paste("white", (width // 4, height // 3, width // 2, height // 2))
+        image.paste("black", (width // 2, height // 2, width - 3, height - 5))
+        image.save(folder / name)
+        (folder / name).with_suffix(".txt").write_text(caption, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_job(
+    tiny: Callable[[str], Path], pictures: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., config.Job]:
+    """make_job(folder, "train.steps=8", ..., family="flux"): a job with its run in folder/runs/lora; a step takes about 0.1 s.
+
+    All jobs share one cache of encoded examples; `dataset.cache_dir=...` gives one its own.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    from lora_fp8 import train  # noqa: F401 - everything that a run imports, for the next line
+
+    # A run collects garbage when it frees the encoders: 0.3 s for all that the libraries hold, 0 once that is frozen.
+    gc.freeze()
+
+    def make(folder: Path, *overrides: str, family: str = "sd15") -> config.Job:
+        paths = (
+            f"output_dir='{folder / 'runs'}'",
+            f"dataset.cache_dir='{cache}'",
+            f"dataset.folders=[{{path='{pictures}'}}]",
+            f"model.family='{family}'",
+            f"model.path='{tiny(family)}'",
+        )
+        return config.loads(JOB, [*paths, *overrides])
+
+    return make
+
+
+@pytest.fixture
+def job(make_job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., config.Job]:
+    """job("train.steps=8", ..., family="flux"): as make_job, in this test's own folder."""
+    return lambda *overrides, family="sd15": make_job(tmp_path, *overrides, family=family)
+
+
+@pytest.fixture(scope="session")
+def tree_hash() -> Callable[[Path], dict[str, str]]:
+    """tree_hash(folder): SHA-256 of each file below it, by relative name."""
+
+    def hashes(folder: Path) -> dict[str, str]:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    return hashes

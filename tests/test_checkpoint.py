@@ -1,0 +1,371 @@
+"""Checkpoints are whole or absent: no damage, full disk or crash at any point may cost more than the newest save."""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+
+from lora_fp8 import checkpoint
+from lora_fp8 import run as run_room
+from lora_fp8.config import UserError
+from lora_fp8.run import RunFailure
+
+FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+
+
+def content(step: int) -> tuple[dict, dict, dict]:
+    adapter = {"b.lora_A.weight": torch.full((3, 5), float(step), dtype=torch.bfloat16)}
+    adapter["b.lora_B.weight"] = torch.arange(15.0).view(5, 3).T + step  # not contiguous
+    optimizer = {"b.lora_A.weight/state1": torch.arange(4096, dtype=torch.uint8) + step, "qmap1": torch.rand(256)}
+    return adapter, optimizer, {"step": step, "optimizer": {"steps": {"b": step}}, "pinned": {"seed": 3}}
+
+
+def save(folder, step, keep=2):
+    return checkpoint.save(folder, *content(step), keep=keep)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A folder with the whole bundles of steps 2 and 4."""
+    for step in (2, 4):
+        save(tmp_path, step)
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_round_trip_is_exact_with_dtype_shape_and_state(two):
+    found, skipped = checkpoint.latest(two)
+    adapter, optimizer, state = content(4)
+    assert found.step == 4 and skipped == [] and found.path == two / "step-000004"
+    assert found.state == {"schema": 1, **state}
+    assert found.adapter.keys() == adapter.keys() and found.optimizer.keys() == optimizer.keys()
+    for name, tensor in adapter.items():
+        assert found.adapter[name].dtype == tensor.dtype
+        assert torch.equal(found.adapter[name], tensor)
+    assert torch.equal(found.optimizer["b.lora_A.weight/state1"], optimizer["b.lora_A.weight/state1"])
+
+
+def test_the_newest_is_by_number_not_by_name(tmp_path):
+    for step in (999_999, 1_000_000):  # as text, "step-1000000" comes before "step-999999"
+        save(tmp_path, step)
+    assert checkpoint.latest(tmp_path)[0].step == 1_000_000
+
+
+def test_no_checkpoint_at_all_is_not_an_error(tmp_path):
+    assert checkpoint.latest(tmp_path) == (None, [])
+    assert checkpoint.latest(tmp_path / "absent") == (None, [])
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path, tree_hash):
+    content_once = content(2)
+    hashes = [tree_hash(checkpoint.save(tmp_path / name, *content_once, keep=2)) for name in "ab"]
+    assert hashes[0] == hashes[1]
+
+
+# -- damage
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def halve(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def remove(path):
+    path.unlink()
+
+
+def become_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [flip, halve, empty, remove, become_a_folder])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_bundle_is_passed_over_and_told(two, name, damage):
+    damage(two / "step-000004" / name)
+    found, skipped = checkpoint.latest(two)
+    assert found.step == 2 and torch.equal(found.adapter["b.lora_A.weight"], content(2)[0]["b.lora_A.weight"])
+    assert len(skipped) == 1 and "\n" not in skipped[0] and skipped[0].startswith("step-000004 passed over: ")
+    if damage is remove:
+        assert f"{name} is missing" in skipped[0]
+    assert (two / "step-000004").exists()  # evidence is not removed by reading
+    with pytest.raises(RunFailure, match="step-000004 is not whole"):
+        checkpoint.read(two / "step-000004")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"adapter.safetensors": 3}', '"x"', "{"])
+def test_a_manifest_of_another_shape_counts_as_broken(two, text):
+    (two / "step-000004" / "manifest.json").write_text(text)
+    found, skipped = checkpoint.latest(two)
+    assert found.step == 2 and len(skipped) == 1
+
+
+@pytest.mark.parametrize("name", FILES[:3])
+def test_each_file_of_another_bundle_is_noticed(two, name):
+    """Files that are whole but of another step: only a hash of all of them together can tell."""
+    shutil.copy(two / "step-000002" / name, two / "step-000004" / name)
+    assert checkpoint.latest(two)[0].step == 2
+
+
+def test_leftovers_of_killed_saves_are_ignored_and_cleared(two):
+    for leftover in (".tmp-step-000006-123", ".tmp-step-000002-old"):
+        shutil.copytree(two / "step-000004", two / leftover)
+    found, skipped = checkpoint.latest(two)
+    assert found.step == 4 and skipped == [] and names(two) == ["step-000002", "step-000004"]
+
+
+def test_other_names_are_left_alone(two):
+    (two / "step-000009.bak").mkdir()
+    (two / "notes.txt").write_text("mine")
+    (two / "step-final").mkdir()
+    save(two, 6)
+    assert checkpoint.latest(two)[0].step == 6
+    assert {"step-000009.bak", "notes.txt", "step-final"} <= set(names(two))
+
+
+def test_none_whole_is_a_failure_and_nothing_is_overwritten(two, tree_hash):
+    flip(two / "step-000004" / "adapter.safetensors")
+    remove(two / "step-000002" / "manifest.json")
+    before = tree_hash(two)
+    with pytest.raises(RunFailure) as failure:
+        checkpoint.latest(two)
+    text = str(failure.value)
+    assert "none is whole" in text and "step-000004" in text and "step-000002" in text and "\n" not in text
+    assert tree_hash(two) == before
+
+
+def test_another_schema_is_refused(two):
+    path = two / "step-000004"
+    state = json.loads((path / "state.json").read_text()) | {"schema": 99}
+    (path / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["state.json"] = hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunFailure, match="schema 99"):
+        checkpoint.latest(two)
+
+
+def test_a_step_that_is_not_there_names_those_that_are(two):
+    with pytest.raises(UserError, match="step-000002, step-000004"):
+        checkpoint.read(two / "step-000003")
+    assert checkpoint.read(two / "step-000002").step == 2
+
+
+# -- pruning
+
+
+@pytest.mark.parametrize("keep", [2, 3, 5])
+def test_the_newest_are_kept(tmp_path, keep):
+    for step in range(1, 8):
+        save(tmp_path, step, keep)
+    assert names(tmp_path) == [f"step-{step:06d}" for step in range(8 - keep, 8)]
+
+
+def test_a_broken_one_never_counts_as_kept(tmp_path):
+    for step in (2, 4, 6):
+        save(tmp_path, step, keep=9)
+    flip(tmp_path / "step-000006" / "optimizer.safetensors")
+    save(tmp_path, 8, keep=2)
+    # Two whole ones are left, and the broken one in between took nobody's place.
+    assert names(tmp_path) == ["step-000004", "step-000006", "step-000008"]
+    save(tmp_path, 10, keep=2)
+    assert names(tmp_path) == ["step-000008", "step-000010"]
+
+
+def test_a_bundle_of_the_same_step_is_replaced(two):
+    flip(two / "step-000004" / "adapter.safetensors")  # a resumed run gets to step 4 again
+    save(two, 4)
+    assert checkpoint.latest(two)[0].step == 4 and names(two) == ["step-000002", "step-000004"]
+
+
+# -- the disk refuses
+
+
+@pytest.mark.parametrize("limit", [0, 40, 700, 3000])
+def test_a_full_disk_is_one_line_and_earlier_bundles_stay(two, tree_hash, limit):
+    """RLIMIT_FSIZE makes the kernel refuse (EFBIG), in a child because a process cannot raise its limit again."""
+    before = tree_hash(two)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        message = "saved"
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            save(two, 6)
+        except RunFailure as failure:
+            message = str(failure)
+        except BaseException as error:
+            message = f"another exception: {error!r}"
+        os.write(writer, message.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(child, 0)
+    assert str(two / "step-000006") in text and "could not be written (File too large)" in text
+    assert "MiB are free" in text and "earlier checkpoints are intact" in text and "\n" not in text
+    assert tree_hash(two) == before and names(two) == ["step-000002", "step-000004"]
+    save(two, 6)  # and when there is room again, it goes on
+    assert checkpoint.latest(two)[0].step == 6
+
+
+def test_no_space_left_is_named(two, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunFailure, match="No space left on device"):
+        save(two, 6)
+    monkeypatch.undo()
+    assert checkpoint.latest(two)[0].step == 4
+
+
+def test_what_reads_back_differently_is_not_acknowledged(two, monkeypatch):
+    """A disk that takes everything and returns something else: told, and older bundles are not pruned."""
+    real = run_room.write_synced
+
+    def rotten(path):
+        return real(path.with_name("elsewhere")) if path.name == "adapter.safetensors" else real(path)
+
+    monkeypatch.setattr(checkpoint, "write_synced", rotten)
+    with pytest.raises(RunFailure, match="read back"):
+        save(two, 6)
+    monkeypatch.undo()
+    found, skipped = checkpoint.latest(two)
+    assert found.step == 4 and len(skipped) == 1 and (two / "step-000002").exists()
+
+
+# -- a crash at every point
+
+
+class Crash(BaseException):
+    """Not an Exception: like a kill, it must get past every handler that means to go on."""
+
+
+class CrashingDisk:
+    """Counts the calls that change the disk and raises at the n-th, before or after it is done."""
+
+    def __init__(self, monkeypatch, at: int, afterwards: bool, error: BaseException):
+        self.count, self.at, self.afterwards, self.error, self.dead = 0, at, afterwards, error, False
+        monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but no power is cut here: save the time
+        for name in ("mkdir", "fsync", "rename", "replace", "rmdir", "unlink"):
+            monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))
+        real = run_room.write_synced
+
+        def write_synced(path):
+            return Writing(self, self.wrap(real)(path))
+
+        monkeypatch.setattr(checkpoint, "write_synced", write_synced)
+
+    def wrap(self, call):
+        def counted(*args, **kwargs):
+            if self.dead:  # after a kill nothing runs any more, clean-up neither
+                raise self.error
+            self.count += 1
+            mine = self.count == self.at
+            if mine and not self.afterwards:
+                self.die()
+            result = call(*args, **kwargs)
+            if mine:
+                self.die()
+            return result
+
+        return counted
+
+    def die(self):
+        self.dead = isinstance(self.error, Crash)
+        raise self.error
+
+
+class Writing:
+    """A file whose write is cut in the middle when it is the fatal one."""
+
+    def __init__(self, disk, context):
+        self.disk, self.context = disk, context
+
+    def __enter__(self):
+        self.file = self.context.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.context.__exit__(*error)
+
+    def write(self, data):
+        self.disk.wrap(lambda: self.file.write(data[: len(data) // 2]))()
+        self.disk.wrap(lambda: self.file.write(data[len(data) // 2 :]))()
+
+
+@pytest.mark.parametrize("afterwards", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("again", [False, True], ids=["new step", "broken step"])
+@pytest.mark.parametrize("error", [Crash(), OSError(errno.EIO, "Input/output error")], ids=["crash", "EIO"])
+def test_a_crash_at_every_call_leaves_the_old_or_the_new(tmp_path, afterwards, again, error):
+    """`again`: a broken bundle of that very step is in the way, as after a damaged newest checkpoint."""
+    points = 0
+    outcomes = set()
+    for step in (2, 4):
+        save(tmp_path / "start", step)
+    if again:
+        shutil.copytree(tmp_path / "start" / "step-000004", tmp_path / "start" / "step-000006")
+        remove(tmp_path / "start" / "step-000006" / "state.json")
+    for at in range(1, 500):
+        folder = shutil.copytree(tmp_path / "start", tmp_path / str(at))
+        with pytest.MonkeyPatch.context() as patch:
+            disk = CrashingDisk(patch, at, afterwards, error)
+            try:
+                save(folder, 6)
+                acknowledged = True
+            except (Crash, RunFailure, OSError) as caught:
+                acknowledged = False
+                assert isinstance(caught, Crash | RunFailure), f"call {at}: {caught!r} is not told in words"
+        if disk.count < at:
+            assert acknowledged
+            break
+        points += 1
+        found, _ = checkpoint.latest(folder)
+        outcomes.add(found.step)
+        assert found.step in (4, 6), f"call {at}: {found.step}"
+        assert found.step == 6 or not acknowledged, f"call {at}: acknowledged and lost"
+        assert torch.equal(found.adapter["b.lora_A.weight"], content(found.step)[0]["b.lora_A.weight"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", lambda descriptor: None)
+            save(folder, 8)  # and the next run goes on from there
+        assert checkpoint.latest(folder)[0].step == 8
+    assert points >= 20 and outcomes == {4, 6}
+
+
+def test_everything_is_synced_before_and_after_the_rename(tmp_path, monkeypatch):
+    """The order that a power cut demands: files, then their folder, then the name, then the parent."""
+    order = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(descriptor):
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        return fsync(descriptor)
+
+    def recorded_rename(source, target):
+        order.append("-> " + os.path.basename(target))
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    save(tmp_path / "checkpoints", 2)
+    staged = f".tmp-step-000002-{os.getpid()}"
+    assert order == [*FILES, staged, "-> step-000002", "checkpoints"]

@@ -1,0 +1,1001 @@
+"""The contract that every file in families/ keeps, judged against diffusers' own pipelines; and loading from anywhere.
+
+Parametrised over `families.available()`: a new family is tested without touching this file. The tests that bite compare
+with the real diffusers pipeline, on latents that are not square. Single-file checkpoints are made here by writing the
+miniatures in the original layouts; diffusers' converters are the authority for reading them back.
+"""
+
+import hashlib
+import inspect
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from safetensors.torch import load_file, save_file
+
+from lora_fp8 import config, families, precision
+from lora_fp8.config import UserError
+from lora_fp8.families import _files, base
+from lora_fp8.families.flux import bfl_conversion
+from lora_fp8.objectives import FlowMatching
+
+PROMPTS = ["a photo of a cat", "Zwölf red dogs, and the blue one is rather longer than the other prompt of this batch"]
+SIZES = {"original_size": (40, 56), "crops_coords_top_left": (4, 6), "target_size": (16, 24)}
+HEIGHT, WIDTH = 16, 24  # what the miniatures' VAE makes of their latents of 8 x 12
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", params=families.available())
+def Family(request):
+    return families.get(request.param)
+
+
+@pytest.fixture(scope="session")
+def folder(Family, tmp_path_factory):
+    path = tmp_path_factory.mktemp(Family.name) / "base"
+    Family.tiny(path)
+    return path
+
+
+def make(Family, path, dtype=torch.float32, **settings):
+    model = config.Model(family=Family.name, path=str(path), **settings)
+    return Family(model, device="cpu", dtype=dtype)
+
+
+def load_denoiser(family, storage="none"):
+    denoiser = family.empty_denoiser()
+    precision.quantize_(denoiser, config.Quantize(storage=storage), family.keep_precise, family.dtype)
+    precision.fill_(denoiser, family.denoiser_tensors(), family.dtype, "cpu")
+    return denoiser.eval()
+
+
+@pytest.fixture(scope="session")
+def family(Family, folder):
+    family = make(Family, folder)
+    family.load_encoders()
+    return family
+
+
+@pytest.fixture(scope="session")
+def denoiser(family):
+    return load_denoiser(family)
+
+
+@pytest.fixture(scope="session")
+def pipeline(Family, folder):
+    """diffusers' own pipeline of the same miniature, loaded by diffusers."""
+    cls = getattr(diffusers, Family.pipeline_class)
+    pipeline = cls.from_pretrained(folder, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def conditioning(family, prompts=PROMPTS):
+    facts = family.image_conditioning(SIZES["original_size"], SIZES["crops_coords_top_left"], SIZES["target_size"])
+    return family.collate([{**cond, **facts} for cond in family.encode_prompts(prompts)])
+
+
+def some_latents(family, num=2):
+    return torch.randn(num, 4, *family.tiny_latent_hw, generator=torch.Generator().manual_seed(0))
+
+
+def some_t(family, num=2):
+    objective = family.objective(family.scheduler_config(), config.Objective())
+    seq_len = family.seq_len(family.tiny_latent_hw)
+    return objective.sample_t([torch.Generator().manual_seed(i) for i in range(num)], seq_len)
+
+
+# -- the contract ----------------------------------------------------------------------------------------------------
+
+
+def test_the_facts_are_stated(Family, denoiser):
+    assert Family.__mro__[1] is base.ModelFamily  # depth of inheritance exactly one
+    assert getattr(diffusers, Family.denoiser_class) is type(denoiser)
+    assert Family.tiny_latent_hw[0] != Family.tiny_latent_hw[1]
+    assert Family.bucket_step % Family.bucket_multiple == 0 and Family.native_resolution % Family.bucket_step == 0
+    assert Family.kohya_naming and Family.modelspec_architecture and Family.kohya_base_version and Family.title
+    names = [name for name, _ in denoiser.named_modules()]
+    for entry in (*Family.keep_precise, *Family.adapter_exclude):
+        assert any(precision.name_matches(name, entry) for name in names), f"{entry} matches nothing"
+
+
+def test_miniature_is_random_small_and_repeatable(Family, folder, tmp_path):
+    state = torch.get_rng_state()
+    started = time.monotonic()
+    Family.tiny(tmp_path)
+    assert time.monotonic() - started < 5  # a tenth of a second; the margin is for a busy machine
+    assert torch.equal(torch.get_rng_state(), state), "tiny must leave the caller's random numbers alone"
+    weights = f"{Family.denoiser_name}/diffusion_pytorch_model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*")) < 10e6
+
+
+def test_linears_of_the_miniature_fit_fp8_kernels(denoiser):
+    sides = [s for m in denoiser.modules() if isinstance(m, torch.nn.Linear) for s in m.weight.shape]
+    assert sides and all(side % 16 == 0 for side in sides)
+
+
+def test_streamed_weights_are_the_files(Family, family, denoiser, pipeline):
+    reference = getattr(pipeline, Family.denoiser_name).state_dict()
+    loaded = denoiser.state_dict()
+    assert loaded.keys() == reference.keys()
+    assert all(torch.equal(loaded[name], reference[name]) for name in reference)
+    assert not any(p.is_meta for p in denoiser.parameters())
+
+
+def test_prompts_are_encoded_as_the_pipeline_does(Family, family, pipeline):
+    options = {"do_classifier_free_guidance": False, "num_images_per_prompt": 1, "device": "cpu"}
+    if Family.name == "flux":
+        options["max_sequence_length"] = family.max_sequence_length
+    parameters = inspect.signature(pipeline.encode_prompt).parameters
+    with torch.no_grad():
+        answer = pipeline.encode_prompt(PROMPTS, **{k: v for k, v in options.items() if k in parameters})
+    expected = [x for x in answer if x is not None and x.shape[0] == len(PROMPTS)]  # text ids have no batch
+    conds = family.encode_prompts(PROMPTS)
+    assert len(conds) == len(PROMPTS)
+    assert not torch.equal(conds[0]["prompt_embeds"], conds[1]["prompt_embeds"])
+    assert len(expected) == len(conds[0])
+    for i, cond in enumerate(conds):
+        for mine, theirs in zip(cond.values(), expected, strict=True):
+            assert torch.equal(mine, theirs[i])
+
+
+def test_conditioning_can_be_stored(Family, folder, tmp_path):
+    family = make(Family, folder, dtype=torch.bfloat16)
+    family.load_encoders()
+    cond = family.encode_prompts(PROMPTS)[1]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in cond.values())
+    assert all(tensor._base is None and tensor.is_contiguous() for tensor in cond.values())
+    save_file(cond, tmp_path / "cond.safetensors")
+    assert all(torch.equal(t, cond[k]) for k, t in load_file(tmp_path / "cond.safetensors").items())
+
+
+def test_images_are_encoded_as_diffusers_does(Family, family, pipeline, monkeypatch):
+    pixels = torch.rand(2, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = family.encode_images(pixels)
+    assert latents.shape[-2:] == Family.tiny_latent_hw and latents.dtype == torch.float32
+    # diffusers' image-to-image code samples the posterior; its mode is asked for here.
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    inpaint = getattr(diffusers, Family.pipeline_class.replace("Pipeline", "InpaintPipeline"))
+    with torch.no_grad():
+        assert torch.equal(latents, inpaint._encode_vae_image(pipeline, pixels, generator=None))
+        decoded = family.vae.decode(family.vae.encode(pixels).latent_dist.mode()).sample
+        torch.testing.assert_close(family.decode_latents(latents), decoded, rtol=1e-4, atol=1e-5)
+
+
+def test_prediction_has_the_shape_of_the_latents(family, denoiser):
+    with torch.no_grad():
+        noisy = some_latents(family)
+        prediction = family.predict(denoiser, noisy, some_t(family), conditioning(family))
+    assert prediction.shape == noisy.shape and prediction.isfinite().all()
+
+
+def test_a_batch_is_its_samples(family, denoiser):
+    noisy, t = some_latents(family), some_t(family)
+    with torch.no_grad():
+        both = family.predict(denoiser, noisy, t, conditioning(family))
+        for i, prompt in enumerate(PROMPTS):
+            alone = family.predict(denoiser, noisy[i : i + 1], t[i : i + 1], conditioning(family, [prompt]))
+            torch.testing.assert_close(both[i : i + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_denoiser_answers_as_inside_the_diffusers_pipeline(Family, family, denoiser, pipeline):
+    """One step of the real pipeline is recorded and asked again through `predict`: timestep, ids, sizes, guidance."""
+    seen = []
+
+    def record(module, args, kwargs, output):
+        seen.append((args[0] if args else kwargs["hidden_states"], output[0]))
+
+    accepted = inspect.signature(pipeline.__call__).parameters
+    options = {**SIZES, "max_sequence_length": 32}
+    handle = getattr(pipeline, Family.denoiser_name).register_forward_hook(record, with_kwargs=True)
+    try:
+        pipeline(
+            PROMPTS,
+            height=HEIGHT,
+            width=WIDTH,
+            num_inference_steps=4,
+            guidance_scale=2.5 if issubclass(Family.objective, FlowMatching) else 1.0,
+            generator=torch.Generator().manual_seed(0),
+            output_type="latent",
+            **{k: v for k, v in options.items() if k in accepted},
+        )
+    finally:
+        handle.remove()
+    assert len(seen) == 4
+
+    for step in (1, 3):
+        noisy, expected = seen[step]
+        if noisy.ndim == 3:  # packed
+            noisy, expected = (
+                pipeline._unpack_latents(x, HEIGHT, WIDTH, pipeline.vae_scale_factor) for x in seen[step]
+            )
+        if issubclass(Family.objective, FlowMatching):
+            t_B = pipeline.scheduler.sigmas[step].expand(2)
+        else:
+            t_B = pipeline.scheduler.timesteps[step].long().expand(2)
+            assert t_B[0] == pipeline.scheduler.timesteps[step]
+        with torch.no_grad():
+            answer = family.predict(denoiser, noisy, t_B, conditioning(family), guidance=2.5)
+        if issubclass(Family.objective, FlowMatching):  # the pipeline's sigma goes through * 1000 / 1000
+            torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(answer, expected)
+
+
+def test_objective_is_the_pipelines_scheduler(Family, family, pipeline):
+    """With the true target as the model's answer, the scheduler that the model ships must find the image again."""
+    objective = family.objective(family.scheduler_config(), config.Objective())
+    x0 = some_latents(family)
+    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
+    scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
+    flow = issubclass(Family.objective, FlowMatching)
+    scheduler.set_timesteps(10, **({"mu": objective.mu(family.seq_len(family.tiny_latent_hw))} if flow else {}))
+    start = 4
+    t = scheduler.timesteps[start]
+    t_B = (scheduler.sigmas[start] if flow else t.long()).expand(2)
+    x = objective.add_noise(x0, noise, t_B)
+    if isinstance(scheduler, diffusers.EulerDiscreteScheduler):
+        # Karras et al.'s convention: Euler's samples are x_0 + sigma * noise, and it scales them for the model.
+        torch.testing.assert_close(
+            scheduler.scale_model_input(x0 + scheduler.sigmas[start] * noise, t), x, rtol=1e-4, atol=1e-4
+        )
+        x = x0 + scheduler.sigmas[start] * noise
+        scheduler._step_index = None
+    for t in scheduler.timesteps[start:]:
+        x = scheduler.step(objective.target(x0, noise, t_B), t, x).prev_sample
+    # Diffusion samplers end a little before t = 0 (the abar of the first timestep), flow matching ends at it.
+    torch.testing.assert_close(x, x0, atol=1e-5 if flow else 0.1, rtol=1e-3)
+
+
+def test_quantized_base_stays_close(Family, family, denoiser):
+    quantized = load_denoiser(family, storage="fp8")
+    names = {n for n, m in quantized.named_modules() if isinstance(m, precision.FrozenFp8Linear)}
+    assert names
+    for name in Family.adapter_names(quantized):  # every linear that learns is held in FP8
+        assert name in names or not isinstance(quantized.get_submodule(name), torch.nn.Linear)
+    for name, module in quantized.named_modules():
+        if isinstance(module, torch.nn.Linear) and any(precision.name_matches(name, e) for e in Family.keep_precise):
+            assert name not in names
+    with torch.no_grad():
+        arguments = some_latents(family), some_t(family), conditioning(family)
+        plain, held = (family.predict(d, *arguments) for d in (denoiser, quantized))
+    error = (held - plain).norm() / plain.norm()
+    assert 0 < error < 0.05
+
+
+def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline):
+    """Cached conditioning and no text encoders must draw what the whole pipeline draws from the prompt."""
+    accepted = inspect.signature(pipeline.__call__).parameters
+    options = {"height": HEIGHT, "width": WIDTH, "num_inference_steps": 3, "guidance_scale": Family.default_guidance}
+    negative = {"negative_prompt": "blue"} if Family.uses_negative else {}
+    if "max_sequence_length" in accepted:
+        negative["max_sequence_length"] = family.max_sequence_length
+    expected = pipeline(PROMPTS[0], **negative, **options, generator=torch.Generator().manual_seed(3), output_type="pt")
+    cond, bad = family.encode_prompts([PROMPTS[0], "blue"])
+    mine = family.pipeline(denoiser)
+    inputs = family.pipeline_inputs(cond, bad if Family.uses_negative else None)
+    picture = mine(**inputs, **options, generator=torch.Generator().manual_seed(3), output_type="pt")
+    torch.testing.assert_close(picture.images, expected.images, rtol=1e-4, atol=1e-5)
+
+
+def test_previews_in_bf16_decode_in_float32(Family, folder):
+    family = make(Family, folder, dtype=torch.bfloat16)
+    family.load_encoders()
+    cond, negative = family.encode_prompts([PROMPTS[0], ""])
+    family.free_encoders()
+    denoiser = load_denoiser(family, storage="fp8")
+    pipeline = family.pipeline(denoiser)
+    assert pipeline.vae.dtype == torch.float32
+    image = pipeline(
+        **family.pipeline_inputs(cond, negative),
+        height=HEIGHT,
+        width=WIDTH,
+        num_inference_steps=2,
+        guidance_scale=Family.default_guidance,
+    ).images[0]
+    assert image.size == (WIDTH, HEIGHT)
+
+
+def test_encoders_come_and_go(Family, folder):
+    family = make(Family, folder)
+    with pytest.raises(RuntimeError, match="load_encoders"):
+        family.encode_prompts(["a"])
+    with pytest.raises(RuntimeError, match="load_encoders"):
+        family.encode_images(torch.zeros(1, 3, HEIGHT, WIDTH))
+    family.load_encoders()
+    assert not any(p.requires_grad for p in family.vae.parameters())
+    family.free_encoders()
+    assert family.vae is None
+    with pytest.raises(RuntimeError, match="load_encoders"):
+        family.encode_prompts(["a"])
+
+
+# -- adapter targets -------------------------------------------------------------------------------------------------
+
+FULL_SIZE = {"sd15": 192, "sdxl": 722, "flux": 19 * 12 + 38 * 5}  # the layers that kohya's sd-scripts adapt
+
+
+def test_adapter_targets_at_full_size(Family):
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
+    names = Family.adapter_names(denoiser)
+    assert len(names) == len(set(names)) == FULL_SIZE.get(Family.name, len(names)) > 0
+    inside = ("transformer_blocks.", "attentions.")  # never an embedder, a convolution of a ResNet, or the output
+    assert all(any(part in name for part in inside) for name in names)
+    assert not any("norm" in name.split(".")[-2] for name in names)  # nor modulation
+
+
+def test_chosen_targets_match_endings_of_whole_segments(Family, denoiser):
+    names = Family.adapter_names(denoiser, ["to_q"])
+    assert names and all(name.endswith(".to_q") for name in names)
+    with pytest.raises(UserError, match="'o_q'"):
+        Family.adapter_names(denoiser, ["to_q", "o_q"])
+
+
+def test_the_last_layer_of_flux_is_not_a_single_blocks_proj_out():
+    Family = families.get("flux")
+    with torch.device("meta"):
+        denoiser = diffusers.FluxTransformer2DModel.from_config({**Family.reference_config, "num_layers": 1})
+    assert "proj_out" not in Family.adapter_names(denoiser, ["proj_out"])
+    assert Family.adapter_names(denoiser, ["^proj_out"]) == ["proj_out"]
+    held = [n for n, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)]
+    precise = {n for n in held if any(precision.name_matches(n, e) for e in Family.keep_precise)}
+    assert {"proj_out", "x_embedder", "single_transformer_blocks.3.norm.linear"} < precise
+    assert not {"single_transformer_blocks.3.proj_out", "transformer_blocks.0.attn.to_q"} & precise
+
+
+# -- SDXL and FLUX, in particular ------------------------------------------------------------------------------------
+
+
+def test_sdxl_sizes_are_height_before_width(tmp_path):
+    Family = families.get("sdxl")
+    Family.tiny(tmp_path)
+    facts = make(Family, tmp_path).image_conditioning((40, 56), (4, 6), (16, 24))
+    assert facts["time_ids"].tolist() == [40, 56, 4, 6, 16, 24]
+
+
+def test_flux_without_guidance_embedding(tmp_path):
+    """FLUX.1-schnell: no guidance input, and the setting is reported as unused."""
+    Family = families.get("flux")
+    Family.tiny(tmp_path)
+    section = config.Objective(guidance=3.5)
+    assert make(Family, tmp_path).unused_settings(section) == []
+    schnell = diffusers.FluxTransformer2DModel.from_config(
+        {**make(Family, tmp_path).denoiser_config(), "guidance_embeds": False}
+    )
+    schnell.save_pretrained(tmp_path / "transformer")
+    family = make(Family, tmp_path)
+    family.load_encoders()
+    with torch.no_grad():
+        answer = family.predict(load_denoiser(family), some_latents(family), some_t(family), conditioning(family))
+    assert answer.isfinite().all()
+    assert "objective.guidance" in family.unused_settings(section)[0]
+
+
+def test_guidance_is_reported_where_nothing_reads_it(Family, family):
+    unused = family.unused_settings(config.Objective(guidance=2.0))
+    assert bool(unused) == (Family.name != "flux")
+    assert family.unused_settings(config.Objective()) == []
+
+
+# -- where a base model can lie --------------------------------------------------------------------------------------
+
+
+def copy(folder, tmp_path):
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_the_registry_is_the_folder():
+    assert {"sd15", "sdxl", "flux"} <= set(families.available())
+    assert not {"base", "_files", "_ldm", "_miniature"} & set(families.available())
+    with pytest.raises(UserError, match="did you mean 'sdxl'"):
+        families.get("SDLX")
+
+
+def test_listing_families_needs_no_torch():
+    code = "import sys; from lora_fp8 import families; families.available(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
+
+
+def test_truncated_and_padded_weights_are_refused(Family, folder, tmp_path):
+    broken = copy(folder, tmp_path)
+    weights = broken / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
+    whole = weights.read_bytes()
+    for content in (whole[:-100], whole + b"\0"):
+        weights.write_bytes(content)
+        with pytest.raises(UserError, match=f"the file has {len(content)} bytes, its header says {len(whole)}"):
+            list(make(Family, broken).denoiser_tensors())
+    weights.write_bytes(whole[:1000])
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        list(make(Family, broken).denoiser_tensors())
+    vae = broken / "vae" / "diffusion_pytorch_model.safetensors"
+    vae.write_bytes(vae.read_bytes()[:-1])
+    with pytest.raises(UserError, match="damaged"):
+        make(Family, broken).load_encoders()
+
+
+def test_pickles_are_not_opened(Family, folder, tmp_path):
+    pickled = copy(folder, tmp_path)
+    weights = pickled / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(UserError, match=r"holds only diffusion_pytorch_model\.bin"):
+        make(Family, pickled)
+    (tmp_path / "model.ckpt").write_bytes(b"")
+    with pytest.raises(UserError, match="only .safetensors"):
+        make(Family, tmp_path / "model.ckpt", components=str(folder))
+
+
+def test_all_missing_files_are_listed_at_once(Family, folder, tmp_path):
+    partial = copy(folder, tmp_path)
+    (partial / "vae" / "config.json").unlink()
+    (partial / "text_encoder" / "model.safetensors").unlink()
+    shutil.rmtree(partial / "tokenizer")
+    (partial / Family.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(UserError) as caught:
+        make(Family, partial)
+    for missing in ("vae/config.json", "text_encoder/model.safetensors", "tokenizer/", f"{Family.denoiser_name}/diff"):
+        assert missing in str(caught.value)
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_sharded_and_half_precision_weights(Family, folder, tmp_path, denoiser, variant):
+    sharded = copy(folder, tmp_path)
+    place = sharded / Family.denoiser_name
+    (place / "diffusion_pytorch_model.safetensors").unlink()
+    model = getattr(diffusers, Family.denoiser_class).from_pretrained(folder / Family.denoiser_name)
+    model.to(torch.float16 if variant else torch.float32).save_pretrained(
+        place, max_shard_size="200KB", variant=variant
+    )
+    shards = sorted(place.glob("*.safetensors"))
+    assert len(shards) > 1 and all((variant or "-000") in shard.name for shard in shards)
+    family = make(Family, sharded)
+    loaded = load_denoiser(family).state_dict()
+    tolerance = {"rtol": 1e-3, "atol": 1e-4} if variant else {"rtol": 0, "atol": 0}
+    for name, tensor in denoiser.state_dict().items():
+        torch.testing.assert_close(loaded[name], tensor, **tolerance)
+    shards[-1].unlink()
+    with pytest.raises(UserError, match=f"lacks {shards[-1].name}"):
+        make(Family, sharded)
+
+
+def test_half_precision_encoders_are_found(Family, folder, tmp_path, family):
+    half = copy(folder, tmp_path)
+    for stem in (half / "vae" / "diffusion_pytorch_model", half / "text_encoder" / "model"):
+        tensors = {k: v.half() for k, v in load_file(f"{stem}.safetensors").items()}
+        save_file(tensors, f"{stem}.fp16.safetensors", metadata={"format": "pt"})
+        Path(f"{stem}.safetensors").unlink()
+    other = make(Family, half)
+    other.load_encoders()
+    assert other.vae.dtype == torch.float32
+    for mine, theirs in zip(other.encode_prompts(PROMPTS), family.encode_prompts(PROMPTS), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_a_folder_of_another_architecture_is_named(tmp_path):
+    families.get("sdxl").tiny(tmp_path / "xl")
+    with pytest.raises(UserError) as caught:
+        make(families.get("sd15"), tmp_path / "xl")
+    assert "is Stable Diffusion XL" in str(caught.value) and "model.family = 'sdxl'" in str(caught.value)
+    # Stable Diffusion 2 has the pipeline of 1.5, and another network.
+    families.get("sd15").tiny(tmp_path / "two")
+    path = tmp_path / "two" / "unet" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_linear_projection": True}))
+    with pytest.raises(UserError, match="not Stable Diffusion 1.5.*use_linear_projection = True"):
+        make(families.get("sd15"), tmp_path / "two")
+
+
+def test_paths_that_lead_nowhere(Family, folder, tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        make(Family, tmp_path / "nothing")
+    with pytest.raises(UserError, match="no model_index.json"):
+        make(Family, tmp_path)
+    with pytest.raises(UserError, match="not a folder"):
+        (tmp_path / "one.safetensors").touch()
+        make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="set model.components"):
+        make(Family, tmp_path / "one.safetensors")
+
+
+def test_demo_names_the_bundled_base(Family):
+    bundled = Path(base.__file__).parent.parent / "demo" / "base"
+    have = sorted(p.parent.name for p in bundled.glob("*/model_index.json"))
+    if Family.name in have:
+        family = make(Family, "demo", dtype=torch.bfloat16)
+        assert family.folder == bundled / Family.name
+        assert load_denoiser(family, "fp8").dtype == torch.bfloat16
+    else:
+        with pytest.raises(UserError, match=f"no demo base for '{Family.name}'"):
+            make(Family, "demo")
+
+
+def test_identities_follow_the_contents(Family, folder, tmp_path):
+    one, moved = make(Family, folder), make(Family, copy(folder, tmp_path))
+    before = (one.base_identity(), one.encoder_identity("vae"), one.encoder_identity("text"))
+    assert len(set(before)) == 3 and all(len(digest) == 64 for digest in before)
+    assert before == (moved.base_identity(), moved.encoder_identity("vae"), moved.encoder_identity("text"))
+    changed = {
+        f"{Family.denoiser_name}/diffusion_pytorch_model.safetensors": 0,
+        "vae/diffusion_pytorch_model.safetensors": 1,
+        "text_encoder/model.safetensors": 2,
+        "tokenizer/tokenizer.json": 2,
+        "vae/config.json": 1,
+    }
+    for relative, which in changed.items():
+        path = moved.folder / relative
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 1
+        path.write_bytes(content)
+        after = (moved.base_identity(), moved.encoder_identity("vae"), moved.encoder_identity("text"))
+        assert [a != b for a, b in zip(before, after, strict=True)] == [i == which for i in range(3)], relative
+        before = after
+
+
+# -- the hub ---------------------------------------------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few routes of the Hugging Face hub that a snapshot needs, over a folder; remembers what was fetched."""
+
+    root: Path
+    fetched: list[str]
+
+    def do_HEAD(self):
+        self.do_GET(body=False)
+
+    def do_GET(self, body=True):
+        sha, path = "a" * 40, self.path.split("?")[0]
+        files = {str(p.relative_to(self.root)): p for p in self.root.rglob("*") if p.is_file()}
+        headers = {"X-Repo-Commit": sha}
+        if path in ("/api/models/org/tiny", "/api/models/org/tiny/revision/main"):
+            content = json.dumps({"id": "org/tiny", "sha": sha, "siblings": [{"rfilename": f} for f in files]}).encode()
+        elif path == f"/api/models/org/tiny/tree/{sha}":
+            tree = [
+                {"type": "file", "path": f, "size": p.stat().st_size, "oid": hashlib.sha1(f.encode()).hexdigest()}
+                for f, p in files.items()
+            ]
+            content = json.dumps(tree).encode()
+        elif path.startswith(f"/org/tiny/resolve/{sha}/") and path.split(sha)[1][1:] in files:
+            name = path.split(sha)[1][1:]
+            content = files[name].read_bytes()
+            headers["ETag"] = f'"{hashlib.sha1(name.encode()).hexdigest()}"'
+            if body:
+                self.fetched.append(name)
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+def fetch(repo, home, **environment):
+    """Run the download in a process of its own, as huggingface_hub reads its environment when it is imported."""
+    code = (
+        "import sys; from lora_fp8.families import _files; from lora_fp8.config import UserError\n"
+        "try: print(_files.download(sys.argv[1], '', ['unet', 'vae', 'scheduler', 'tokenizer', 'text_encoder']))\n"
+        "except UserError as error: print('UserError:', error)"
+    )
+    environment = {"HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", code, repo]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_hub_models_are_fetched_once_and_only_what_is_needed(tmp_path):
+    root = tmp_path / "hub"
+    families.get("sd15").tiny(root)
+    stem = "diffusion_pytorch_model"
+    for extra in (f"unet/{stem}.fp16.safetensors", f"unet/{stem}.bin", "v1.safetensors"):
+        (root / extra).write_bytes(b"not wanted")
+    (root / "safety_checker").mkdir()
+    (root / "safety_checker" / "model.safetensors").write_bytes(b"not wanted")
+    vae = root / "vae" / "diffusion_pytorch_model.safetensors"
+    vae.rename(vae.with_name(f"{stem}.fp16.safetensors"))  # the only form this one comes in
+
+    handler = type("OneHub", (Hub,), {"root": root, "fetched": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    try:
+        found = Path(fetch("org/tiny", tmp_path / "home", HF_ENDPOINT=endpoint))
+        wrong = fetch("org/tinny", tmp_path / "home", HF_ENDPOINT=endpoint)
+    finally:
+        server.shutdown()
+    assert found.is_relative_to(tmp_path / "home")
+    fetched = sorted(handler.fetched)
+    assert "unet/diffusion_pytorch_model.safetensors" in fetched
+    assert "vae/diffusion_pytorch_model.fp16.safetensors" in fetched
+    assert not {f"unet/{stem}.fp16.safetensors", f"unet/{stem}.bin", "v1.safetensors"} & set(fetched)
+    assert not any(f.startswith("safety_checker") for f in fetched)
+    assert wrong.startswith("UserError: model.path = 'org/tinny'") and "spelling" in wrong
+    # The server is gone: the copy on disk serves, offline or not, and it is a whole model.
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": endpoint}):
+        assert fetch("org/tiny", tmp_path / "home", **environment) == str(found)
+    family = make(families.get("sd15"), found)
+    family.load_encoders()
+    assert load_denoiser(family).dtype == torch.float32
+
+
+def test_an_unreachable_hub_is_one_clear_line(tmp_path):
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        said = fetch("org/tiny", tmp_path, **environment)
+        assert said.startswith("UserError: model.path = 'org/tiny' is not on this machine") and "\n" not in said
+
+
+# -- single files: the original layouts ------------------------------------------------------------------------------
+
+
+def ldm_names(unet, layers_per_block):
+    """diffusers' UNet parameter names -> those of the original code, written down from the two architectures."""
+    parts = {"norm1": "in_layers.0", "conv1": "in_layers.2", "norm2": "out_layers.0", "conv2": "out_layers.3"}
+    parts |= {"time_emb_proj": "emb_layers.1", "conv_shortcut": "skip_connection"}
+    top = {"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"}
+    top |= {f"time_embedding.linear_{i}": f"time_embed.{2 * i - 2}" for i in (1, 2)}
+    top |= {f"add_embedding.linear_{i}": f"label_emb.0.{2 * i - 2}" for i in (1, 2)}
+    with_attention = {name.split(".attentions.")[0] for name in unet if ".attentions." in name}
+    names = {}
+    for name in unet:
+        kind = name.split(".")
+        if kind[0] in ("down_blocks", "up_blocks"):
+            block, what, layer = int(kind[1]), kind[2], int(kind[3])
+            down = kind[0] == "down_blocks"
+            index = block * (layers_per_block + 1) + layer + (1 if down else 0)
+            if what == "downsamplers":
+                names[name] = f"input_blocks.{(block + 1) * (layers_per_block + 1)}.0.op.{kind[-1]}"
+                continue
+            if what == "upsamplers":
+                slot = 2 if f"up_blocks.{block}" in with_attention else 1
+                names[name] = f"output_blocks.{(block + 1) * (layers_per_block + 1) - 1}.{slot}.conv.{kind[-1]}"
+                continue
+            rest = [parts.get(kind[4], kind[4]), *kind[5:]] if what == "resnets" else kind[4:]
+            place = f"{'input' if down else 'output'}_blocks.{index}.{0 if what == 'resnets' else 1}"
+            names[name] = ".".join([place, *rest])
+        elif kind[0] == "mid_block":
+            resnet = kind[1] == "resnets"
+            rest = [parts.get(kind[3], kind[3]), *kind[4:]] if resnet else kind[3:]
+            names[name] = ".".join([f"middle_block.{2 * int(kind[2]) if resnet else 1}", *rest])
+        else:
+            module, _, parameter = name.rpartition(".")
+            names[name] = f"{top[module]}.{parameter}"
+    return {name: f"model.diffusion_model.{old}" for name, old in names.items()}
+
+
+def ldm_vae(vae):
+    """A VAE of diffusers in the names and shapes of the original code."""
+    up = 1 + max(int(n.split(".")[2]) for n in vae if n.startswith("decoder.up_blocks."))
+    attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+    tensors = {}
+    for name, tensor in vae.items():
+        kind = name.split(".")
+        new = name.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
+        if kind[1] in ("down_blocks", "up_blocks"):
+            down = kind[1] == "down_blocks"
+            index = int(kind[2]) if down else up - 1 - int(kind[2])
+            if kind[3] == "resnets":
+                new = ".".join([kind[0], "down" if down else "up", str(index), "block", *new.split(".")[4:]])
+            else:
+                place = f"down.{index}.downsample" if down else f"up.{index}.upsample"
+                new = f"{kind[0]}.{place}.conv.{kind[-1]}"
+        elif kind[1] == "mid_block" and kind[2] == "resnets":
+            new = ".".join([kind[0], "mid", f"block_{int(kind[3]) + 1}", *kind[4:]])
+        elif kind[1] == "mid_block":
+            part = name.split("attentions.0.")[1].removesuffix(f".{kind[-1]}")
+            new = f"{kind[0]}.mid.attn_1.{attention[part]}.{kind[-1]}"
+            if tensor.ndim == 2:
+                tensor = tensor[:, :, None, None]  # 1x1 convolutions in the original
+        tensors[f"first_stage_model.{new}"] = tensor.clone()
+    return tensors
+
+
+def open_clip(text):
+    """OpenCLIP's names for SDXL's second text encoder: fused attention inputs, a transposed projection."""
+    tensors = {}
+    for name, tensor in text.items():
+        new = name.removeprefix("text_model.").replace("embeddings.token_embedding", "token_embedding")
+        if "position_embedding" in name:
+            new = "positional_embedding"
+        elif name == "text_projection.weight":
+            new, tensor = "text_projection", tensor.T.contiguous()
+        elif "self_attn.q_proj" in name:
+            tensor = torch.cat([text[name.replace("q_proj", p)] for p in ("q_proj", "k_proj", "v_proj")])
+            new = new.replace("self_attn.q_proj.", "attn.in_proj_")
+        elif "self_attn" in name and "out_proj" not in name:
+            continue
+        for old, original in {
+            "encoder.layers.": "transformer.resblocks.",
+            "layer_norm1": "ln_1",
+            "layer_norm2": "ln_2",
+            "mlp.fc1": "mlp.c_fc",
+            "mlp.fc2": "mlp.c_proj",
+            "self_attn.": "attn.",
+            "final_layer_norm": "ln_final",
+        }.items():
+            new = new.replace(old, original)
+        tensors[f"conditioner.embedders.1.model.{new}"] = tensor
+    return tensors
+
+
+def bfl_tensors(transformer):
+    """A FLUX transformer of diffusers in the original's names: fused q, k, v (and MLP), shift before scale."""
+    tensors = {}
+    for kind in ("weight", "bias"):
+
+        def take(name, kind=kind):
+            return transformer[f"{name}.{kind}"]
+
+        for new, old in {
+            "time_in": "timestep_embedder",
+            "vector_in": "text_embedder",
+            "guidance_in": "guidance_embedder",
+        }.items():
+            tensors[f"{new}.in_layer.{kind}"] = take(f"time_text_embed.{old}.linear_1")
+            tensors[f"{new}.out_layer.{kind}"] = take(f"time_text_embed.{old}.linear_2")
+        tensors[f"txt_in.{kind}"] = take("context_embedder")
+        tensors[f"img_in.{kind}"] = take("x_embedder")
+        tensors[f"final_layer.linear.{kind}"] = take("proj_out")
+        scale, shift = take("norm_out.linear").chunk(2)
+        tensors[f"final_layer.adaLN_modulation.1.{kind}"] = torch.cat([shift, scale])
+        for i in range(2):
+            new, old = f"double_blocks.{i}", f"transformer_blocks.{i}"
+            for stream, suffix, qkv, out in (
+                ("img", "", ("to_q", "to_k", "to_v"), "to_out.0"),
+                ("txt", "_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out"),
+            ):
+                tensors[f"{new}.{stream}_mod.lin.{kind}"] = take(f"{old}.norm1{suffix}.linear")
+                tensors[f"{new}.{stream}_attn.qkv.{kind}"] = torch.cat([take(f"{old}.attn.{n}") for n in qkv])
+                tensors[f"{new}.{stream}_attn.proj.{kind}"] = take(f"{old}.attn.{out}")
+                tensors[f"{new}.{stream}_mlp.0.{kind}"] = take(f"{old}.ff{suffix}.net.0.proj")
+                tensors[f"{new}.{stream}_mlp.2.{kind}"] = take(f"{old}.ff{suffix}.net.2")
+            new, old = f"single_blocks.{i}", f"single_transformer_blocks.{i}"
+            tensors[f"{new}.modulation.lin.{kind}"] = take(f"{old}.norm.linear")
+            names = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+            tensors[f"{new}.linear1.{kind}"] = torch.cat([take(f"{old}.{n}") for n in names])
+            tensors[f"{new}.linear2.{kind}"] = take(f"{old}.proj_out")
+    for i in range(2):
+        for part, letter in (("query", "q"), ("key", "k")):
+            old = f"transformer_blocks.{i}.attn"
+            for stream, added in (("img", ""), ("txt", "added_")):
+                name = f"double_blocks.{i}.{stream}_attn.norm.{part}_norm.scale"
+                tensors[name] = transformer[f"{old}.norm_{added}{letter}.weight"]
+            tensors[f"single_blocks.{i}.norm.{part}_norm.scale"] = transformer[f"single_{old}.norm_{letter}.weight"]
+    return tensors
+
+
+def original_layout(Family, folder):
+    """The miniature as one file in the layout in which the architecture was first published."""
+    denoiser = load_file(folder / Family.denoiser_name / "diffusion_pytorch_model.safetensors")
+    # Random weights of norms are all ones: make every tensor tell.
+    generator = torch.Generator().manual_seed(0)
+    denoiser = {k: torch.randn(v.shape, generator=generator) * 0.1 for k, v in denoiser.items()}
+    save_file(
+        denoiser, folder / Family.denoiser_name / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"}
+    )
+    if Family.name == "flux":
+        return bfl_tensors(denoiser)
+    names = ldm_names(denoiser, layers_per_block=1)
+    tensors = {names[name]: tensor for name, tensor in denoiser.items()}
+    tensors |= ldm_vae(load_file(folder / "vae" / "diffusion_pytorch_model.safetensors"))
+    prefix = "cond_stage_model." if Family.name == "sd15" else "conditioner.embedders.0."
+    text = load_file(folder / "text_encoder" / "model.safetensors")
+    tensors |= {f"{prefix}transformer.text_model.{k.removeprefix('text_model.')}": v for k, v in text.items()}
+    tensors[f"{prefix}transformer.text_model.embeddings.position_ids"] = torch.arange(77)[None]  # as old files have it
+    if Family.name == "sdxl":
+        tensors |= open_clip(load_file(folder / "text_encoder_2" / "model.safetensors"))
+    return tensors
+
+
+@pytest.fixture(scope="session", params=["sd15", "sdxl", "flux"])
+def single(request, tmp_path_factory):
+    """(Family, diffusers folder, the same model as one file, a folder with what the file lacks and no more)"""
+    Family = families.get(request.param)
+    root = tmp_path_factory.mktemp(f"single_{Family.name}")
+    Family.tiny(root / "base")
+    save_file(original_layout(Family, root / "base"), root / "one.safetensors")
+    rest = Path(shutil.copytree(root / "base", root / "rest"))
+    (rest / Family.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
+    if Family.name != "flux":  # these files carry VAE and text encoders
+        for weights in rest.glob("*/*.safetensors"):
+            weights.unlink()
+    return Family, root / "base", root / "one.safetensors", rest
+
+
+def test_a_single_file_is_the_same_model(single):
+    Family, folder, path, rest = single
+    whole, one = make(Family, folder), make(Family, path, components=str(rest))
+    expected, loaded = load_denoiser(whole).state_dict(), load_denoiser(one).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    whole.load_encoders()
+    one.load_encoders()
+    pixels = torch.rand(1, 3, HEIGHT, WIDTH)
+    assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
+    for mine, theirs in zip(one.encode_prompts(PROMPTS), whole.encode_prompts(PROMPTS), strict=True):
+        assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+    assert one.pipeline(None).vae is one.vae
+    assert one.base_identity() != one.encoder_identity("vae") != one.encoder_identity("text")
+
+
+def test_a_single_denoiser_alone_takes_the_rest_from_components(single, tmp_path):
+    Family, folder, path, rest = single
+    prefix = "model.diffusion_model."
+    tensors = load_file(path)
+    bare = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix) or Family.name == "flux"}
+    prefixed = {prefix + k: v for k, v in bare.items()}
+    expected = dict(make(Family, folder).denoiser_tensors())
+    for name, content in {"bare": bare, "prefixed": prefixed}.items():
+        save_file(content, tmp_path / f"{name}.safetensors")
+        family = make(Family, tmp_path / f"{name}.safetensors", components=str(folder))
+        found = dict(family.denoiser_tensors())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[k], expected[k]) for k in expected)
+        family.load_encoders()
+    if Family.name != "flux":
+        with pytest.raises(UserError) as caught:
+            make(Family, tmp_path / "bare.safetensors", components=str(rest))
+        assert "vae/diffusion_pytorch_model.safetensors" in str(caught.value)
+        assert "text_encoder/model.safetensors" in str(caught.value)
+
+
+def test_float8_files_are_widened_and_scaled_ones_refused(single, tmp_path):
+    Family, folder, path, rest = single
+    tensors = {
+        k: v.to(torch.float8_e4m3fn) if v.ndim > 1 and v.is_floating_point() else v for k, v in load_file(path).items()
+    }
+    save_file(tensors, tmp_path / "fp8.safetensors")
+    family = make(Family, tmp_path / "fp8.safetensors", components=str(rest), dtype=torch.bfloat16)
+    assert all(tensor.dtype.itemsize > 1 for _, tensor in family.denoiser_tensors())
+    load_denoiser(family, "fp8")
+    key = next(k for k in tensors if k.endswith(".weight"))
+    tensors[key.replace(".weight", ".scale_weight")] = torch.ones(1)
+    save_file(tensors, tmp_path / "scaled.safetensors")
+    with pytest.raises(UserError, match="already quantized"):
+        make(Family, tmp_path / "scaled.safetensors", components=str(rest))
+
+
+def test_v_prediction_marks_in_a_single_file(single, tmp_path):
+    Family, _, path, rest = single
+    save_file({**load_file(path), "v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}, tmp_path / "v.safetensors")
+    scheduler = make(Family, tmp_path / "v.safetensors", components=str(rest)).scheduler_config()
+    assert scheduler["prediction_type"] == "v_prediction" and scheduler["rescale_betas_zero_snr"] is True
+
+
+def write_header(path, shapes):
+    """A safetensors file of the right length, without writing its gigabytes (a sparse file)."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * torch.Size(shape).numel()
+        entries[name] = {"dtype": "F16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
+
+
+def full_size_shapes(name):
+    Family = families.get(name)
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
+    state = {k: tuple(v.shape) for k, v in denoiser.state_dict().items()}
+    return {new: state[old] for old, new in ldm_names(state, layers_per_block=2).items()}
+
+
+def test_full_size_checkpoints_are_told_apart_by_their_headers(single, tmp_path):
+    """A 5 GB file of another architecture is named in well under a second; the right one is mapped wholly."""
+    Family, folder, _, _ = single
+    path = tmp_path / "big.safetensors"
+    other = "sd15" if Family.name == "sdxl" else "sdxl"
+    write_header(path, full_size_shapes(other))
+    started = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        make(Family, path, components=str(folder))
+    assert time.monotonic() - started < 1
+    assert f"is {families.get(other).title}, but the config says model.family = {Family.name!r}" in str(caught.value)
+    assert f"set model.family = {other!r}" in str(caught.value)
+    if Family.name != "flux":
+        shapes = full_size_shapes(Family.name)
+        assert Family.recognises(shapes)
+        shutil.copytree(folder, tmp_path / "rest")
+        (tmp_path / "rest" / "unet" / "config.json").unlink()  # then the released model's config is meant
+        write_header(path, shapes)
+        family = make(Family, path, components=str(tmp_path / "rest"))
+        expected = family.empty_denoiser().state_dict()
+        conversion = family.convert_checkpoint(_files.read_header(path))
+        assert conversion.keys() == expected.keys()
+        assert all(shapes[key] == tuple(expected[name].shape) for name, (key, _) in conversion.items())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({"lora_unet_down_blocks_0.lora_up.weight": (4, 4)}, "a LoRA, not a base model"),
+        ({"some.other.weight": (4, 4)}, "not a checkpoint of a kind that is known"),
+        ({"model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bias": (9216,)}, "sd3"),
+        ({"down_blocks.0.resnets.0.conv1.weight": (4, 4, 3, 3)}, "diffusers' naming"),
+    ],
+)
+def test_other_files_are_described(tmp_path, shapes, words):
+    Family = families.get("sd15")
+    Family.tiny(tmp_path / "base")
+    write_header(tmp_path / "file.safetensors", shapes)
+    with pytest.raises(UserError, match=words):
+        make(Family, tmp_path / "file.safetensors", components=str(tmp_path / "base"))
+
+
+def test_inpainting_refiner_and_fill_are_not_their_base_models():
+    sd15, sdxl = (families.get(name) for name in ("sd15", "sdxl"))
+    shapes = full_size_shapes("sd15")
+    assert not sd15.recognises({**shapes, "model.diffusion_model.input_blocks.0.0.weight": (320, 9, 3, 3)})
+    assert not sd15.recognises({**shapes, "model.diffusion_model.input_blocks.1.1.proj_in.weight": (320, 320)})  # SD 2
+    assert not sdxl.recognises(shapes)
+    shapes = full_size_shapes("sdxl")
+    assert not sd15.recognises(shapes)
+    assert not sdxl.recognises({**shapes, "model.diffusion_model.input_blocks.9.0.op.weight": (1536, 1536, 3, 3)})
+    flux = families.get("flux")
+    dev = {"img_in.weight": (3072, 64), "final_layer.linear.weight": (64, 3072)}
+    dev |= {"double_blocks.0.img_attn.qkv.weight": (9216, 3072), "vector_in.in_layer.weight": (3072, 768)}
+    assert flux.recognises(dev) and flux.recognises({f"model.diffusion_model.{k}": v for k, v in dev.items()})
+    assert not flux.recognises({**dev, "img_in.weight": (3072, 384)})  # FLUX.1-Fill
+
+
+def test_flux_conversion_is_diffusers_own():
+    """At full width and depth; only the rows matter to the conversion, so that every matrix has one column here."""
+    d, shapes = 3072, {}
+    for name in ("time_in", "vector_in", "guidance_in"):
+        shapes |= {f"{name}.in_layer": d, f"{name}.out_layer": d}
+    shapes |= {"txt_in": d, "img_in": d, "final_layer.linear": 64, "final_layer.adaLN_modulation.1": 2 * d}
+    for i in range(19):
+        for s in ("img", "txt"):
+            block = f"double_blocks.{i}.{s}"
+            shapes |= {f"{block}_mod.lin": 6 * d, f"{block}_attn.qkv": 3 * d, f"{block}_attn.proj": d}
+            shapes |= {f"{block}_mlp.0": 4 * d, f"{block}_mlp.2": d}
+    for i in range(38):
+        shapes |= {f"single_blocks.{i}.modulation.lin": 3 * d, f"single_blocks.{i}.linear1": 7 * d}
+        shapes |= {f"single_blocks.{i}.linear2": d}
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        return torch.randint(0, 2**31, shape, generator=generator, dtype=torch.int32)
+
+    tensors = {}
+    for name, rows in shapes.items():
+        tensors[f"{name}.weight"], tensors[f"{name}.bias"] = numbers(rows, 1), numbers(rows)
+    norms = [f"double_blocks.{i}.{s}_attn.norm" for i in range(19) for s in ("img", "txt")]
+    for norm in norms + [f"single_blocks.{i}.norm" for i in range(38)]:
+        for part in ("query", "key"):
+            tensors[f"{norm}.{part}_norm.scale"] = torch.randint(
+                0, 2**31, (128,), generator=generator, dtype=torch.int32
+            )
+    conversion = bfl_conversion({k: tuple(v.shape) for k, v in tensors.items()})
+    mine = {name: change(tensors[key]) if change else tensors[key] for name, (key, change) in conversion.items()}
+    theirs = convert_flux_transformer_checkpoint_to_diffusers(dict(tensors))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -1,0 +1,379 @@
+"""A run that was stopped and resumed ends with the bytes of one that never was.
+
+Each chain below is interrupted several times, by a stop request and by a crash in the middle of things, and is compared
+with an uninterrupted run: every byte of the exported files and of the last checkpoint. That the comparison can fail is
+shown by planting the bugs it is there for: optimizer not restored, adapter not restored, random numbers that depend on
+how long the process has been running.
+"""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file
+
+from lora_fp8 import adapters, cli, export, optim, train
+from lora_fp8.config import UserError, UserErrors
+from lora_fp8.data import loader
+from lora_fp8.run import Run, RunFailure, Stopped
+
+STEPS = 6
+# Few layers, for speed; at rank 16 the feed-forward ones have more than 4,096 elements, so that 8-bit moments are 8-bit.
+SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']", f"train.steps={STEPS}")
+RANDOM = (
+    "dataset.caption_dropout=0.3",
+    "dataset.flip=true",
+    "dataset.shuffle_tags=true",
+    "dataset.caption_variants=3",
+    "adapter.dropout=0.1",
+)
+
+
+class Crash(Exception):
+    pass
+
+
+def run(job, resume=False, echo=None):
+    return train.run(job, resume=resume, progress=False, echo=echo)
+
+
+def folder_of(job) -> Path:
+    return Path(job.output_dir) / job.name
+
+
+def run_until(job, step, resume=False, how="stop"):
+    """Train up to the end of this step: asked to stop there, or torn out after the update and before the save."""
+    control = folder_of(job) / "control"
+
+    def echo(event):
+        at = event["event"] == "step" or event.get("stage") == "train"
+        if how == "stop" and at and event["step"] == step - 1:
+            (control / "stop").touch()
+        if how == "crash" and event["event"] == "step" and event["step"] == step:
+            raise Crash
+
+    with pytest.raises(Stopped if how == "stop" else Crash):
+        run(job, resume, echo)
+
+
+def outcome(job, tree_hash) -> dict[str, str]:
+    """Hashes of all that must be the same: the exported files and the last checkpoint, metadata and JSON included."""
+    folder = folder_of(job)
+    last = f"checkpoints/step-{job.train.steps:06d}/"
+    hashes = {k: v for k, v in tree_hash(folder).items() if k.startswith(("export/", last))}
+    assert len(hashes) == 2 + 4
+    return hashes
+
+
+def payloads(job) -> list[str]:
+    """Hashes of the tensors alone, for jobs whose settings, and so the metadata, differ."""
+    files = sorted((folder_of(job) / "export").glob("*.safetensors"))
+    assert len(files) == 2
+    return [export.payload_hash(path) for path in files]
+
+
+def events(job, kind):
+    return [event for event in Run.open(folder_of(job)).events() if event["event"] == kind]
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["plain", "random"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rounding", ["master", "stochastic"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw"])
+def test_resumed_three_times_is_the_same_to_the_bit(
+    make_job, tmp_path, tree_hash, optimizer, rounding, accumulate, random
+):
+    settings = (f"optimizer.name={optimizer}", f"optimizer.rounding={rounding}", f"train.accumulate={accumulate}")
+    settings += ("schedule.name=cosine", "schedule.warmup=2", *SMALL, *(RANDOM if random else ()))
+    whole, pieces = make_job(tmp_path / "a", *settings), make_job(tmp_path / "b", *settings)
+    run(whole)
+    run_until(pieces, 1)
+    run_until(pieces, 4, resume=True, how="crash")  # the newest checkpoint is that of step 2: two steps are done again
+    run_until(pieces, 5, resume=True)
+    run(pieces, resume=True)
+    assert [event["step"] for event in events(pieces, "resume")] == [1, 2, 5]
+    assert outcome(pieces, tree_hash) == outcome(whole, tree_hash)
+    tensors = load_file(folder_of(whole) / "checkpoints" / f"step-{STEPS:06d}" / "optimizer.safetensors")
+    assert any(k.endswith("/absmax1") for k in tensors) == (optimizer == "adamw8bit")
+    assert any(k.endswith("/master") for k in tensors) == (rounding == "master")
+    losses = [[(e["step"], e["loss"], e["lr"], e["grad_norm"]) for e in events(job, "step")] for job in (whole, pieces)]
+    assert set(losses[1]) == set(losses[0])  # the steps done twice gave the same figures twice
+
+
+# -- one uninterrupted run for the rest, with everything random on
+
+
+@pytest.fixture(scope="module")
+def settings():
+    return (*SMALL, *RANDOM)
+
+
+@pytest.fixture(scope="module")
+def whole(make_job, settings, tmp_path_factory, tree_hash):
+    job = make_job(tmp_path_factory.mktemp("whole"), *settings)
+    run(job)
+    return job, outcome(job, tree_hash)
+
+
+@pytest.mark.parametrize("stop", range(1, STEPS))
+def test_stopped_at_each_step(make_job, tmp_path, settings, whole, tree_hash, stop):
+    job = make_job(tmp_path, *settings)
+    run_until(job, stop)
+    run(job, resume=True)
+    assert outcome(job, tree_hash) == whole[1]
+
+
+def test_two_runs_in_one_process_are_the_same(make_job, tmp_path, settings, whole, tree_hash):
+    job = make_job(tmp_path, *settings)
+    torch.manual_seed(12345)  # whatever the global generator holds
+    run(job)
+    assert outcome(job, tree_hash) == whole[1]
+
+
+def test_resuming_a_finished_run_writes_the_same_files(make_job, tmp_path, settings, whole, tree_hash):
+    job = make_job(tmp_path, *settings)
+    run(job)
+    shutil.rmtree(folder_of(job) / "export")
+    run(job, resume=True)
+    assert outcome(job, tree_hash) == whole[1]
+
+
+def test_killed_before_the_first_checkpoint_starts_at_zero_and_says_so(make_job, tmp_path, settings, whole, tree_hash):
+    job = make_job(tmp_path, *settings)
+    run_until(job, 1, how="crash")
+    run(job, resume=True)
+    assert "begins at step 0" in events(job, "warning")[-1]["text"]
+    assert outcome(job, tree_hash) == whole[1]
+
+
+def test_a_corrupt_newest_checkpoint_costs_two_steps_and_no_bit(make_job, tmp_path, settings, whole, tree_hash):
+    job = make_job(tmp_path, *settings)
+    run_until(job, 5, how="crash")
+    broken = folder_of(job) / "checkpoints" / "step-000004" / "optimizer.safetensors"
+    data = bytearray(broken.read_bytes())
+    data[-7] ^= 4
+    broken.write_bytes(data)
+    run(job, resume=True)
+    assert [event["step"] for event in events(job, "resume")] == [2]
+    assert any("step-000004 passed over" in event["text"] for event in events(job, "warning"))
+    assert outcome(job, tree_hash) == whole[1]
+
+
+def test_all_checkpoints_corrupt_is_a_failure_not_a_fresh_start(make_job, tmp_path, settings, tree_hash):
+    job = make_job(tmp_path, *settings)
+    run_until(job, 5, how="crash")
+    for path in (folder_of(job) / "checkpoints").glob("step-*/manifest.json"):
+        path.write_text("{}")
+    before = tree_hash(folder_of(job) / "checkpoints")
+    with pytest.raises(RunFailure, match="none is whole"):
+        run(job, resume=True)
+    assert tree_hash(folder_of(job) / "checkpoints") == before
+
+
+def test_previews_change_nothing(make_job, tmp_path, settings, whole):
+    drawing = make_job(tmp_path, *settings, "preview.prompts=['a cat', 'a dog']", "preview.every=1")
+    run_until(drawing, 3)
+    run(drawing, resume=True)
+    assert len(list((folder_of(drawing) / "samples").glob("step-*.png"))) == 2 * (STEPS + 1)
+    assert payloads(drawing) == payloads(whole[0])
+
+
+def test_a_cold_cache_and_a_warm_one_give_the_same(make_job, tmp_path, settings, tree_hash):
+    outcomes = []
+    for name in ("cold", "warm"):
+        job = make_job(tmp_path / name, *settings, f"dataset.cache_dir='{tmp_path / 'cache'}'")
+        run(job)
+        (told,) = events(job, "cache")
+        assert (told["encoded"] == 0) == (name == "warm") and (told["reused"] == 0) == (name == "cold")
+        outcomes.append(outcome(job, tree_hash))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_cold_cache_in_the_middle_of_a_run_changes_nothing(make_job, tmp_path, settings, tree_hash):
+    outcomes = []
+    for name in ("a", "b"):
+        job = make_job(tmp_path / name, *settings, f"dataset.cache_dir='{tmp_path / name / 'cache'}'")
+        run_until(job, 3)
+        if name == "b":
+            shutil.rmtree(tmp_path / name / "cache")
+        run(job, resume=True)
+        outcomes.append(outcome(job, tree_hash))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_the_run_folder_may_be_moved_and_renamed(make_job, tmp_path, settings, whole, capsys):
+    job = make_job(tmp_path, *settings)
+    run_until(job, 3)
+    moved = tmp_path / "elsewhere" / "renamed"
+    moved.parent.mkdir()
+    folder_of(job).rename(moved)
+    cli.resume(moved, [], as_json=True)
+    assert not folder_of(job).exists()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["step"] for line in lines if line["event"] == "resume"] == [3] and lines[-1]["event"] == "done"
+    names = {path.name for path in (moved / "export").iterdir()}
+    assert names == {"renamed_diffusers.safetensors", "renamed_kohya.safetensors"}
+    assert sorted(export.payload_hash(path) for path in (moved / "export").iterdir()) == sorted(payloads(whole[0]))
+    with safetensors.safe_open(moved / "export" / "renamed_kohya.safetensors", "pt") as file:
+        assert file.metadata()["ss_output_name"] == "renamed"
+
+
+# -- what may change between two starts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1",
+        "adapter.rank=8",
+        "adapter.alpha=2.0",
+        "adapter.targets=['attn1.to_q', 'attn2.to_k', 'attn1.to_v']",
+        "adapter.dtype='fp32'",
+        "optimizer.name='adamw'",
+        "optimizer.rounding='stochastic'",
+        "quantize.storage='none'",
+    ],
+)
+def test_what_a_checkpoint_cannot_go_on_with_is_refused(make_job, tmp_path, settings, stopped, tree_hash, change):
+    shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
+    before = tree_hash(tmp_path / "runs" / "lora" / "checkpoints")
+    with pytest.raises(UserErrors) as refusal:
+        run(make_job(tmp_path, *settings, change), resume=True)
+    (problem,) = refusal.value.problems
+    key = change.partition("=")[0]
+    assert problem.startswith(f"{key}: was ") and "step-000003" in str(refusal.value)
+    assert tree_hash(tmp_path / "runs" / "lora" / "checkpoints") == before
+
+
+@pytest.fixture(scope="module")
+def stopped(make_job, settings, tmp_path_factory):
+    job = make_job(tmp_path_factory.mktemp("stopped"), *settings)
+    run_until(job, 3)
+    return job
+
+
+def test_several_refusals_come_together(make_job, tmp_path, settings, stopped):
+    shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
+    with pytest.raises(UserErrors) as refusal:
+        run(make_job(tmp_path, *settings, "seed=1", "adapter.rank=8"), resume=True)
+    assert {problem.partition(":")[0] for problem in refusal.value.problems} == {"seed", "adapter.rank"}
+
+
+def test_another_family_is_refused(make_job, tmp_path, settings, stopped):
+    shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
+    with pytest.raises(UserError, match="sd15.*sdxl"):
+        run(make_job(tmp_path, *settings, family="sdxl"), resume=True)
+
+
+def test_fewer_steps_than_done_is_refused(make_job, tmp_path, settings, stopped):
+    shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
+    with pytest.raises(UserError, match="train.steps is 2"):
+        run(make_job(tmp_path, *settings, "train.steps=2"), resume=True)
+
+
+def test_another_learning_rate_is_told_and_applies(make_job, tmp_path, settings, stopped, whole):
+    shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
+    job = make_job(tmp_path, *settings, "optimizer.lr=5e-4")
+    run(job, resume=True)
+    (warning,) = [event["text"] for event in events(job, "warning") if "optimizer.lr:" in event["text"]]
+    assert "0.001 -> 0.0005" in warning
+    assert {e["step"]: e["lr"] for e in events(job, "step")}[4] == pytest.approx(5e-4 * 1.4)
+    assert payloads(job) != payloads(whole[0])
+
+
+def test_a_longer_run_goes_on_as_if_it_had_been_planned_so(make_job, tmp_path, settings, whole, tree_hash):
+    short = make_job(tmp_path, *settings, "train.steps=4")
+    run(short)
+    longer = make_job(tmp_path, *settings)
+    run(longer, resume=True)
+    assert outcome(longer, tree_hash) == whole[1]
+
+
+def test_changed_pictures_are_told(make_job, tmp_path, settings, pictures):
+    mine = shutil.copytree(pictures, tmp_path / "mine")
+    job = make_job(tmp_path, *settings, f"dataset.folders=[{{path='{mine}'}}]")
+    run_until(job, 3)
+    (mine / "a.txt").write_text("a cat, yellow")
+    run(job, resume=True)
+    assert any("pictures, captions or buckets changed" in event["text"] for event in events(job, "warning"))
+
+
+# -- planted bugs: each must be noticed by the comparison above
+
+
+def resumed_in_the_middle(make_job, tmp_path, settings):
+    job = make_job(tmp_path, *settings)
+    run_until(job, 3)
+    run(job, resume=True)
+    return payloads(job)
+
+
+def test_planted_optimizer_not_restored(make_job, tmp_path, settings, whole, monkeypatch):
+    monkeypatch.setattr(optim.AdapterOptimizer, "load_state", lambda self, tensors, meta: None)
+    assert resumed_in_the_middle(make_job, tmp_path, settings) != payloads(whole[0])
+
+
+def test_planted_moments_not_restored(make_job, tmp_path, settings, whole, monkeypatch):
+    """Masters restored, moments and step counts forgotten: the ordinary way to get resuming wrong."""
+    real = optim.AdapterOptimizer.load_state
+
+    def forget(self, tensors, meta):
+        real(self, {k: v for k, v in tensors.items() if k.endswith("/master")}, meta | {"steps": {}})
+
+    monkeypatch.setattr(optim.AdapterOptimizer, "load_state", forget)
+    assert resumed_in_the_middle(make_job, tmp_path, settings) != payloads(whole[0])
+
+
+def test_planted_adapter_not_restored(make_job, tmp_path, settings, whole, monkeypatch):
+    # With masters the bf16 values are rewritten from them at the next step; stochastic rounding has only the values.
+    more = (*settings, "optimizer.rounding=stochastic")
+    good = resumed_in_the_middle(make_job, tmp_path / "good", more)
+    monkeypatch.setattr(adapters, "load_state_", lambda denoiser, tensors: None)
+    assert resumed_in_the_middle(make_job, tmp_path / "bad", more) != good
+
+
+def test_planted_another_seed(make_job, tmp_path, settings, whole):
+    job = make_job(tmp_path, *settings, "seed=1")
+    run(job)
+    assert payloads(job) != payloads(whole[0])
+
+
+@pytest.mark.parametrize("purpose", ["noise", "timestep", "flip", "caption_dropout", "shuffle_variant"])
+def test_planted_random_numbers_that_are_not_restored(make_job, tmp_path, settings, monkeypatch, purpose):
+    """Draws that depend on how many this process has made, as with a global generator that resuming does not restore.
+
+    Each kind of draw is planted by itself; `resumed_in_the_middle` notices every one.
+    """
+    drawn = itertools.count()
+    real = loader.generator
+
+    def counting(seed, what, when, uid):
+        return real(seed, what, when, uid) if what != purpose else real(next(drawn), what, when, uid)
+
+    monkeypatch.setattr(loader, "generator", counting)
+    job = make_job(tmp_path / "whole", *settings)
+    run(job)
+    drawn = itertools.count()  # a new process starts to count again
+    job_stopped = make_job(tmp_path / "pieces", *settings)
+    run_until(job_stopped, 3)
+    drawn = itertools.count()
+    run(job_stopped, resume=True)
+    assert payloads(job_stopped) != payloads(job)
+
+
+def test_planted_dropout_that_is_not_restored(make_job, tmp_path, settings, monkeypatch):
+    """The same for the one draw that goes through torch's global generator."""
+    keys = itertools.count()
+    monkeypatch.setattr(train, "_key", lambda text: next(keys))
+    job = make_job(tmp_path / "whole", *settings)
+    run(job)
+    keys = itertools.count()
+    pieces = make_job(tmp_path / "pieces", *settings)
+    run_until(pieces, 3)
+    keys = itertools.count()
+    run(pieces, resume=True)
+    assert payloads(pieces) != payloads(job)

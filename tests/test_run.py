@@ -1,0 +1,284 @@
+"""The run folder: whole files, one holder, a log that survives a kill, and liveness that no kill can fake."""
+
+import errno
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from lora_fp8.config import UserError
+from lora_fp8.run import Run, atomic_write
+
+CONFIG = 'name = "x"\n'
+
+
+def child(work) -> int:
+    """Fork; the child does `work` and leaves without running anything of pytest's."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = work() or 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# -- whole files
+
+
+def test_atomic_write_replaces_the_whole_file(tmp_path):
+    path = tmp_path / "status.json"
+    for data in (b"first, longer content", b"", b"second"):
+        atomic_write(path, data)
+        assert path.read_bytes() == data
+    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failing_write_leaves_the_old_file_and_no_leftover(tmp_path, monkeypatch, call):
+    path = tmp_path / "file"
+    atomic_write(path, b"old")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError) as error:
+        atomic_write(path, b"new")
+    assert error.value.errno == errno.ENOSPC
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_reader_never_sees_a_part(tmp_path):
+    """Two contents of very different lengths, written in turn by a process that is killed in the end."""
+    path = tmp_path / "file"
+    contents = [b"a" * 3_000_000, b"b" * 10]
+    atomic_write(path, contents[0])
+
+    def write_on():
+        while True:
+            for data in reversed(contents):
+                atomic_write(path, data)
+
+    pid = child(write_on)
+    seen = set()
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and (len(seen) < 2 or time.monotonic() < deadline - 19):
+            data = path.read_bytes()
+            assert data in contents
+            seen.add(data)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        exit_code(pid)
+    assert len(seen) == 2 and path.read_bytes() in contents
+
+
+def test_permissions_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        atomic_write(tmp_path / "file", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+# -- the lock
+
+
+def test_a_second_start_is_refused_and_names_the_holder(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    for resume in (False, True):
+        with pytest.raises(UserError, match=rf"process {os.getpid()} is training here.*lora-fp8 stop"):
+            Run.create(tmp_path / "r", 'name = "other"\n', resume=resume)
+    assert (tmp_path / "r" / "config.toml").read_text() == CONFIG  # the refused one has changed nothing
+    run.log_event("step", step=1, loss=0.5)
+    run.close()
+    Run.create(tmp_path / "r", CONFIG).close()
+
+
+def test_of_two_that_race_exactly_one_wins(tmp_path):
+    """Twenty folders; two processes start on each at the same instant, and the winner stays until both have tried."""
+    for i in range(20):
+        folder = tmp_path / str(i)
+        start_reader, start_writer = os.pipe()
+        done_reader, done_writer = os.pipe()
+
+        def race(folder=folder, start=(start_reader, start_writer), done=(done_reader, done_writer)):
+            os.close(start[1])
+            os.read(start[0], 1)  # returns for all at once, when the parent closes its end
+            try:
+                run = Run.create(folder, CONFIG)
+            except UserError:
+                os.write(done[1], b"l")
+                return 7
+            run.log_event("start", pid=os.getpid())
+            os.write(done[1], b"w")
+            time.sleep(0.05)
+            while not os.path.exists(folder / "both"):
+                time.sleep(0.005)
+            return 0
+
+        pids = [child(race), child(race)]
+        for end in (start_reader, start_writer, done_writer):
+            os.close(end)
+        told = b""
+        while len(told) < 2 and (data := os.read(done_reader, 2)):
+            told += data
+        (folder / "both").touch()
+        codes = [exit_code(pid) for pid in pids]
+        os.close(done_reader)
+        assert sorted(told) == sorted(b"lw") and sorted(codes) == [0, 7]
+        assert len(Run.open(folder).events()) == 1
+
+
+def test_alive_is_derived_from_the_lock(tmp_path):
+    folder = tmp_path / "r"
+    ready_reader, ready_writer = os.pipe()
+
+    def hold():
+        run = Run.create(folder, CONFIG)
+        os.write(ready_writer, b"x")
+        time.sleep(600)
+        run.close()
+
+    pid = child(hold)
+    os.read(ready_reader, 1)
+    run = Run.open(folder)
+    try:
+        assert run.alive() and run.alive()  # asking takes nothing away
+        with pytest.raises(UserError, match=f"process {pid} "):
+            Run.create(folder, CONFIG)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        exit_code(pid)
+    assert not run.alive() and (folder / "lock").exists()
+    Run.create(folder, CONFIG).close()
+    assert not run.alive()
+
+
+def test_asking_whether_a_run_is_alive_never_refuses_a_start(tmp_path):
+    """The question holds the lock for an instant (a web page asks all the time); a start must not take it for a run."""
+    Run.create(tmp_path / "r", CONFIG).close()
+
+    def ask():
+        while True:
+            Run.open(tmp_path / "r").alive()
+
+    pid = child(ask)
+    try:
+        for _ in range(50):
+            Run.create(tmp_path / "r", CONFIG).close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        exit_code(pid)
+
+
+def test_a_folder_without_a_lock_is_not_alive(tmp_path):
+    (tmp_path / "config.toml").write_text(CONFIG)
+    assert not Run.open(tmp_path).alive()
+
+
+def test_an_old_lock_of_a_recycled_pid_blocks_nothing(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "lock").write_text("process 1")  # alive, and not ours
+    run = Run.create(tmp_path / "r", CONFIG)
+    assert (tmp_path / "r" / "lock").read_text() == f"process {os.getpid()}"
+    run.close()
+
+
+# -- what is there already
+
+
+@pytest.mark.parametrize("what", ["checkpoints/step-000002", "export/lora.safetensors"])
+def test_a_finished_run_is_not_started_over(tmp_path, what):
+    (tmp_path / "r" / what).mkdir(parents=True)
+    with pytest.raises(UserError, match="lora-fp8 resume"):
+        Run.create(tmp_path / "r", CONFIG)
+    Run.create(tmp_path / "r", CONFIG, resume=True).close()
+
+
+def test_a_run_that_got_nowhere_may_be_started_again(tmp_path):
+    Run.create(tmp_path / "r", CONFIG).close()
+    Run.create(tmp_path / "r", 'name = "y"\n').close()
+    assert (tmp_path / "r" / "config.toml").read_text() == 'name = "y"\n'
+
+
+def test_a_place_that_cannot_be_a_folder_is_the_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        Run.create(tmp_path / "file" / "r", CONFIG)
+    with pytest.raises(UserError, match="not a run folder"):
+        Run.open(tmp_path / "absent")
+
+
+# -- the log
+
+
+def test_events_are_json_lines_in_order(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    seen = []
+    run.echo = seen.append
+    run.log_event("start", name="naïve 猫")
+    run.log_event("step", step=1, loss=0.25)
+    run.log_event("warning", text="two\nlines")
+    assert [e["event"] for e in run.events()] == ["start", "step", "warning"]
+    assert run.events() == seen and run.events()[0]["name"] == "naïve 猫" and run.events()[2]["text"] == "two\nlines"
+    lines = (tmp_path / "r" / "events.jsonl").read_bytes().splitlines()
+    assert len(lines) == 3 and all(json.loads(line)["t"] > 1e9 for line in lines)
+    run.close()
+
+
+def test_status_tells_the_newest_state(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    run.log_event("stage", stage="train", step=0, steps=9)
+    run.log_event("step", step=3, loss=0.5)
+    run.log_event("stopped", text="")
+    status = json.loads((tmp_path / "r" / "status.json").read_text())
+    assert status["state"] == "stopped" and status["step"] == 3 and status["steps"] == 9
+    assert status["loss"] == 0.5 and status["pid"] == os.getpid()
+    run.close()
+
+
+def test_the_torn_last_line_of_a_killed_process_is_left_out_and_mended(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    run.log_event("step", step=1, loss=0.5)
+    run.close()
+    with open(tmp_path / "r" / "events.jsonl", "ab") as file:
+        file.write('{"t": 1, "event": "step", "name": "猫'.encode()[:-1])  # cut inside a character too
+    assert [e["step"] for e in Run.open(tmp_path / "r").events()] == [1]
+    run = Run.create(tmp_path / "r", CONFIG)
+    run.log_event("step", step=2, loss=0.4)
+    assert [e["step"] for e in run.events()] == [1, 2]  # the new line is not glued to the torn one
+    run.close()
+
+
+# -- requests
+
+
+def test_requests_are_seen_and_save_and_preview_are_cleared_by_it(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    reader = Run.open(tmp_path / "r")
+    assert not any(run.requested(what) for what in ("stop", "save", "preview"))
+    for what in ("stop", "save", "preview"):
+        reader.request(what)
+    assert [run.requested("save"), run.requested("save")] == [True, False]
+    assert [run.requested("preview"), run.requested("preview")] == [True, False]
+    assert [run.requested("stop"), run.requested("stop")] == [True, True]
+    run.close()
+
+
+def test_a_request_to_an_earlier_process_does_not_stop_the_next(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    run.request("stop")
+    run.close()
+    run = Run.create(tmp_path / "r", CONFIG, resume=True)
+    assert not run.requested("stop")
+    run.close()
