@@ -5,6 +5,7 @@ and can be resumed.
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -35,6 +36,11 @@ def guarded(action: Callable[[], Any]) -> None:
     """Run it; turn what went wrong into one clear message and the exit code that belongs to it."""
     from .config import UserError
 
+    # The libraries' notices (no torchvision, no optional kernel, keys of encoders that no one trained) tell our users
+    # nothing. Whoever wants them sets these variables.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         action()
     except UserError as error:
@@ -91,6 +97,8 @@ def check(
     try:
         job = config.load(config_file, overrides)
     except config.UserError as error:
+        if not as_json:
+            raise
         problems += getattr(error, "problems", [str(error)])
     else:
         report = images.scan(job.dataset)
@@ -103,10 +111,11 @@ def check(
         except config.UserError as error:
             problems.append(str(error))
         try:
-            if _files.is_on_hub(job.model.path):
-                lines.append(f"base: {job.model.path}, from the hub when training starts (not looked at here)")
+            base = job.model
+            if _files._HUB_ID.fullmatch(base.path) and not Path(base.path).exists():
+                lines.append(f"base: {base.path}, from the hub when training starts (not looked at here)")
             else:
-                _files.locate(job.model.path, job.model.components, job.model.revision, family=job.model.family, parts=())
+                _files.locate(base.path, base.components, base.revision, family=base.family, parts=())
         except config.UserError as error:
             problems.append(str(error))
     if as_json:
@@ -135,7 +144,10 @@ def resume(folder: Path = typer.Argument(..., metavar="RUN"), overrides: list[st
     run = Run.open(folder)
     # The folder may have been moved or renamed since: where it is now counts.
     here = folder.resolve()
-    place = [f"{key}={tomlkit.item(text).as_string()}" for key, text in (("name", here.name), ("output_dir", str(here.parent)))]
+    place = [
+        f"{key}={tomlkit.item(text).as_string()}"
+        for key, text in (("name", here.name), ("output_dir", str(here.parent)))
+    ]
     train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
 
 
@@ -203,9 +215,6 @@ def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bo
     from . import config
 
     job = config.load(config_file, overrides)  # a wrong file is told before torch is loaded
-    # The libraries' notices (missing torchvision, keys of text encoders that no one trained) are not for our users.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     from . import train as story
 
     result = story.run(job, resume=resume, progress=not as_json, echo=_json_line if as_json else _say)

@@ -98,18 +98,22 @@ class Run:
         except OSError as error:
             raise UserError(f"{path}: the run folder cannot be made ({error.strerror})") from None
         run._take_lock()
-        if not resume and (any(run.checkpoints.glob("step-*")) or any(run.export.glob("*.safetensors"))):
-            raise UserError(
-                f"{path}: a run was here already; `lora-fp8 resume {path}` goes on with it, "
-                "or choose another name (--set name=...)"
-            )
-        for folder in (run.checkpoints, run.samples, run.export, run.control):
-            folder.mkdir(exist_ok=True)
-        for request in run.control.iterdir():  # a request to an earlier process must not stop this one
-            request.unlink()
-        atomic_write(run.config_file, config_text.encode())
-        run._mend_events()
-        run._events = open(run.events_file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        try:
+            if not resume and (any(run.checkpoints.glob("step-*")) or any(run.export.glob("*.safetensors"))):
+                raise UserError(
+                    f"{path}: a run was here already; `lora-fp8 resume {path}` goes on with it, "
+                    "or choose another name (--set name=...)"
+                )
+            for folder in (run.checkpoints, run.samples, run.export, run.control):
+                folder.mkdir(exist_ok=True)
+            for request in run.control.iterdir():  # a request to an earlier process must not stop this one
+                request.unlink()
+            atomic_write(run.config_file, config_text.encode())
+            run._mend_events()
+            run._events = open(run.events_file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        except BaseException:
+            run.close()  # the exception's traceback would keep the lock for as long as somebody holds it
+            raise
         return run
 
     @classmethod

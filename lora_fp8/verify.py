@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import export
+from . import config, export, families
 from .config import UserError
 from .run import RunFailure
 
@@ -327,18 +327,18 @@ def _complaints() -> Iterator[list[str]]:
 
     collect = Collect(logging.WARNING)
     loggers = [logging.getLogger(name) for name in ("diffusers", "peft")]
-    levels = [logger.level for logger in loggers]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     try:
-        for logger in loggers:
-            logger.addHandler(collect)
+        for logger in loggers:  # to the list instead of the screen: what matters stands in the report
+            logger.handlers, logger.propagate = [collect], False
             logger.setLevel(logging.WARNING)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             yield found
         found += [str(w.message) for w in warned if not issubclass(w.category, DeprecationWarning | FutureWarning)]
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.removeHandler(collect)
+        for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
             logger.setLevel(level)
 
 
@@ -438,6 +438,34 @@ def check(
         gc.collect()
         _measure_plain(file, family, probe, previews, dtype, device, report)
     return report
+
+
+def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
+    """Verify a file that lies somewhere, without the run that made it.
+
+    Args:
+        base: base model to load it into (as `model.path`); empty checks the bytes, names, pairs and values alone.
+        family_name: the architecture; empty takes it from the file's metadata.
+
+    Raises:
+        UserError: there is no such file, or nothing tells its architecture.
+    """
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    if not family_name:
+        told = export.read_header(file).metadata.get("ss_base_model_version")
+        known = {families.get(name).kohya_base_version: name for name in families.available()}
+        if told not in known:
+            what = f"says {told!r}, which is none of ours" if told else "does not say it"
+            accepted = " | ".join(families.available())
+            raise UserError(f"{file}: the header {what}; name the architecture with --family ({accepted})")
+        family_name = known[told]
+    Family = families.get(family_name)
+    if not base:
+        report = Report(file.name)
+        _check_file(file, Family, report)
+        return report
+    return check(file, Family(config.Model(family=family_name, path=base), device="cpu", dtype=torch.bfloat16))
 
 
 def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | None:

@@ -629,6 +629,7 @@ def test_hub_models_are_fetched_once_and_only_what_is_needed(tmp_path):
         wrong = fetch("org/tinny", tmp_path / "home", HF_ENDPOINT=endpoint)
     finally:
         server.shutdown()
+        server.server_close()
     assert found.is_relative_to(tmp_path / "home")
     fetched = sorted(handler.fetched)
     assert "unet/diffusion_pytorch_model.safetensors" in fetched
@@ -933,12 +934,16 @@ def test_full_size_checkpoints_are_told_apart_by_their_headers(single, tmp_path)
         assert all(shapes[key] == tuple(expected[name].shape) for name, (key, _) in conversion.items())
 
 
+SD3 = "model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bias"
+
+
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
         ({"lora_unet_down_blocks_0.lora_up.weight": (4, 4)}, "a LoRA, not a base model"),
         ({"some.other.weight": (4, 4)}, "not a checkpoint of a kind that is known"),
-        ({"model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bias": (9216,)}, "sd3"),
+        ({SD3: (9216,), "model.diffusion_model.pos_embed": (1, 36864, 1536)}, "'sd3' .as diffusers calls it"),
+        ({SD3: (9216,)}, "not a checkpoint of a kind that is known"),
         ({"down_blocks.0.resnets.0.conv1.weight": (4, 4, 3, 3)}, "diffusers' naming"),
     ],
 )

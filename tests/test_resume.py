@@ -346,7 +346,8 @@ def test_planted_another_seed(make_job, tmp_path, settings, whole):
 def test_planted_random_numbers_that_are_not_restored(make_job, tmp_path, settings, monkeypatch, purpose):
     """Draws that depend on how many this process has made, as with a global generator that resuming does not restore.
 
-    Each kind of draw is planted by itself; `resumed_in_the_middle` notices every one.
+    Each kind of draw is planted by itself, and the comparison of a stopped and resumed run with a whole one, which is
+    what all tests above do, notices every one.
     """
     drawn = itertools.count()
     real = loader.generator
@@ -355,6 +356,7 @@ def test_planted_random_numbers_that_are_not_restored(make_job, tmp_path, settin
         return real(seed, what, when, uid) if what != purpose else real(next(drawn), what, when, uid)
 
     monkeypatch.setattr(loader, "generator", counting)
+    settings = (*settings, "train.accumulate=2", "dataset.caption_variants=16")  # enough draws to differ for certain
     job = make_job(tmp_path / "whole", *settings)
     run(job)
     drawn = itertools.count()  # a new process starts to count again

@@ -495,6 +495,8 @@ def describe_checkpoint(header: Header) -> tuple[str, type[ModelFamily] | None]:
             return f"a denoiser in diffusers' naming (it belongs into {place})", None
     # diffusers knows many more; it reads shapes only, and answers "v1" when it knows nothing.
     infer = importlib.import_module("diffusers.loaders.single_file_utils").infer_diffusers_model_type
-    with torch.device("meta"):
-        kind = infer({key: torch.empty(shape) for key, shape in header.items()})
+    try:
+        kind = infer({key: torch.empty(shape, device="meta") for key, shape in header.items()})
+    except (KeyError, IndexError):  # it looks further where a mark fits, and a part of a model lacks the rest
+        kind = "v1"
     return ("not a checkpoint of a kind that is known" if kind == "v1" else f"{kind!r} (as diffusers calls it)"), None

@@ -1,0 +1,394 @@
+"""The commands as a person or a script meets them: what they print, what they leave on disk, and their exit codes.
+
+What must start fast or load no torch is asked in a fresh process; the rest runs here, through the same entry point.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from lora_fp8 import cli, config, run, train
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("new", "check", "train", "resume", "stop", "export", "verify", "demo")
+HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
+RUN = "import sys; sys.argv[0] = 'lora-fp8'; from lora_fp8.cli import main; main()"
+
+
+@dataclass
+class Answer:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """ask("check", "job.toml"): a command in this process, through `lora_fp8.cli.main`."""
+
+    def ask(*arguments: str | Path) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["lora-fp8", *map(str, arguments)])
+        capfd.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(bool(end.code))
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return Answer(code, out, err)
+
+    return ask
+
+
+def fresh(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in a new process, with the checkout importable."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        check=False,
+    )
+
+
+@pytest.fixture
+def job_file(job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., Path]:
+    """job_file("train.steps=3"): a job of the shared fixtures, written as a file."""
+
+    def write(*overrides: str, family: str = "sd15") -> Path:
+        path = tmp_path / "job.toml"
+        path.write_text(config.dumps(job(*overrides, family=family)), encoding="utf-8")
+        return path
+
+    return write
+
+
+# ------------------------------------------------------------------------------------------------------ help, and speed
+
+
+def test_help_loads_no_torch_and_names_every_command() -> None:
+    script = (
+        f"{RUN.replace('main()', '')}\ntry:\n    main()\nfinally:\n    print(sorted(set(sys.modules) & {set(HEAVY)}))"
+    )
+    for arguments in (["--help"], *([command, "--help"] for command in COMMANDS)):
+        answer = fresh(script, *arguments)
+        assert answer.returncode == 0 and answer.stdout.rstrip().endswith("[]"), answer
+        if arguments == ["--help"]:
+            assert all(f"\n  {command} " in answer.stdout for command in COMMANDS), answer.stdout
+
+
+def test_help_answers_at_once() -> None:
+    """At most 0.6 s, Python's own start included. The minimum: a busy machine can only make it slower."""
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert fresh(RUN, "--help").returncode == 0
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] < 0.6:
+            break
+    assert min(seconds) < 0.6, seconds
+
+
+def test_an_unknown_command_or_option_is_the_users_mistake(ask: Callable[..., Answer]) -> None:
+    assert ask("trian").code == 2
+    assert ask("train", "--nonsense", "x.toml").code == 2
+    assert ask("train").code == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- new, check
+
+
+def test_new_writes_a_file_that_check_accepts(
+    ask: Callable[..., Answer], tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for family, preset in (("sd15", "character"), ("sdxl", "style"), ("flux", "concept")):
+        path = tmp_path / "deeper" / f"{family}.toml"
+        answer = ask("new", path, "--family", family, "--preset", preset, "--preset", "vram_12gb")
+        assert answer.code == 0 and str(path) in answer.out and not answer.err
+        missing = ask("check", path)
+        assert missing.code == 2 and missing.err.startswith(f"{path}: 1 problem") and "my_pictures" in missing.err
+        (tmp_path / "my_pictures").symlink_to(pictures)
+        accepted = ask("check", path)
+        assert accepted.code == 0 and "5 images" in accepted.out and accepted.out.endswith("all right\n"), accepted
+        (tmp_path / "my_pictures").unlink()
+        job = config.load(path)
+        assert (job.name, job.model.family, job.preset) == (family, family, [])
+        # The presets' values are written out.
+        assert job.train.accumulate == 2 and job.adapter.rank == (32 if preset == "style" else 16)
+
+
+def test_new_refuses_to_overwrite_and_to_guess(ask: Callable[..., Answer], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("precious", encoding="utf-8")
+    answer = ask("new", path)
+    assert answer.code == 2 and "exists already" in answer.err and path.read_text(encoding="utf-8") == "precious"
+    assert ask("new", path, "--force").code == 0 and config.load(path).name == "mine"
+    unknown = ask("new", tmp_path / "other.toml", "--family", "sdx1", "--preset", "charcter")
+    assert unknown.code == 2 and "did you mean 'sdxl'?" in unknown.err and "did you mean 'character'?" in unknown.err
+    assert not (tmp_path / "other.toml").exists()
+    assert ask("new", path / "inside.toml").code == 2  # a file where a folder would have to be
+    odd = tmp_path / "🦊 'x'.toml"
+    assert ask("new", odd).code == 0 and config.load(odd).name == "🦊 'x'"
+
+
+@pytest.fixture
+def five_faults(tmp_path: Path) -> Path:
+    """A folder with one good picture and five that each have something else wrong."""
+    folder = tmp_path / "faulty"
+    folder.mkdir()
+    for name in ("good", "torn", "empty", "latin", "lonely", "text"):
+        Image.radial_gradient("L").convert("RGB").save(folder / f"{name}.{'jpg' if name == 'torn' else 'png'}")
+        if name != "lonely":
+            (folder / f"{name}.txt").write_text(f"a picture, {name}", encoding="utf-8")
+    whole = (folder / "torn.jpg").read_bytes()
+    (folder / "torn.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "latin.txt").write_bytes("a café".encode("latin-1"))
+    (folder / "text.png").write_bytes(b"This is no picture at all.")
+    return folder
+
+
+FAULTS = {
+    "torn.jpg": "cannot be decoded",
+    "empty.png": "is empty (0 bytes)",
+    "latin.txt": "is not UTF-8 at byte 5",
+    "lonely.png": "no caption (lonely.txt)",
+    "text.png": "is not a readable image",
+}
+
+
+def test_check_finds_all_five_faults_before_torch_is_even_loaded(
+    five_faults: Path, tmp_path: Path, tiny: Callable
+) -> None:
+    path = tmp_path / "job.toml"
+    text = f"model = {{family = 'sd15', path = '{tiny('sd15')}'}}\ndataset = {{folders = [{{path = '{five_faults}'}}]}}"
+    path.write_text(text, encoding="utf-8")
+    script = f"{RUN.replace('main()', '')}\ntry:\n    main()\nfinally:\n    print(set(sys.modules) & {set(HEAVY)})"
+    for arguments in (["check", str(path)], ["check", str(path), "--json"]):
+        answer = fresh(script, *arguments)
+        assert answer.returncode == 2 and answer.stdout.endswith("set()\n"), answer
+        assert "Traceback" not in answer.stdout + answer.stderr
+        if "--json" in arguments:
+            report = json.loads(answer.stdout.removesuffix("set()\n"))
+            found = report["problems"]
+            assert report["ok"] is False and not answer.stderr
+        else:
+            first, *found = answer.stderr.splitlines()
+            assert first == f"{path}: 5 problems"
+        assert len(found) == 5, found
+        for name, words in FAULTS.items():
+            assert [line for line in found if str(five_faults / name) in line and words in line], (name, found)
+
+
+def test_training_refuses_the_same_five_before_it_makes_a_run(
+    ask: Callable[..., Answer], five_faults: Path, job_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    answer = ask("train", job_file(f"dataset.folders=[{{path='{five_faults}'}}]"))
+    assert answer.code == 2 and all(name in answer.err for name in FAULTS) and answer.err.startswith("dataset: 5 prob")
+    assert not (tmp_path / "runs" / "lora").exists()
+
+
+def test_check_finds_what_would_stop_the_training_later(
+    ask: Callable[..., Answer], job_file: Callable[..., Path]
+) -> None:
+    path = job_file()
+    assert ask("check", path).code == 0
+    for override, words in {
+        "model.path=./not/here": "model.path = './not/here' does not exist",
+        "model.path=model.safetensors": "does not exist",
+        "dataset.bucket_step=64": "dataset.resolution = 48 is less than the bucket step",
+        "dataset.folders.0.path=nowhere": "folder nowhere does not exist",
+        "dataset.max_pixels=4096": "more than dataset.max_pixels = 4,096",
+        "train.stepz=4": "did you mean train.steps?",
+    }.items():
+        answer = ask("check", path, "--set", override)
+        assert answer.code == 2 and words in answer.err, (override, answer)
+        report = json.loads(ask("check", path, "--set", override, "--json").out)
+        assert not report["ok"] and any(words in line for line in report["problems"])
+    hub = ask("check", path, "--set", "model.path=somebody/something")
+    assert hub.code == 0 and "from the hub when training starts" in hub.out
+    fine = ask("check", path, "--json")
+    assert fine.code == 0 and json.loads(fine.out) == {
+        "ok": True,
+        "problems": [],
+        "lines": json.loads(fine.out)["lines"],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def test_train_stop_resume_export_verify(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path, tree_hash: Callable
+) -> None:
+    path, folder = job_file("train.steps=4", "checkpoint.every=2"), tmp_path / "runs" / "lora"
+    trained = ask("train", path)
+    assert trained.code == 0 and "== train" in trained.out
+    files = sorted((folder / "export").glob("*.safetensors"))
+    assert len(files) == 2 and all(str(file) in trained.out for file in files)
+
+    again = ask("train", path)  # the name is taken: nothing is overwritten
+    before = tree_hash(folder)
+    assert again.code == 2 and "a run was here already" in again.err and "lora-fp8 resume" in again.err
+
+    idle = ask("stop", folder)
+    assert idle.code == 0 and "nothing is training here" in idle.out
+    assert tree_hash(folder) == before and not (folder / "control" / "stop").exists()
+
+    # With another dtype: the same numbers, rounded differently, in the same files.
+    full = load_file(ask_export(ask, folder, "fp32", tmp_path / "fp32"))
+    half = load_file(ask_export(ask, folder, "fp16", tmp_path / "fp16"))
+    assert full.keys() == half.keys() and {t.dtype for t in full.values()} == {torch.float32}
+    for name, tensor in full.items():
+        if not name.endswith(".alpha"):
+            assert half[name].dtype == torch.float16 and torch.equal(tensor.to(torch.float16), half[name]), name
+    early = ask("export", folder, "--step", "2")
+    assert early.code == 0 and all("step-000002" in line for line in early.out.splitlines())
+    assert ask("export", folder, "--step", "3").code == 2
+    assert ask("export", folder, "--set", "export.dtype=fp64").code == 2
+
+    checked = ask("verify", files[0], "--json")
+    assert checked.code == 0 and json.loads(checked.out)["ok"] is True
+    with open(files[0], "r+b") as file:  # one byte of a tensor
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte ^ 0xFF]))
+    assert ask("verify", files[0]).code == 3
+
+    # The folder is moved; more steps than before are wanted there.
+    moved = tmp_path / "elsewhere 🦊"
+    folder.rename(moved)
+    longer = ask("resume", moved, "--set", "train.steps=6")
+    assert longer.code == 0 and "resuming from step-000004" in longer.out, longer
+    assert not folder.exists() and (moved / "checkpoints" / "step-000006").is_dir()
+
+
+def ask_export(ask: Callable[..., Answer], folder: Path, dtype: str, keep: Path) -> Path:
+    """Export in this dtype and keep one of the files."""
+    answer = ask("export", folder, "--set", f"export.dtype={dtype}", "--set", 'export.formats=["kohya"]')
+    assert answer.code == 0
+    (written,) = answer.out.splitlines()
+    with safetensors.safe_open(written, framework="pt") as file:
+        assert file.metadata()
+    return Path(written).rename(keep)
+
+
+def test_events_as_json_lines(ask: Callable[..., Answer], job_file: Callable[..., Path]) -> None:
+    answer = ask("train", job_file("train.steps=2"), "--json")
+    assert answer.code == 0
+    events = [json.loads(line) for line in answer.out.splitlines()]
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2] and events[-1]["event"] == "done"
+
+
+@pytest.mark.parametrize("command", ["resume", "stop", "export"])
+def test_a_folder_that_is_no_run(ask: Callable[..., Answer], tmp_path: Path, command: str) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        answer = ask(command, folder)
+        assert answer.code == 2 and "not a run folder" in answer.err and answer.err.count("\n") == 1, answer
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_config_that_is_not_there(ask: Callable[..., Answer], tmp_path: Path, command: str) -> None:
+    answer = ask(command, tmp_path / "absent.toml")
+    assert answer.code == 2 and "no such config file" in answer.err and answer.err.count("\n") == 1
+
+
+def test_a_base_that_cannot_be_had_is_one_line(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The tests run with HF_HUB_OFFLINE=1: the hub cannot be reached."""
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    path = job_file()
+    for override, words in {
+        "model.path=somebody/no-such-model": "'somebody/no-such-model' is not on this machine and could not be fetched",
+        "model.path=/nowhere/model.safetensors": "does not exist",
+        "model.family=sdxl": "model.family = 'sdxl'",
+        "model.family=sd51": "unknown family 'sd51', did you mean 'sd15'?",
+    }.items():
+        answer = ask("train", path, "--set", override)
+        assert answer.code == 2 and words in answer.err, (override, answer)
+        assert len([line for line in answer.err.splitlines() if not line.endswith(": 1 problem")]) == 1, answer.err
+    assert not (tmp_path / "runs" / "lora").exists()
+
+
+def test_each_ending_has_its_code(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = job_file()
+    for error, code, words in (
+        (config.UserError("wrong"), 2, "wrong"),
+        (config.UserErrors(["a", "b"], "x"), 2, "x: 2 problems"),
+        (run.RunFailure("failed"), 3, "failed"),
+        (run.Stopped("saved"), 75, "saved"),
+    ):
+        monkeypatch.setattr(train, "run", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
+        answer = ask("train", path)
+        assert answer.code == code and words in answer.err and not answer.out, answer
+    # A mistake of ours is not hidden: it keeps its traceback.
+    monkeypatch.setattr(train, "run", lambda *_, **__: (_ for _ in ()).throw(ZeroDivisionError("ours")))
+    with pytest.raises(ZeroDivisionError):
+        ask("train", path)
+
+
+def test_asking_a_run_to_stop_ends_it_with_75_and_resume_finishes_it(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lora-fp8 stop` while step 2 is being computed: step 2 is finished and saved."""
+    folder = tmp_path / "runs" / "lora"
+    original, asked = train.diffusion_loss, []
+
+    def loss(*arguments: object) -> torch.Tensor:
+        if len(asked) == 2:  # preflight, step 1, step 2
+            other = run.Run.open(folder)
+            assert other.alive()
+            other.request("stop")
+        asked.append(1)
+        return original(*arguments)
+
+    monkeypatch.setattr(train, "diffusion_loss", loss)
+    stopped = ask("train", job_file("checkpoint.every=100"))
+    assert stopped.code == 75 and f"lora-fp8 resume {folder}" in stopped.err, stopped
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000002"]
+    finished = ask("resume", folder)
+    assert finished.code == 0 and "resuming from step-000002" in finished.out
+    assert len(list((folder / "export").glob("*.safetensors"))) == 2
+
+
+def test_the_script_for_accelerate_is_the_same_thing(job_file: Callable[..., Path], tmp_path: Path) -> None:
+    path = job_file("train.steps=2", "preview.prompts=[]")
+    script = str(ROOT / "train_lora.py")
+    wrong = subprocess.run(
+        [sys.executable, script, "--config", str(path), "--set", "train.stepz=2"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert wrong.returncode == 2 and "did you mean train.steps?" in wrong.stderr and "Traceback" not in wrong.stderr
+    done = subprocess.run(
+        [sys.executable, script, "--config", str(path), "--json"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["event"] == "done", done.stderr
+    assert len(list((tmp_path / "runs" / "lora" / "export").iterdir())) == 2

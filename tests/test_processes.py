@@ -1,0 +1,251 @@
+"""Real processes: `accelerate launch` with two against one, and the exit codes of train_lora.py.
+
+On a machine without a GPU, `--multi_gpu --num_processes 2` makes two CPU processes that exchange gradients through
+gloo: the same code as on two GPUs, but for NCCL.
+
+accelerate's launcher turns every nonzero exit code of its children into 1, with a traceback of its own. So 2, 3 and 75
+can be relied on with `python train_lora.py` and `lora-fp8 train`; under `accelerate launch` only zero or not, and the
+one line that says what is wrong stands above the launcher's.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lora_fp8 import cli, config, train
+from lora_fp8.run import Run, Stopped
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "train_lora.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']")
+
+# Fifteen samples in batches of four, of three buckets: 9 -> 4, 4, 1 and 3 and 3. So there are full batches, batches that
+# two processes share unequally, and one of which the second process has nothing. Ten steps are two epochs.
+SHARED = (
+    *SMALL,
+    "train.steps=10",
+    "train.batch_size=4",
+    "checkpoint.every=5",
+    "dataset.folders.0.repeats=3",
+    "dataset.flip=true",
+    "dataset.caption_dropout=0.2",
+)
+FLOAT32 = ("model.dtype=fp32", "quantize.storage=none", "adapter.dtype=fp32", "optimizer.name=adamw", "export.dtype=fp32")
+
+# train_lora.py, noting which samples each process takes.
+RECORDING = f"""
+import json, os, runpy
+from lora_fp8.data import loader
+real = loader.Loader.micro
+def micro(self, step, micro_index, rank=0, world=1):
+    batch = real(self, step, micro_index, rank, world)
+    with open(f"{{os.environ['SHARES']}}/{{rank}}.jsonl", "a") as file:
+        file.write(json.dumps([step, micro_index, world, batch.uids if batch else []]) + "\\n")
+    return batch
+loader.Loader.micro = micro
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+def folder_of(job) -> Path:
+    return Path(job.output_dir) / job.name
+
+
+def write(job, folder: Path) -> Path:
+    path = folder / "job.toml"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(config.dumps(job), encoding="utf-8")
+    return path
+
+
+def launch(job, folder: Path, processes: int) -> subprocess.CompletedProcess:
+    """accelerate launch [--multi_gpu] --num_processes N train_lora.py --config ..."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config_file = write(job, folder)
+    (folder / "recording.py").write_text(RECORDING)
+    many = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *many]
+    accelerate += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+    accelerate += ["--dynamo_backend", "no"]
+    command = [*accelerate, str(folder / "recording.py"), "--config", str(config_file), "--json"]
+    environment = ENVIRONMENT | {"SHARES": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def shares(folder: Path, rank: int) -> list[tuple[int, list[str]]]:
+    """(micro-batch, samples) that a process trained on; step 0 is the preflight's."""
+    lines = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+    return [(index, uids) for step, index, _, uids in lines if step > 0]
+
+
+def losses(job) -> list[float]:
+    return [event["loss"] for event in Run.open(folder_of(job)).events() if event["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def float32(make_job, tmp_path_factory):
+    """The same job in float32, with two processes and with one: {processes: (job, folder, what was printed)}."""
+    root = tmp_path_factory.mktemp("float32")
+    runs = {}
+    for processes in (1, 2):
+        folder = root / str(processes)
+        job = make_job(folder, *SHARED, *FLOAT32)
+        done = launch(job, folder, processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs[processes] = job, folder, done
+    return runs
+
+
+def test_two_processes_end_with_the_weights_of_one(float32):
+    last = [folder_of(float32[n][0]) / "checkpoints" / "step-000010" / "adapter.safetensors" for n in (1, 2)]
+    one, two = map(load_file, last)
+    assert one.keys() == two.keys() and len(one) == 2 * 12
+    worst = max(float((two[name] - one[name]).norm() / one[name].norm()) for name in one)
+    print(f"\nworst relative difference of a tensor, two processes against one: {worst:.1e}")
+    assert worst < 1e-5
+    assert all(torch.isfinite(tensor).all() and tensor.any() for tensor in two.values())
+    assert losses(float32[2][0]) == pytest.approx(losses(float32[1][0]), rel=1e-5)
+
+
+def test_every_sample_comes_as_often_as_repeats_say(float32):
+    """Over both processes, each epoch; and the processes split the very batches that one would have had."""
+    alone, first, second = shares(float32[1][1], 0), shares(float32[2][1], 0), shares(float32[2][1], 1)
+    assert [index for index, _ in alone] == [index for index, _ in first] == [index for index, _ in second]
+    assert [index for index, _ in alone] == list(range(10))
+    for (_, whole), (_, mine), (_, yours) in zip(alone, first, second, strict=True):
+        assert sorted(mine + yours) == sorted(whole) and len(mine) - len(yours) in (0, 1)
+    for epoch in range(2):
+        seen = Counter(uid for part in (first, second) for index, uids in part if index // 5 == epoch for uid in uids)
+        assert len(seen) == 15 and set(seen.values()) == {1}
+        assert set(Counter(uid.partition("#")[0] for uid in seen).values()) == {3}
+    sizes = {(len(mine), len(yours)) for (_, mine), (_, yours) in zip(first, second, strict=True)}
+    assert {(2, 2), (2, 1), (1, 0)} <= sizes  # the odd cases are there, a process with nothing among them
+
+
+def test_the_run_is_written_by_one_process(float32):
+    job, _, done = float32[2]
+    events = Run.open(folder_of(job)).events()
+    assert [event["processes"] for event in events if event["event"] == "start"] == [2]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 11))
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [5, 10]
+    assert [event["event"] for event in events].count("done") == 1
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert printed == events
+    assert sorted(path.name for path in (folder_of(job) / "export").iterdir()) == [
+        "lora_diffusers.safetensors",
+        "lora_kohya.safetensors",
+    ]
+
+
+def test_with_fp8_bf16_and_8_bit_the_loss_curves_agree(make_job, tmp_path):
+    """One process here, in this process: that train.run and the script do the same is part of what is compared."""
+    two = make_job(tmp_path / "2", *SHARED)
+    done = launch(two, tmp_path / "2", 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one = make_job(tmp_path / "1", *SHARED)
+    train.run(one, progress=False)
+    gaps = [abs(b - a) / a for a, b in zip(losses(one), losses(two), strict=True)]
+    print(f"\nlargest relative gap of the loss at one of {len(gaps)} steps: {max(gaps):.1e}")
+    assert len(gaps) == 10 and max(gaps) < 0.01
+
+
+def test_a_batch_that_cannot_be_shared_is_one_clear_line(make_job, tmp_path):
+    done = launch(make_job(tmp_path, *SHARED, "train.batch_size=3"), tmp_path, 2)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "train.batch_size" in line]
+    assert len(lines) == 1 and "3 is shared out among 2 processes; make it a multiple of 2" in lines[0]
+
+
+# -- exit codes of the script
+
+
+def script(*arguments: str, **more) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, **more)
+
+
+def test_exit_2_for_a_bad_config_with_all_problems_and_no_traceback(tmp_path):
+    (tmp_path / "job.toml").write_text('[model]\nfamily = "sd51"\npath = "x"\n[train]\nstep = 3\n')
+    done = script("--config", str(tmp_path / "job.toml"), cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
+    assert "did you mean 'sd15'?" in done.stderr and "did you mean train.steps?" in done.stderr
+    assert not (tmp_path / "runs").exists()
+    done = script("--config", str(tmp_path / "absent.toml"))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "no such config file" in done.stderr
+
+
+LONG = (*SMALL, "train.steps=40", "checkpoint.every=25", "dataset.flip=true", "adapter.dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(make_job, tmp_path_factory, tree_hash):
+    """Export and last checkpoint of the long job, trained in this process."""
+    job = make_job(tmp_path_factory.mktemp("uninterrupted"), *LONG)
+    train.run(job, progress=False)
+    return kept(job, tree_hash)
+
+
+def kept(job, tree_hash):
+    found = tree_hash(folder_of(job))
+    return {name: value for name, value in found.items() if name.startswith(("export/", "checkpoints/step-000040/"))}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_75_and_resume_ends_with_0(make_job, tmp_path, uninterrupted, tree_hash, number):
+    job = make_job(tmp_path, *LONG)
+    config_file = write(job, tmp_path)
+    command = [sys.executable, str(SCRIPT), "--config", str(config_file), "--json"]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("{") and json.loads(line).get("step") == 3 and '"step", ' in line:
+                process.send_signal(number)
+                break
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 75 and "Traceback" not in stderr, stderr
+    run = Run.open(folder_of(job))
+    stopped_at = [event["step"] for event in run.events() if event["event"] == "step"][-1]
+    assert 3 <= stopped_at < 25
+    assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{stopped_at:06d}"]
+    assert f"saved at step {stopped_at}" in stderr and "lora-fp8 resume" in stderr
+    assert run.events()[-1]["event"] == "stopped" and not run.alive() and not any(run.export.iterdir())
+
+    refused = cli_exit(lambda: train.run(job, progress=False))
+    assert refused == 2  # starting over what is there needs to be said
+    if number == signal.SIGTERM:
+        done = script("--config", str(config_file), "--resume")
+        assert done.returncode == 0, done.stderr
+        assert "lora_diffusers.safetensors" in done.stdout and f"resuming from step-{stopped_at:06d}" in done.stdout
+    else:
+        train.run(job, resume=True, progress=False)
+    assert kept(job, tree_hash) == uninterrupted
+
+
+def cli_exit(action) -> int:
+    with pytest.raises(SystemExit) as left:
+        cli.guarded(action)
+    return left.value.code
+
+
+def test_exit_3_when_no_checkpoint_is_whole(job, capsys):
+    mine = job(*SMALL, "train.steps=4")
+    with pytest.raises(Stopped):
+        train.run(mine, progress=False, echo=lambda e: (folder_of(mine) / "control" / "stop").touch())
+    for path in folder_of(mine).glob("checkpoints/*/manifest.json"):
+        path.unlink()
+    assert cli_exit(lambda: train.run(mine, resume=True, progress=False)) == 3
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and "none is whole" in told[0]

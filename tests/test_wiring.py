@@ -1,0 +1,451 @@
+"""No option that is not wired: every setting is flipped, and what it is for must change.
+
+One short run on a miniature is the baseline; each flip is the same run with one setting changed. What a run leaves is
+taken apart into observables (losses, tensors, previews ...), and each row of the table says which of them must differ,
+and which must not. The baseline is run twice first: without a flip nothing differs, so a difference is the flip's.
+
+The table is held against the declarations in config.py: a new setting without a row fails here.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import diffusers.models.attention
+import pytest
+import safetensors
+import torch
+from PIL import Image
+
+from lora_fp8 import config, families, run, train
+from lora_fp8.config import Section, UserError
+
+BASE = (
+    "train.steps=4",
+    "train.batch_size=2",
+    "optimizer.lr=1e-2",
+    "checkpoint.every=2",
+    "preview.prompts=['a cat']",
+    "export.dtype=fp32",  # bf16 would round small changes away
+)
+SHUFFLED = ("dataset.shuffle_tags=true", "dataset.keep_tokens=0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flip:
+    """One row: what is set, which observables must change, which must not, and what differs from BASE on both sides."""
+
+    value: str
+    changes: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
+    under: tuple[str, ...] = ()
+    family: str = "sd15"
+
+
+TRAINING = ("losses", "tensors")
+ASIDE = ("losses", "tensors", "rates")  # what must not move when something beside the training is set
+
+FLIPS = {
+    "name": Flip("other", ("exports", "title"), ASIDE),
+    "seed": Flip("7", TRAINING),
+    "model.dtype": Flip("fp32", TRAINING),
+    "quantize.storage": Flip("none", (*TRAINING, "storage", "rates")),  # and lr_scale = "auto" with it
+    "quantize.keep": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates")),
+    "adapter.rank": Flip("8", ("shapes", "losses")),
+    "adapter.alpha": Flip("16.0", TRAINING, ("shapes",)),
+    "adapter.dropout": Flip("0.5", TRAINING, ("shapes", "rates")),
+    "adapter.targets": Flip("['to_q']", ("shapes", "losses")),
+    "adapter.dtype": Flip("fp32", TRAINING, ("shapes",)),
+    "dataset.folders.0.repeats": Flip("2", ("losses", "samples")),
+    "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
+    "dataset.resolution": Flip("64", ("losses", "encoded", "buckets")),
+    "dataset.buckets": Flip("false", ("losses", "encoded", "buckets")),
+    "dataset.bucket_step": Flip("24", ("losses", "encoded", "buckets")),
+    "dataset.max_aspect": Flip("1.5", ("losses", "encoded", "buckets")),
+    "dataset.upscale": Flip("false", ("losses", "encoded", "buckets")),
+    "dataset.flip": Flip("true", ("losses", "encoded"), ("buckets", "samples")),
+    "dataset.background": Flip("#00ff00", ("losses", "encoded"), ("buckets",)),
+    "dataset.trigger": Flip("zobi", ("losses", "encoded", "metadata"), ("buckets",)),
+    "dataset.caption_dropout": Flip("1.0", ("losses",), ("buckets", "samples")),
+    "dataset.shuffle_tags": Flip("true", ("losses", "encoded"), ("buckets",)),
+    "dataset.keep_tokens": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
+    "dataset.tag_separator": Flip("-", ("losses",), ("buckets",), under=SHUFFLED),
+    "dataset.caption_variants": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
+    "train.steps": Flip("3", ("checkpoints", "losses", "tensors")),
+    "train.batch_size": Flip("1", TRAINING),
+    "train.accumulate": Flip("2", TRAINING),
+    "train.max_grad_norm": Flip("1e-9", ("tensors",), ("norms_1", "rates")),
+    "train.log_every": Flip("2", ("logged",), ("tensors", "checkpoints")),
+    "optimizer.name": Flip("adamw", ("tensors",), ("norms_1", "rates")),
+    "optimizer.lr": Flip("5e-3", ("tensors", "rates")),
+    "optimizer.lr_scale": Flip("none", ("tensors", "rates")),
+    "optimizer.weight_decay": Flip("0.9", ("tensors",), ("norms_1", "rates")),
+    "optimizer.beta1": Flip("0.5", ("tensors",), ("norms_1", "rates")),
+    "optimizer.beta2": Flip("0.9", ("tensors",), ("norms_1", "rates")),
+    "optimizer.eps": Flip("1e-2", ("tensors",), ("norms_1", "rates")),
+    "optimizer.rounding": Flip("nearest", ("tensors",), ("norms_1", "rates")),
+    "schedule.name": Flip("linear", ("tensors", "rates")),
+    "schedule.warmup": Flip("2", ("tensors", "rates")),
+    "schedule.min_lr": Flip("0.5", ("tensors", "rates"), under=("schedule.name=cosine",)),
+    "objective.min_snr_gamma": Flip("1.0", TRAINING, ("rates", "samples")),
+    "objective.timesteps": Flip("uniform", TRAINING, ("rates", "samples"), family="flux"),
+    "objective.shift": Flip("9.0", TRAINING, ("rates", "samples"), family="flux"),
+    "objective.guidance": Flip("4.0", TRAINING, ("rates", "samples"), family="flux"),
+    "memory.gradient_checkpointing": Flip("true", ("blocks",), ("losses_1", "shapes", "rates")),
+    "preview.prompts": Flip("['a dog']", ("previews",), ASIDE),
+    "preview.negative": Flip("blue", ("previews",), ASIDE),
+    "preview.every": Flip("1", ("drawn",), ASIDE),
+    "preview.at_start": Flip("false", ("drawn",), ASIDE),
+    "preview.steps": Flip("3", ("previews",), ASIDE),
+    "preview.guidance": Flip("2.0", ("previews",), ASIDE),
+    "preview.width": Flip("64", ("previews", "sizes"), ASIDE),
+    "preview.height": Flip("64", ("previews", "sizes"), ASIDE),
+    "preview.seed": Flip("43", ("previews",), ASIDE),
+    "checkpoint.every": Flip("3", ("checkpoints",), ASIDE),
+    "checkpoint.keep": Flip("3", ("checkpoints",), ASIDE, under=("checkpoint.every=1",)),
+    "export.formats": Flip("['kohya']", ("exports",), ("losses",)),
+    "export.dtype": Flip("fp16", ("dtypes",), ("losses", "shapes")),
+    "export.title": Flip("A title", ("title",), ASIDE),
+    "export.author": Flip("Somebody", ("author",), ASIDE),
+    "export.description": Flip("Some words", ("description",), ASIDE),
+    "export.license": Flip("CC0-1.0", ("license",), ASIDE),
+    "export.verify": Flip("true", ("verified",), ASIDE),
+}
+
+OWN_TEST = {
+    "output_dir": "test_output_dir_and_cache_dir_are_where_things_go",
+    "dataset.cache_dir": "test_output_dir_and_cache_dir_are_where_things_go",
+    "preset": "test_preset",
+    "model.family": "test_family_and_path_choose_the_base",
+    "model.path": "test_family_and_path_choose_the_base",
+    "model.components": "test_components",
+    "model.revision": "test_revision",
+    "adapter.type": "test_adapter_type",
+    "dataset.folders.0.path": "test_folder_path",
+    "dataset.missing_caption": "test_missing_caption",
+    "dataset.max_pixels": "test_max_pixels",
+    "train.threads": "test_threads",
+}
+
+
+def settings(model: type[Section] = config.Job, where: str = "") -> Iterator[str]:
+    """Every setting that can be written into a config, as "section.name"."""
+    for name, field in model.model_fields.items():
+        inner = [a for a in (field.annotation, *get_args(field.annotation)) if isinstance(a, type)]
+        sections = [a for a in inner if issubclass(a, Section)]
+        if sections:
+            number = "0." if get_origin(field.annotation) is list else ""
+            yield from settings(sections[0], f"{where}{name}.{number}")
+        else:
+            yield f"{where}{name}"
+
+
+def test_no_setting_is_left_out() -> None:
+    known, declared = {*FLIPS, *OWN_TEST}, set(settings())
+    assert not declared - known, f"settings without a row: {sorted(declared - known)}"
+    assert not known - declared, f"rows without a setting: {sorted(known - declared)}"
+    assert not FLIPS.keys() & OWN_TEST.keys()
+    assert all(callable(globals().get(test)) for test in OWN_TEST.values())
+
+
+# ------------------------------------------------------------------------------------------------------- running things
+
+
+@pytest.fixture(scope="module")
+def gallery(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared pictures and a half transparent one, for the background."""
+    folder = tmp_path_factory.mktemp("gallery") / "pictures"
+    shutil.copytree(pictures, folder)
+    image = Image.new("RGBA", (48, 48), (200, 30, 30, 255))
+    image.paste((0, 0, 0, 0), (0, 0, 24, 48))
+    image.save(folder / "transparent.png")
+    (folder / "transparent.txt").write_text("a cup, red, on nothing", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def observe(
+    make_job: Callable[..., config.Job], gallery: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any]]:
+    """observe("seed=1"): run BASE with these overrides and take apart what it left."""
+
+    def observe(*overrides: str, family: str = "sd15") -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("run")
+        job = make_job(folder, f"dataset.folders=[{{path='{gallery}'}}]", *BASE, *overrides, family=family)
+        blocks = 0
+
+        def count(module: torch.nn.Module, *_: Any) -> None:
+            nonlocal blocks
+            blocks += type(module).__name__ == "BasicTransformerBlock" and module.training
+
+        hook = torch.nn.modules.module.register_module_forward_hook(count)
+        try:
+            result = train.run(job, progress=False)
+        finally:
+            hook.remove()
+        return observables(result.run) | {"blocks": blocks}
+
+    return observe
+
+
+def observables(of: run.Run) -> dict[str, Any]:
+    """What a run left, taken apart; each entry can be compared with another run's."""
+    events: dict[str, list[dict[str, Any]]] = {}
+    for event in of.events():
+        events.setdefault(event["event"], []).append(event)
+    steps = events["step"]
+    found: dict[str, Any] = {
+        "losses": [e["loss"] for e in steps],
+        "losses_1": steps[0]["loss"],
+        "rates": [e["lr"] for e in steps],
+        "norms_1": steps[0]["grad_norm"],
+        "logged": [e["step"] for e in steps],
+        "encoded": events["cache"][0]["encoded"],
+        "samples": events["data"][0]["samples_per_epoch"],
+        "buckets": events["data"][0]["buckets"],
+        "storage": events["model"][0]["storage"],
+        "base": [events["model"][0]["base"], events["model"][0]["base_sha256"]],
+        "checkpoints": sorted(p.name for p in of.checkpoints.iterdir()),
+        "exports": sorted(p.name for p in of.export.iterdir()),
+        "verified": of.verify_file.exists(),
+        "drawn": sorted(p.name for p in of.samples.glob("step-*.png")),
+        "previews": {},
+        "sizes": [],
+        "tensors": {},
+        "shapes": {},
+        "dtypes": set(),
+    }
+    for path in sorted(of.samples.glob("step-*.png")):
+        with Image.open(path) as image:
+            found["previews"][path.name] = hashlib.sha256(image.tobytes()).hexdigest()
+            found["sizes"].append(image.size)
+    for path in sorted(of.export.glob("*_kohya.safetensors")):
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                tensor = file.get_tensor(name)
+                found["shapes"][name] = list(tensor.shape)
+                found["dtypes"].add(str(tensor.dtype))
+                found["tensors"][name] = hashlib.sha256(tensor.float().numpy().tobytes()).hexdigest()
+        # Only what is not a copy of the config: that would differ whether or not a setting does anything.
+        found["metadata"] = {k: v for k, v in metadata.items() if k.startswith("modelspec.trigger")}
+        for what in ("title", "author", "description", "license"):
+            found[what] = metadata.get(f"modelspec.{what}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def baseline(observe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """baseline(under, family): the run without the flip; made twice, and twice the same."""
+    made: dict[tuple[tuple[str, ...], str], dict[str, Any]] = {}
+
+    def baseline(under: tuple[str, ...], family: str) -> dict[str, Any]:
+        if (under, family) not in made:
+            observe(*under, family=family)  # fills the cache: from here on a flip that encodes anything shows
+            made[under, family] = observe(*under, family=family)
+        return made[under, family]
+
+    return baseline
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_without_a_flip_nothing_changes(
+    baseline: Callable[..., dict[str, Any]], observe: Callable[..., dict[str, Any]], family: str
+) -> None:
+    before, again = baseline((), family), observe(family=family)
+    assert [name for name in before if before[name] != again[name]] == []
+    assert before["encoded"] == 0 and len(before["losses"]) == 4 and len(before["previews"]) == 2
+    assert before["checkpoints"] == ["step-000002", "step-000004"] and len(before["buckets"]) > 2
+
+
+@pytest.mark.parametrize("key", FLIPS)
+def test_the_setting_does_what_it_is_for(
+    key: str, baseline: Callable[..., dict[str, Any]], observe: Callable[..., dict[str, Any]]
+) -> None:
+    flip = FLIPS[key]
+    before = baseline(flip.under, flip.family)
+    after = observe(*flip.under, f"{key}={flip.value}", family=flip.family)
+    unmoved = [name for name in flip.changes if before[name] == after[name]]
+    assert not unmoved, f"{key} = {flip.value} changed nothing of {unmoved}: {[before[name] for name in unmoved]}"
+    moved = [name for name in flip.keeps if before[name] != after[name]]
+    assert not moved, f"{key} = {flip.value} also changed {moved}"
+
+
+def test_what_the_changed_values_are(
+    baseline: Callable[..., dict[str, Any]], observe: Callable[..., dict[str, Any]]
+) -> None:
+    """Different is not yet right: where the right value is plain to say, it is said."""
+    before = baseline((), "sd15")
+    assert before["rates"] == pytest.approx([1.4e-2] * 4)  # lr_scale = "auto" on an FP8 base
+    assert observe("optimizer.lr_scale=3.0", "schedule.name=linear")["rates"] == pytest.approx(
+        [3e-2, 2.25e-2, 1.5e-2, 0.75e-2]
+    )
+    after = observe(
+        "preview.width=80",
+        "preview.height=32",
+        "preview.every=3",
+        "checkpoint.every=1",
+        "checkpoint.keep=3",
+        "train.log_every=3",
+        "export.author=Somebody",
+        "export.description=Words",
+        "export.license=CC0",
+        "export.title=Title",
+        "name=thing",
+    )
+    assert set(after["sizes"]) == {(80, 32)}
+    assert after["drawn"] == [f"step-{step:06d}-0.png" for step in (0, 3, 4)]
+    assert after["checkpoints"] == ["step-000002", "step-000003", "step-000004"]
+    assert after["logged"] == [3, 4]
+    assert [after[what] for what in ("author", "description", "license", "title")] == [
+        "Somebody",
+        "Words",
+        "CC0",
+        "Title",
+    ]
+    assert after["exports"] == ["thing_diffusers.safetensors", "thing_kohya.safetensors"]
+    assert before["title"] == "lora"
+
+
+# ------------------------------------------------------------------------------- settings with a test of their own
+
+
+def test_output_dir_and_cache_dir_are_where_things_go(job: Callable[..., config.Job], tmp_path: Path) -> None:
+    run_ = train.run(
+        job(f"output_dir='{tmp_path / 'here'}'", f"dataset.cache_dir='{tmp_path / 'there'}'", "train.steps=1"),
+        progress=False,
+    ).run
+    assert run_.path == tmp_path / "here" / "lora" and list(run_.export.glob("*.safetensors"))
+    assert len(list((tmp_path / "there" / "latents").rglob("*.safetensors"))) == 5
+    assert list((tmp_path / "there" / "conds").rglob("*.safetensors"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "there"]
+
+
+def test_preset(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[train]\nsteps = 77", encoding="utf-8")
+    text = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}"
+    assert config.loads(text, ["preset=['mine.toml']"], folder=tmp_path).train.steps == 77
+    assert config.loads(text, folder=tmp_path).train.steps != 77
+
+
+def test_family_and_path_choose_the_base(
+    baseline: Callable[..., dict[str, Any]], observe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    before = baseline((), "sd15")
+    families.get("sd15").tiny(tmp_path / "other", seed=1)
+    after = observe(f"model.path='{tmp_path / 'other'}'")
+    assert before["base"][0] == after["base"][0] == families.get("sd15").title
+    assert before["base"][1] != after["base"][1] and before["losses"] != after["losses"] and after["encoded"] > 0
+    other = baseline((), "flux")
+    assert other["base"][0] == families.get("flux").title and not other["shapes"].keys() & before["shapes"].keys()
+
+
+def test_components(job: Callable[..., config.Job], tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """A single file asks for it, its folder is looked into, and with it the file itself is read."""
+    single = tmp_path / "model.safetensors"
+    shutil.copy(next((tiny("sd15") / "unet").glob("*.safetensors")), single)
+
+    def refused(components: str) -> str:
+        with pytest.raises(UserError) as caught:
+            train.run(job(f"model.path='{single}'", f"model.components='{components}'"), progress=False)
+        return str(caught.value)
+
+    assert "set model.components" in refused("")
+    assert "model.components = '/nowhere' is not a folder" in refused("/nowhere")
+    assert "diffusers' naming" in refused(str(tiny("sd15")))  # past the folder: now the file is judged
+
+
+def test_revision(job: Callable[..., config.Job], tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def snapshot_download(repo: str, *, revision: str | None = None, **_: Any) -> str:
+        asked.append((repo, revision))
+        return str(tiny("sd15"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    train.run(job("model.path=somebody/base", "model.revision=v2", "train.steps=1"), progress=False)
+    train.run(job("model.path=somebody/base", "train.steps=1", "name=second"), progress=False)
+    assert set(asked) == {("somebody/base", "v2"), ("somebody/base", None)}
+
+
+def test_adapter_type() -> None:
+    """There is one, so there is nothing to flip to: whatever else is given is refused, not taken for it."""
+    field = config.Adapter.model_fields["type"]
+    assert get_args(field.annotation) == ("lora",)
+    text = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}"
+    for other in ("dora", "LoRA", ""):
+        with pytest.raises(UserError, match=r"adapter\.type: expected lora"):
+            config.loads(text, [f"adapter.type='{other}'"])
+
+
+def test_folder_path(
+    baseline: Callable[..., dict[str, Any]], observe: Callable[..., dict[str, Any]], gallery: Path, tmp_path: Path
+) -> None:
+    for path in gallery.glob("[ab].*"):
+        shutil.copy(path, tmp_path)
+    after = observe(f"dataset.folders.0.path='{tmp_path}'")
+    assert after["samples"] == 2 and baseline((), "sd15")["samples"] == 6
+    # The same bytes at another place: nothing of them is encoded again.
+    assert after["encoded"] == 0
+
+
+def test_missing_caption(observe: Callable[..., dict[str, Any]], gallery: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    shutil.copytree(gallery, folder)
+    (folder / "a.txt").unlink()
+    here = f"dataset.folders.0.path='{folder}'"
+    with pytest.raises(UserError, match=r"a\.png has no caption"):
+        observe(here)
+    assert observe(here, "dataset.missing_caption=skip")["samples"] == 5
+    named = observe(here, "dataset.missing_caption=trigger", "dataset.trigger=zibo")
+    assert named["samples"] == 6 and named["encoded"] > 0
+
+
+def test_max_pixels(observe: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(UserError, match=r"more than dataset\.max_pixels = 4,600"):
+        observe("dataset.max_pixels=4600")
+    assert observe("dataset.max_pixels=4608", "train.steps=1")["samples"] == 6  # 96 x 48
+
+
+def test_threads(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    train.run(job("train.threads=3", "train.steps=1"), progress=False)
+    assert asked == [3]
+    train.run(job("train.threads=0", "train.steps=1", "name=second"), progress=False)
+    assert asked == [3]  # 0 leaves torch's choice alone
+
+
+def test_every_setting_that_has_no_effect_in_a_job_is_a_warning(job: Callable[..., config.Job]) -> None:
+    """Nothing is silently ignored: what a family or another setting makes pointless is said once."""
+    for family, overrides, words in (
+        ("sd15", ("objective.timesteps=logit_normal",), "objective.timesteps"),
+        ("sd15", ("objective.shift=3.0",), "objective.shift"),
+        ("sd15", ("objective.guidance=3.5",), "objective.guidance"),
+        ("sd15", ("dataset.keep_tokens=3",), "dataset.keep_tokens"),
+        ("sd15", ("preview.every=2",), "preview.every"),
+        ("sd15", ("quantize.storage=none", "quantize.keep=['to_q']"), "quantize.keep"),
+        ("sd15", ("adapter.dtype=fp32", "optimizer.rounding=stochastic"), "optimizer.rounding"),
+        ("flux", ("objective.min_snr_gamma=5.0",), "objective.min_snr_gamma"),
+        ("flux", ("preview.prompts=['a']", "preview.negative=b"), "preview.negative"),
+        ("sd15", ("dataset.caption_variants=4",), "dataset.caption_variants"),
+        ("sd15", ("dataset.tag_separator=;",), None),
+        ("sd15", ("schedule.min_lr=0.5",), "schedule.min_lr"),
+    ):
+        if words is None:
+            continue
+        name = f"{family}-{'-'.join(o.split('=')[0] for o in overrides)}"
+        done = train.run(job(*overrides, "train.steps=1", f"name={name}", family=family), progress=False).run
+        warned = [e["text"] for e in done.events() if e["event"] == "warning" and "no effect" in e["text"]]
+        assert [text for text in warned if words in text], (overrides, json.dumps(warned))
+
+
+def test_the_blocks_that_are_counted_exist() -> None:
+    assert hasattr(diffusers.models.attention, "BasicTransformerBlock")
