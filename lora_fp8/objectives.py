@@ -70,11 +70,20 @@ class Objective:
         return []
 
 
+def _check_scheduler(scheduler_config: dict[str, Any], *, flow: bool) -> None:
+    # A fine-tune can turn one process into another and keep the network; only its scheduler tells.
+    name = str(scheduler_config.get("_class_name", ""))
+    if name and (("FlowMatch" in name) != flow or name.startswith("EDM")):
+        kind = "flow matching" if flow else "diffusion (epsilon or v)"
+        raise UserError(f"the model's scheduler is {name}, but this architecture is trained with {kind} here")
+
+
 class Diffusion(Objective):
     """DDPM noising with an epsilon or v target; optional min-SNR weighting (Hang et al. 2023)."""
 
     def __init__(self, scheduler_config: dict[str, Any], section: config.Objective):
         self.section = section
+        _check_scheduler(scheduler_config, flow=False)
         # Only what describes the noising process is taken over: the rest of a config belongs to the sampler that wrote
         # it (PNDM, Euler, DPM++ ...) and DDPM would rightly complain about it.
         known = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type")
@@ -137,6 +146,7 @@ class FlowMatching(Objective):
 
     def __init__(self, scheduler_config: dict[str, Any], section: config.Objective):
         self.section = section
+        _check_scheduler(scheduler_config, flow=True)
         get = scheduler_config.get
         # Defaults are those of diffusers' FlowMatchEulerDiscreteScheduler and FluxPipeline.
         self.fixed_shift: float = get("shift", 1.0)

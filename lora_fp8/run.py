@@ -89,16 +89,16 @@ class Run:
     def create(cls, path: Path, config_text: str, *, resume: bool = False) -> "Run":
         """Make (or, to resume, take over) a run folder, lock it and write the resolved config.
 
+        When resuming, the config that is there stays until `write_config`: a change that the checkpoint refuses must
+        not be what the next attempt reads.
+
         Raises:
             UserError: another process holds the folder; or it has checkpoints already and `resume` is not asked for.
         """
         run = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{path}: the run folder cannot be made ({error.strerror})") from None
-        run._take_lock()
-        try:
+            run._take_lock()
             if not resume and (any(run.checkpoints.glob("step-*")) or any(run.export.glob("*.safetensors"))):
                 raise UserError(
                     f"{path}: a run was here already; `lora-fp8 resume {path}` goes on with it, "
@@ -108,11 +108,16 @@ class Run:
                 folder.mkdir(exist_ok=True)
             for request in run.control.iterdir():  # a request to an earlier process must not stop this one
                 request.unlink()
-            atomic_write(run.config_file, config_text.encode())
+            for leftover in (*path.glob(".*.tmp"), *run.export.glob(".*.tmp")):  # of an atomic_write that was killed
+                leftover.unlink()
+            if not (resume and run.config_file.exists()):
+                run.write_config(config_text)
             run._mend_events()
             run._events = open(run.events_file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        except BaseException:
-            run.close()  # the exception's traceback would keep the lock for as long as somebody holds it
+        except BaseException as error:
+            run.close()  # the traceback would keep the lock for as long as somebody holds it
+            if isinstance(error, OSError):
+                raise UserError(f"{path}: the run folder cannot be made or written ({error.strerror})") from None
             raise
         return run
 
@@ -131,7 +136,8 @@ class Run:
         """Close the event log and give the lock back."""
         for file in (self._events, self._lock):
             if file is not None:
-                file.close()
+                with contextlib.suppress(OSError):  # on a full disk closing fails too, and must not hide why
+                    file.close()
         self._events = self._lock = None
 
     # -- what the trainer says
@@ -156,6 +162,10 @@ class Run:
             temporary = self.status_file.with_suffix(".tmp")
             temporary.write_text(json.dumps(self._status), encoding="utf-8")
             os.replace(temporary, self.status_file)
+
+    def write_config(self, config_text: str) -> None:
+        """Put the resolved job into the folder."""
+        atomic_write(self.config_file, config_text.encode())
 
     def requested(self, what: str) -> bool:
         """Whether somebody asked for `stop`, `save` or `preview`; `save` and `preview` are cleared by asking."""

@@ -85,6 +85,8 @@ def run(
             data = cache(job, family, scanned.examples, run, processes)
             loaded = load(job, family, run, processes)
             state = _take_up(job, data, loaded, run, resume)
+            if resume and processes.is_main:
+                run.write_config(config.dumps(job))  # accepted only now
             if state.step < job.train.steps:
                 preflight(job, family, data, loaded, run, processes)
                 fit(job, family, data, loaded, state, run, processes, stop, progress)
@@ -96,7 +98,7 @@ def run(
         run.log_event("stopped", text=str(error))
         raise
     except Exception as error:
-        told = _in_words(error, run)
+        told = _in_words(error, run, processes.device)
         with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide why
             run.log_event("error", text=str(told), kind=type(error).__name__)
         if told is error:
@@ -129,18 +131,15 @@ def preflight(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Ru
     run.log_event("stage", stage="preflight")
     memory.reset_peak(processes.device)
     batch = data.loader.micro(0, data.heaviest, processes.rank, processes.world)
-    try:
-        if batch is not None:
-            losses_B = diffusion_loss(
-                family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, DTYPES[job.model.dtype]
+    if batch is not None:
+        losses_B = diffusion_loss(
+            family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, DTYPES[job.model.dtype]
+        )
+        losses_B.sum().backward()
+        if not torch.isfinite(losses_B).all():
+            raise RunFailure(
+                f"the loss is not finite before any training; {_files(batch, losses_B)}; is the base model whole?"
             )
-            losses_B.sum().backward()
-            if not torch.isfinite(losses_B).all():
-                raise RunFailure(
-                    f"the loss is not finite before any training; {_files(batch, losses_B)}; is the base model whole?"
-                )
-    except torch.cuda.OutOfMemoryError:
-        raise RunFailure(memory.out_of_memory_advice(processes.device)) from None
     for _, parameter in adapters.parameters(loaded.denoiser):
         parameter.grad = None
     run.log_event("preflight", peak_gib=round(memory.peak_gib(processes.device), 3))
@@ -430,8 +429,10 @@ def _not_finite(step: int, loss: float, norm: float, faults: list[str], run: Run
     return f"step {step}: {what} is not finite; {where}; nothing was updated; {last}. Try a lower optimizer.lr"
 
 
-def _in_words(error: Exception, run: Run) -> Exception:
-    """What the system refused (a full disk while caching, logging, exporting) as one line; other errors as they are."""
+def _in_words(error: Exception, run: Run, device: torch.device) -> Exception:
+    """What the machine refused (memory; a full disk while caching, logging, exporting) as one line; else as it is."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return RunFailure(memory.out_of_memory_advice(device))
     if not isinstance(error, OSError):
         return error
     place = f"{error.filename}: " if error.filename else ""

@@ -94,7 +94,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_job(
     tiny: Callable[[str], Path], pictures: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., config.Job]:
-    """make_job(folder, "train.steps=8", ..., family="flux"): a job with its run in folder/runs/lora; a step takes about 0.1 s.
+    """make_job(folder, "train.steps=8", ..., family="flux"): a job with its run in folder/runs/lora.
 
     All jobs share one cache of encoded examples; `dataset.cache_dir=...` gives one its own.
     """

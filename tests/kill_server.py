@@ -1,11 +1,14 @@
 """Kills a training again and again at random moments, resumes it, and compares what it ends with. Run by test_kills.py.
 
-    python tests/kill_server.py CONFIG FOLDER KILLS SEED
+    python tests/kill_server.py CONFIG FOLDER KILLS SEED [naive]
 
 A process of its own, because it forks: it imports everything once, does not train itself (no thread is started before
 a fork), and each attempt is a forked child that calls train.run(job, resume=True), so that an attempt costs a fraction
 of a second and not the ten of the imports. A kill is SIGKILL, after a delay drawn uniformly over the time that an
 uninterrupted run takes. Prints one line of JSON.
+
+With `naive`, checkpoints are written straight to where they belong, as many trainers do: what is looked for must then
+be found.
 """
 
 import collections
@@ -32,6 +35,23 @@ import transformers  # noqa: E402, F401
 
 from lora_fp8 import checkpoint, config, families, train  # noqa: E402
 from lora_fp8.run import Run, RunFailure  # noqa: E402
+
+
+def naive_save(folder: Path, adapter: dict, optimizer: dict, state: dict, keep: int) -> Path:
+    """What checkpoint.save is not: no staging, no sync. The files themselves are the same."""
+    whole = real_save(folder / "elsewhere", adapter, optimizer, state, keep)
+    final = folder / whole.name
+    final.mkdir(exist_ok=True)
+    for source in sorted(whole.iterdir()):
+        data = source.read_bytes()
+        with open(final / source.name, "wb", buffering=0) as file:
+            for begin in range(0, len(data), 4096):
+                file.write(data[begin : begin + 4096])
+                time.sleep(0.002)  # a model's adapter is larger than a miniature's and takes longer
+    return final
+
+
+real_save = checkpoint.save
 
 
 def start(job: config.Job) -> int:
@@ -94,8 +114,10 @@ def examine(run: Run, faults: list[str]) -> str:
     return next((event["stage"] for event in reversed(events) if event["event"] == "stage"), "start")
 
 
-def main(config_file: str, folder: Path, kills_wanted: int, seed: int) -> None:
+def main(config_file: str, folder: Path, kills_wanted: int, seed: int, naive: bool) -> None:
     job = config.load(config_file)
+    if naive:
+        checkpoint.save = naive_save
     families.get(job.model.family)
     for name in ("AutoencoderKL", "UNet2DConditionModel", "StableDiffusionPipeline", "DDIMScheduler"):
         getattr(diffusers, name)  # imported on first use
@@ -131,14 +153,14 @@ def main(config_file: str, folder: Path, kills_wanted: int, seed: int) -> None:
             in_save += any(run.checkpoints.glob(".tmp-*"))
             stages[examine(run, faults)] += 1
         completed += 1
-        if code == 0 and outcome(mine) != expected:
-            differing += 1
-        if code == 0 and not differing:
-            shutil.rmtree(place)
+        same = code == 0 and outcome(mine) == expected
+        differing += code == 0 and not same
+        if same:
+            shutil.rmtree(place)  # others stay, to look at
     told = {"kills": kills, "completed": completed, "differing": differing, "faults": faults, "in_save": in_save}
     told |= {"stages": stages, "run_s": round(duration, 2), "seconds": round(time.perf_counter() - began, 1)}
     print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), "naive" in sys.argv[5:])

@@ -155,9 +155,16 @@ def test_prompts_are_encoded_as_the_pipeline_does(Family, family, pipeline):
             assert torch.equal(mine, theirs[i])
 
 
-def test_conditioning_can_be_stored(Family, folder, tmp_path):
+def test_conditioning_in_bf16_is_the_pipelines_and_can_be_stored(Family, folder, tmp_path):
     family = make(Family, folder, dtype=torch.bfloat16)
     family.load_encoders()
+    pipeline = getattr(diffusers, Family.pipeline_class).from_pretrained(folder, dtype=torch.bfloat16)
+    for name in ("text_encoder", "text_encoder_2"):
+        theirs, mine = getattr(pipeline, name, None), getattr(family.text_pipeline, name, None)
+        assert (theirs is None) == (mine is None)
+        if mine is not None:
+            assert [p.dtype for p in mine.parameters()] == [p.dtype for p in theirs.parameters()]
+            assert all(torch.equal(*pair) for pair in zip(mine.parameters(), theirs.parameters(), strict=True))
     cond = family.encode_prompts(PROMPTS)[1]
     assert all(tensor.dtype == torch.bfloat16 for tensor in cond.values())
     assert all(tensor._base is None and tensor.is_contiguous() for tensor in cond.values())
@@ -328,7 +335,8 @@ def test_encoders_come_and_go(Family, folder):
 
 # -- adapter targets -------------------------------------------------------------------------------------------------
 
-FULL_SIZE = {"sd15": 192, "sdxl": 722, "flux": 19 * 12 + 38 * 5}  # the layers that kohya's sd-scripts adapt
+# For the UNets the layers that kohya's sd-scripts adapt; for FLUX attention and feed-forward of all blocks.
+FULL_SIZE = {"sd15": 192, "sdxl": 722, "flux": 19 * 12 + 38 * 5}
 
 
 def test_adapter_targets_at_full_size(Family):
@@ -415,19 +423,28 @@ def test_listing_families_needs_no_torch():
 
 def test_truncated_and_padded_weights_are_refused(Family, folder, tmp_path):
     broken = copy(folder, tmp_path)
-    weights = broken / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
-    whole = weights.read_bytes()
-    for content in (whole[:-100], whole + b"\0"):
-        weights.write_bytes(content)
-        with pytest.raises(UserError, match=f"the file has {len(content)} bytes, its header says {len(whole)}"):
-            list(make(Family, broken).denoiser_tensors())
-    weights.write_bytes(whole[:1000])
-    with pytest.raises(UserError, match="not a whole safetensors file"):
-        list(make(Family, broken).denoiser_tensors())
-    vae = broken / "vae" / "diffusion_pytorch_model.safetensors"
-    vae.write_bytes(vae.read_bytes()[:-1])
-    with pytest.raises(UserError, match="damaged"):
-        make(Family, broken).load_encoders()
+    sound = make(Family, broken)
+    for relative in (
+        f"{Family.denoiser_name}/diffusion_pytorch_model",
+        "vae/diffusion_pytorch_model",
+        "text_encoder/model",
+    ):
+        weights = broken / f"{relative}.safetensors"
+        whole = weights.read_bytes()
+        for content in (whole[:-100], whole + b"\0"):
+            weights.write_bytes(content)
+            with pytest.raises(UserError, match=f"the file has {len(content)} bytes, its header says {len(whole)}"):
+                make(Family, broken)
+        for content in (whole[:1000], b"", b"<html>not found</html>" * 9):
+            weights.write_bytes(content)
+            with pytest.raises(UserError, match=f"{weights.name} is not a"):
+                make(Family, broken)
+        # Damaged after the family was made, before it is read: an error as well, and no SIGBUS.
+        weights.write_bytes(whole[:-100])
+        with pytest.raises(UserError, match="damaged"):
+            list(sound.denoiser_tensors())
+            sound.load_encoders()
+        weights.write_bytes(whole)
 
 
 def test_pickles_are_not_opened(Family, folder, tmp_path):
@@ -487,6 +504,41 @@ def test_half_precision_encoders_are_found(Family, folder, tmp_path, family):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
 
 
+def test_full_precision_is_preferred_to_a_half_precision_copy(Family, folder, tmp_path, denoiser):
+    both = copy(folder, tmp_path)
+    place = both / Family.denoiser_name
+    tensors = load_file(place / "diffusion_pytorch_model.safetensors")
+    save_file(
+        {k: torch.zeros_like(v).half() for k, v in tensors.items()}, place / "diffusion_pytorch_model.fp16.safetensors"
+    )
+    loaded = load_denoiser(make(Family, both)).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in denoiser.state_dict().items())
+
+
+def test_text_encoders_as_the_hub_has_them(tmp_path):
+    """The released models were saved years ago: other parameter names, a stored buffer, a tokenizer in two files."""
+    Family = families.get("sd15")
+    Family.tiny(tmp_path)
+    new = make(Family, tmp_path)
+    new.load_encoders()
+    expected = new.encode_prompts(PROMPTS)
+    weights = tmp_path / "text_encoder" / "model.safetensors"
+    tensors = {f"text_model.{k}": v for k, v in load_file(weights).items()}
+    tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    whole = tmp_path / "tokenizer" / "tokenizer.json"
+    model = json.loads(whole.read_text())["model"]
+    (tmp_path / "tokenizer" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "tokenizer" / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n"
+    )
+    whole.unlink()
+    old = make(Family, tmp_path)
+    old.load_encoders()
+    for mine, theirs in zip(old.encode_prompts(PROMPTS), expected, strict=True):
+        assert torch.equal(mine["prompt_embeds"], theirs["prompt_embeds"])
+
+
 def test_a_folder_of_another_architecture_is_named(tmp_path):
     families.get("sdxl").tiny(tmp_path / "xl")
     with pytest.raises(UserError) as caught:
@@ -498,6 +550,23 @@ def test_a_folder_of_another_architecture_is_named(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_linear_projection": True}))
     with pytest.raises(UserError, match="not Stable Diffusion 1.5.*use_linear_projection = True"):
         make(families.get("sd15"), tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("_class_name", "AsymmetricAutoencoderKL"), ("latents_mean", [0.1] * 4)], ids=["class", "mean"]
+)
+def test_a_vae_of_another_kind_is_refused(Family, folder, tmp_path, key, value):
+    other = copy(folder, tmp_path)
+    path = other / "vae" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(UserError, match=f"vae/config.json says {key}"):
+        make(Family, other)
+
+
+def test_settings_without_effect_are_warned_about(Family, folder):
+    assert make(Family, folder).warnings == []
+    warnings = make(Family, folder, components="elsewhere", revision="main").warnings
+    assert [text.split(" ")[0] for text in warnings] == ["model.components", "model.revision"]
 
 
 def test_paths_that_lead_nowhere(Family, folder, tmp_path):
@@ -863,6 +932,14 @@ def test_a_single_denoiser_alone_takes_the_rest_from_components(single, tmp_path
             make(Family, tmp_path / "bare.safetensors", components=str(rest))
         assert "vae/diffusion_pytorch_model.safetensors" in str(caught.value)
         assert "text_encoder/model.safetensors" in str(caught.value)
+
+
+def test_components_of_another_architecture_are_refused(single, tmp_path):
+    Family, _, path, _ = single
+    other = families.get("flux" if Family.name != "flux" else "sdxl")
+    other.tiny(tmp_path)
+    with pytest.raises(UserError, match=f"is {other.title}.*the config says model.family = '{Family.name}'"):
+        make(Family, path, components=str(tmp_path))
 
 
 def test_float8_files_are_widened_and_scaled_ones_refused(single, tmp_path):

@@ -60,6 +60,19 @@ def test_a_prediction_type_that_is_not_known_is_refused():
         Diffusion({**SD, "prediction_type": "sample"}, config.Objective())
 
 
+@pytest.mark.parametrize(
+    ("Objective", "name"),
+    [
+        (Diffusion, "FlowMatchEulerDiscreteScheduler"),
+        (Diffusion, "EDMEulerScheduler"),
+        (FlowMatching, "EulerDiscreteScheduler"),
+    ],
+)
+def test_a_scheduler_of_another_process_is_refused(Objective, name):
+    with pytest.raises(UserError, match=name):
+        Objective({"_class_name": name}, config.Objective())
+
+
 def test_diffusion_timesteps_are_uniform_integers():
     t_B = Diffusion(SD, config.Objective()).sample_t(generators(4000), seq_len=64)
     assert t_B.dtype == torch.int64 and t_B.shape == (4000,)

@@ -29,8 +29,8 @@ SCRIPT = ROOT / "train_lora.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']")
 
-# Fifteen samples in batches of four, of three buckets: 9 -> 4, 4, 1 and 3 and 3. So there are full batches, batches that
-# two processes share unequally, and one of which the second process has nothing. Ten steps are two epochs.
+# Fifteen samples in batches of four, of three buckets: 9 -> 4, 4, 1 and 3 and 3. So there are full batches, batches
+# that two processes share unequally, and one of which the second process has nothing. Ten steps are two epochs.
 SHARED = (
     *SMALL,
     "train.steps=10",
@@ -40,7 +40,13 @@ SHARED = (
     "dataset.flip=true",
     "dataset.caption_dropout=0.2",
 )
-FLOAT32 = ("model.dtype=fp32", "quantize.storage=none", "adapter.dtype=fp32", "optimizer.name=adamw", "export.dtype=fp32")
+FLOAT32 = (
+    "model.dtype=fp32",
+    "quantize.storage=none",
+    "adapter.dtype=fp32",
+    "optimizer.name=adamw",
+    "export.dtype=fp32",
+)
 
 # train_lora.py, noting which samples each process takes.
 RECORDING = f"""
@@ -112,9 +118,11 @@ def test_two_processes_end_with_the_weights_of_one(float32):
     last = [folder_of(float32[n][0]) / "checkpoints" / "step-000010" / "adapter.safetensors" for n in (1, 2)]
     one, two = map(load_file, last)
     assert one.keys() == two.keys() and len(one) == 2 * 12
-    worst = max(float((two[name] - one[name]).norm() / one[name].norm()) for name in one)
-    print(f"\nworst relative difference of a tensor, two processes against one: {worst:.1e}")
-    assert worst < 1e-5
+    gaps = {name: float((two[name] - one[name]).norm()) for name in one}
+    joint = sum(gap**2 for gap in gaps.values()) ** 0.5 / sum(float(t.norm()) ** 2 for t in one.values()) ** 0.5
+    worst = max(gap / float(one[name].norm()) for name, gap in gaps.items())
+    print(f"\ntwo processes against one: adapters differ by {joint:.1e}, the worst tensor by {worst:.1e}")
+    assert joint < 1e-5 and worst < 1e-4
     assert all(torch.isfinite(tensor).all() and tensor.any() for tensor in two.values())
     assert losses(float32[2][0]) == pytest.approx(losses(float32[1][0]), rel=1e-5)
 

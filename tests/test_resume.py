@@ -16,13 +16,13 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from lora_fp8 import adapters, cli, export, optim, train
+from lora_fp8 import adapters, cli, config, export, optim, train
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data import loader
 from lora_fp8.run import Run, RunFailure, Stopped
 
 STEPS = 6
-# Few layers, for speed; at rank 16 the feed-forward ones have more than 4,096 elements, so that 8-bit moments are 8-bit.
+# Few layers, for speed; at rank 16 the feed-forward ones have 4,096 elements and more, so that 8-bit moments are 8-bit.
 SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']", f"train.steps={STEPS}")
 RANDOM = (
     "dataset.caption_dropout=0.3",
@@ -241,11 +241,14 @@ def test_the_run_folder_may_be_moved_and_renamed(make_job, tmp_path, settings, w
 def test_what_a_checkpoint_cannot_go_on_with_is_refused(make_job, tmp_path, settings, stopped, tree_hash, change):
     shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
     before = tree_hash(tmp_path / "runs" / "lora" / "checkpoints")
+    config_file = folder_of(stopped) / "config.toml"
     with pytest.raises(UserErrors) as refusal:
         run(make_job(tmp_path, *settings, change), resume=True)
     (problem,) = refusal.value.problems
     key = change.partition("=")[0]
     assert problem.startswith(f"{key}: was ") and "step-000003" in str(refusal.value)
+    # The refused setting has not got into the folder, so that resuming it as it is still works.
+    assert (tmp_path / "runs" / "lora" / "config.toml").read_bytes() == config_file.read_bytes()
     assert tree_hash(tmp_path / "runs" / "lora" / "checkpoints") == before
 
 
@@ -282,6 +285,7 @@ def test_another_learning_rate_is_told_and_applies(make_job, tmp_path, settings,
     (warning,) = [event["text"] for event in events(job, "warning") if "optimizer.lr:" in event["text"]]
     assert "0.001 -> 0.0005" in warning
     assert {e["step"]: e["lr"] for e in events(job, "step")}[4] == pytest.approx(5e-4 * 1.4)
+    assert config.load(folder_of(job) / "config.toml").optimizer.lr == 5e-4
     assert payloads(job) != payloads(whole[0])
 
 

@@ -219,6 +219,15 @@ def test_a_place_that_cannot_be_a_folder_is_the_users_mistake(tmp_path):
         Run.open(tmp_path / "absent")
 
 
+def test_what_a_killed_atomic_write_left_is_cleared_at_the_next_start(tmp_path):
+    Run.create(tmp_path / "r", CONFIG).close()
+    leftovers = [tmp_path / "r" / ".config.toml.77.tmp", tmp_path / "r" / "export" / ".lora.safetensors.77.tmp"]
+    for path in leftovers:
+        path.write_bytes(b"half")
+    Run.create(tmp_path / "r", CONFIG, resume=True).close()
+    assert not any(path.exists() for path in leftovers)
+
+
 # -- the log
 
 

@@ -8,8 +8,8 @@ The table is held against the declarations in config.py: a new setting without a
 """
 
 import dataclasses
+import gc
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,8 +64,8 @@ FLIPS = {
     "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
     "dataset.resolution": Flip("64", ("losses", "encoded", "buckets")),
     "dataset.buckets": Flip("false", ("losses", "encoded", "buckets")),
-    "dataset.bucket_step": Flip("24", ("losses", "encoded", "buckets")),
-    "dataset.max_aspect": Flip("1.5", ("losses", "encoded", "buckets")),
+    "dataset.bucket_step": Flip("24", ("losses", "buckets")),
+    "dataset.max_aspect": Flip("1.5", ("losses", "buckets")),
     "dataset.upscale": Flip("false", ("losses", "encoded", "buckets")),
     "dataset.flip": Flip("true", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.background": Flip("#00ff00", ("losses", "encoded"), ("buckets",)),
@@ -170,7 +170,7 @@ def gallery(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def observe(
     make_job: Callable[..., config.Job], gallery: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., dict[str, Any]]:
+) -> Iterator[Callable[..., dict[str, Any]]]:
     """observe("seed=1"): run BASE with these overrides and take apart what it left."""
 
     def observe(*overrides: str, family: str = "sd15") -> dict[str, Any]:
@@ -182,14 +182,20 @@ def observe(
             nonlocal blocks
             blocks += type(module).__name__ == "BasicTransformerBlock" and module.training
 
-        hook = torch.nn.modules.module.register_module_forward_hook(count)
+        # Before the call, not after: recomputing stops in the middle of a block, as soon as it has what it needs.
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
         try:
             result = train.run(job, progress=False)
         finally:
             hook.remove()
         return observables(result.run) | {"blocks": blocks}
 
-    return observe
+    # A run collects garbage when the encoders have left; with all of torch's objects to look through, that is a third
+    # of these short runs. What is alive now stays alive, and need not be looked at.
+    gc.collect()
+    gc.freeze()
+    yield observe
+    gc.unfreeze()
 
 
 def observables(of: run.Run) -> dict[str, Any]:
@@ -423,28 +429,35 @@ def test_threads(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch
     assert asked == [3]  # 0 leaves torch's choice alone
 
 
-def test_every_setting_that_has_no_effect_in_a_job_is_a_warning(job: Callable[..., config.Job]) -> None:
-    """Nothing is silently ignored: what a family or another setting makes pointless is said once."""
-    for family, overrides, words in (
-        ("sd15", ("objective.timesteps=logit_normal",), "objective.timesteps"),
-        ("sd15", ("objective.shift=3.0",), "objective.shift"),
-        ("sd15", ("objective.guidance=3.5",), "objective.guidance"),
-        ("sd15", ("dataset.keep_tokens=3",), "dataset.keep_tokens"),
-        ("sd15", ("preview.every=2",), "preview.every"),
-        ("sd15", ("quantize.storage=none", "quantize.keep=['to_q']"), "quantize.keep"),
-        ("sd15", ("adapter.dtype=fp32", "optimizer.rounding=stochastic"), "optimizer.rounding"),
-        ("flux", ("objective.min_snr_gamma=5.0",), "objective.min_snr_gamma"),
-        ("flux", ("preview.prompts=['a']", "preview.negative=b"), "preview.negative"),
-        ("sd15", ("dataset.caption_variants=4",), "dataset.caption_variants"),
-        ("sd15", ("dataset.tag_separator=;",), None),
-        ("sd15", ("schedule.min_lr=0.5",), "schedule.min_lr"),
-    ):
-        if words is None:
-            continue
-        name = f"{family}-{'-'.join(o.split('=')[0] for o in overrides)}"
-        done = train.run(job(*overrides, "train.steps=1", f"name={name}", family=family), progress=False).run
-        warned = [e["text"] for e in done.events() if e["event"] == "warning" and "no effect" in e["text"]]
-        assert [text for text in warned if words in text], (overrides, json.dumps(warned))
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("sd15", ("objective.timesteps=logit_normal",)),
+        ("sd15", ("objective.shift=3.0",)),
+        ("sd15", ("objective.guidance=3.5",)),
+        ("flux", ("objective.min_snr_gamma=5.0",)),
+        ("sd15", ("dataset.keep_tokens=3",)),
+        ("sd15", ("dataset.caption_variants=4",)),
+        ("sd15", ("dataset.max_aspect=1.5", "dataset.buckets=false")),
+        ("sd15", ("preview.every=2",)),
+        ("sd15", ("preview.negative=b",)),
+        ("flux", ("preview.negative=b", "preview.prompts=['a']")),
+        ("sd15", ("quantize.keep=['to_q']", "quantize.storage=none")),
+        ("sd15", ("optimizer.rounding=stochastic", "adapter.dtype=fp32")),
+        ("sd15", ("schedule.min_lr=0.5",)),
+        ("sd15", ("model.revision=v2",)),
+        ("sd15", ("model.components=somewhere",)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_a_setting_that_has_no_effect_is_a_warning(
+    job: Callable[..., config.Job], family: str, overrides: tuple[str, ...]
+) -> None:
+    """Nothing is silently ignored: what the family or another setting makes pointless is said once."""
+    done = train.run(job(*overrides, "train.steps=1", family=family), progress=False).run
+    warned = [event["text"] for event in done.events() if event["event"] == "warning"]
+    key = overrides[0].split("=")[0]
+    assert len([text for text in warned if key in text and "no effect" in text]) == 1, warned
 
 
 def test_the_blocks_that_are_counted_exist() -> None:

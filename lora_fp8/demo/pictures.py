@@ -121,9 +121,19 @@ def parse_prompt(prompt: str) -> Scene | None:
     return Scene(shape, colour, background) if colour and background else None
 
 
-def draw_scene(scene: Scene, rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    """Draw a plain picture: the shape at a random place, 50 to 74 % of the short side wide."""
-    left, top, width = _random_box(rng, size, 0.5, 0.74)
+def draw_scene(
+    scene: Scene,
+    rng: random.Random,
+    size: tuple[int, int] = (64, 64),
+    widths: tuple[float, float] = (0.5, 0.74),
+    spread: float = 1.0,
+) -> Image.Image:
+    """Draw a plain picture of one shape.
+
+    `widths` bounds the shape's width as a share of the short side. `spread` is the share of the free room in which the
+    shape may lie: 1 is anywhere, 0 is always in the middle.
+    """
+    left, top, width = _random_box(rng, size, *widths, spread)
     cover = _render(_outline(scene.shape), size, left, top, width)
     return _blend(_flat(COLOURS[scene.background], size), COLOURS[scene.colour], cover)
 
@@ -193,14 +203,15 @@ def _fill(template: str, scene: Scene) -> str:
     )
 
 
-def _random_box(rng: random.Random, size: tuple[int, int], low: float, high: float) -> tuple[float, float, float]:
+def _random_box(
+    rng: random.Random, size: tuple[int, int], low: float, high: float, spread: float = 1.0
+) -> tuple[float, float, float]:
     """Left, top and width, in pixels, of a square box that lies wholly inside the picture with a small margin."""
     short = min(size)
     width = rng.uniform(low, high) * short
     margin = min(0.06 * short, (short - width) / 2)
-    left = rng.uniform(margin, size[0] - width - margin)
-    top = rng.uniform(margin, size[1] - width - margin)
-    return left, top, width
+    corner = [margin + (side - width - 2 * margin) * (0.5 + spread * rng.uniform(-0.5, 0.5)) for side in size]
+    return corner[0], corner[1], width
 
 
 def _random_colour(rng: random.Random) -> RGB:

@@ -32,6 +32,11 @@ from typing import Any, ClassVar
 import diffusers
 import torch
 import transformers
+from diffusers.loaders.single_file_utils import (
+    convert_ldm_vae_checkpoint,
+    create_diffusers_clip_model_from_ldm,
+    infer_diffusers_model_type,
+)
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -125,6 +130,14 @@ class ModelFamily(ABC):
         self.folder, self.checkpoint = _files.locate(
             model.path, model.components or "", model.revision or "", family=self.name, parts=parts
         )
+        self.warnings: list[str] = []
+        """Settings of `[model]` that have no effect; the trainer shows them."""
+        if model.components and not self.checkpoint:
+            self.warnings.append(
+                f"model.components = {model.components!r} has no effect: model.path is a whole model, not a single file"
+            )
+        if model.revision and Path(model.path).expanduser().exists():
+            self.warnings.append(f"model.revision = {model.revision!r} has no effect: model.path is a local path")
         self.vae: nn.Module | None = None
         self._text_pipeline: diffusers.DiffusionPipeline | None = None
         self._header: Header = _files.read_header(self.checkpoint) if self.checkpoint else {}
@@ -248,7 +261,7 @@ class ModelFamily(ABC):
             vae = cls.from_config(cls.load_config(self.folder / "vae"))
             vae.load_state_dict(self._convert_vae(prefix, dict(vae.config)))  # copies, and so widens to float32
         else:
-            vae = self._from_pretrained(cls, "vae", "diffusion_pytorch_model", torch_dtype=torch.float32)
+            vae = self._from_pretrained(cls, "vae", "diffusion_pytorch_model", dtype=torch.float32)
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
     def free_encoders(self) -> None:
@@ -356,37 +369,43 @@ class ModelFamily(ABC):
                 raise UserError(self._other_architecture(str(self.checkpoint), *describe_checkpoint(self._header)))
             if any(k.endswith((".scale_weight", ".weight_scale", "scaled_fp8")) for k in self._header):
                 raise UserError(f"{self.checkpoint} is already quantized with scales; give the bf16 or fp16 file")
-            return
         index = self.folder / "model_index.json"
-        if not index.is_file():
+        if index.is_file():
+            found = str(_files.read_json(index).get("_class_name"))
+            if found != self.pipeline_class:
+                other = next((f for f in _families() if f.pipeline_class == found), None)
+                what = f"{other.title} ({found})" if other else f"made for {found}"
+                raise UserError(self._other_architecture(str(self.folder), what, other))
+        elif not self.checkpoint:
             raise UserError(f"{self.folder} is not a diffusers folder (it has no model_index.json)")
-        found = str(_files.read_json(index).get("_class_name"))
-        if found != self.pipeline_class:
-            other = next((f for f in _families() if f.pipeline_class == found), None)
-            what = f"{other.title} ({found})" if other else f"made for {found}"
-            raise UserError(self._other_architecture(str(self.folder), what, other))
-        config = self.denoiser_config()
-        for key, expected in self.config_marks.items():
-            if config and config.get(key, False) != expected:
-                raise UserError(
-                    f"{self.folder} is not {self.title}: {self.denoiser_name}/config.json says "
-                    f"{key} = {config.get(key)!r}, expected {expected!r}"
-                )
+        expected = {self.denoiser_name: self.config_marks | {"_class_name": self.denoiser_class}}
+        # A VAE of another kind, or with a normalisation of its own, would give latents that the denoiser does not know.
+        expected["vae"] = {"_class_name": self.vae_class, "latents_mean": None, "latents_std": None}
+        for part, marks in expected.items():
+            path = self.folder / part / "config.json"
+            found = _files.read_json(path) if path.is_file() else marks
+            for key, value in marks.items():
+                # An entry that is absent was written before it existed, and has its default, which is "no" or "none".
+                if (found.get(key) or None) != (value or None):
+                    raise UserError(
+                        f"{self.folder} is not {self.title}: {part}/config.json says {key} = {found.get(key)!r}, "
+                        f"expected {value!r}"
+                    )
 
     def _other_architecture(self, path: str, what: str, other: type[ModelFamily] | None) -> str:
         advice = f"set model.family = {other.name!r} or choose another file" if other else "choose another file"
         return f"{path} is {what}, but the config says model.family = {self.name!r} ({self.title}); {advice}"
 
     def _check_complete(self) -> None:
-        """All missing files at once, each with the place it belongs to."""
+        """All missing files at once, each with its place. Damaged ones are found here too, by their headers."""
         wanted = ["scheduler/scheduler_config.json", "vae/config.json"]
         if not self.checkpoint:
             wanted.append(f"{self.denoiser_name}/config.json")
         missing = [w for w in wanted if not (self.folder / w).is_file()]
-        if not self.checkpoint and not self._denoiser_files():
-            missing.append(f"{self.denoiser_name}/diffusion_pytorch_model.safetensors")
-        if not self._vae_prefix() and not _files.weight_files(self.folder / "vae", "diffusion_pytorch_model"):
-            missing.append("vae/diffusion_pytorch_model.safetensors")
+        weights: list[Path] = []
+        needed = {} if self.checkpoint else {self.denoiser_name: "diffusion_pytorch_model"}
+        if not self._vae_prefix():
+            needed["vae"] = "diffusion_pytorch_model"
         for name in self.text_parts:
             part = self.folder / name
             if self._is_tokenizer(name):
@@ -396,8 +415,15 @@ class ModelFamily(ABC):
                 continue
             if not (part / "config.json").is_file():
                 missing.append(f"{name}/config.json")
-            if not self._has_text(name) and not _files.weight_files(part, "model"):
-                missing.append(f"{name}/model.safetensors")
+            if not self._has_text(name):
+                needed[name] = "model"
+        for name, stem in needed.items():
+            found = _files.weight_files(self.folder / name, stem)
+            weights += found
+            if not found:
+                missing.append(f"{name}/{stem}.safetensors")
+        for path in weights:
+            _files.read_header(path)
         if missing:
             why = f", which {self.checkpoint} needs beside it" if self.checkpoint else ""
             raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
@@ -467,15 +493,15 @@ class ModelFamily(ABC):
             return {k: file.get_tensor(k) for k in self._header if k.startswith(prefix)}
 
     def _convert_vae(self, prefix: str, vae_config: dict[str, Any]) -> dict[str, Tensor]:
-        convert = importlib.import_module("diffusers.loaders.single_file_utils").convert_ldm_vae_checkpoint
-        return convert(self._tensors_with(prefix), vae_config)
+        return convert_ldm_vae_checkpoint(self._tensors_with(prefix), vae_config)
 
     def _convert_text(self, cls: Any, name: str) -> nn.Module:
-        create = importlib.import_module("diffusers.loaders.single_file_utils").create_diffusers_clip_model_from_ldm
         tensors = self._tensors_with(self.checkpoint_text[name])
         # A buffer of old versions of transformers, which new ones compute.
         tensors = {k: v for k, v in tensors.items() if not k.endswith(".position_ids")}
-        return create(cls, tensors, subfolder=name, config=str(self.folder), torch_dtype=self.dtype)
+        return create_diffusers_clip_model_from_ldm(
+            cls, tensors, subfolder=name, config=str(self.folder), torch_dtype=self.dtype
+        )
 
 
 def _families() -> list[type[ModelFamily]]:
@@ -490,13 +516,12 @@ def describe_checkpoint(header: Header) -> tuple[str, type[ModelFamily] | None]:
     for family in _families():
         if family.recognises(header):
             return family.title, family
-        if any(k.startswith(("down_blocks.0.", "transformer_blocks.0.")) for k in header):
-            place = "unet/ or transformer/ of a diffusers folder, as diffusion_pytorch_model.safetensors"
-            return f"a denoiser in diffusers' naming (it belongs into {place})", None
+    if any(k.startswith(("down_blocks.0.", "transformer_blocks.0.")) for k in header):
+        place = "unet/ or transformer/ of a diffusers folder, as diffusion_pytorch_model.safetensors"
+        return f"a denoiser in diffusers' naming (it belongs into {place})", None
     # diffusers knows many more; it reads shapes only, and answers "v1" when it knows nothing.
-    infer = importlib.import_module("diffusers.loaders.single_file_utils").infer_diffusers_model_type
     try:
-        kind = infer({key: torch.empty(shape, device="meta") for key, shape in header.items()})
+        kind = infer_diffusers_model_type({key: torch.empty(shape, device="meta") for key, shape in header.items()})
     except (KeyError, IndexError):  # it looks further where a mark fits, and a part of a model lacks the rest
         kind = "v1"
     return ("not a checkpoint of a kind that is known" if kind == "v1" else f"{kind!r} (as diffusers calls it)"), None

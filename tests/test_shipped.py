@@ -1,0 +1,197 @@
+"""What is shipped works as it is shipped: every config and preset loads, and what the READMEs say exists.
+
+Presets and documentation rot silently; here they cannot.
+"""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from lora_fp8 import cli, config, families, run
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+PRESETS = sorted((ROOT / "presets").glob("*.toml"))
+GOALS = ("character", "style", "concept", "fp8_kohya_like")
+CARDS = ("vram_8gb", "vram_12gb", "vram_16gb", "vram_24gb")
+READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.stem for path in paths]
+
+
+# ------------------------------------------------------------------------------------------------- configs and presets
+
+
+def test_nothing_is_missing() -> None:
+    assert {"debug", *families.available()} <= set(names(CONFIGS)), "a config for each family, and debug.toml"
+    assert set(names(PRESETS)) == {*GOALS, *CARDS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=names(CONFIGS))
+def test_every_config_is_a_whole_job(path: Path) -> None:
+    job = config.load(path)
+    assert job.name and job.dataset.folders and job.export.verify
+    assert job.model.family == (path.stem if path.stem != "debug" else "sd15")
+    # What is written for this model has an effect on it.
+    Family = families.get(job.model.family)
+    assert Family.objective({}, job.objective).unused_settings() == []
+    assert Family.uses_negative or not job.preview.negative
+    resolution, multiple = job.dataset.resolution, Family.bucket_multiple
+    assert resolution == "auto" or resolution % multiple == 0
+    assert config.loads(config.dumps(job)).model_dump(exclude={"preset"}) == job.model_dump(exclude={"preset"})
+
+
+def test_debug_needs_nothing_that_is_not_here() -> None:
+    job = config.load(ROOT / "configs" / "debug.toml")
+    assert job.model.path == "demo" and job.preset == []
+    for folder in job.dataset.folders:
+        assert list((ROOT / folder.path).glob("*.txt")), folder.path
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=names(PRESETS))
+def test_every_preset_lies_under_a_config(path: Path) -> None:
+    partial = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert not {"name", "output_dir", "preset", "preview.prompts"} & partial.keys()
+    under = config.load(ROOT / "configs" / "debug.toml", [f'preset=["{path.stem}"]'])
+    own = tomllib.loads((ROOT / "configs" / "debug.toml").read_text(encoding="utf-8"))
+    for section, values in partial.items():
+        for key, value in values.items():
+            expected = own.get(section, {}).get(key, value)  # the config wins over the preset
+            assert getattr(getattr(under, section), key) == expected, f"{section}.{key}"
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("goal", GOALS)
+def test_every_goal_goes_with_every_card(goal: str, card: str) -> None:
+    """In either order the same: what is learned and what it may cost do not overlap."""
+    debug = ROOT / "configs" / "debug.toml"
+    one, other = (config.load(debug, [f"preset={list(pair)}"]) for pair in ((goal, card), (card, goal)))
+    assert one.model_dump(exclude={"preset"}) == other.model_dump(exclude={"preset"})
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, *PRESETS], ids=names([*CONFIGS, *PRESETS]))
+def test_every_shipped_file_is_explained_in_both_languages(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ") and re.search("[一-鿿]", "\n".join(lines[:4])), "a head saying for whom, in both"
+    if path in PRESETS:
+        given = False
+        for line in lines:
+            if re.match(r"\w+ = ", line):
+                assert "  # " in line or (given and line.startswith("height")), f"no reason: {line}"
+                given = True
+    else:
+        sections = [i for i, line in enumerate(lines) if re.match(r"\[\w+\]", line)]
+        explained = [i for i in sections if re.search("[一-鿿]", lines[i - 1])]
+        assert len(explained) >= len(sections) - 2, "a line of Chinese above (nearly) every section"
+
+
+# ------------------------------------------------------------------------------------------------------------- READMEs
+
+
+def fences(path: Path, language: str) -> list[str]:
+    """The code blocks of a language."""
+    return re.findall(rf"^```(?:{language})\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def command_lines(path: Path) -> list[list[str]]:
+    """Every command in the shell blocks, as words, and every `lora-fp8 ...` and `make ...` between backticks."""
+    lines = [line for block in fences(path, "sh|bash|shell|console") for line in block.splitlines()]
+    lines += re.findall(r"`((?:lora-fp8|make|accelerate launch)\b[^`\n]*)`", path.read_text(encoding="utf-8"))
+    return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_the_commands_of_the_readme_exist(path: Path) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    lines = command_lines(path)
+    told = [words for words in lines if words[0] in ("lora-fp8", "make", "accelerate")]
+    assert len(told) >= 6, "the README shows how to use it"
+    for words in told:
+        said = " ".join(words)
+        if words[0] == "make":
+            assert set(w for w in words[1:] if "=" not in w) <= set(targets), said
+        elif words[0] == "accelerate" and len(words) > 2:
+            assert words[1] == "launch" and any((ROOT / word).is_file() for word in words if word.endswith(".py")), said
+        elif words[0] == "lora-fp8" and len(words) > 1 and not words[1].startswith("<"):
+            assert words[1] in COMMANDS, f"{said}: no such command"
+            options = [option for parameter in COMMANDS[words[1]].params for option in parameter.opts]
+            assert {w.split("=")[0] for w in words[2:] if w.startswith("--")} <= {*options, "--help"}, said
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_what_the_readme_makes_with_new_loads(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [words for words in command_lines(path) if words[:2] == ["lora-fp8", "new"]]
+    assert made
+    for words in made:
+        result = CliRunner().invoke(cli.app, words[1:])
+        assert result.exit_code == 0, (words, result.output, result.exception)
+        assert config.load(words[2])
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_the_settings_and_presets_in_the_readme_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for block in fences(path, "toml"):
+        given = tomllib.loads(block)
+        base = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}"
+        flat = [f"{k}.{n}" for k, v in given.items() for n in (v if isinstance(v, dict) else ())]
+        for key in flat:
+            section, name = key.split(".", 1)
+            assert name in type(getattr(config.loads(base), section)).model_fields, key
+    sections = "|".join(name for name, field in config.Job.model_fields.items() if field.annotation is not None)
+    for section, name in re.findall(rf"`({sections})\.(\w+)\b[^`]*`", text):
+        if name in ("py", "toml", "md") or (ROOT / f"{section}.{name}").exists():
+            continue
+        fields = getattr(config.Job.model_fields[section].annotation, "model_fields", {})
+        assert name in fields, f"`{section}.{name}` is no setting"
+    for preset in re.findall(r"`(vram_\w+|fp8_\w+like)`", text):
+        assert preset in names(PRESETS), preset
+    assert all(f"`{name}`" in text for name in names(PRESETS)), "the README names every preset"
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_the_map_has_every_file(path: Path) -> None:
+    """Each module of lora_fp8/ is on the map, in its folder, and the map names nothing that is not there."""
+    (block,) = [b for b in fences(path, r"\w*") if "\nlora_fp8/" in f"\n{b}"]
+    found, folders = set(), [(-1, "")]
+    for line in block.splitlines():
+        if not (match := re.match(r"( *)((?:[\w.]+(?:/|\.py) ?)+)", line)):
+            continue
+        indent = len(match[1])
+        while folders[-1][0] >= indent:
+            folders.pop()
+        for entry in match[2].split():
+            if entry.endswith("/"):
+                folders.append((indent, entry)) if entry == match[2].split()[0] else None
+            else:
+                found.add("".join(name for _, name in folders) + entry)
+    real = {p.relative_to(ROOT).as_posix() for p in (ROOT / "lora_fp8").rglob("*.py") if p.name != "__init__.py"}
+    on_map = {name for name in found if name.startswith("lora_fp8/")}
+    assert not real - on_map, f"not on the map: {sorted(real - on_map)}"
+    assert not on_map - real, f"on the map, but not there: {sorted(on_map - real)}"
+    assert {"train_lora.py"} <= found
+
+
+@pytest.mark.parametrize("path", [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md"], ids=lambda path: path.name)
+def test_links_to_files_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        if "://" not in link:
+            assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_the_readme_tells_the_exit_codes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    line = next((line for line in text.splitlines() if "75" in line and "2" in line and "3" in line), "")
+    assert re.search(r"\b0\b.*\b2\b.*\b3\b.*\b75\b", line), "0, 2, 3 and 75 on one line"
+    assert issubclass(run.RunFailure, Exception) and issubclass(run.Stopped, Exception)
