@@ -57,7 +57,7 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
     if job.dataset.resolution == "auto":
         updates["resolution"] = Family.native_resolution
     if job.dataset.bucket_step == "auto":
-        updates["bucket_step"] = Family.bucket_multiple
+        updates["bucket_step"] = Family.bucket_step
     elif job.dataset.bucket_step % Family.bucket_multiple:
         raise UserError(
             f"dataset.bucket_step = {job.dataset.bucket_step}: {Family.title} needs a multiple of "
@@ -112,13 +112,18 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     fingerprint = json.dumps(
         [[o.uid, o.example.image_sha256, o.example.caption, o.example.repeats, o.placement.bucket_wh] for o in placed]
     )
+    negative = None
+    if job.preview.prompts:
+        negative = store.cond(job.preview.negative)
+        if not job.preview.negative:
+            negative = family.without_negative(negative)
     return Data(
         loader=loader,
         examples=examples,
         buckets=buckets,
         heaviest=max(range(loader.batches_per_epoch), key=lambda i: _pixels(loader.batch_at(i))),
         preview_conds=[store.cond(prompt) for prompt in job.preview.prompts],
-        preview_negative=store.cond(job.preview.negative) if job.preview.prompts else None,
+        preview_negative=negative,
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
     )
 
@@ -138,7 +143,13 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes) -> Loade
     objective = family.objective(family.scheduler_config(), job.objective)
     named = adapters.parameters(denoiser)
     optimizer = optim.build(named, job.optimizer, base_storage=job.quantize.storage, seed=job.seed)
-    for text in [*injected.warnings, *objective.unused_settings(), *_unused_settings(job)]:
+    unused = [
+        *family.warnings,
+        *objective.unused_settings(),
+        *family.unused_settings(job.objective),
+        *_unused_settings(job, family),
+    ]
+    for text in [*injected.warnings, *unused]:
         run.log_event("warning", text=text)
     run.log_event(
         "model",
@@ -155,13 +166,23 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes) -> Loade
     return Loaded(denoiser, objective, optimizer, [layer.name for layer in quantized.quantized])
 
 
-def _unused_settings(job: Job) -> list[str]:
+def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
     """Settings that were given and have no effect in this job."""
     found = []
     if job.optimizer.rounding == "stochastic" and job.adapter.dtype == "fp32":
         found.append("optimizer.rounding = 'stochastic' has no effect: adapter.dtype is fp32, nothing is rounded")
     if job.dataset.shuffle_tags is False and job.dataset.keep_tokens != 1:
         found.append("dataset.keep_tokens has no effect: dataset.shuffle_tags is false")
+    if job.dataset.shuffle_tags is False and job.dataset.caption_variants != 8:
+        found.append("dataset.caption_variants has no effect: dataset.shuffle_tags is false")
+    if job.dataset.buckets is False and job.dataset.max_aspect != 2.0:
+        found.append("dataset.max_aspect has no effect: dataset.buckets is false")
+    if job.schedule.name == "constant" and job.schedule.min_lr:
+        found.append("schedule.min_lr has no effect: schedule.name is 'constant'")
+    if job.preview.negative and not job.preview.prompts:
+        found.append("preview.negative has no effect: preview.prompts is empty")
+    elif job.preview.negative and not family.uses_negative:
+        found.append(f"preview.negative has no effect: {family.title} draws without a negative prompt")
     if not job.preview.prompts and job.preview.every:
         found.append("preview.every has no effect: preview.prompts is empty")
     if job.quantize.storage == "none" and job.quantize.keep:

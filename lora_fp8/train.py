@@ -231,14 +231,16 @@ def fit(
             )
 
         # every so often, on request, when stopping and at the end (main process): a checkpoint to resume from
-        due = step % job.checkpoint.every == 0 or stopping or step == job.train.steps
-        if processes.is_main and (due or run.requested("save")):
+        asked = processes.is_main and run.requested("save")
+        due = asked or step % job.checkpoint.every == 0 or stopping or step == job.train.steps
+        if processes.is_main and due:
             save_checkpoint(job, data, loaded, state, run)
             saved_at = step
 
         # every so often and on request (main process): previews, after the save so that a failing preview loses nothing
         if processes.is_main and job.preview.prompts and step < job.train.steps:
-            if (job.preview.every and step % job.preview.every == 0) or run.requested("preview"):
+            asked = run.requested("preview")
+            if asked or (job.preview.every and step % job.preview.every == 0):
                 draw(step)
 
         # when asked: stop at this boundary

@@ -61,10 +61,10 @@ SAMPLING = {
 }
 # The transformer has no convolutions to tell it that a shape is the same shape everywhere. It learns the six shapes
 # sooner from pictures that have them near the middle and of like size.
-NARROW = {"widths": (0.6, 0.74), "spread": 0.3}
+NARROW = {"widths": (0.64, 0.74), "spread": 0.12}
 DEFAULTS = {
-    "sd15": {"steps": 4800, "batch": 32, "lr": 1e-3, "bf16": False, "muon": False, "narrow": False},
-    "flux": {"steps": 4800, "batch": 32, "lr": 1e-3, "bf16": True, "muon": False, "narrow": True},
+    "sd15": {"steps": 3300, "batch": 32, "lr": 1e-3, "bf16": False, "muon": False, "narrow": False},
+    "flux": {"steps": 7000, "batch": 32, "lr": 1e-3, "bf16": False, "muon": False, "narrow": True},
 }
 
 

@@ -59,8 +59,8 @@ def build_concept(folder: Path, count: int = 16) -> None:
         (folder / f"{name}.txt").write_text(caption + "\n", encoding="utf-8")
 
 
-def build_plain(folder: Path, count: int = 12) -> None:
-    """Write plain pictures and captions: each shape twice, the colours and backgrounds in turn."""
+def build_plain(folder: Path, count: int = 24) -> None:
+    """Write plain pictures and captions: each shape four times, the colours and backgrounds in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(SEED + 1)
     colours = list(pictures.COLOURS)
@@ -68,7 +68,7 @@ def build_plain(folder: Path, count: int = 12) -> None:
         apart = 1 + (2 * i + i // len(colours)) % (len(colours) - 1)
         shape, colour = pictures.SHAPES[i % len(pictures.SHAPES)], colours[i % len(colours)]
         scene = pictures.Scene(shape, colour, colours[(i + apart) % len(colours)])
-        image = pictures.draw_scene(scene, rng, SIZES[i % len(SIZES)])
+        image = pictures.draw_scene(scene, rng, SIZES[i % len(SIZES)], widths=(0.62, 0.74), spread=0.2)
         name = f"plain_{i + 1:02d}"
         image.save(folder / f"{name}.png", optimize=True)
         (folder / f"{name}.txt").write_text(pictures.prompt_for(scene) + "\n", encoding="utf-8")

@@ -397,8 +397,8 @@ def test_small_updates_reach_bf16_adapters(name, capsys):
                 f"{result['bytes']:.2f} bytes/param, {result['ms']:.2f} ms/step"
             )
     assert full["last"] < 0.4 * full["first"]
-    # The bar is 1 % and masters, the default, meet it. Stochastic rounding adds noise of its own: over other data seeds it
-    # ended up to 2.3 % away, so it is held to 3 %.
+    # The bar is 1 %, and masters, the default, meet it. Stochastic rounding adds noise of its own: over other data
+    # seeds it ended up to 2.3 % away, so it is held to 3 %.
     assert abs(results["master"]["last"] / full["last"] - 1) < 0.01
     assert abs(results["stochastic"]["last"] / full["last"] - 1) < 0.03
     assert results["nearest"]["last"] > 1.5 * full["last"]  # updates are swallowed: it fails the same test by far

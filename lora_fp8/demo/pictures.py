@@ -139,8 +139,8 @@ def draw_scene(
 
 
 def draw_concept(background: str, rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    """Draw the demo concept, a round badge of three rings, 54 to 78 % of the short side wide."""
-    left, top, width = _random_box(rng, size, 0.54, 0.78)
+    """Draw the demo concept, a round badge of three rings, 66 to 80 % of the short side wide and near the middle."""
+    left, top, width = _random_box(rng, size, 0.66, 0.8, spread=0.3)
     return draw_rings(CONCEPT_RINGS, COLOURS[background], size, left, top, width)
 
 

@@ -136,7 +136,7 @@ class ModelFamily(ABC):
             self.warnings.append(
                 f"model.components = {model.components!r} has no effect: model.path is a whole model, not a single file"
             )
-        if model.revision and Path(model.path).expanduser().exists():
+        if model.revision and (model.path == "demo" or Path(model.path).expanduser().exists()):
             self.warnings.append(f"model.revision = {model.revision!r} has no effect: model.path is a local path")
         self.vae: nn.Module | None = None
         self._text_pipeline: diffusers.DiffusionPipeline | None = None
@@ -166,6 +166,14 @@ class ModelFamily(ABC):
     @abstractmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:
         """Save a complete random miniature in the diffusers layout; sides of linears are multiples of 16."""
+
+    def without_negative(self, empty: Cond) -> Cond | None:
+        """What the pipeline takes where nobody gives a negative prompt, for `pipeline_inputs`.
+
+        Args:
+            empty: the encoded empty text.
+        """
+        return empty
 
     @classmethod
     def recognises(cls, header: Header) -> bool:

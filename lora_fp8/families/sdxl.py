@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lora_fp8.objectives import Diffusion
 
-from . import _ldm, _miniature
+from . import _files, _ldm, _miniature
 from ._files import Header
 from .base import Cond, Conversion, ModelFamily
 
@@ -103,6 +103,12 @@ class Family(ModelFamily):
             inputs["negative_prompt_embeds"] = negative["prompt_embeds"][None]
             inputs["negative_pooled_prompt_embeds"] = negative["text_embeds"][None]
         return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
+
+    def without_negative(self, empty: Cond) -> Cond | None:
+        # SDXL was trained with zeros for a dropped caption; the pipeline makes them itself when it is given nothing.
+        index = self.folder / "model_index.json"
+        zeros = not index.is_file() or _files.read_json(index).get("force_zeros_for_empty_prompt", True)
+        return None if zeros else empty
 
     @classmethod
     def recognises(cls, header: Header) -> bool:
