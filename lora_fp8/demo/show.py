@@ -106,7 +106,7 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
     base = FOLDER / "base" / family
     sampling = json.loads((base / "measured.json").read_text(encoding="utf-8"))["sampling"]
     concept, plain = concept_prompts(), plain_prompts()
-    pipeline = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    pipeline = DiffusionPipeline.from_pretrained(base, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     before = draw(pipeline, sampling, [*concept, *plain])
     pipeline.load_lora_weights(result.run.export, weight_name=_diffusers_file(result.files).name)
