@@ -13,8 +13,8 @@ demo: .venv/installed
 	$(BIN)/lora-fp8 demo --family $(FAMILY)
 
 test: check
-	@echo "== tests"
-	$(BIN)/python -m pytest
+	@echo "== tests (two at a time; about ten minutes)"
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/installed
 	@echo "== ruff"

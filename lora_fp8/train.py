@@ -180,7 +180,6 @@ def fit(
         disable=not (progress and processes.is_main),
         leave=True,
     )
-    saved_at = state.step
     while state.step < job.train.steps:
         step, started = state.step + 1, time.perf_counter()
         lr = optim.learning_rate(state.step, job.schedule, optimizer.base_lr, job.train.steps)
@@ -198,8 +197,9 @@ def fit(
             losses_B = diffusion_loss(family, denoiser, objective, batch, job.objective.guidance, dtype)
             losses_B.sum().backward()
             gradients.collect_()
-            loss_sum += float(losses_B.detach().sum())  # .item() waits for the device: once per micro-batch
-            if not math.isfinite(float(losses_B.detach().sum())):
+            micro_loss = losses_B.detach().sum().item()  # waits for the device: once per micro-batch
+            loss_sum += micro_loss
+            if not math.isfinite(micro_loss):
                 faults.append(_files(batch, losses_B))
 
         # Sums over all processes, then the mean over the samples of this step: short batches weigh what they hold.
@@ -235,7 +235,6 @@ def fit(
         due = asked or step % job.checkpoint.every == 0 or stopping or step == job.train.steps
         if processes.is_main and due:
             save_checkpoint(job, data, loaded, state, run)
-            saved_at = step
 
         # every so often and on request (main process): previews, after the save so that a failing preview loses nothing
         if processes.is_main and job.preview.prompts and step < job.train.steps:
@@ -246,10 +245,7 @@ def fit(
         # when asked: stop at this boundary
         if stopping and step < job.train.steps:
             bar.close()
-            where = (
-                f"saved at step {saved_at}; `lora-fp8 resume {run.path}` goes on" if processes.is_main else "stopped"
-            )
-            raise Stopped(where)
+            raise Stopped(f"saved at step {step}; `lora-fp8 resume {run.path}` goes on")
     bar.close()
 
 

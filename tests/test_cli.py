@@ -5,9 +5,9 @@ What must start fast or load no torch is asked in a fresh process; the rest runs
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,14 +93,13 @@ def test_help_loads_no_torch_and_names_every_command() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """At most 0.6 s, Python's own start included. The minimum: a busy machine can only make it slower."""
+    """At most 0.6 s, Python's own start included; in processor time, because the machine may be busy with other tests."""
     seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert fresh(RUN, "--help").returncode == 0
-        seconds.append(time.perf_counter() - started)
-        if seconds[-1] < 0.6:
-            break
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.6, seconds
 
 
