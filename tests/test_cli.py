@@ -93,7 +93,7 @@ def test_help_loads_no_torch_and_names_every_command() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """At most 0.6 s, Python's own start included; in processor time, because the machine may be busy with other tests."""
+    """At most 0.6 s, Python's start included; in processor time, because the machine may be busy with other tests."""
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
