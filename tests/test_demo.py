@@ -4,6 +4,7 @@ The judge is the plain diffusers pipeline and the pixels of what it draws (`meas
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,7 @@ def test_bases_are_small_together():
 def test_no_trace_of_where_they_were_made(family):
     for path in (BASE / family).rglob("*.json"):
         text = path.read_text(encoding="utf-8")
-        for trace in ("/home/", "/root/", "/work/", "/tmp/", "C:\\"):
-            assert trace not in text, path
+        assert not re.search(r'"(/\w+/|[A-Z]:\\)', text), f"{path} holds an absolute path"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
