@@ -21,6 +21,7 @@ Shape suffixes: B batch, C channels, H height, W width (of the latents).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -31,34 +32,35 @@ from lora_fp8 import config
 from lora_fp8.config import UserError
 
 
-class Objective:
+class Objective(ABC):
     """The common part of every objective. `section` is the job's `[objective]` table.
 
     Subclasses give `sample_t`, `add_noise`, `target` and `weight`; `loss` is the same for all.
     """
 
+    @abstractmethod
     def __init__(self, scheduler_config: dict[str, Any], section: config.Objective):
-        raise NotImplementedError
+        """Built from the pipeline's scheduler config and the job's section."""
 
+    @abstractmethod
     def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
         """One t per sample, each drawn from that sample's own CPU generator. -> (B,) on the CPU.
 
         `seq_len` is the number of image tokens the denoiser sees (`family.seq_len`); it moves the shift of flow
         matching.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """The noised latents x_t, in the latents' dtype (give float32)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """What a perfect denoiser answers at x_t."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weight(self, t_B: Tensor) -> Tensor:
         """The factor of each sample's squared error. -> (B,) float32, on t's device."""
-        raise NotImplementedError
 
     def loss(self, pred_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """Weighted mean squared error of each sample over C, H and W, computed in float32. -> (B,)"""

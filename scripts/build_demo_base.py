@@ -21,6 +21,7 @@ import os
 import random
 import sys
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -245,19 +246,19 @@ def t5_encoder(tokenizer: T5Tokenizer) -> T5EncoderModel:
     return T5EncoderModel(config)
 
 
-class Family:
+class Family(ABC):
     """What the training loop needs of a family: modules to train, a loss, and the pipeline they make up."""
 
     name: str
     trained: nn.ModuleDict
 
+    @abstractmethod
     def loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
         """Mean squared error of one batch of scaled latents (n, 4, h, w) under its captions."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pipeline(self, vae: AutoencoderKL):
         """The diffusers pipeline made of this family's modules and the autoencoder."""
-        raise NotImplementedError
 
 
 class SD15(Family):
