@@ -106,7 +106,7 @@ class ModelFamily(ABC):
     modelspec_architecture: ClassVar[str]
     kohya_base_version: ClassVar[str]
     kohya_naming: ClassVar[str]
-    """Which naming of `export` the kohya layout uses."""
+    """Which rule of `layouts.NAMINGS` the kohya layout follows."""
     tiny_latent_hw: ClassVar[tuple[int, int]] = (8, 12)
     """Latent size that suits the miniature. Not square on purpose: swapped height and width must show."""
 
