@@ -15,6 +15,7 @@ from lora_fp8 import config
 from lora_fp8.data import buckets, images
 from lora_fp8.data import cache as caching
 from lora_fp8.data.cache import Cache
+from lora_fp8.families import base
 from lora_fp8.run import RunFailure
 
 torch.set_num_threads(1)
@@ -27,7 +28,7 @@ class Family:
     dtype = torch.float32
 
     def __init__(self):
-        self.images, self.prompts = [], []
+        self.images, self.prompts, self.judged = [], [], []
         self.identity = {"vae": "vae-1", "text": "text-1"}
 
     def encoder_identity(self, what):
@@ -43,6 +44,12 @@ class Family:
         return [
             {"embeds": torch.tensor([[float(len(text)), 0.1]]), "mask": torch.tensor([True, False])} for text in prompts
         ]
+
+    def overlong(self, prompts):
+        """Reads three words."""
+        self.judged += prompts
+        cut = [(text, text.split()) for text in prompts if len(text.split()) > 3]
+        return [base.Overlong(text, " ".join(words[3:]), len(words) - 3, 3) for text, words in cut]
 
     @property
     def calls(self):
@@ -108,6 +115,26 @@ def test_second_fill_encodes_nothing_and_needs_no_encoders(folder):
     assert not cache.missing(placed, captions)
     report = cache.fill(placed, captions)
     assert (report.encoded, report.reused, report.bytes) == (0, 6, 0)
+
+
+def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
+    for i, text in enumerate(["one two three", "one two three four", "a b c" + " lost" * 30]):
+        (folder / "set" / f"{i}.txt").write_text(text, encoding="utf-8")
+    for encoded in (6, 0):
+        family = Family()
+        cache, placed, captions = make(folder, family)
+        report = cache.fill(placed, [*captions, captions[1], ""])
+        assert report.encoded == encoded + bool(encoded) and family.judged == [*captions, ""], "each text once"
+        assert [(cut.prompt, cut.num_lost) for cut in report.truncated] == [(captions[1], 1), (captions[2], 30)]
+        (line,) = report.warnings()
+        assert line.startswith("2 of 4 captions and prompts are longer than the 3 tokens") and "up to 30" in line
+        assert "'four' of 'one two three four'" in line and "\n" not in line and len(line) < 500
+        (line,) = report.warnings(most=1)
+        assert line.endswith("'four' of 'one two three four' and 1 more")
+    (folder / "set" / "1.txt").write_text("one", encoding="utf-8")
+    (folder / "set" / "2.txt").write_text("two", encoding="utf-8")
+    _, _, report = fill(folder, Family())
+    assert report.truncated == () and report.warnings() == []
 
 
 def test_edited_picture_and_edited_caption_are_encoded_alone(folder):

@@ -155,6 +155,44 @@ def test_prompts_are_encoded_as_the_pipeline_does(Family, family, pipeline):
             assert torch.equal(mine, theirs[i])
 
 
+LONG = "a photo of the red dog and the blue cat, " * 100 + "seen from above"
+
+
+def test_what_is_cut_from_a_long_prompt_is_what_the_encoders_do_not_read(Family, folder, family):
+    """Judged by the encoders: another end in place of the lost one changes nothing, another word before it does."""
+    fresh = make(Family, folder)
+    (cut,) = fresh.overlong([PROMPTS[0], LONG])
+    assert fresh._text_pipeline is None, "tokenizers are enough"
+    assert cut.prompt == LONG and LONG.endswith(cut.lost) and cut.num_lost > 100
+    kept = LONG.removesuffix(cut.lost)
+    assert fresh.overlong([kept, ""]) == [] and fresh.overlong([]) == []
+    word = cut.lost.split()[0]
+    (again,) = fresh.overlong([f"{kept} {word}"])
+    assert again.lost.strip() == word and again.num_lost <= len(word) and again.limit == cut.limit
+    other = " " * cut.lost.startswith(" ") + "z " * 100
+    texts = LONG, kept + other, kept.rsplit(maxsplit=1)[0] + " z" + cut.lost
+    whole, alike, changed = (family.encode_prompts([text])[0]["prompt_embeds"] for text in texts)
+    assert torch.equal(whole, alike) and not torch.equal(whole, changed)
+    # The whole of it is read: beginning, tokens, end.
+    tokenizer = fresh.tokenizer(Family.judge_length_by[-1])
+    assert cut.limit + tokenizer.num_special_tokens_to_add() == whole.shape[0]
+
+
+def test_flux_reads_as_many_tokens_as_the_model_was_trained_with(tmp_path):
+    """512 for dev, 256 for schnell (model cards); a tokenizer that says less wins."""
+    Flux = families.get("flux")
+    Flux.tiny(tmp_path)
+    assert make(Flux, tmp_path).max_sequence_length == 32
+    settings = tmp_path / "tokenizer_2" / "tokenizer_config.json"
+    edit = json.loads(settings.read_text(encoding="utf-8")) | {"model_max_length": 512}
+    settings.write_text(json.dumps(edit), encoding="utf-8")
+    assert make(Flux, tmp_path).max_sequence_length == 512
+    path = tmp_path / "transformer" / "config.json"
+    schnell = json.loads(path.read_text(encoding="utf-8")) | {"guidance_embeds": False}
+    path.write_text(json.dumps(schnell), encoding="utf-8")
+    assert make(Flux, tmp_path).max_sequence_length == 256
+
+
 def test_conditioning_in_bf16_is_the_pipelines_and_can_be_stored(Family, folder, tmp_path):
     family = make(Family, folder, dtype=torch.bfloat16)
     family.load_encoders()

@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
@@ -43,8 +43,11 @@ from lora_fp8.data.buckets import Placed, fit
 from lora_fp8.data.images import Example, ImageError, open_image
 from lora_fp8.run import RunFailure, write_synced
 
-PREPROCESSING_VERSION = 1
-"""Raise it when `open_image`, `fit` or `pixels` give other pixels for the same file: it is part of every key."""
+if TYPE_CHECKING:
+    from lora_fp8.families.base import Overlong
+
+PREPROCESSING_VERSION = 2
+"""Raise it when the same file or text comes to the encoders as other pixels or tokens: it is part of every key."""
 
 METADATA = "lora_fp8"
 """Name in the header of an entry; the value is JSON with kind, key and sha256."""
@@ -60,6 +63,12 @@ def pixels(image: Image.Image) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------ captions
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """The beginning of a text, at most so many characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def split_tags(caption: str, separator: str) -> list[str]:
@@ -99,11 +108,34 @@ class BadEntry(Exception):
 
 @dataclass(frozen=True)
 class FillReport:
-    """What `fill` did: entries encoded, entries found good, bytes written."""
+    """What `fill` did, and what the encoders cannot take in.
+
+    Attributes:
+        encoded, reused: entries made, and entries found good.
+        bytes: written.
+        texts: how many different captions and prompts were asked for.
+        truncated: those whose end the text encoder does not read, cached or not.
+    """
 
     encoded: int
     reused: int
     bytes: int
+    texts: int
+    truncated: tuple[Overlong, ...] = ()
+
+    def warnings(self, most: int = 3) -> list[str]:
+        """One line about the texts that are cut, with what the first few lose; [] if none is."""
+        if not self.truncated:
+            return []
+        lost = [cut.num_lost for cut in self.truncated]
+        limit = min(cut.limit for cut in self.truncated)
+        shown = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in self.truncated[:most])
+        more = f" and {len(lost) - most} more" if len(lost) > most else ""
+        return [
+            f"{len(lost)} of {self.texts} captions and prompts are longer than the {limit} tokens that the text "
+            f"encoder reads: up to {max(lost)} tokens at the end have no effect; shorten them, or put what matters "
+            f"first. Lost: {shown}{more}"
+        ]
 
 
 @dataclass(frozen=True)
@@ -123,8 +155,8 @@ class Cache:
 
     Args:
         root: the cache folder; made when the first entry is written.
-        family: encode_images, encode_prompts and encoder_identity are used; the encoders must be loaded for `fill`
-            only.
+        family: encode_images, encode_prompts, overlong and encoder_identity are used; the encoders must be loaded only
+            for a `fill` that finds something missing.
         section: `[dataset]`: background and flip are read.
         dtype: floating-point tensors are held in it.
         ram_bytes: entries stay in memory up to this many bytes, the least recently used leaving first.
@@ -226,7 +258,10 @@ class Cache:
             done += 1
             if log:
                 log(done, total)
-        return FillReport(encoded=done, reused=missing.reused, bytes=written)
+        # Asked each time, as tokenizers answer in no time: a second run says it again, though all is in the cache.
+        texts = list(dict.fromkeys(captions))
+        truncated = tuple(self.family.overlong(texts))
+        return FillReport(done, missing.reused, written, len(texts), truncated)
 
     @torch.no_grad()
     def _encode_image(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +54,23 @@ Cond = dict[str, Tensor]
 
 Conversion = dict[str, tuple[str, Callable[[Tensor], Tensor] | None]]
 """Parameter name in diffusers -> (key in the single file, what to do with that tensor)."""
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """A prompt that its text encoder does not read to the end.
+
+    Attributes:
+        prompt: the whole text.
+        lost: its end, which is not read.
+        num_lost: tokens in `lost`.
+        limit: tokens that are read, without those that mark beginning and end.
+    """
+
+    prompt: str
+    lost: str
+    num_lost: int
+    limit: int
 
 
 @contextmanager
@@ -90,6 +108,8 @@ class ModelFamily(ABC):
     """"unet" or "transformer": subfolder, pipeline attribute, and prefix of the keys in diffusers' LoRA files."""
     text_parts: ClassVar[dict[str, str]]
     """Subfolder -> class in transformers, of tokenizers and text encoders, under the names the pipeline uses."""
+    judge_length_by: ClassVar[tuple[str, ...]] = ("tokenizer",)
+    """Those of the tokenizers whose limit decides what of a prompt is lost."""
     objective: ClassVar[type[Objective]]
     adapter_targets: ClassVar[tuple[str, ...]]
     """Endings (whole dotted segments) of the names of the layers that get an adapter."""
@@ -140,6 +160,7 @@ class ModelFamily(ABC):
             self.warnings.append(f"model.revision = {model.revision!r} has no effect: model.path is a local path")
         self.vae: nn.Module | None = None
         self._text_pipeline: diffusers.DiffusionPipeline | None = None
+        self._tokenizers: dict[str, Any] = {}
         self._header: Header = _files.read_header(self.checkpoint) if self.checkpoint else {}
         self._check_architecture()
         self._check_complete()
@@ -215,6 +236,23 @@ class ModelFamily(ABC):
         """Unbatched conditionings -> one batch."""
         return {key: torch.stack([cond[key] for cond in conds]) for key in conds[0]}
 
+    def token_limit(self, name: str) -> int:
+        """Tokens of a prompt that the encoder of this tokenizer reads, those that mark beginning and end included."""
+        return self.tokenizer(name).model_max_length
+
+    def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
+        """The prompts of which `encode_prompts` cuts off the end. Needs the tokenizers only, which it loads itself."""
+        found: dict[str, Overlong] = {}
+        for name in self.judge_length_by if prompts else ():
+            tokenizer = self.tokenizer(name)
+            limit = self.token_limit(name) - tokenizer.num_special_tokens_to_add()
+            tokens = tokenizer(list(prompts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            for prompt, spans in zip(prompts, tokens["offset_mapping"], strict=True):
+                num_lost = len(spans) - limit
+                if num_lost > 0 and (prompt not in found or num_lost > found[prompt].num_lost):
+                    found[prompt] = Overlong(prompt, prompt[spans[limit][0] :], num_lost, limit)
+        return list(found.values())
+
     def seq_len(self, latent_hw: tuple[int, int]) -> int:
         """Image tokens that the denoiser sees: what a resolution-dependent shift depends on."""
         return latent_hw[0] * latent_hw[1]
@@ -271,6 +309,13 @@ class ModelFamily(ABC):
         else:
             vae = self._from_pretrained(cls, "vae", "diffusion_pytorch_model", dtype=torch.float32)
         self.vae = vae.to(self.device).eval().requires_grad_(False)
+
+    def tokenizer(self, name: str) -> Any:
+        """One of the tokenizers of `text_parts`: small, so it is loaded when first asked for and kept."""
+        if name not in self._tokenizers:
+            cls = getattr(transformers, self.text_parts[name])
+            self._tokenizers[name] = cls.from_pretrained(self.folder / name, local_files_only=True)
+        return self._tokenizers[name]
 
     def free_encoders(self) -> None:
         """Drop VAE and text encoders and give their memory back."""
@@ -463,9 +508,9 @@ class ModelFamily(ABC):
             return cls.from_pretrained(self.folder / name, **options)
 
     def _load_text_part(self, name: str) -> Any:
-        cls = getattr(transformers, self.text_parts[name])
         if self._is_tokenizer(name):
-            return cls.from_pretrained(self.folder / name, local_files_only=True)
+            return self.tokenizer(name)
+        cls = getattr(transformers, self.text_parts[name])
         if self._has_text(name):
             encoder = self._convert_text(cls, name)
         else:

@@ -35,6 +35,7 @@ class Family(ModelFamily):
         "tokenizer_2": "T5TokenizerFast",
         "text_encoder_2": "T5EncoderModel",
     }
+    judge_length_by = ("tokenizer_2",)  # CLIP gives one pooled vector, and a prompt longer than its 77 is usual
     objective = FlowMatching
     adapter_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -66,10 +67,18 @@ class Family(ModelFamily):
         pairs = zip(embeds_BLD.to(self.dtype), pooled_BD.to(self.dtype), strict=True)
         return [{"prompt_embeds": e_LD.clone(), "pooled_prompt_embeds": p_D.clone()} for e_LD, p_D in pairs]
 
+    def token_limit(self, name: str) -> int:
+        limit = self.tokenizer(name).model_max_length
+        if name != "tokenizer_2":
+            return limit
+        # T5's padding is attended to, so the length matters for short prompts too: dev was trained with 512 tokens,
+        # schnell with 256 (their model cards).
+        return min(512 if self.denoiser_config().get("guidance_embeds", False) else 256, limit)
+
     @property
     def max_sequence_length(self) -> int:
-        """T5 tokens that a prompt is padded or cut to."""
-        return min(512, self.text_pipeline.tokenizer_2.model_max_length)
+        """T5 tokens that a prompt is padded or cut to; what the pipeline calls so."""
+        return self.token_limit("tokenizer_2")
 
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0

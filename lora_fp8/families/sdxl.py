@@ -34,6 +34,7 @@ class Family(ModelFamily):
         "tokenizer_2": "CLIPTokenizer",
         "text_encoder_2": "CLIPTextModelWithProjection",
     }
+    judge_length_by = ("tokenizer", "tokenizer_2")
     objective = Diffusion
     # Everything inside the Transformer2DModels, as kohya's sd-scripts choose it: 722 layers. proj_in and proj_out are
     # linear here.
