@@ -48,6 +48,8 @@ FLOAT32 = (
     "export.dtype=fp32",
 )
 
+SHOWN = ("preview.prompts=['a cat', 'a dog', 'a bird']", "preview.every=4", "export.verify=true")
+
 # train_lora.py, noting which samples each process takes.
 RECORDING = f"""
 import json, os, runpy
@@ -55,10 +57,11 @@ from lora_fp8.data import loader
 real = loader.Loader.micro
 def micro(self, step, micro_index, rank=0, world=1):
     batch = real(self, step, micro_index, rank, world)
-    with open(f"{{os.environ['SHARES']}}/{{rank}}.jsonl", "a") as file:
+    with open(f"{{os.environ['SHARES']}}/{{rank}}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps([step, micro_index, world, batch.uids if batch else []]) + "\\n")
     return batch
 loader.Loader.micro = micro
+exec(os.environ.get("PLANTED", ""))
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
@@ -74,25 +77,48 @@ def write(job, folder: Path) -> Path:
     return path
 
 
-def launch(job, folder: Path, processes: int) -> subprocess.CompletedProcess:
-    """accelerate launch [--multi_gpu] --num_processes N train_lora.py --config ..."""
+def start(job, folder: Path, processes: int, *more: str, planted: str = "") -> subprocess.Popen:
+    """accelerate launch [--multi_gpu] --num_processes N train_lora.py --config .. [more]; `planted` is run before."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     config_file = write(job, folder)
-    (folder / "recording.py").write_text(RECORDING)
+    (folder / "recording.py").write_text(RECORDING, encoding="utf-8")
     many = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
     accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *many]
     accelerate += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
     accelerate += ["--dynamo_backend", "no"]
-    command = [*accelerate, str(folder / "recording.py"), "--config", str(config_file), "--json"]
-    environment = ENVIRONMENT | {"SHARES": str(folder)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    command = [*accelerate, str(folder / "recording.py"), "--config", str(config_file), "--json", *more]
+    environment = ENVIRONMENT | {"SHARES": str(folder), "PLANTED": planted}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, encoding="utf-8")
+
+
+def launch(job, folder: Path, processes: int, *more: str, planted: str = "") -> subprocess.CompletedProcess:
+    """As `start`, until it has ended."""
+    process = start(job, folder, processes, *more, planted=planted)
+    try:
+        stdout, stderr = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def left_over(folder: Path) -> list[str]:
+    """Command lines of processes that `start` began in this folder and that are still there."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"SHARES={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # gone, or somebody else's
+            continue
+    return found
 
 
 def shares(folder: Path, rank: int) -> list[tuple[int, list[str]]]:
     """(micro-batch, samples) that a process trained on; step 0 is the preflight's."""
-    lines = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()]
     return [(index, uids) for step, index, _, uids in lines if step > 0]
 
 
@@ -157,16 +183,62 @@ def test_the_run_is_written_by_one_process(float32):
     ]
 
 
-def test_with_fp8_bf16_and_8_bit_the_loss_curves_agree(make_job, tmp_path):
-    """One process here, in this process: that train.run and the script do the same is part of what is compared."""
-    two = make_job(tmp_path / "2", *SHARED)
-    done = launch(two, tmp_path / "2", 2)
+@pytest.fixture(scope="module")
+def defaults(make_job, tmp_path_factory):
+    """FP8, bf16 and 8-bit AdamW with two processes, previews and verification: (job, folder)."""
+    folder = tmp_path_factory.mktemp("defaults")
+    job = make_job(folder, *SHARED, *SHOWN)
+    done = launch(job, folder, 2)
     assert done.returncode == 0, done.stderr[-3000:]
+    return job, folder
+
+
+def test_with_fp8_bf16_and_8_bit_the_loss_curves_agree(make_job, tmp_path, defaults):
+    """One process here, in this process: that train.run and the script do the same is part of what is compared."""
+    two = defaults[0]
     one = make_job(tmp_path / "1", *SHARED)
     train.run(one, progress=False)
     gaps = [abs(b - a) / a for a, b in zip(losses(one), losses(two), strict=True)]
     print(f"\nlargest relative gap of the loss at one of {len(gaps)} steps: {max(gaps):.1e}")
     assert len(gaps) == 10 and max(gaps) < 0.01
+
+
+def test_two_processes_stopped_and_resumed_end_with_the_bytes_of_two_that_were_not(
+    make_job, tmp_path, defaults, tree_hash
+):
+    """accelerate turns 75 into 1: that it stopped, and was not broken, stands in status.json and in events.jsonl."""
+    job = make_job(tmp_path, *SHARED, *SHOWN)
+    run = Run(folder_of(job))
+    process = start(job, tmp_path, 2)
+    for line in process.stdout:
+        if line.startswith("{") and (event := json.loads(line))["event"] == "step" and event["step"] == 2:
+            run.request("stop")
+            break
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 1
+    status = json.loads(run.status_file.read_text(encoding="utf-8"))
+    at = status["step"]
+    assert status["state"] == "stopped" and 3 <= at < 9
+    assert run.events()[-1] == {
+        **run.events()[-1],
+        "event": "stopped",
+        "text": f"saved at step {at}; `lora-fp8 resume {run.path}` goes on",
+    }
+    assert stderr.count(f"saved at step {at}") == 1
+    assert f"step-{at:06d}" in [path.name for path in run.checkpoints.iterdir()]
+    assert not run.alive() and not any(run.export.iterdir()) and left_over(tmp_path) == []
+
+    done = launch(job, tmp_path, 2, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(run.status_file.read_text(encoding="utf-8"))["state"] == "done"
+    assert not run.alive() and left_over(tmp_path) == []
+    steps = [event["step"] for event in run.events() if event["event"] == "step"]
+    assert steps == list(range(1, 11))
+    told = json.loads(run.verify_file.read_text(encoding="utf-8"))
+    assert [report["ok"] for report in told.values()] == [True, True]
+    assert len([event for event in run.events() if event["event"] == "export"]) == 2  # two formats, by one process
+    assert kept(job, tree_hash) == kept(defaults[0], tree_hash)
+    assert len(kept(job, tree_hash)) == 2 + 4
 
 
 def test_a_batch_that_cannot_be_shared_is_one_clear_line(make_job, tmp_path):
@@ -185,7 +257,7 @@ def script(*arguments: str, **more) -> subprocess.CompletedProcess:
 
 
 def test_exit_2_for_a_bad_config_with_all_problems_and_no_traceback(tmp_path):
-    (tmp_path / "job.toml").write_text('[model]\nfamily = "sd51"\npath = "x"\n[train]\nstep = 3\n')
+    (tmp_path / "job.toml").write_text('[model]\nfamily = "sd51"\npath = "x"\n[train]\nstep = 3\n', encoding="utf-8")
     done = script("--config", str(tmp_path / "job.toml"), cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
     assert "did you mean 'sd15'?" in done.stderr and "did you mean train.steps?" in done.stderr
@@ -207,7 +279,8 @@ def uninterrupted(make_job, tmp_path_factory, tree_hash):
 
 def kept(job, tree_hash):
     found = tree_hash(folder_of(job))
-    return {name: value for name, value in found.items() if name.startswith(("export/", "checkpoints/step-000040/"))}
+    last = f"checkpoints/step-{job.train.steps:06d}/"
+    return {name: value for name, value in found.items() if name.startswith(("export/", last))}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
