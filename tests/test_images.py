@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageCms, ImageFile, ImageOps
 
 from lora_fp8 import config
 from lora_fp8.data import images
@@ -26,7 +26,7 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
 
 def good(folder, name: str = "good", caption: str = "a caption", seed: int = 0, size=(80, 64)):
     path = save(noise(*size, seed), folder / f"{name}.png")
-    path.with_suffix(".txt").write_text(caption)
+    path.with_suffix(".txt").write_text(caption, encoding="utf-8")
     return path
 
 
@@ -62,7 +62,7 @@ def test_all_exif_orientations_show_the_same_upright_pixels(tmp_path, orientatio
     exif[0x0112] = orientation
     lossless = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}.get(suffix, {})
     path = save(stored, tmp_path / f"a{suffix}", exif=exif, **lossless)
-    path.with_suffix(".txt").write_text("x")
+    path.with_suffix(".txt").write_text("x", encoding="utf-8")
     opened = images.open_image(path)
     assert opened.mode == "RGB" and opened.size == (24, 16)
     difference = np.abs(np.asarray(opened).astype(int) - np.asarray(upright).astype(int)).max()
@@ -188,6 +188,220 @@ def test_transparent_sixteen_bit_grey(tmp_path):
     assert np.asarray(images.open_image(path, "#00ff00"))[0].tolist() == [[0, 255, 0], [255, 255, 255]]
 
 
+# ------------------------------------------------------------------------------------------------------------- colours
+# Profiles are written here byte by byte (ICC.1:2001-04), and the expected sRGB is computed from the primaries, without
+# the profiles' connection space: what LittleCMS makes of them is judged by other arithmetic.
+
+SRGB_XY = ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))
+P3_XY = ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060))
+ADOBE_XY = ((0.64, 0.33), (0.21, 0.71), (0.15, 0.06))
+D65 = np.array([0.3127 / 0.3290, 1, (1 - 0.3127 - 0.3290) / 0.3290])
+D50 = np.array([0.9642, 1, 0.8249])
+BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+
+
+def to_xyz(primaries) -> np.ndarray:
+    """Linear RGB -> XYZ, both under D65 (SMPTE RP 177)."""
+    columns = np.array([(x / y, 1, (1 - x - y) / y) for x, y in primaries]).T
+    return columns * np.linalg.solve(columns, D65)
+
+
+def to_d50(xyz) -> np.ndarray:
+    gains = (BRADFORD @ D50) / (BRADFORD @ D65)
+    return np.linalg.inv(BRADFORD) @ np.diag(gains) @ BRADFORD @ xyz
+
+
+def encoded(linear) -> np.ndarray:
+    """sRGB's curve (IEC 61966-2-1), to 0..255."""
+    linear = np.clip(linear, 0, 1)
+    return 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+
+
+def decoded(values) -> np.ndarray:
+    values = np.asarray(values) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def s15(*numbers) -> bytes:
+    return b"".join(round(number * 65536).to_bytes(4, "big", signed=True) for number in numbers)
+
+
+def icc(space: bytes, pcs: bytes, tags: dict[bytes, bytes], kind: bytes = b"mntr") -> bytes:
+    tags = {
+        b"desc": b"desc\0\0\0\0\0\0\0\5test\0" + bytes(11 + 67),
+        b"cprt": b"text\0\0\0\0none\0",
+        b"wtpt": b"XYZ \0\0\0\0" + s15(*D50),
+    } | tags
+    head = 128 + 4 + 12 * len(tags)
+    table, data = len(tags).to_bytes(4, "big"), b""
+    for name, content in tags.items():
+        table += name + (head + len(data)).to_bytes(4, "big") + len(content).to_bytes(4, "big")
+        data += content + bytes(-len(content) % 4)
+    header = bytes(4) + b"\x02\x40\0\0" + kind + space + pcs + bytes(12) + b"acsp" + bytes(28) + s15(*D50) + bytes(48)
+    return (head + len(data)).to_bytes(4, "big") + header[:124] + table + data
+
+
+def curve(gamma=None) -> bytes:
+    """A TRC: a gamma in 1/256, or sRGB's curve as a table of 4096."""
+    if gamma is not None:
+        return b"curv\0\0\0\0\0\0\0\1" + round(gamma * 256).to_bytes(2, "big")
+    table = np.rint(decoded(np.linspace(0, 255, 4096)) * 65535).astype(">u2")
+    return b"curv\0\0\0\0" + len(table).to_bytes(4, "big") + table.tobytes()
+
+
+def rgb_profile(primaries, gamma=None) -> bytes:
+    columns = to_d50(to_xyz(primaries)).T
+    tags = {
+        name + b"XYZ": b"XYZ \0\0\0\0" + s15(*column) for name, column in zip((b"r", b"g", b"b"), columns, strict=True)
+    }
+    return icc(b"RGB ", b"XYZ ", tags | {name + b"TRC": curve(gamma) for name in (b"r", b"g", b"b")})
+
+
+def cmyk_profile(labs: dict[tuple[int, ...], tuple[float, float, float]]) -> bytes:
+    """A2B0 as lut8Type with two grid points per ink; `labs` names corners, all others are black."""
+    grid = b""
+    for corner in np.ndindex(2, 2, 2, 2):
+        lightness, a, b = labs.get(corner, (0, 0, 0))
+        grid += bytes([round(lightness * 2.55), round(a + 128), round(b + 128)])
+    straight = bytes(range(256))
+    lut = b"mft1\0\0\0\0\4\3\2\0" + s15(1, 0, 0, 0, 1, 0, 0, 0, 1) + straight * 4 + grid + straight * 3
+    return icc(b"CMYK", b"Lab ", {b"A2B0": lut}, b"prtr")
+
+
+def lab_to_srgb(lightness, a, b) -> np.ndarray:
+    """CIE 1976 under D50, to sRGB's D65 by Bradford."""
+    y = (lightness + 16) / 116
+    f = np.array([y + a / 500, y, y - b / 200])
+    xyz = D50 * np.where(f > 6 / 29, f**3, 3 * (6 / 29) ** 2 * (f - 4 / 29))
+    return encoded(np.linalg.inv(to_d50(to_xyz(SRGB_XY))) @ xyz)
+
+
+COLOURS = [(200, 100, 50), (30, 60, 90), (250, 250, 250), (128, 128, 128), (0, 0, 0), (180, 160, 120), (90, 140, 100)]
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp", "a.jpg", "a.avif"])
+@pytest.mark.parametrize(("primaries", "gamma"), [(P3_XY, None), (ADOBE_XY, 563 / 256), (SRGB_XY, 1.0)])
+def test_wide_gamut_pictures_become_the_srgb_that_they_look_like(tmp_path, name, primaries, gamma):
+    linear = decoded(COLOURS) if gamma is None else (np.array(COLOURS) / 255) ** gamma
+    expected = encoded(linear @ (np.linalg.inv(to_xyz(SRGB_XY)) @ to_xyz(primaries)).T)
+    picture = Image.fromarray(np.array([COLOURS], dtype=np.uint8)).resize((16 * len(COLOURS), 16), 0)
+    options = {"a.webp": {"lossless": True}, "a.jpg": {"quality": 100, "subsampling": 0}, "a.avif": {"quality": 100}}
+    path = save(picture, tmp_path / name, icc_profile=rgb_profile(primaries, gamma), **options.get(name, {}))
+    opened = np.asarray(images.open_image(path))[8, 8::16].astype(float)
+    tolerance = {"a.jpg": 3, "a.avif": 6}.get(name, 1.01)
+    if gamma == 1.0:  # eight bits of linear light are coarse in the dark: lossy formats move them far
+        tolerance = max(tolerance, 6) if tolerance > 1.01 else tolerance
+    assert np.abs(opened - expected).max() <= tolerance, (opened, expected)
+    assert np.abs(expected - COLOURS).max() > 8, "without the profile it would be seen"
+    path.with_suffix(".txt").write_text("x", encoding="utf-8")
+    report = images.scan(section(tmp_path, resolution=16))
+    assert report.counts["converted"] == 1 and "1 images converted" in "\n".join(images.describe(report))
+    assert not [line for line in report.warnings if "profile" in line]
+
+
+def test_colours_that_srgb_does_not_have_become_the_nearest_it_has(tmp_path):
+    path = save(Image.new("RGB", (2, 2), (0, 255, 0)), tmp_path / "a.png", icc_profile=rgb_profile(P3_XY))
+    assert images.open_image(path).getpixel((0, 0)) == (0, 255, 0)
+
+
+@pytest.mark.parametrize("profile", ["pillow", "by hand"])
+def test_a_profile_that_is_srgb_leaves_every_pixel(tmp_path, profile):
+    data = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes() if profile == "pillow" else None
+    picture = noise(64, 64)
+    path = save(picture, tmp_path / "a.png", icc_profile=data or rgb_profile(SRGB_XY))
+    np.testing.assert_array_equal(images.open_image(path), picture)
+    path.with_suffix(".txt").write_text("x", encoding="utf-8")
+    report = images.scan(section(tmp_path))
+    assert report.counts["converted"] == 0 and not report.warnings
+
+
+def test_colours_are_converted_before_they_lie_on_the_background(tmp_path):
+    profile = rgb_profile(ADOBE_XY, 563 / 256)
+    solid = images.open_image(save(Image.new("RGB", (1, 1), (200, 100, 50)), tmp_path / "a.png", icc_profile=profile))
+    picture = Image.frombytes("RGBA", (3, 1), bytes([200, 100, 50, 255, 200, 100, 50, 128, 1, 2, 3, 0]))
+    opened = images.open_image(save(picture, tmp_path / "b.png", icc_profile=profile), "#0080ff")
+    colour, half, ground = np.asarray(opened)[0].astype(int)
+    assert tuple(colour) == solid.getpixel((0, 0)) and tuple(ground) == (0, 128, 255)
+    assert np.abs(half - (colour * 128 + ground * 127) / 255).max() <= 1
+    painted = Image.new("P", (2, 1))
+    painted.putpalette([200, 100, 50, 0, 0, 255])
+    opened = images.open_image(save(painted, tmp_path / "c.png", icc_profile=profile))
+    assert opened.getpixel((0, 0)) == solid.getpixel((0, 0))
+
+
+@pytest.mark.parametrize("kind", ["L", "LA", "I;16", "1"])
+def test_grey_profiles(tmp_path, kind):
+    profile = icc(b"GRAY", b"XYZ ", {b"kTRC": curve(1.5)})
+    grey = np.array([[0, 40, 128, 200, 255]], dtype=np.uint8)
+    picture = Image.fromarray(grey)
+    if kind == "I;16":
+        picture = Image.fromarray(grey.astype(np.uint16) * 257)
+    elif kind != "L":
+        picture = picture.convert(kind)
+    path = save(picture, tmp_path / "a.png", icc_profile=profile)
+    opened = np.asarray(images.open_image(path))[0].astype(float)
+    shown = np.asarray(picture.convert("L"))[0] if kind == "1" else grey[0]
+    expected = encoded((shown / 255) ** 1.5)
+    assert np.abs(opened - expected[:, None]).max() <= 1.01, (opened, expected)
+
+
+@pytest.mark.parametrize("name", ["a.tif", "a.jpg"])
+def test_cmyk_profiles(tmp_path, name):
+    labs = {
+        (0, 0, 0, 0): (100, 0, 0),  # the paper, by definition
+        (1, 0, 0, 0): (56, -20, -36),
+        (0, 1, 0, 0): (50, 56, 0),
+        (0, 0, 1, 0): (88, -6, 74),
+    }
+    profile = cmyk_profile(labs)
+    for inks, lab in [*labs.items(), ((0, 0, 0, 1), (0, 0, 0))]:
+        picture = Image.new("CMYK", (16, 16), tuple(255 * ink for ink in inks))
+        options = {"quality": 100, "subsampling": 0} if name == "a.jpg" else {}
+        opened = images.open_image(save(picture, tmp_path / name, icc_profile=profile, **options))
+        got, expected = np.array(opened.getpixel((8, 8))), lab_to_srgb(*lab)
+        assert np.abs(got - expected).max() <= 3, (inks, got, expected)  # lut8 holds a and b in whole steps
+    plain = images.open_image(save(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), tmp_path / "plain.tif"))
+    assert plain.getpixel((8, 8)) == (0, 255, 255)
+
+
+BAD_PROFILES = [  # mode, profile, what is said of it
+    ("RGB", b"no profile at all", "damaged"),
+    ("RGB", rgb_profile(P3_XY)[:300], "damaged"),
+    ("RGB", icc(b"RGB ", b"XYZ ", {}), "damaged"),
+    ("RGB", icc(b"GRAY", b"XYZ ", {b"kTRC": curve(1.5)}), "for GRAY pixels, not RGB"),
+    ("RGB", cmyk_profile({}), "for CMYK pixels, not RGB"),
+    ("CMYK", rgb_profile(P3_XY), "for RGB pixels, not CMYK"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD_PROFILES)))
+def test_a_profile_that_cannot_be_used_is_a_warning_and_the_picture_is_read_without_it(tmp_path, case):
+    mode, profile, words = BAD_PROFILES[case]
+    picture = noise(64, 64).convert(mode)
+    path = save(picture, tmp_path / "a.tif", icc_profile=profile)
+    path.with_suffix(".txt").write_text("x", encoding="utf-8")
+    np.testing.assert_array_equal(images.open_image(path), picture.convert("RGB"))
+    report = images.scan(section(tmp_path))
+    assert not report.problems and report.counts["converted"] == 0
+    assert (
+        only(report.warnings)
+        == f"1 image(s) with a colour profile that cannot be used, read without it: {path} ({words})"
+    )
+
+
+def test_a_profile_lost_in_the_file_is_told(tmp_path):
+    """PNG packs the profile; Pillow gives None for one that cannot be unpacked."""
+    path = save(noise(64, 64), tmp_path / "a.png", icc_profile=rgb_profile(P3_XY))
+    path.with_suffix(".txt").write_text("x", encoding="utf-8")
+    data = bytearray(path.read_bytes())
+    at = data.index(b"iCCP")
+    length = int.from_bytes(data[at - 4 : at], "big")
+    data[at + 30 : at + 60] = bytes(30)
+    data[at + 4 + length : at + 8 + length] = zlib.crc32(data[at : at + 4 + length]).to_bytes(4, "big")
+    path.write_bytes(data)
+    assert "(damaged)" in only(images.scan(section(tmp_path)).warnings)
+
+
 # ---------------------------------------------------------------------------------------------------------------- scan
 
 
@@ -236,7 +450,7 @@ def test_broken_image_is_one_problem_that_names_it(tmp_path, case):
     make, message = BROKEN[case]
     good(tmp_path)
     path = make(tmp_path)
-    path.with_suffix(".txt").write_text("x")
+    path.with_suffix(".txt").write_text("x", encoding="utf-8")
     report = images.scan(section(tmp_path, max_pixels=20_000))
     problem = only(report.problems)
     assert problem.startswith(str(path))
@@ -253,7 +467,7 @@ def test_pixel_cap_comes_from_the_header_and_replaces_pillows_own(tmp_path):
     data[16:24] = (60000).to_bytes(4, "big") * 2
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
     (tmp_path / "huge.png").write_bytes(bytes(data))
-    (tmp_path / "huge.txt").write_text("x")
+    (tmp_path / "huge.txt").write_text("x", encoding="utf-8")
     cap = Image.MAX_IMAGE_PIXELS
     assert "60000 x 60000 = 3,600,000,000 pixels" in only(images.scan(section(tmp_path)).problems)
     assert Image.MAX_IMAGE_PIXELS == cap
@@ -263,7 +477,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
     good(tmp_path)
     truncated_jpeg(tmp_path)  # and it has no caption: two problems
     (tmp_path / "empty.png").write_bytes(b"")
-    (tmp_path / "empty.txt").write_text("x")
+    (tmp_path / "empty.txt").write_text("x", encoding="utf-8")
     good(tmp_path, "latin", seed=1).with_suffix(".txt").write_bytes("un café".encode("latin-1"))
     report = images.scan(section(tmp_path, tmp_path / "nowhere"))
     assert len(report.problems) == 5
@@ -311,7 +525,7 @@ def test_missing_caption_policies(tmp_path, how):
     if how == "none":
         path.with_suffix(".txt").unlink()
     else:
-        path.with_suffix(".txt").write_text("" if how == "empty" else " \n ")
+        path.with_suffix(".txt").write_text("" if how == "empty" else " \n ", encoding="utf-8")
     word = "no caption" if how == "none" else "an empty caption"
     problem = only(images.scan(section(tmp_path)).problems)
     assert problem.startswith(str(path)) and word in problem
@@ -401,12 +615,12 @@ def animated_gif(folder):
     for frame in frames[1:]:
         frame.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     frames[0].save(folder / "odd.gif", save_all=True, append_images=frames[1:])
-    (folder / "odd.txt").write_text("x")
+    (folder / "odd.txt").write_text("x", encoding="utf-8")
     assert images.open_image(folder / "odd.gif").getpixel((0, 0)) == RED
 
 
 def two_captions(folder):
-    good(folder, "odd", "from txt", seed=1).with_suffix(".caption").write_text("from caption")
+    good(folder, "odd", "from txt", seed=1).with_suffix(".caption").write_text("from caption", encoding="utf-8")
 
 
 def copies(folder):
@@ -427,8 +641,16 @@ ODD = [  # what is odd, warning, examples
     (two_captions, r"odd\.png has two captions; odd\.txt is used, odd\.caption is not", 2),
     (copies, r"1 image\(s\) that are copies.*odd\.png \(of .*good\.png\)", 2),
     (shared_caption, r"good\.png shares its caption good\.txt with good\.bmp", 2),
-    (lambda folder: (folder / "lonely.txt").write_text("x"), r"1 caption file\(s\) .* no image: lonely\.txt", 1),
-    (lambda folder: (folder / "film.mp4").write_text("x"), r"1 other file\(s\) .* not read: film\.mp4", 1),
+    (
+        lambda folder: (folder / "lonely.txt").write_text("x", encoding="utf-8"),
+        r"1 caption file\(s\) .* no image: lonely\.txt",
+        1,
+    ),
+    (
+        lambda folder: (folder / "film.mp4").write_text("x", encoding="utf-8"),
+        r"1 other file\(s\) .* not read: film\.mp4",
+        1,
+    ),
     (lambda folder: good(folder, "odd", seed=1, size=(200, 50)), r"wider aspect ratio.*odd\.png \(4\.00\)", 2),
     (lambda folder: good(folder, "odd", seed=1, size=(60, 60)), r"1 image\(s\) smaller .* enlarged.*odd", 2),
 ]
@@ -469,7 +691,7 @@ def test_folder_named_twice_or_inside_another_is_a_warning(tmp_path):
 def test_scan_writes_nothing_and_phones_double_pictures_are_jpegs(tmp_path):
     first, second = noise(80, 64), noise(80, 64, 1)
     first.save(tmp_path / "phone.jpg", format="MPO", save_all=True, append_images=[second])
-    (tmp_path / "phone.txt").write_text("x")
+    (tmp_path / "phone.txt").write_text("x", encoding="utf-8")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.rglob("*")}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

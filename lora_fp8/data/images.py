@@ -14,8 +14,9 @@ is written into the user's folders.
 * Floating-point greys: 0..1 is the full range if nothing exceeds 1; else 0..255 up to 255, else 0..65535. Values
   between 1 and 2 only would be ambiguous (overexposed, or nearly black), and values outside are no picture: both are
   refused.
-* CMYK, YCbCr, LAB, HSV and 1-bit images are converted by Pillow (which undoes Adobe's inverted CMYK). Colour profiles
-  are not applied.
+* An embedded colour profile is applied, so that Display P3, Adobe RGB and CMYK become the sRGB that they look like
+  (`colour`). One that cannot be used is a warning, and the image is read without it.
+* Other CMYK, YCbCr, LAB and 1-bit images are converted by Pillow (which undoes Adobe's inverted CMYK).
 
 Captions: `name.txt`, else `name.caption`, beside `name.png`. Lines are joined by spaces. An empty caption counts as
 missing. If there is a trigger word (the folder's, else the dataset's) and the caption lacks it as a word of its own
@@ -35,12 +36,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from lora_fp8 import config
+from lora_fp8.data.colour import ProfileError, to_srgb
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 EXTENSIONS = {
@@ -93,7 +95,7 @@ class Example:
 
 @dataclass
 class ScanReport:
-    """What a scan found; `counts` has images, triggered, no_caption, skipped, upscaled and copies."""
+    """What a scan found; `counts` has images, triggered, no_caption, skipped, upscaled, copies, converted (to sRGB)."""
 
     examples: list[Example] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -131,7 +133,15 @@ def open_image(source: str | Path | BinaryIO, background: str = "#ffffff") -> Im
         ImageError: not an image of a supported format, damaged, or with values that have no agreed meaning.
     """
     with _no_bomb_check(), _opened(source) as image:
-        return _upright_rgb(image, background)
+        return _upright_rgb(image, background).rgb
+
+
+class _Decoded(NamedTuple):
+    """Upright RGB pixels, whether a colour profile changed them, and what is wrong with the profile, if anything."""
+
+    rgb: Image.Image
+    converted: bool
+    profile_problem: str
 
 
 @contextlib.contextmanager
@@ -151,25 +161,46 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
         raise ImageError(f"cannot be decoded: {str(error) or type(error).__name__}") from error
 
 
-def _upright_rgb(image: Image.Image, background: str) -> Image.Image:
+def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
     image.load()
-    image = ImageOps.exif_transpose(image)
+    embedded = "icc_profile" in image.info
+    profile = image.info.get("icc_profile")
+    image, alpha = _eight_bits(ImageOps.exif_transpose(image))
+    rgb, converted, problem = None, False, ""
+    if embedded:
+        try:
+            rgb, converted = to_srgb(image, profile)
+        except ProfileError as error:
+            problem = str(error)
+    if rgb is None:
+        rgb = image.convert("RGB")
+    if alpha is not None:
+        rgb.putalpha(alpha)
+        rgb = Image.alpha_composite(Image.new("RGBA", rgb.size, background), rgb).convert("RGB")
+    return _Decoded(rgb, converted, problem)
+
+
+def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """The picture with 8 bits per channel, in mode L, RGB, CMYK or LAB, and its transparency (L) if it has any."""
     mode = image.mode
     if mode.startswith("I;16"):
-        return _grey_to_rgb(image, np.asarray(image).astype(np.float64) * (255 / 65535), background)
+        return _grey(image, np.asarray(image).astype(np.float64) * (255 / 65535))
     if mode == "I":
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ImageError(f"has 32-bit values {values.min()}..{values.max()}; save it with 8 or 16 bits per channel")
-        return _grey_to_rgb(image, values * (255 / 65535), background)
+        return _grey(image, values * (255 / 65535))
     if mode == "F":
-        return _grey_to_rgb(image, np.asarray(image).astype(np.float64) * _float_scale(image), background)
+        return _grey(image, np.asarray(image).astype(np.float64) * _float_scale(image))
     if mode == "La":
         image = image.convert("LA")
     if mode in ("RGBA", "LA", "La", "RGBa", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, background), image).convert("RGB")
-    return image.copy() if mode == "RGB" else image.convert("RGB")
+        grey = mode in ("L", "LA", "La", "1")
+        return image.getchannel("R") if grey else image.convert("RGB"), image.getchannel("A")
+    if mode in ("L", "1"):
+        return image.convert("L"), None
+    return image if mode in ("CMYK", "LAB") else image.convert("RGB"), None
 
 
 def _float_scale(image: Image.Image) -> float:
@@ -183,14 +214,13 @@ def _float_scale(image: Image.Image) -> float:
     return 255.0 if high <= 1 else 1.0 if high <= 255 else 255 / 65535
 
 
-def _grey_to_rgb(image: Image.Image, grey_HW: np.ndarray, background: str) -> Image.Image:
-    """RGB of grey values 0..255; a transparent grey (PNG's tRNS, in the file's own units) shows the background."""
-    rgb = Image.fromarray(np.rint(grey_HW).astype(np.uint8)).convert("RGB")
+def _grey(image: Image.Image, grey_HW: np.ndarray) -> tuple[Image.Image, Image.Image | None]:
+    """Grey values 0..255 as mode L; of a transparent grey (PNG's tRNS, in the file's own units) the transparency."""
     transparent = image.info.get("transparency")
+    alpha = None
     if isinstance(transparent, int):
-        mask = Image.fromarray(np.where(np.asarray(image) == transparent, 255, 0).astype(np.uint8))
-        rgb.paste(background, mask=mask)
-    return rgb
+        alpha = Image.fromarray(np.where(np.asarray(image) == transparent, 0, 255).astype(np.uint8))
+    return Image.fromarray(np.rint(grey_HW).astype(np.uint8)), alpha
 
 
 # ------------------------------------------------------------------------------------------------------------ captions
@@ -238,6 +268,8 @@ class _Looked:
     sha256: str = ""
     format: str = ""
     frames: int = 1
+    converted: bool = False
+    profile_problem: str = ""
 
 
 def _look(path: Path, section: config.Dataset) -> _Looked:
@@ -258,11 +290,11 @@ def _look(path: Path, section: config.Dataset) -> _Looked:
             # Phones write JPEGs with a second picture inside (MPO): a preview or depth map, no animation.
             frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
             format = "JPEG" if image.format == "MPO" else image.format or ""
-            width, height = _upright_rgb(image, section.background).size
+            rgb, converted, problem = _upright_rgb(image, section.background)
     except ImageError as error:
         starts = f" (it starts with {raw[:12]!r})" if "not a readable" in str(error) else ""
         return _Looked(f"{error}{starts}")
-    return _Looked("", width, height, hashlib.sha256(raw).hexdigest(), format, frames)
+    return _Looked("", *rgb.size, hashlib.sha256(raw).hexdigest(), format, frames, converted, problem)
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -319,6 +351,7 @@ def scan(section: config.Dataset, resolution: int | None = None) -> ScanReport:
         if look.error or caption is None:
             continue
         _note_oddities(path, look, section, resolution, notes)
+        report.counts["converted"] += look.converted
         report.examples.append(
             Example(
                 path=path,
@@ -347,6 +380,7 @@ def scan(section: config.Dataset, resolution: int | None = None) -> ScanReport:
 
 _NOTES = {
     "extension": "{n} image(s) named as another format than they are (read all the same)",
+    "profile": "{n} image(s) with a colour profile that cannot be used, read without it",
     "animated": "{n} file(s) with several frames or pages, of which the first is used",
     "tiny": "{n} image(s) with less than a quarter of the pixels of the training resolution",
     "upscaled": "{n} image(s) smaller than the training resolution, enlarged (upscale = false keeps their size)",
@@ -364,6 +398,8 @@ def _some(names: list[str], most: int = 8) -> str:
 def _note_oddities(path: Path, look: _Looked, section: config.Dataset, resolution: int | None, notes: dict) -> None:
     if look.format != EXTENSIONS[path.suffix.lower()]:
         notes["extension"].append(f"{path} ({look.format})")
+    if look.profile_problem:
+        notes["profile"].append(f"{path} ({look.profile_problem})")
     if look.frames > 1:
         notes["animated"].append(f"{path} ({look.frames})")
     if resolution is not None and look.width * look.height < resolution**2:
@@ -500,6 +536,8 @@ def describe(report: ScanReport) -> list[str]:
         large = max(examples, key=lambda example: example.width * example.height)
         lines.append(f"sizes from {small.width} x {small.height} to {large.width} x {large.height}")
         lines.append(f"{len({example.caption for example in examples})} different captions")
+    if counts["converted"]:
+        lines.append(f"{counts['converted']} images converted from their colour profile to sRGB")
     if counts["triggered"]:
         lines.append(f"{counts['triggered']} captions had the trigger word put in front")
     if counts["no_caption"]:
