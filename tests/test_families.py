@@ -8,6 +8,7 @@ miniatures in the original layouts; diffusers' converters are the authority for 
 import hashlib
 import inspect
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -16,6 +17,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -310,7 +312,7 @@ def test_objective_is_the_pipelines_scheduler(Family, family, pipeline):
 
 def test_quantized_base_stays_close(Family, family, denoiser):
     quantized = load_denoiser(family, storage="fp8")
-    names = {n for n, m in quantized.named_modules() if isinstance(m, precision.FrozenFp8Linear)}
+    names = {n for n, m in quantized.named_modules() if isinstance(m, precision.FrozenLinear)}
     assert names
     for name in Family.adapter_names(quantized):  # every linear that learns is held in FP8
         assert name in names or not isinstance(quantized.get_submodule(name), torch.nn.Linear)
@@ -651,6 +653,125 @@ def test_identities_follow_the_contents(Family, folder, tmp_path):
         after = (moved.base_identity(), moved.encoder_identity("vae"), moved.encoder_identity("text"))
         assert [a != b for a, b in zip(before, after, strict=True)] == [i == which for i in range(3)], relative
         before = after
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """A book of hashes of its own, and `reads`, the files that were really read; every size is worth keeping."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(_files, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(_files, "SETTLED", 0.0)
+    original, reads = _files._sha256, []
+    monkeypatch.setattr(_files, "_sha256", lambda path: reads.append(path.name) or original(path))
+    _files._file_digest.cache_clear()
+    yield SimpleNamespace(path=_files.hash_book(), reads=reads, new_process=_files._file_digest.cache_clear)
+    _files._file_digest.cache_clear()
+
+
+def hashed(path):
+    """What `digest` must say of this file: its bytes are read here."""
+    return hashlib.sha256(f"x\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()).hexdigest()
+
+
+def test_an_unchanged_file_is_read_once_and_never_again(book, tmp_path):
+    path = tmp_path / "base.safetensors"
+    path.write_bytes(b"a" * 1000)
+    for _ in range(3):
+        assert _files.digest([("x", path)]) == hashed(path)
+        book.new_process()
+    assert book.reads == ["base.safetensors"] and book.path == tmp_path / "home" / "lora_fp8" / "hashes.json"
+    link = tmp_path / "link"  # as the hub's snapshots are
+    link.symlink_to(path)
+    assert _files.digest([("x", link)]) == hashed(path) and len(book.reads) == 1
+    moved = path.rename(tmp_path / "moved")
+    assert _files.digest([("x", moved)]) == hashed(moved) and book.reads == ["base.safetensors", "moved"]
+
+
+def edited(path):
+    path.write_bytes(b"b" * 1000)
+
+
+def edited_with_its_old_time(path):
+    before = path.stat()
+    path.write_bytes(b"b" * 1000)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def one_byte_in_place(path):
+    with open(path, "r+b") as file:
+        file.seek(500)
+        file.write(b"b")
+
+
+def replaced_with_the_same_time(path):
+    other = path.with_suffix(".new")
+    other.write_bytes(b"b" * 1000)
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.replace(path)
+
+
+@pytest.mark.parametrize("edit", [edited, edited_with_its_old_time, one_byte_in_place, replaced_with_the_same_time])
+@pytest.mark.parametrize("same_process", [True, False])
+def test_an_edited_file_is_hashed_again(book, tmp_path, edit, same_process):
+    path = tmp_path / "base.safetensors"
+    path.write_bytes(b"a" * 1000)
+    before = _files.digest([("x", path)])
+    time.sleep(0.02)  # more than a tick of the file system's clock, for which SETTLED stands
+    edit(path)
+    if not same_process:
+        book.new_process()
+    assert _files.digest([("x", path)]) == hashed(path) != before
+    assert len(book.reads) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null", "entry", "hash"])
+def test_a_damaged_book_costs_one_more_reading(book, tmp_path, content):
+    path = tmp_path / "base.safetensors"
+    path.write_bytes(b"a" * 1000)
+    _files.digest([("x", path)])
+    if content == "entry":
+        content = json.dumps({str(path): ["no entry"]}).encode()
+    elif content == "hash":
+        kept = json.loads(book.path.read_bytes())
+        content = json.dumps({key: {**entry, "sha256": "torn"} for key, entry in kept.items()}).encode()
+    book.path.write_bytes(content)
+    for _ in range(2):
+        book.new_process()
+        assert _files.digest([("x", path)]) == hashed(path)
+    assert len(book.reads) == 2, "the second time it is in the mended book"
+
+
+def test_a_book_that_cannot_be_written_is_said_and_the_hash_is_right(book, tmp_path, caplog):
+    (tmp_path / "home").write_bytes(b"a file where a folder would have to be")
+    path = tmp_path / "base.safetensors"
+    path.write_bytes(b"a" * 1000)
+    assert _files.digest([("x", path)]) == hashed(path)
+    assert "hashes.json cannot be written (" in caplog.text and "read once more" in caplog.text
+
+
+def test_the_book_keeps_large_files_only_that_have_lain_still_and_not_for_ever(book, tmp_path, monkeypatch):
+    path = tmp_path / "base.safetensors"
+    path.write_bytes(b"a" * 1000)
+    monkeypatch.setattr(_files, "SETTLED", 3600.0)
+    _files.digest([("x", path)])
+    monkeypatch.setattr(_files, "SETTLED", 0.0)
+    monkeypatch.setattr(_files, "WORTH_KEEPING", 1001)
+    book.new_process()
+    _files.digest([("x", path)])
+    assert not book.path.exists() and len(book.reads) == 2
+    monkeypatch.setattr(_files, "WORTH_KEEPING", 1000)
+    monkeypatch.setattr(_files, "MOST_KEPT", 3)
+    for i in range(5):
+        (tmp_path / str(i)).write_bytes(b"a" * 1000)
+        _files.digest([("x", tmp_path / str(i))])
+    assert [Path(name).name for name in json.loads(book.path.read_bytes())] == ["2", "3", "4"]
+
+
+def test_the_base_of_a_second_run_is_not_read_again(book, Family, folder):
+    first = make(Family, folder).base_identity()
+    num_read = len(book.reads)
+    book.new_process()
+    assert make(Family, folder).base_identity() == first and len(book.reads) == num_read > 0
 
 
 # -- the hub ---------------------------------------------------------------------------------------------------------

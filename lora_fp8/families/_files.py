@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import re
+import time
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lora_fp8.config import UserError
+from lora_fp8.run import atomic_write
 
 Header = dict[str, tuple[int, ...]]
 """Tensor name -> shape, as a safetensors file's header gives them."""
@@ -174,17 +178,75 @@ def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
     return root
 
 
-@lru_cache(maxsize=256)
-def _file_digest(path: Path, size: int, mtime_ns: int) -> str:
-    # Size and time are part of the key: a file that changes under us is hashed again.
+WORTH_KEEPING = 16 << 20
+"""Bytes from which a file's hash is kept between processes; smaller ones are read in no time."""
+
+SETTLED = 2.0
+"""Seconds that a file must have lain unchanged before it is read: within one tick of the file system's clock it could
+be written again without a sign."""
+
+MOST_KEPT = 200
+
+_Stamp = tuple[int, int, int, int]
+
+
+def hash_book() -> Path:
+    """The file that keeps the hashes of large files: a base of 24 GB takes minutes to read, and seldom changes."""
+    default = os.environ.get("LOCALAPPDATA") or "~/.cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lora_fp8" / "hashes.json"
+
+
+def _stamp(path: Path) -> _Stamp:
+    """What changes when a file does. With the time of its last change of any kind, which no tool sets back."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def _read_book(book: Path) -> dict[str, Any]:
+    """{path: {"stamp": [...], "sha256": ...}}; empty where there is none, or one that cannot be read."""
+    try:
+        content = json.loads(book.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # nothing is lost but the time of hashing once more
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@lru_cache(maxsize=256)
+def _file_digest(path: Path, stamp: _Stamp) -> str:
+    """SHA-256 of a file with this stamp: from the book, or by reading it."""
+    if stamp[0] < WORTH_KEEPING:
+        return _sha256(path)
+    book = hash_book()
+    kept = _read_book(book).get(str(path))
+    if isinstance(kept, dict) and kept.get("stamp") == list(stamp):
+        if re.fullmatch(r"[0-9a-f]{64}", str(kept.get("sha256"))):
+            return kept["sha256"]
+    settled = time.time() - max(stamp[1], stamp[2]) / 1e9 > SETTLED
+    sha = _sha256(path)
+    if settled and _stamp(path) == stamp:
+        content = {key: value for key, value in _read_book(book).items() if key != str(path)}
+        content[str(path)] = {"stamp": list(stamp), "sha256": sha}
+        try:
+            book.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(book, json.dumps(dict([*content.items()][-MOST_KEPT:]), indent=1).encode())
+        except OSError as error:
+            message = "%s cannot be written (%s): the base model is read once more by each run"
+            logging.getLogger(__name__).warning(message, book, error.strerror)
+    return sha
+
+
 def digest(files: Iterable[tuple[str, Path]]) -> str:
-    """SHA-256 over the names and contents of files, in the order of their names. Each is read once per process."""
+    """SHA-256 over the names and contents of files, in the order of their names.
+
+    Each file is read once per process, and a large one not again until it changes (see `hash_book`).
+    """
     total = hashlib.sha256()
     for name, path in sorted(files):
-        stat = path.stat()
-        total.update(f"{name}\0{_file_digest(path.resolve(), stat.st_size, stat.st_mtime_ns)}\n".encode())
+        path = path.resolve()
+        total.update(f"{name}\0{_file_digest(path, _stamp(path))}\n".encode())
     return total.hexdigest()
