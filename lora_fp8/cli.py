@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,38 @@ def verify(
     print(json.dumps(report.to_json(), indent=1) if as_json else "\n".join(report.lines()))
     if not report.ok:
         sys.exit(3)
+
+
+@app.command()
+def cache(
+    folder: Path = typer.Argument(Path("cache"), help="The cache folder: dataset.cache_dir of your runs."),
+    prune_unused_days: float | None = typer.Option(None, metavar="N", help="Delete what no run used for N days."),
+    as_json: bool = JSON,
+) -> None:
+    """Tell how large the cache of encoded pictures is and when it was used; delete what is no longer used."""
+    from .data import cache as room
+
+    pruning = prune_unused_days is not None
+    deleted = room.prune(folder, prune_unused_days) if pruning else []
+    entries = room.stored(folder)
+    told = {
+        "folder": str(folder),
+        "entries": len(entries),
+        "bytes": sum(entry.bytes for entry in entries),
+        "oldest_use": entries[0].used if entries else None,
+        "newest_use": entries[-1].used if entries else None,
+        "deleted": len(deleted),
+        "deleted_bytes": sum(entry.bytes for entry in deleted),
+    }
+    if as_json:
+        print(json.dumps(told, ensure_ascii=False, indent=1))
+        return
+    if pruning:
+        print(f"{folder}: {len(deleted)} entries deleted, {told['deleted_bytes'] / 2**20:.1f} MiB")
+    print(f"{folder}: {len(entries)} entries, {told['bytes'] / 2**20:.1f} MiB")
+    if entries:
+        ages = [(time.time() - entry.used) / 86400 for entry in (entries[0], entries[-1])]
+        print(f"last used between {ages[0]:.0f} and {ages[1]:.0f} days ago")
 
 
 @app.command()

@@ -62,7 +62,7 @@ def folder(tmp_path):
     for i, size in enumerate([(64, 64), (96, 48), (70, 64)]):
         pixels = np.random.default_rng(i).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "set" / f"{i}.png")
-        (tmp_path / "set" / f"{i}.txt").write_text(f"one, two, three, picture {i}")
+        (tmp_path / "set" / f"{i}.txt").write_text(f"one, two, three, picture {i}", encoding="utf-8")
     return tmp_path
 
 
@@ -147,7 +147,7 @@ def test_edited_picture_and_edited_caption_are_encoded_alone(folder):
     assert [one.example.relative for one, _ in missing.images] == ["1.png"] and missing.captions == []
     cache.fill(placed, captions)
     assert family.calls == (1, 0)
-    (folder / "set" / "2.txt").write_text("another")
+    (folder / "set" / "2.txt").write_text("another", encoding="utf-8")
     family = Family()
     fill(folder, family)
     assert family.calls == (0, 1) and family.prompts == ["another"]
@@ -195,7 +195,7 @@ def test_preprocessing_version_and_family_are_in_the_key(folder, monkeypatch):
 
 def test_equal_pictures_share_an_entry(folder):
     (folder / "set" / "copy.png").write_bytes((folder / "set" / "0.png").read_bytes())
-    (folder / "set" / "copy.txt").write_text("one, two, three, picture 0")
+    (folder / "set" / "copy.txt").write_text("one, two, three, picture 0", encoding="utf-8")
     family = Family()
     fill(folder, family)
     assert family.calls == (3, 3)
@@ -343,6 +343,69 @@ def test_two_caches_filling_at_once_agree(folder):
     family = Family()
     fill(folder, family)
     assert family.calls == (0, 0) and not list((folder / "cache").rglob("*.tmp"))
+
+
+# ------------------------------------------------------------------------------------------------------------- clean up
+
+
+def age(folder, days):
+    for path in entries(folder):
+        os.utime(path, (0, time.time() - days * 86400))
+
+
+def test_prune_deletes_what_no_run_used_and_nothing_else(folder):
+    cache, placed, _ = fill(folder, Family())
+    unused = cache.path("latents", cache.image_key(placed[0], False))
+    age(folder, 40)
+    path = folder / "set" / "0.png"
+    Image.open(path).point(lambda value: value ^ 1).save(path)
+    fill(folder, Family())  # another run: uses five of the six again, and makes one
+    others = ["latents/notes.txt", "latents/ab/mine.safetensors", "own/ab/" + "ab" * 32 + ".safetensors", "readme"]
+    others += ["latents/cd/" + "ab" * 32 + ".safetensors"]  # not in the place of its key
+    for name in others:
+        (folder / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "cache" / name).write_bytes(b"mine")
+        os.utime(folder / "cache" / name, (0, 0))
+    listed = caching.stored(folder / "cache")
+    assert len(listed) == 7 and listed[0].path == unused and listed[0].bytes == unused.stat().st_size
+    assert listed[0].used < listed[1].used - 39 * 86400
+    assert caching.prune(folder / "cache", 41) == []
+    assert [entry.path for entry in caching.prune(folder / "cache", 30)] == [unused] and not unused.exists()
+    assert all((folder / "cache" / name).exists() for name in others)
+    family = Family()
+    fill(folder, family)
+    assert family.calls == (0, 0), "all that is used is still there"
+    with pytest.raises(config.UserError, match="at least 1"):
+        caching.prune(folder / "cache", 0.5)
+    with pytest.raises(config.UserError, match="nowhere: no such folder"):
+        caching.prune(folder / "nowhere", 30)
+
+
+def test_reading_an_entry_is_use_and_is_noted_once_an_hour(folder):
+    filled, placed, _ = fill(folder, Family())
+    age(folder, 40)
+    training = Cache(filled.root, Family(), filled.section)
+    training.latents(placed[1])
+    training.cond(placed[2].example.caption)
+    old = {entry.path for entry in caching.stored(filled.root) if entry.used < time.time() - 86400}
+    used = {filled.path("latents", filled.image_key(placed[1], False))}
+    used |= {filled.path("conds", filled.caption_key(placed[2].example.caption))}
+    assert len(old) == 4 and not old & used
+    age(folder, 1 / 48)
+    before = {path: path.stat().st_mtime_ns for path in entries(folder)}
+    Cache(filled.root, Family(), filled.section).latents(placed[1])
+    assert before == {path: path.stat().st_mtime_ns for path in entries(folder)}
+
+
+def test_a_cache_that_may_only_be_read_can_be_used(folder, monkeypatch):
+    filled, placed, _ = fill(folder, Family())
+    age(folder, 40)
+
+    def refused(*args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert torch.equal(Cache(filled.root, Family(), filled.section).latents(placed[0]), filled.latents(placed[0]))
 
 
 # ------------------------------------------------------------------------------------------------------------ captions

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from lora_fp8 import cli, config, run, train
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("new", "check", "train", "resume", "stop", "export", "verify", "demo")
+COMMANDS = ("new", "check", "train", "resume", "stop", "export", "verify", "cache", "demo")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 RUN = "import sys; sys.argv[0] = 'lora-fp8'; from lora_fp8.cli import main; main()"
 
@@ -228,6 +229,38 @@ def test_check_finds_what_would_stop_the_training_later(
         "problems": [],
         "lines": json.loads(fine.out)["lines"],
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_the_cache_is_told_and_pruned(ask: Callable[..., Answer], tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    for i, (kind, days) in enumerate([("latents", 40), ("latents", 3), ("conds", 0)]):
+        name = f"{i:02x}" + "0" * 62
+        path = folder / kind / name[:2] / f"{name}.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * (1 << 20))
+        os.utime(path, (0, time.time() - days * 86400))
+    answer = ask("cache", folder)
+    assert answer.code == 0 and answer.out.splitlines() == [
+        f"{folder}: 3 entries, 3.0 MiB",
+        "last used between 40 and 0 days ago",
+    ]
+    told = json.loads(ask("cache", folder, "--json").out)
+    assert (told["entries"], told["bytes"], told["deleted"]) == (3, 3 << 20, 0)
+    assert abs(time.time() - told["newest_use"]) < 60 and told["newest_use"] - told["oldest_use"] > 39 * 86400
+    pruned = json.loads(ask("cache", folder, "--prune-unused-days", "30", "--json").out)
+    assert (pruned["entries"], pruned["deleted"], pruned["deleted_bytes"]) == (2, 1, 1 << 20)
+    pruned = ask("cache", folder, "--prune-unused-days", "2")
+    assert pruned.out.startswith(f"{folder}: 1 entries deleted, 1.0 MiB\n{folder}: 1 entries, 1.0 MiB\n")
+    for wrong in ("0", "-3", "0.5"):
+        refused = ask("cache", folder, "--prune-unused-days", wrong)
+        assert refused.code == 2 and "at least 1" in refused.err and len(list(folder.glob("*/*/*"))) == 1
+    nowhere = ask("cache", tmp_path / "nowhere")
+    assert nowhere.code == 2 and "no such folder" in nowhere.err
+    empty = ask("cache", tmp_path)
+    assert empty.code == 0 and empty.out == f"{tmp_path}: 0 entries, 0.0 MiB\n"
 
 
 # ------------------------------------------------------------------------------------------------------------- training

@@ -4,7 +4,8 @@ One entry is one safetensors file, `<root>/<kind>/<key[:2]>/<key>.safetensors`, 
 is SHA-256 over everything that the content depends on: the bytes of the image and how they are cut, or the text of the
 caption; the identity of the encoder's files; the dtypes; the version of the preprocessing below. So nothing has to be
 invalidated: an edited picture has another key and is encoded, all others keep theirs. Entries of several runs and
-families live side by side, and entries no longer used are harmless.
+families live side by side. One that nothing uses any more is harmless and stays until somebody asks `prune` to delete
+it: no run can know what the others will want, so the only sign is the time of last use, which is a file's mtime.
 
 Trust is checked: an entry's header carries its key and the SHA-256 of its tensors. A file that is torn, rotten or of
 another key is encoded again by `fill`, and refused by `latents` and `cond`. Entries are written to a temporary file of
@@ -18,10 +19,12 @@ Shape legend: B batch, C channels, H height, W width.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
+import re
 import time
 import uuid
 from collections import OrderedDict
@@ -51,6 +54,9 @@ PREPROCESSING_VERSION = 2
 
 METADATA = "lora_fp8"
 """Name in the header of an entry; the value is JSON with kind, key and sha256."""
+
+USE_NOTED_EVERY = 3600
+"""Seconds between two notes of an entry's use: a reading should not cost a writing each time."""
 
 TEMPORARY_AGE = 3600
 """Seconds after which a temporary file belongs to a writer that is gone."""
@@ -353,6 +359,7 @@ class Cache:
             raise BadEntry(f"{path} is damaged ({error})") from error
         if promised != (key, _hash(tensors)):
             raise BadEntry(f"{path} does not have the content that its header promises")
+        _note_use(path)
         return tensors
 
     def _get(self, kind: str, key: str, what: str) -> dict[str, Tensor]:
@@ -381,6 +388,14 @@ class Cache:
         return dict(self._get("conds", self.caption_key(caption), f"caption {caption!r}"))
 
 
+def _note_use(path: Path) -> None:
+    """Set the entry's mtime to now, unless it is fresh enough."""
+    # In a cache of somebody else that may only be read, entries grow old; and a prune may come between.
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > USE_NOTED_EVERY:
+            os.utime(path)
+
+
 def _hash(tensors: dict[str, Tensor]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
@@ -389,6 +404,55 @@ def _hash(tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------- clean up
+
+_ENTRY = re.compile(r"(latents|conds)/([0-9a-f]{2})/\2[0-9a-f]{62}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One entry on disk: `bytes` of size, last used at `used` (unix seconds)."""
+
+    path: Path
+    bytes: int
+    used: float
+
+
+def stored(root: Path) -> list[Stored]:
+    """All entries of a cache folder, the one unused for longest first; whatever else lies there is left out.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not root.is_dir():
+        raise config.UserError(f"{root}: no such folder; give the cache folder (dataset.cache_dir) of your runs")
+    found = []
+    for path in root.glob("*/*/*.safetensors"):
+        if _ENTRY.fullmatch(path.relative_to(root).as_posix()):
+            with contextlib.suppress(FileNotFoundError):  # another prune
+                status = path.stat()
+                found.append(Stored(path, status.st_size, status.st_mtime))
+    return sorted(found, key=lambda entry: (entry.used, entry.path))
+
+
+def prune(root: Path, days: float) -> list[Stored]:
+    """Delete the entries that nothing has used for so many days; returns them.
+
+    Safe while others use the cache: entries that a run needs were used when it started, and since then whenever they
+    did not fit into its memory. An entry that was deleted too early is encoded again by the next run.
+
+    Raises:
+        UserError: see `stored`; or less than a day, which a run that is training could notice.
+    """
+    if days < 1:
+        raise config.UserError(f"{days:g} days: entries may be in use by a run that is training; give at least 1")
+    before = time.time() - days * 86400
+    old = [entry for entry in stored(root) if entry.used < before]
+    for entry in old:
+        entry.path.unlink(missing_ok=True)
+    return old
 
 
 def _size(tensors: dict[str, Tensor]) -> int:
