@@ -63,7 +63,9 @@ def stranger(folder: Path, base: Path, files: dict[str, str], extra: dict[str, i
     call = {"prompt": PROMPT, "num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "height": SIDE, "width": SIDE}
     ask = {"base": str(base), "files": files, "seed": 42, "call": call | extra}
     question.write_text(json.dumps(ask), encoding="utf-8")
-    done = subprocess.run([sys.executable, script.name, question.name], capture_output=True, text=True, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, script.name, question.name], capture_output=True, text=True, encoding="utf-8", cwd=folder
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -567,10 +567,10 @@ def test_text_encoders_as_the_hub_has_them(tmp_path):
     tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
     save_file(tensors, weights, metadata={"format": "pt"})
     whole = tmp_path / "tokenizer" / "tokenizer.json"
-    model = json.loads(whole.read_text())["model"]
-    (tmp_path / "tokenizer" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    model = json.loads(whole.read_text(encoding="utf-8"))["model"]
+    (tmp_path / "tokenizer" / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
     (tmp_path / "tokenizer" / "merges.txt").write_text(
-        "#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n"
+        "#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n", encoding="utf-8"
     )
     whole.unlink()
     old = make(Family, tmp_path)
@@ -587,7 +587,8 @@ def test_a_folder_of_another_architecture_is_named(tmp_path):
     # Stable Diffusion 2 has the pipeline of 1.5, and another network.
     families.get("sd15").tiny(tmp_path / "two")
     path = tmp_path / "two" / "unet" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "use_linear_projection": True}))
+    edited = json.loads(path.read_text(encoding="utf-8")) | {"use_linear_projection": True}
+    path.write_text(json.dumps(edited), encoding="utf-8")
     with pytest.raises(UserError, match="not Stable Diffusion 1.5.*use_linear_projection = True"):
         make(families.get("sd15"), tmp_path / "two")
 
@@ -598,7 +599,7 @@ def test_a_folder_of_another_architecture_is_named(tmp_path):
 def test_a_vae_of_another_kind_is_refused(Family, folder, tmp_path, key, value):
     other = copy(folder, tmp_path)
     path = other / "vae" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {key: value}), encoding="utf-8")
     with pytest.raises(UserError, match=f"vae/config.json says {key}"):
         make(Family, other)
 
@@ -832,7 +833,7 @@ def fetch(repo, home, **environment):
     environment = {"HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
     root = Path(__file__).parent.parent
     command = [sys.executable, "-c", code, repo]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
