@@ -88,10 +88,9 @@ def new(
 def check(
     config_file: Path = typer.Argument(..., metavar="CONFIG"), overrides: list[str] = SET, as_json: bool = JSON
 ) -> None:
-    """Check a config and the pictures that it names, completely, without loading any model."""
+    """Check a config, its pictures and its base model's files, completely, without loading any model."""
     from . import config
-    from .data import buckets, images
-    from .families import _files
+    from .data import images
 
     problems: list[str] = []
     lines: list[str] = []
@@ -104,21 +103,13 @@ def check(
     else:
         report = images.scan(job.dataset)
         problems += report.problems
-        lines += [*images.describe(report), *(f"warning: {text}" for text in report.warnings)]
-        try:
-            if isinstance(job.dataset.resolution, int) and isinstance(job.dataset.bucket_step, int):
-                section = job.dataset
-                buckets.assign(report.examples, section, resolution=section.resolution, step=section.bucket_step)
-        except config.UserError as error:
-            problems.append(str(error))
-        try:
-            base = job.model
-            if _files._HUB_ID.fullmatch(base.path) and not Path(base.path).exists():
-                lines.append(f"base: {base.path}, from the hub when training starts (not looked at here)")
-            else:
-                _files.locate(base.path, base.components, base.revision, family=base.family, parts=())
-        except config.UserError as error:
-            problems.append(str(error))
+        lines += images.describe(report)
+        for look in (_look_at_base, _look_at_sizes):
+            try:
+                lines += look(job, report)
+            except config.UserError as error:
+                problems += getattr(error, "problems", [str(error)])
+        lines += [f"warning: {text}" for text in report.warnings]
     if as_json:
         print(json.dumps({"ok": not problems, "problems": problems, "lines": lines}, ensure_ascii=False, indent=1))
         sys.exit(2 if problems else 0)
@@ -127,6 +118,40 @@ def check(
     if problems:
         raise config.UserErrors(problems, str(config_file))
     print(f"{config_file}: all right")
+
+
+def _look_at_base(job: Any, report: Any) -> list[str]:
+    """Find the base model and read its headers. Raises UserError."""
+    from .families import _files, get
+
+    base = job.model
+    if _files.is_hub_id(base.path) and not Path(base.path).expanduser().exists():
+        return [f"base: {base.path}, from the hub when training starts (not looked at here)"]
+    _files.locate(base.path, base.components, base.revision, family=base.family, parts=())
+    if report.problems:
+        return []  # told before torch is loaded, which takes seconds
+    import torch
+
+    family = get(base.family)(base, device="cpu", dtype=torch.bfloat16)
+    return [f"base: {family.title}, {base.path}", *(f"warning: {text}" for text in family.warnings)]
+
+
+def _look_at_sizes(job: Any, report: Any) -> list[str]:
+    """Put the pictures into their buckets, at the family's own resolution where it is left to it. Raises UserError."""
+    from .data import buckets, images
+
+    section = job.dataset
+    if not report.problems:
+        from . import families, prepare
+
+        section = prepare.resolve_auto(job, families.get(job.model.family)).dataset
+        if job.dataset.resolution == "auto":
+            images.note_sizes(report, section, section.resolution)
+    elif "auto" in (section.resolution, section.bucket_step):
+        return []
+    placed = buckets.assign(report.examples, section, resolution=section.resolution, step=section.bucket_step)
+    sizes = {f"{width}x{height}": len(members) for (width, height), members in buckets.group(placed).items()}
+    return ["buckets " + ", ".join(f"{size}: {count}" for size, count in sizes.items())] if sizes else []
 
 
 @app.command()
@@ -290,7 +315,11 @@ def _say(event: dict[str, Any]) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    # Several processes of one job find the same mistake; one of them says it.
-    if os.environ.get("RANK", "0") == "0":
+    # Several processes of one job find the same mistake, and stop together: one of them says it. What fails while
+    # running may fail in one process alone.
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
         print(message, file=sys.stderr)
+    elif code == 3:
+        print(f"process {rank}: {message}", file=sys.stderr)
     sys.exit(code)

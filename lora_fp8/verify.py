@@ -87,7 +87,7 @@ class Report:
         file: its name.
         checks: in the order asked.
         measured: numbers by name: prediction_error, delta_error, preview_psnr, plain_prediction_error,
-        plain_preview_psnr.
+            plain_preview_psnr.
     """
 
     file: str
@@ -256,8 +256,7 @@ def clean_pipeline(
 
     Args:
         base: weights by diffusers' names (the decoded FP8 ones), or a function that streams them; None for the
-        published
-            ones, as the family reads them from the model's files.
+            published ones, as the family reads them from the model's files.
         dtype: what the denoiser holds and computes in; None for the family's.
         device: where the denoiser is; None for the family's. Elsewhere it can predict, but the pipeline cannot draw.
 
@@ -270,9 +269,7 @@ def clean_pipeline(
         tensors: Tensors = family.denoiser_tensors()
     else:
         tensors = base() if callable(base) else base.items()
-    wide = set(
-        getattr(denoiser, "_keep_in_fp32_modules", None) or ()
-    )  # parts that diffusers' own loading leaves float32
+    wide = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())  # what diffusers' own loading leaves float32
 
     def held(name: str, tensor: Tensor) -> Tensor:
         to = torch.float32 if wide & set(name.split(".")) else dtype
@@ -477,8 +474,11 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     except UserError as error:
         report.add("file", False, str(error))
         return None
-    size = file.stat().st_size
-    report.add("file", header.data_begin % 8 == 0, f"{len(tensors)} tensors in {size / 2**20:.1f} MiB, {layout} layout")
+    detail = f"{len(tensors)} tensors in {file.stat().st_size / 2**20:.1f} MiB, {layout} layout"
+    aligned = header.data_begin % 8 == 0
+    report.add(
+        "file", aligned, detail if aligned else f"{detail}; its data begin at {header.data_begin}, no multiple of 8"
+    )
 
     problems = [f"{key} is missing" for key in HEADER_KEYS if key not in metadata]
     if not re.fullmatch(r"\d+x\d+", metadata.get("modelspec.resolution", "0x0")):

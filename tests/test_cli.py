@@ -212,6 +212,7 @@ def test_check_finds_what_would_stop_the_training_later(
     for override, words in {
         "model.path=./not/here": "model.path = './not/here' does not exist",
         "model.path=model.safetensors": "does not exist",
+        "model.path=models/misspelt.safetensors": "does not exist",
         "dataset.bucket_step=64": "dataset.resolution = 48 is less than the bucket step",
         "dataset.folders.0.path=nowhere": "folder nowhere does not exist",
         "dataset.max_pixels=4096": "more than dataset.max_pixels = 4,096",
@@ -221,6 +222,15 @@ def test_check_finds_what_would_stop_the_training_later(
         assert answer.code == 2 and words in answer.err, (override, answer)
         report = json.loads(ask("check", path, "--set", override, "--json").out)
         assert not report["ok"] and any(words in line for line in report["problems"])
+    # What the family alone knows: another architecture, sides that it cannot have, its own resolution for "auto".
+    other = ask("check", path, "--set", "model.family=sdxl")
+    assert other.code == 2 and "is Stable Diffusion 1.5" in other.err, other
+    uneven = ask("check", job_file(family="flux"), "--set", "dataset.bucket_step=24")
+    assert uneven.code == 2 and "needs a multiple of 16" in uneven.err, uneven
+    path = job_file()
+    auto = ask("check", path, "--set", "dataset.resolution=auto", "--set", "dataset.bucket_step=auto")
+    assert auto.code == 0 and "5 image(s) with less than a quarter of the pixels" in auto.out
+    assert "buckets 320x640: 1, 512x512: 3, 640x320: 1" in auto.out, auto.out
     hub = ask("check", path, "--set", "model.path=somebody/something")
     assert hub.code == 0 and "from the hub when training starts" in hub.out
     fine = ask("check", path, "--json")
@@ -374,6 +384,11 @@ def test_each_ending_has_its_code(
         monkeypatch.setattr(train, "run", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
         answer = ask("train", path)
         assert answer.code == code and words in answer.err and not answer.out, answer
+        # In the second of several processes: what all of them find is said by the first.
+        monkeypatch.setenv("RANK", "1")
+        answer = ask("train", path)
+        assert answer.code == code and answer.err == (f"process 1: {words}\n" if code == 3 else ""), answer
+        monkeypatch.delenv("RANK")
     # A mistake of ours is not hidden: it keeps its traceback.
     monkeypatch.setattr(train, "run", lambda *_, **__: (_ for _ in ()).throw(ZeroDivisionError("ours")))
     with pytest.raises(ZeroDivisionError):

@@ -555,11 +555,21 @@ def test_nothing_left_after_skipping_is_a_problem(tmp_path):
         ("asks a cat", "sks, asks a cat"),
         ("SKS cat", "sks, SKS cat"),
         ("cat,sks", "cat,sks"),
+        ("sks2 cat", "sks, sks2 cat"),
+        ("ésks cat", "sks, ésks cat"),
+        ("一只sks猫坐着", "一只sks猫坐着"),
+        ("sksねこ", "sksねこ"),
+        ("sks가 앉아 있다", "sks가 앉아 있다"),
     ],
 )
 def test_trigger_is_put_in_front_once(caption, expected):
     assert images.with_trigger(caption, "sks") == expected
     assert images.with_trigger(expected, "sks") == expected
+
+
+def test_a_trigger_in_a_script_without_spaces_is_found_inside_a_sentence():
+    assert images.with_trigger("一只小狐狸坐在雪地里", "小狐狸") == "一只小狐狸坐在雪地里"
+    assert images.with_trigger("一只小猫坐在雪地里", "小狐狸") == "小狐狸, 一只小猫坐在雪地里"
 
 
 def test_folder_trigger_wins_over_the_datasets(tmp_path):
@@ -675,7 +685,9 @@ def test_tiny_images_and_upscale_off(tmp_path):
     tiny, small = images.scan(section(tmp_path, upscale=False)).warnings
     assert "less than a quarter" in tiny and "smaller buckets" in small
     assert images.scan(section(tmp_path, resolution="auto")).warnings == []
-    assert len(images.scan(section(tmp_path, resolution="auto"), resolution=64).warnings) == 2
+    later = images.scan(section(tmp_path, resolution="auto"))
+    images.note_sizes(later, section(tmp_path, resolution="auto"), 64)
+    assert later.warnings == images.scan(section(tmp_path)).warnings and later.counts["upscaled"] == 1
 
 
 def test_folder_named_twice_or_inside_another_is_a_warning(tmp_path):

@@ -379,6 +379,12 @@ def test_wrong_bytes_and_headers_fail_by_name(trained, tmp_path):
         path = tmp_path / f"{name}.safetensors"
         path.write_bytes(content)
         assert failed_of(verify.check(path, it.family, probe=it.probe)) == failing, name
+    length = int.from_bytes(raw[:8], "little")
+    (tmp_path / "odd.safetensors").write_bytes(
+        (length + 1).to_bytes(8, "little") + raw[8 : 8 + length] + b" " + raw[8 + length :]
+    )
+    odd = verify.check(tmp_path / "odd.safetensors", it.family)
+    assert failed_of(odd) == ["file"] and f"its data begin at {9 + length}, no multiple of 8" in odd.failed()[0]
     report = verify.check(tmp_path / "missing.safetensors", it.family)
     assert failed_of(report) == ["file"] and "No such file" in report.failed()[0]
     report = rewrite(it, "diffusers", tmp_path / "x.safetensors", lambda t: None, **{"modelspec.resolution": "512"})

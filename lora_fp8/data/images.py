@@ -247,10 +247,14 @@ def read_caption(path: Path) -> str:
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
+# Letters that make one word of what they touch. Thai, kana, ideographs and hangul stand beside a word without a space.
+_LETTER = r"[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]"
+
+
 def with_trigger(caption: str, trigger: str) -> str:
     """The caption with the trigger word in front, unless it has it already as a word of its own."""
     trigger = trigger.strip()
-    if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption):
+    if not trigger or re.search(rf"(?<!{_LETTER}){re.escape(trigger)}(?!{_LETTER})", caption):
         return caption
     return f"{trigger}, {caption}" if caption else trigger
 
@@ -316,20 +320,18 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
         yield folder, [entry for entry in entries if not (folder / entry).is_dir()]
 
 
-def scan(section: config.Dataset, resolution: int | None = None) -> ScanReport:
+def scan(section: config.Dataset) -> ScanReport:
     """Look at every image and caption of the dataset.
 
     Args:
-        section: the `[dataset]` section; folder paths are used as they are given.
-        resolution: the training resolution, for warnings about small images, when the section leaves it to the family.
+        section: the `[dataset]` section; folder paths are used as they are given. Where its resolution is "auto",
+            `note_sizes` has to be called for warnings about small images.
 
     Returns:
         The report. It never raises for what it finds in files: all problems come together. Examples are in the order of
         the folders in the config, then sorted by path.
     """
     report = ScanReport()
-    if resolution is None and isinstance(section.resolution, int):
-        resolution = section.resolution
     if not section.folders:
         report.problems.append("dataset.folders: no folder is given; add a [[dataset.folders]] table with path = '...'")
     _warn_of_nested(section, report)
@@ -350,7 +352,7 @@ def scan(section: config.Dataset, resolution: int | None = None) -> ScanReport:
         caption = _caption(path, caption_path, folder.trigger or section.trigger, section, report)
         if look.error or caption is None:
             continue
-        _note_oddities(path, look, section, resolution, notes)
+        _note_oddities(path, look, notes)
         report.counts["converted"] += look.converted
         report.examples.append(
             Example(
@@ -366,11 +368,10 @@ def scan(section: config.Dataset, resolution: int | None = None) -> ScanReport:
         )
     _note_copies(report, notes)
     report.counts["images"] = len(report.examples)
-    report.counts["upscaled"] = len(notes["upscaled"])
     report.counts["copies"] = len(notes["copies"])
-    report.warnings += [
-        f"{_NOTES[kind].format(n=len(names))}: {_some(names)}" for kind, names in notes.items() if names
-    ]
+    report.warnings += _warnings(notes)
+    if isinstance(section.resolution, int):
+        note_sizes(report, section, section.resolution)
     if skipped := report.counts["skipped"]:
         report.warnings.append(f"{skipped} image(s) left out for having no caption (missing_caption = 'skip')")
         if not report.examples and not report.problems:
@@ -395,21 +396,33 @@ def _some(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _note_oddities(path: Path, look: _Looked, section: config.Dataset, resolution: int | None, notes: dict) -> None:
+def _warnings(notes: dict[str, list[str]]) -> list[str]:
+    return [f"{_NOTES[kind].format(n=len(names))}: {_some(names)}" for kind, names in notes.items() if names]
+
+
+def note_sizes(report: ScanReport, section: config.Dataset, resolution: int) -> None:
+    """Add warnings about images that are small or narrow for this resolution; `scan` does it where it knows one."""
+    notes: dict[str, list[str]] = defaultdict(list)
+    for example in report.examples:
+        width, height = example.width, example.height
+        if width * height < resolution**2:
+            if 4 * width * height < resolution**2:
+                notes["tiny"].append(f"{example.path} ({width} x {height})")
+            notes["upscaled" if section.upscale else "small"].append(f"{example.path} ({width} x {height})")
+        aspect = max(width, height) / min(width, height)
+        if section.buckets and aspect > section.max_aspect:
+            notes["wide"].append(f"{example.path} ({aspect:.2f})")
+    report.counts["upscaled"] = len(notes["upscaled"])
+    report.warnings += _warnings(notes)
+
+
+def _note_oddities(path: Path, look: _Looked, notes: dict[str, list[str]]) -> None:
     if look.format != EXTENSIONS[path.suffix.lower()]:
         notes["extension"].append(f"{path} ({look.format})")
     if look.profile_problem:
         notes["profile"].append(f"{path} ({look.profile_problem})")
     if look.frames > 1:
         notes["animated"].append(f"{path} ({look.frames})")
-    if resolution is not None and look.width * look.height < resolution**2:
-        size = f"{path} ({look.width} x {look.height})"
-        if 4 * look.width * look.height < resolution**2:
-            notes["tiny"].append(size)
-        notes["upscaled" if section.upscale else "small"].append(size)
-    aspect = max(look.width, look.height) / min(look.width, look.height)
-    if section.buckets and aspect > section.max_aspect:
-        notes["wide"].append(f"{path} ({aspect:.2f})")
 
 
 def _note_copies(report: ScanReport, notes: dict[str, list[str]]) -> None:

@@ -28,6 +28,11 @@ _PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a `model.path` that is nothing on this machine has the form of a Hugging Face id."""
+    return bool(_HUB_ID.fullmatch(path)) and not path.endswith(".safetensors")
+
+
 class Place(NamedTuple):
     """Where a base model lies. `folder` is a diffusers folder; with `checkpoint` set, it only complements that file."""
 
@@ -126,7 +131,7 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
         if not folder.is_dir():
             raise UserError(f"model.components = {components!r} is not a folder")
         return Place(folder, local)
-    if _HUB_ID.fullmatch(path) and local.suffix != ".safetensors":
+    if is_hub_id(path):
         return Place(download(path, revision, parts), None)
     raise UserError(
         f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file, "
@@ -171,9 +176,10 @@ def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
             "or log in (`hf auth login`) if it is private"
         ) from error
     except Exception as error:  # no network, offline mode, a full disk: huggingface_hub raises many kinds
+        why = next(iter(str(error).splitlines()), "")[:200]
         raise UserError(
             f"model.path = {repo!r} is not on this machine and could not be fetched from the hub "
-            f"({type(error).__name__}); connect, or download it elsewhere and give the folder"
+            f"({type(error).__name__}{why and f': {why}'}); connect, or download it elsewhere and give the folder"
         ) from error
     return root
 
