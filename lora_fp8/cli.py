@@ -120,6 +120,21 @@ def check(
     print(f"{config_file}: all right")
 
 
+@app.command()
+def plan(
+    config_file: Path = typer.Argument(..., metavar="CONFIG"), overrides: list[str] = SET, as_json: bool = JSON
+) -> None:
+    """Show how each layer of the base will be held and multiplied, and what that takes; reads no weights."""
+    from . import config
+
+    job = config.load(config_file, overrides)
+    from . import families, prepare
+
+    family = families.get(job.model.family)(job.model, device="cpu", dtype=prepare.DTYPES[job.model.dtype])
+    found = prepare.plan(job, family)
+    print(json.dumps(found.to_json(), ensure_ascii=False, indent=1) if as_json else found.table())
+
+
 def _look_at_base(job: Any, report: Any) -> list[str]:
     """Find the base model and read its headers. Raises UserError."""
     from .families import _files, get
@@ -303,6 +318,10 @@ def _say(event: dict[str, Any]) -> None:
             f"base: {e['base']}, {e['storage']}\n"
             f"adapters: {e['adapters']} modules, {e['trainable']:,} parameters\n"
             f"learning rate: {e['lr']:g} x {e['lr_factor']:g} = {e['lr_effective']:g}"
+        ),
+        "compute": lambda e: (
+            f"compute: {e['chosen']}, the fastest of "
+            + ", ".join(f"{mode} {seconds:.3g} s" for mode, seconds in e["seconds"].items())
         ),
         "preflight": lambda e: f"preflight: peak memory {e['peak_gib']:.2f} GiB",
         "resume": lambda e: f"resuming from {e['checkpoint']}",

@@ -15,7 +15,9 @@ Layer 0: no torch here, so that `lora-fp8 --help`, `check` and the web page star
 
 import copy
 import difflib
+import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -25,6 +27,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 PRESET_FOLDER = Path(__file__).resolve().parent.parent / "presets"
 Location = tuple[Any, ...]
 """Where a setting is: ("dataset", "folders", 0, "path")."""
+SCALES = {
+    "fp8": ("row", "tensor", "1x64", "1x128", "128x128", "none"),
+    "int8": ("1x128", "1x64", "row"),
+    "nf4": ("64",),
+}
+"""The scales that each quantized storage knows, the one that "auto" tries first in front."""
 MAX_SEED = 2**32 - 1  # what every tool that shows or takes a seed can hold
 
 
@@ -72,12 +80,28 @@ class Model(Section):
 
 
 class Quantize(Section):
-    """How the frozen base is held in memory."""
+    """How the frozen base is held in memory, and how it is multiplied."""
 
-    storage: Literal["fp8", "none"] = setting(
-        "fp8", "fp8: e4m3 with one scale per output row, decoded at the matmul; none: held in model.dtype."
+    storage: Literal["fp8", "int8", "nf4", "bf16", "none"] = setting(
+        "fp8", "fp8: e4m3; int8; nf4: 4 bits, as QLoRA; bf16: not quantized; none: not quantized, held in model.dtype."
+    )
+    scale: Literal["auto", "row", "tensor", "1x64", "1x128", "128x128", "none"] = setting(
+        "auto", "Weights that share a scale; auto: row for fp8, 1x128 for int8; none: fp8 as kohya's fp8_base."
+    )
+    modulation: Literal["auto", "fp8", "int8", "nf4", "bf16"] = setting(
+        "auto", "Storage of layers that see one row per image; auto: int8, which has the least error."
     )
     keep: list[str] = setting([], "Further module names to keep in model.dtype, beside the family's precise parts.")
+    override: list[str] = setting([], "Storage of single layers, such as 'ff.net.2 = int8 1x128' or 'to_q = bf16'.")
+    compute: Literal["upcast", "fp8", "fp8_forward", "auto"] = setting(
+        "upcast", "upcast: weights decoded, matmul in model.dtype; fp8: matmul in FP8; auto: the fastest, measured."
+    )
+    recipe: Literal["current", "delayed", "block"] = setting(
+        "current", "Scales of activations in an FP8 matmul: of each token, of the last steps, of 1x128 blocks."
+    )
+    fast_accum: bool = setting(True, "Let the forward FP8 matmul add up in fewer bits, as Hopper does it fastest.")
+    fp8_min_features: int = setting(512, "Layers with a side below this are not multiplied in FP8.", ge=0)
+    fp8_exclude: list[str] = setting([], "Module names that are held in fp8 but not multiplied in it.")
 
 
 class Adapter(Section):
@@ -495,6 +519,8 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     if job.model.family not in families:
         hint = _did_you_mean(job.model.family, families)
         say("model.family", f"unknown family {_shown(job.model.family)}{hint}; accepted: {' | '.join(families)}")
+    for key, text in _quantize_contradictions(job.quantize, job.model.dtype):
+        say(key, text, "quantize.storage", "quantize.compute", "model.dtype")
     if not job.model.path:
         say("model.path", "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
     if not job.dataset.folders:
@@ -550,6 +576,40 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
         say("name", f"{_shown(job.name)} cannot name a folder; use letters, digits, '-' and '_'")
     return found
+
+
+def parse_override(entry: str) -> tuple[str, str, str] | None:
+    """A line of quantize.override as (layer name, storage, scale); scale "" is the storage's own. None: it is none."""
+    match = re.fullmatch(r"\s*(\S+)\s*=\s*(\S+)(?:\s+(\S+))?\s*", entry)
+    name, storage, scale = match.groups(default="") if match else ("", "", "")
+    known = storage == "bf16" and not scale or storage in SCALES and scale in ("", *SCALES[storage])
+    return (name, storage, scale) if known else None
+
+
+def _quantize_contradictions(section: Quantize, dtype: str) -> Iterator[tuple[str, str]]:
+    """(setting, what is wrong) of a [quantize] table whose settings exclude each other."""
+    storage, scale, compute, recipe = section.storage, section.scale, section.compute, section.recipe
+    if storage == "bf16" and dtype != "bf16":
+        yield "quantize.storage", f"'bf16' contradicts model.dtype = {dtype!r}; use 'none' to hold it in model.dtype"
+    for entry in section.override:
+        if parse_override(entry) is None:
+            kinds = ", ".join(f"{kind} {'|'.join(scales)}" for kind, scales in SCALES.items())
+            yield "quantize.override", f"{_shown(entry)} is not 'NAME = STORAGE [SCALE]'; storages: bf16, {kinds}"
+    if scale != "auto" and storage in SCALES and scale not in SCALES[storage]:
+        accepted_here = " | ".join(("auto", *(one for one in SCALES[storage] if storage != "nf4")))
+        yield "quantize.scale", f"{scale!r} is not known with quantize.storage = {storage!r}; accepted: {accepted_here}"
+    if compute in ("fp8", "fp8_forward"):
+        if storage in ("int8", "nf4"):
+            yield "quantize.compute", f"{compute!r} needs quantize.storage = 'fp8', not {storage!r}; or use 'upcast'"
+        fitting = ("128x128",) if recipe == "block" else ("row", "tensor")
+        if storage == "fp8" and scale not in ("auto", *fitting):
+            yield (
+                "quantize.scale",
+                f"{scale!r} has no FP8 matmul with quantize.recipe = {recipe!r}; "
+                f"use {' or '.join(map(repr, fitting))}, or quantize.compute = 'upcast'",
+            )
+    if recipe == "block" and compute != "upcast" and scale == "auto":
+        yield "quantize.scale", "quantize.recipe = 'block' multiplies weights with scale = '128x128'; set it"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,9 @@ class Result:
 def finish(job: Job, family: ModelFamily, data: Data, loaded: Loaded, step: int, run: Run) -> Result:
     """Last previews, the files, and their proof."""
     run.log_event("stage", stage="export")
+    # From here on the model answers as a program without FP8 matmuls makes it answer: that is what the file is for.
+    plan = loaded.plan.with_compute("upcast")
+    precision.set_compute_(loaded.denoiser, plan, job.quantize)
     drawn: list[Image.Image] = []
     if job.preview.prompts:
         conds, negative = data.preview_conds, data.preview_negative
@@ -70,8 +73,8 @@ def prove(
     probe = verify.make_probe(family, loaded.denoiser, loaded.objective, batch, job.objective.guidance)
     verify.save_probe(probe, run.path / "probe.safetensors")
     decoded = None
-    if loaded.quantized:
-        decoded = partial(_as_trained, family, {f"{name}.weight" for name in loaded.quantized})
+    if forms := {f"{layer.name}.weight": layer.form for layer in loaded.plan.quantized}:
+        decoded = partial(_as_trained, family, forms)
     # Two copies of a large model would not fit beside each other.
     loaded.denoiser = loaded.optimizer = None
     gc.collect()
@@ -119,11 +122,11 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
     return export.write(found.adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
 
 
-def _as_trained(family: ModelFamily, quantized: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """The base as training saw it: the model's own files, with the quantized weights as their FP8 bytes read."""
+def _as_trained(family: ModelFamily, forms: dict[str, precision.Format]) -> Iterator[tuple[str, Tensor]]:
+    """The base as training saw it: the model's own files, with the quantized weights as their bytes read."""
     for name, tensor in family.denoiser_tensors():
-        if name in quantized:
-            tensor = precision.decode(*precision.encode(tensor.to(family.device), name), family.dtype)
+        if name in forms:
+            tensor = precision.round_trip(tensor.to(family.device), forms[name], family.dtype, name)
         yield name, tensor
 
 

@@ -48,7 +48,8 @@ class Loaded:
     denoiser: nn.Module
     objective: Objective
     optimizer: optim.AdapterOptimizer
-    quantized: list[str]  # names of the layers held in FP8
+    plan: precision.Plan  # how each layer of the base is held and multiplied
+    amax: precision.AmaxHistory  # what the delayed recipe remembers
 
 
 def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
@@ -128,13 +129,25 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     )
 
 
+def plan(job: Job, family: ModelFamily) -> precision.Plan:
+    """How each layer of this job's base will be held and multiplied; reads the model's config and no weights.
+
+    Raises:
+        UserErrors: [quantize] asks for what this model cannot have.
+    """
+    return precision.decide(
+        family.empty_denoiser(), job.quantize, family.keep_precise, DTYPES[job.model.dtype], family.modulation
+    )
+
+
 def load(job: Job, family: ModelFamily, run: Run, processes: Processes) -> Loaded:
     """The denoiser in its storage, the adapters beside it, and the optimizer that steps them."""
     run.log_event("stage", stage="load")
     dtype = DTYPES[job.model.dtype]
     denoiser = family.empty_denoiser()
-    quantized = precision.quantize_(denoiser, job.quantize, keep=family.keep_precise, dtype=dtype)
+    plan = precision.quantize_(denoiser, job.quantize, family.keep_precise, dtype, family.modulation)
     precision.fill_(denoiser, family.denoiser_tensors(), dtype=dtype, device=processes.device)
+    precision.set_compute_(denoiser, plan, job.quantize)  # again: what it remembers needs the weights to be there
     names = family.adapter_names(denoiser, job.adapter.targets)
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     applied = memory.apply_(denoiser, job.memory)
@@ -149,13 +162,13 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes) -> Loade
         *family.unused_settings(job.objective),
         *_unused_settings(job, family),
     ]
-    for text in [*injected.warnings, *unused]:
+    for text in [*plan.warnings, *injected.warnings, *unused]:
         run.log_event("warning", text=text)
     run.log_event(
         "model",
         base=family.title,
         base_sha256=family.base_identity(),
-        storage=quantized.summary(),
+        storage=plan.summary(),
         adapters=injected.num_modules,
         trainable=injected.num_parameters,
         memory=applied.lines(),
@@ -163,7 +176,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes) -> Loade
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
     )
-    return Loaded(denoiser, objective, optimizer, [layer.name for layer in quantized.quantized])
+    return Loaded(denoiser, objective, optimizer, plan, precision.AmaxHistory(denoiser))
 
 
 def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
@@ -185,8 +198,6 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found.append(f"preview.negative has no effect: {family.title} draws without a negative prompt")
     if not job.preview.prompts and job.preview.every:
         found.append("preview.every has no effect: preview.prompts is empty")
-    if job.quantize.storage == "none" and job.quantize.keep:
-        found.append("quantize.keep has no effect: quantize.storage is 'none'")
     return found
 
 

@@ -35,6 +35,12 @@ class Processes:
             torch.distributed.all_reduce(vector)
         return vector
 
+    def max_(self, tensor: Tensor) -> Tensor:
+        """The largest value of each element over all processes, in place."""
+        if self.world > 1:
+            torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+        return tensor
+
     def wait(self) -> None:
         """Until every process is here."""
         if self.world > 1:

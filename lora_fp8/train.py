@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from . import adapters, checkpoint, config, families, memory, optim, sample
+from . import adapters, checkpoint, config, families, memory, optim, precision, sample
 from .config import Job, UserError, UserErrors
 from .data import images
 from .data.loader import Batch
 from .families.base import ModelFamily
 from .finish import Result, finish
 from .objectives import Objective
-from .prepare import DTYPES, Data, Loaded, cache, load, resolve_auto
+from .prepare import DTYPES, Data, Loaded, cache, load, plan, resolve_auto
 from .processes import Processes
 from .run import Run, RunFailure, Stopped
 
@@ -44,6 +44,7 @@ class State:
     """What moves while training; with the adapter's and the optimizer's tensors it is the whole checkpoint."""
 
     step: int = 0
+    compute: str = ""  # the matmul that quantize.compute = "auto" has settled on
 
 
 def run(
@@ -67,6 +68,9 @@ def run(
     # Before a run folder exists: everything that can be wrong with the pictures, all of it at once.
     Family = families.get(job.model.family)
     family = Family(job.model, device=processes.device, dtype=DTYPES[job.model.dtype])
+    if text := precision.problem(job.quantize, processes.device):
+        raise UserError(text)
+    plan(job, family)
     job = resolve_auto(job, Family)
     scanned = images.scan(job.dataset)
     if scanned.problems:
@@ -88,7 +92,7 @@ def run(
             if resume and processes.is_main:
                 run.write_config(config.dumps(job))  # accepted only now
             if state.step < job.train.steps:
-                preflight(job, family, data, loaded, run, processes)
+                preflight(job, family, data, loaded, state, run, processes)
                 fit(job, family, data, loaded, state, run, processes, stop, progress)
             stop.at_once = f"all steps are done and saved; `lora-fp8 resume {run.path}` writes the files"
             if not processes.is_main:
@@ -126,12 +130,21 @@ def diffusion_loss(
     return objective.loss(answer, objective.target(latents, noise, t_B), t_B)
 
 
-def preflight(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Run, processes: Processes) -> None:
-    """One forward and backward at the heaviest batch: out of memory or a broken base show now, not in an hour."""
+def preflight(
+    job: Job, family: ModelFamily, data: Data, loaded: Loaded, state: State, run: Run, processes: Processes
+) -> None:
+    """One forward and backward at the heaviest batch: out of memory or a broken base show now, not in an hour.
+
+    With quantize.compute = "auto" each matmul gets a few of them, and the fastest is taken; a resumed run keeps what
+    it had, so that it goes on to the bit.
+    """
     run.log_event("stage", stage="preflight")
     memory.reset_peak(processes.device)
     batch = data.loader.micro(0, data.heaviest, processes.rank, processes.world)
-    if batch is not None:
+
+    def attempt() -> None:
+        if batch is None:
+            return
         losses_B = diffusion_loss(
             family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, DTYPES[job.model.dtype]
         )
@@ -140,9 +153,33 @@ def preflight(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Ru
             raise RunFailure(
                 f"the loss is not finite before any training; {_files(batch, losses_B)}; is the base model whole?"
             )
+
+    if job.quantize.compute == "auto":
+        state.compute = state.compute or _fastest_compute(job, loaded, attempt, run, processes)
+        _switch(job, loaded, state.compute)
+    attempt()
+    loaded.amax.forget_step_()
     for _, parameter in adapters.parameters(loaded.denoiser):
         parameter.grad = None
     run.log_event("preflight", peak_gib=round(memory.peak_gib(processes.device), 3))
+
+
+def _fastest_compute(job: Job, loaded: Loaded, attempt: Callable[[], None], run: Run, processes: Processes) -> str:
+    """Try each matmul on this batch and say what each took; all processes come to the same answer."""
+    if not any(layer.compute.startswith("fp8") for layer in loaded.plan.layers):
+        return "upcast"
+    modes = precision.candidates(job.quantize, processes.device)
+    seconds = precision.fastest(modes, lambda mode: _switch(job, loaded, mode), attempt, processes.device)
+    total = processes.sum_(torch.tensor([seconds[mode] for mode in modes], device=processes.device)).tolist()
+    if min(total) == math.inf:
+        raise RunFailure(memory.out_of_memory_advice(processes.device))
+    chosen = modes[total.index(min(total))]
+    run.log_event("compute", chosen=chosen, seconds={mode: round(seconds[mode], 4) for mode in modes})
+    return chosen
+
+
+def _switch(job: Job, loaded: Loaded, compute: str) -> None:
+    precision.set_compute_(loaded.denoiser, loaded.plan.with_compute(compute), job.quantize)
 
 
 def fit(
@@ -166,7 +203,8 @@ def fit(
 
     def draw(step: int) -> None:
         conds, negative = data.preview_conds, data.preview_negative
-        sample.draw(family, denoiser, conds, negative, job.preview, job.dataset.resolution, step, run)
+        with precision.decoded_compute(denoiser):
+            sample.draw(family, denoiser, conds, negative, job.preview, job.dataset.resolution, step, run)
 
     # at the start (main process): what the base draws, to compare with
     if processes.is_main and job.preview.prompts and job.preview.at_start and state.step == 0:
@@ -213,6 +251,7 @@ def fit(
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RunFailure(_not_finite(step, loss, norm, faults, run))
         optimizer.step(gradients.named, lr, step)
+        loaded.amax.end_step_(processes.max_)
         state.step = step
         seconds = time.perf_counter() - started
 
@@ -285,7 +324,14 @@ class Gradients:
 def save_checkpoint(job: Job, data: Data, loaded: Loaded, state: State, run: Run) -> None:
     """One whole bundle at this step."""
     tensors, scalars = loaded.optimizer.state()
-    content = {"step": state.step, "optimizer": scalars, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    tensors |= loaded.amax.tensors()
+    content = {
+        "step": state.step,
+        "compute": state.compute,
+        "optimizer": scalars,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
     content |= _fingerprints(job, data)
     path = checkpoint.save(run.checkpoints, adapters.state(loaded.denoiser), tensors, content, keep=job.checkpoint.keep)
     run.log_event("checkpoint", step=state.step, path=str(path.relative_to(run.path)))
@@ -326,9 +372,11 @@ def _take_up(job: Job, data: Data, loaded: Loaded, run: Run, resume: bool) -> St
             f"{found.path} is at step {found.step}, but train.steps is {job.train.steps}; raise train.steps to go on"
         )
     adapters.load_state_(loaded.denoiser, found.adapter)
-    loaded.optimizer.load_state(found.optimizer, before["optimizer"])
+    tensors = dict(found.optimizer)
+    loaded.amax.load_({name: tensors.pop(name) for name in list(tensors) if name.startswith("amax.")})
+    loaded.optimizer.load_state(tensors, before["optimizer"])
     run.log_event("resume", step=found.step, checkpoint=found.path.name)
-    return State(step=found.step)
+    return State(found.step, before.get("compute", ""))
 
 
 def _fingerprints(job: Job, data: Data) -> dict[str, Any]:
@@ -343,6 +391,7 @@ def _fingerprints(job: Job, data: Data) -> dict[str, Any]:
     pinned = (
         "model.family",
         "quantize.storage",
+        "quantize.recipe",
         "adapter.type",
         "adapter.rank",
         "adapter.alpha",

@@ -64,8 +64,8 @@ SAMPLING = {
 # sooner from pictures that have them near the middle and of like size.
 NARROW = {"widths": (0.64, 0.74), "spread": 0.12}
 DEFAULTS = {
-    "sd15": {"steps": 3300, "batch": 32, "lr": 1e-3, "bf16": False, "muon": False, "narrow": False},
-    "flux": {"steps": 7000, "batch": 32, "lr": 1e-3, "bf16": False, "muon": False, "narrow": True},
+    "sd15": {"steps": 3300, "batch": 32, "lr": 1e-3, "square": 0.82, "bf16": False, "muon": False, "narrow": False},
+    "flux": {"steps": 7000, "batch": 32, "lr": 1e-3, "square": 0.5, "bf16": False, "muon": False, "narrow": True},
 }
 
 
@@ -164,15 +164,24 @@ def vae_accuracy(vae: AutoencoderKL, n: int, seed: int = 99) -> dict[str, float]
     return {k: round(v / (n // 3 * 3), 4) for k, v in right.items()}
 
 
+def size_shares(square: float) -> tuple[float, float, float]:
+    """Shares of the picture sizes in training: `square` of the batches, the rest in equal parts wide and high."""
+    return square, (1 - square) / 2, (1 - square) / 2
+
+
 @torch.no_grad()
 def latent_pool(
-    vae: AutoencoderKL, seed: int, many: int, **drawing: object
+    vae: AutoencoderKL, seed: int, many: int, square: float, **drawing: object
 ) -> list[tuple[torch.Tensor, list[pictures.Scene]]]:
-    """For each picture size: latents scaled to spread 1, (n, 4, height/4, width/4), and their scenes."""
+    """For each picture size: latents scaled to spread 1, (n, 4, height/4, width/4), and their scenes.
+
+    `many` pictures are square, and as many of the two other sizes as their shares of the training need.
+    """
     rng = random.Random(seed)
     shift = vae.config.shift_factor or 0.0
     pool = []
-    for size, n in zip(pictures.SIZES, (many, many // 5, many // 5), strict=True):
+    for size, share in zip(pictures.SIZES, size_shares(square), strict=True):
+        n = round(many * share / square)
         scenes = [pictures.random_scene(rng) for _ in range(n)]
         latents = []
         for i in range(0, n, 50):
@@ -455,12 +464,12 @@ def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
             first = state["step"]
     torch.manual_seed(args.seed + 1 + first)
     rng = random.Random(args.seed + 1 + first)
-    pool = latent_pool(vae, args.seed + 2, args.pool, **(NARROW if args.narrow else {}))
+    pool = latent_pool(vae, args.seed + 2, args.pool, args.square, **(NARROW if args.narrow else {}))
     flat = pool[0][0]
     log(f"{sum(len(s) for _, s in pool)} latents, mean {flat.mean():.3f}, spread {flat.std():.3f}")
     started, recent = time.time(), []
     for step in range(first + 1, steps + 1):
-        latents, scenes = pool[rng.choices(range(3), (0.82, 0.09, 0.09))[0]]
+        latents, scenes = pool[rng.choices(range(3), size_shares(args.square))[0]]
         picks = [rng.randrange(len(scenes)) for _ in range(batch)]
         captions = ["" if rng.random() < 0.1 else pictures.caption_for(scenes[i], rng) for i in picks]
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
@@ -584,6 +593,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pool", type=int, default=10000, help="pictures drawn for training")
+    parser.add_argument("--square", type=float, help="share of the batches that hold square pictures")
     parser.add_argument("--look", type=int, default=500, help="steps between measurements and snapshots")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="train under bfloat16 autocast")

@@ -132,3 +132,7 @@ def tree_hash() -> Callable[[Path], dict[str, str]]:
         return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     return hashes
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-golden", action="store_true", help="write the golden files anew instead of comparing")

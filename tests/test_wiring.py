@@ -34,6 +34,8 @@ BASE = (
 )
 SHUFFLED = ("dataset.shuffle_tags=true", "dataset.keep_tokens=0")
 
+IN_FP8 = ("quantize.compute=fp8", "quantize.fp8_min_features=0")
+
 
 @dataclasses.dataclass(frozen=True)
 class Flip:
@@ -55,6 +57,15 @@ FLIPS = {
     "model.dtype": Flip("fp32", TRAINING),
     "quantize.storage": Flip("none", (*TRAINING, "storage", "rates")),  # and lr_scale = "auto" with it
     "quantize.keep": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates")),
+    "quantize.scale": Flip("tensor", (*TRAINING, "storage"), ("shapes", "rates")),
+    "quantize.modulation": Flip("bf16", (*TRAINING, "storage"), ("shapes", "rates"), family="flux"),
+    "quantize.override": Flip("['to_q = int8']", (*TRAINING, "storage"), ("shapes", "rates")),
+    "quantize.compute": Flip(
+        "fp8_forward", (*TRAINING, "storage"), ("shapes", "rates"), ("quantize.fp8_min_features=0",)
+    ),
+    "quantize.recipe": Flip("delayed", TRAINING, ("shapes", "rates", "storage"), IN_FP8),
+    "quantize.fp8_min_features": Flip("9999", (*TRAINING, "storage"), ("shapes", "rates"), IN_FP8),
+    "quantize.fp8_exclude": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates"), IN_FP8),
     "adapter.rank": Flip("8", ("shapes", "losses")),
     "adapter.alpha": Flip("16.0", TRAINING, ("shapes",)),
     "adapter.dropout": Flip("0.5", TRAINING, ("shapes", "rates")),
@@ -124,6 +135,7 @@ OWN_TEST = {
     "model.path": "test_family_and_path_choose_the_base",
     "model.components": "test_components",
     "model.revision": "test_revision",
+    "quantize.fast_accum": "test_fast_accum_reaches_the_kernel",
     "adapter.type": "test_adapter_type",
     "dataset.folders.0.path": "test_folder_path",
     "dataset.missing_caption": "test_missing_caption",
@@ -427,6 +439,18 @@ def test_threads(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch
     assert asked == [3]
     train.run(job("train.threads=0", "train.steps=1", "name=second"), progress=False)
     assert asked == [3]  # 0 leaves torch's choice alone
+
+
+def test_fast_accum_reaches_the_kernel(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU adds up the same either way, so what the kernel is asked for is looked at."""
+    asked: list[bool] = []
+    real = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: asked.append(k["use_fast_accum"]) or real(*a, **k))
+    train.run(job(*IN_FP8, "train.steps=1"), progress=False)
+    assert asked.count(True) > 0 and asked.count(False) > 0  # forward, backward
+    asked.clear()
+    train.run(job(*IN_FP8, "train.steps=1", "quantize.fast_accum=false", "name=second"), progress=False)
+    assert asked.count(True) == 0 and asked.count(False) > 0
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ class ModelFamily(ABC):
     """Name parts (see `precision.names`) of layers that do not, although their names end so."""
     keep_precise: ClassVar[tuple[str, ...]]
     """Name parts (see `precision.names`) of the layers that stay in the model's dtype: small, or sensitive."""
+    modulation: ClassVar[tuple[str, ...]] = ()
+    """Name parts of the layers that scale and shift the blocks' norms: they see one row per image and no tokens."""
     bucket_multiple: ClassVar[int]
     """Image sides must be multiples of so many pixels."""
     native_resolution: ClassVar[int]

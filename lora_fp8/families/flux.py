@@ -44,12 +44,9 @@ class Family(ModelFamily):
         *("proj_mlp", "proj_out"),  # of the single-stream blocks
     )
     adapter_exclude = ("^proj_out",)  # the last layer of the whole model, which has the same name
-    # Embedders, modulation (norm*.linear) and the output: everything passes through them. Modulation is 3.2 of the 11.9
-    # B parameters, so precision costs 3 GB here; `quantize` reports what is held how.
-    keep_precise = (
-        *("x_embedder", "context_embedder", "time_text_embed", "norm_out", "^proj_out"),
-        *("norm1", "norm1_context", "norm"),
-    )
+    # Embedders and the output: everything passes through them.
+    keep_precise = ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "^proj_out")
+    modulation = ("norm1.linear", "norm1_context.linear", "norm.linear")  # 3.2 of the 11.9 B parameters
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 3.5

@@ -1,22 +1,39 @@
-"""Frozen layers in few bytes. `fp8` is the layer and its arithmetic, `convert` puts a whole denoiser into it.
+"""Frozen layers in few bytes: how they are held, how they are multiplied, and what is decided for each.
 
-Order of use: build the denoiser on the meta device, `quantize_` it (decides, per linear layer, what is held how),
-`fill_` it from a stream of tensors, then `adapters.inject`. A denoiser that already has its weights needs no `fill_`.
+Reading order: `formats` (bytes and scales), `matmul` (the arithmetic), `linear` (the layer), `plan` (which layer gets
+what), `convert` (a whole denoiser), `choose` (which matmul is fastest here).
+
+Order of use: build the denoiser on the meta device, `quantize_` it, `fill_` it from a stream of tensors, then
+`adapters.inject`. A denoiser that already has its weights needs no `fill_`.
 """
 
-from .convert import LayerReport, QuantReport, decoded_state_dict, decoded_tensors, fill_, quantize_
-from .fp8 import FrozenFp8Linear, decode, encode
+from .choose import candidates, fastest, problem
+from .convert import decoded_state_dict, decoded_tensors, fill_, quantize_, set_compute_
+from .formats import FP8_ROW, Format, decode, encode, round_trip
+from .linear import AmaxHistory, FrozenLinear, decoded_compute, frozen_layers
 from .names import name_matches
+from .plan import LayerPlan, Plan, decide
 
 __all__ = [
-    "FrozenFp8Linear",
-    "LayerReport",
-    "QuantReport",
+    "FP8_ROW",
+    "AmaxHistory",
+    "Format",
+    "FrozenLinear",
+    "LayerPlan",
+    "Plan",
+    "candidates",
+    "decide",
     "decode",
+    "decoded_compute",
     "decoded_state_dict",
     "decoded_tensors",
     "encode",
+    "fastest",
     "fill_",
+    "frozen_layers",
     "name_matches",
+    "problem",
     "quantize_",
+    "round_trip",
+    "set_compute_",
 ]

@@ -9,127 +9,69 @@ linear layers that the family or the user keeps. What a model's class lists in `
 in diffusers' own loading.
 """
 
-import difflib
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .. import config
-from .fp8 import FrozenFp8Linear
-from .names import name_matches
+from .linear import FrozenLinear, frozen_layers
+from .plan import Plan, decide, held_dtype, linear_places
 
 
-@dataclass(frozen=True)
-class LayerReport:
-    """What was done with one linear layer."""
+def quantize_(
+    denoiser: nn.Module,
+    section: config.Quantize,
+    keep: Iterable[str],
+    dtype: torch.dtype,
+    modulation: Sequence[str] = (),
+) -> Plan:
+    """Does what `plan.decide` says: swaps linear layers for frozen ones, freezes every parameter and casts the rest to
+    `dtype`, in place.
 
-    name: str
-    shape: tuple[int, int]
-    """(output features, input features)"""
-    storage: str
-    """"fp8", "bf16", "fp16" or "fp32" """
-    reason: str
-    num_bytes: int
-    """weight, scales and bias"""
-
-
-@dataclass(frozen=True)
-class QuantReport:
-    """What `quantize_` did: every linear layer, and the bytes of the whole denoiser."""
-
-    storage: str
-    layers: tuple[LayerReport, ...]
-    num_bytes: int
-    """all parameters and buffers, as they are held now"""
-    plain_num_bytes: int
-    """the same, had every parameter been held in the compute dtype"""
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def quantized(self) -> tuple[LayerReport, ...]:
-        return tuple(layer for layer in self.layers if layer.storage == "fp8")
-
-    @property
-    def kept(self) -> tuple[LayerReport, ...]:
-        return tuple(layer for layer in self.layers if layer.storage != "fp8")
-
-    def summary(self) -> str:
-        """One line for the log, and one more for each reason why linear layers were kept."""
-        lines = [
-            f"base: {len(self.quantized)} of {len(self.layers)} linear layers in fp8; "
-            f"{self.num_bytes / 2**20:.1f} MiB held, {self.plain_num_bytes / 2**20:.1f} MiB without"
-        ]
-        if self.storage != "none":
-            for reason, count in Counter(layer.reason for layer in self.kept).items():
-                lines.append(f"  kept: {count} x {reason}")
-        return "\n".join(lines)
-
-
-def quantize_(denoiser: nn.Module, section: config.Quantize, keep: Iterable[str], dtype: torch.dtype) -> QuantReport:
-    """Swaps linear layers for FP8 ones, freezes every parameter and casts the rest to `dtype`, in place.
-
-    Works on real weights and on the meta device (then call `fill_`). Layers that are FP8 already stay as they are.
-
-    Args:
-        keep: the family's precise parts, in the terms of `names.name_matches`. Parts that match nothing are fine here:
-            one architecture has variants with and without some modules.
-        dtype: compute dtype, and storage of what is not quantized.
+    Works on real weights and on the meta device (then call `fill_`). Layers that are quantized already stay as they
+    are. Arguments as `plan.decide` has them.
 
     Raises:
-        config.UserError: an entry of `section.keep` matches no linear layer.
+        config.UserErrors: what `plan.decide` raises.
         ValueError: non-finite weights, naming the layer; or adapters are there already (they would be quantized too).
     """
     if any("lora_" in name for name, _ in denoiser.named_modules()):
         raise ValueError("quantize_ before adapters.inject: the adapters' own linear layers would be quantized")
-    if section.storage not in ("fp8", "none"):
-        raise config.UserError(f"quantize.storage: {section.storage!r} is not known; accepted: fp8, none")
-    places: dict[nn.Module, list[str]] = {}  # a layer that stands at two places stays one layer
-    for name, module in denoiser.named_modules(remove_duplicate=False):
-        if name and isinstance(module, nn.Linear):
-            places.setdefault(module, []).append(name)
-    names = [name for several in places.values() for name in several]
-    _check_keep(section.keep, names)
-
-    reasons: dict[str, str] = {}
+    plan = decide(denoiser, section, keep, dtype, modulation)
+    planned = {layer.name: layer for layer in plan.layers}
+    places = linear_places(denoiser)
     while places:
         linear, several = places.popitem()  # nothing here keeps a layer alive once it is swapped
-        reason = next(filter(None, (_reason_to_keep(denoiser, name, linear, section, keep) for name in several)), "")
-        reasons |= dict.fromkeys(several, reason)
-        if reason or isinstance(linear, FrozenFp8Linear):
+        layer = planned[several[0]]
+        if layer.form is None:
             continue
-        quantized = FrozenFp8Linear.from_linear(linear, dtype, several[0])
-        for name in several:
-            parent, _, child = name.rpartition(".")
-            setattr(denoiser.get_submodule(parent), child, quantized)
+        frozen = linear
+        if not isinstance(linear, FrozenLinear):
+            frozen = FrozenLinear.from_linear(linear, dtype, several[0], layer.form)
+            for name in several:
+                parent, _, child = name.rpartition(".")
+                setattr(denoiser.get_submodule(parent), child, frozen)
+        frozen.set_compute_(layer.compute, section.recipe, section.fast_accum)
 
     for name, module in denoiser.named_modules():
-        held = _held_dtype(denoiser, name, dtype)
-        persistent = [
-            buffer for key, buffer in module._buffers.items() if key not in module._non_persistent_buffers_set
-        ]
-        for tensor in [*module._parameters.values(), *persistent]:
-            # A scale of an FP8 layer stays float32; a non-persistent buffer has the precision its constructor computed
-            # it in.
-            if tensor is not None and tensor.is_floating_point() and tensor is not module._buffers.get("scale"):
-                tensor.data = tensor.data.to(held)
+        held = held_dtype(denoiser, name, dtype)
+        # What a frozen layer holds beside its bias stays as it is; a non-persistent buffer has the precision its
+        # constructor computed it in.
+        fixed = {*module._non_persistent_buffers_set, *(module._buffers if isinstance(module, FrozenLinear) else ())}
+        buffers = [buffer for key, buffer in module._buffers.items() if key not in fixed]
+        for tensor in [*module._parameters.values(), *buffers]:
+            if tensor is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype if isinstance(module, FrozenLinear) else held)
     denoiser.requires_grad_(False)
+    return plan
 
-    layers = []
-    for name in names:
-        layer = denoiser.get_submodule(name)
-        storage = "fp8" if isinstance(layer, FrozenFp8Linear) else _short(layer.weight.dtype)
-        num_bytes = sum(tensor.nbytes for tensor in layer.state_dict().values())
-        shape = (layer.out_features, layer.in_features)
-        layers.append(LayerReport(name, shape, storage, reasons[name] or "fp8", num_bytes))
-    everything = [*denoiser.parameters(), *denoiser.buffers()]
-    plain = sum(parameter.numel() for parameter in denoiser.parameters()) * dtype.itemsize
-    warnings = ()
-    if section.storage == "none" and section.keep:
-        warnings = ("quantize.keep had no effect: quantize.storage is 'none', so nothing is quantized",)
-    return QuantReport(section.storage, tuple(layers), sum(t.nbytes for t in everything), plain, warnings)
+
+def set_compute_(denoiser: nn.Module, plan: Plan, section: config.Quantize) -> None:
+    """Has every frozen layer multiply as the plan says, in place; layers that adapters wrap are found too."""
+    layers = frozen_layers(denoiser)
+    for layer in plan.quantized:
+        layers[layer.name].set_compute_(layer.compute, section.recipe, section.fast_accum)
 
 
 def fill_(
@@ -205,56 +147,12 @@ def decoded_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
     return dict(decoded_tensors(denoiser))
 
 
-# -- which layers, and in what -----------------------------------------------------------------------------------------
-
-
-def _reason_to_keep(
-    denoiser: nn.Module, name: str, linear: nn.Linear, section: config.Quantize, keep: Iterable[str]
-) -> str:
-    """Why this layer is not quantized, or "" when it is."""
-    if section.storage == "none":
-        return "quantize.storage is none"
-    for entry in section.keep:
-        if name_matches(name, entry):
-            return f"{entry!r} in quantize.keep"
-    for entry in keep:
-        if name_matches(name, entry):
-            return f"{entry!r} is precise in this family"
-    if _held_dtype(denoiser, name, torch.bfloat16) is torch.float32:
-        return "float32 in this model's class"
-    if type(linear) not in (nn.Linear, FrozenFp8Linear):
-        # Such as the projection of nn.MultiheadAttention, whose weight is read and not called.
-        return f"{type(linear).__name__} is not a plain nn.Linear"
-    return ""
-
-
-def _check_keep(entries: Iterable[str], names: list[str]) -> None:
-    for entry in entries:
-        if any(name_matches(name, entry) for name in names):
-            continue
-        parts = {part for name in names for part in name.split(".") if not part.isdigit()}
-        parts |= {".".join(name.split(".")[-2:]) for name in names}
-        near = difflib.get_close_matches(entry.removeprefix("^"), sorted(parts), n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lora-fp8 inspect` lists the layers"
-        raise config.UserError(f"quantize.keep: {entry!r} matches no linear layer of this model; {hint}")
-
-
-def _held_dtype(denoiser: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, or float32 where the model's class asks for it (diffusers' `_keep_in_fp32_modules`)."""
-    precise = getattr(denoiser, "_keep_in_fp32_modules", None) or ()
-    return torch.float32 if any(part in precise for part in name.split(".")) else dtype
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
-
-
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
 def _names(module: nn.Module) -> list[str]:
     """The module's own parameters and persistent buffers, by the names they have in the plain model."""
-    if isinstance(module, FrozenFp8Linear):
+    if isinstance(module, FrozenLinear):
         return ["weight"] if module.bias is None else ["weight", "bias"]
     parameters = [key for key, value in module._parameters.items() if value is not None]
     skipped = module._non_persistent_buffers_set
@@ -264,9 +162,11 @@ def _names(module: nn.Module) -> list[str]:
 def _slots(denoiser: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, tuple[int, ...]]]]:
     for path, module in denoiser.named_modules():
         for attribute in _names(module):
-            quantized = isinstance(module, FrozenFp8Linear) and attribute == "weight"
-            held = module.qweight if quantized else getattr(module, attribute)
-            yield f"{path}.{attribute}" if path else attribute, (module, attribute, tuple(held.shape))
+            if isinstance(module, FrozenLinear) and attribute == "weight":
+                shape = (module.out_features, module.in_features)
+            else:
+                shape = tuple(getattr(module, attribute).shape)
+            yield f"{path}.{attribute}" if path else attribute, (module, attribute, shape)
 
 
 def _set(
@@ -279,12 +179,12 @@ def _set(
     device: torch.device,
 ) -> None:
     tensor = tensor.to(device)
-    if isinstance(module, FrozenFp8Linear) and attribute == "weight":
+    if isinstance(module, FrozenLinear) and attribute == "weight":
         module.compute_dtype = dtype
         module.set_weight_(tensor, name.removesuffix(".weight"))
         return
     if tensor.is_floating_point():
-        tensor = tensor.to(_held_dtype(denoiser, name.rpartition(".")[0], dtype))
+        tensor = tensor.to(held_dtype(denoiser, name.rpartition(".")[0], dtype))
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.clone()  # a slice, of a fused qkv for one: keeping it would keep the whole alive
     if attribute in module._parameters:

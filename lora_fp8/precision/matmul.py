@@ -1,0 +1,228 @@
+"""What a frozen layer does with its bytes: decode them and multiply, or multiply them as they are.
+
+Three ways to compute `y = x W^T + b` and its gradient for x. The weight never gets one, so a step costs two GEMMs per
+layer and not three; and only references to the bytes and scales that the layer owns are kept for backward. (Decoding in
+front of `F.linear` would make autograd keep the decoded weight of every layer, the memory that FP8 was to save.)
+
+| compute | forward | gradient for x |
+|---|---|---|
+| upcast | W decoded, GEMM in the compute dtype | W decoded again, GEMM in the compute dtype |
+| fp8 | x to e4m3 with a scale per token, FP8 GEMM | dY to e4m3 with a scale per token, FP8 GEMM |
+| fp8_forward | as fp8 | as upcast |
+
+One stored copy of W serves both FP8 GEMMs. In the forward W's row scale indexes the output and multiplies the product.
+In the backward it indexes the dimension that is summed over, so it is multiplied into dY before dY is quantized. What
+differs is the layout: FP8 tensor cores want both operands contiguous along the sum, so the backward transposes the
+bytes into a scratch tensor that lives for that GEMM only.
+
+The GEMM itself runs with unit scales and the scales multiply its result: torch's kernel for scales per row was measured
+to be slower than the one for scales per tensor on Hopper, up to twice on some shapes (pytorch#147971).
+
+Scaling recipes, for what is quantized anew at every step (activations and gradients):
+
+* current: from the tensor itself, per token.
+* delayed: one scale per tensor from the largest values of the last steps (Micikevicius et al. 2022, as in
+  TransformerEngine): no pass over the tensor before the cast, but a sudden large value is clipped.
+* block: 1x128, against a weight held with 128x128 scales (as DeepSeek-V3 trains).
+
+Shapes: M tokens (all leading dimensions), N output features, K input features.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .formats import E4M3_MAX, MIN_SCALE, apply_scale_, decode
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128
+
+
+class UpcastLinear(torch.autograd.Function):
+    """`y = x @ decode(W).T + bias`, with a gradient for x (and bias) only.
+
+    Arguments: x (..., K); bias (N) or None; the storage's name; the tensors of `formats.encode`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias_N: Tensor | None, storage: str, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(*parts)  # references to what the layer owns: no bytes are added
+        ctx.storage = storage
+        return F.linear(x, decode(parts, storage, x.dtype), bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        parts = ctx.saved_tensors  # once: non-reentrant checkpointing refuses a second look
+        grad_x = grad_bias_N = None
+        if ctx.needs_input_grad[0]:
+            weight_NK = decode(parts, ctx.storage, grad.dtype)
+            # Flattened as autograd does for F.linear, so that the result is the same to the bit.
+            grad_x = (grad.reshape(-1, grad.shape[-1]) @ weight_NK).view(*grad.shape[:-1], weight_NK.shape[1])
+        if ctx.needs_input_grad[1]:
+            grad_bias_N = grad.sum(dim=tuple(range(grad.ndim - 1)))
+        return grad_x, grad_bias_N, None, *[None for _ in parts]
+
+
+class Fp8Linear(torch.autograd.Function):
+    """As `UpcastLinear`, with e4m3 operands in the forward GEMM and, unless `precise_backward`, in the backward's.
+
+    Arguments: x (..., K), which the gradient is for; its e4m3 values (M, K) and scale from `quantize`; bias; W's bytes
+    and scale; whether the backward decodes W instead; whether the forward may accumulate fast (in fewer bits); the
+    recipe; and for the delayed recipe the amax history of gradients and the largest value of this step, else None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values_MK: Tensor,
+        x_scale: Tensor,
+        bias_N: Tensor | None,
+        qweight_NK: Tensor,
+        scale: Tensor,
+        precise_backward: bool,
+        fast_accum: bool,
+        recipe: str,
+        history: Tensor | None,
+        newest: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(qweight_NK, scale)
+        ctx.precise_backward, ctx.recipe, ctx.history, ctx.newest = precise_backward, recipe, history, newest
+        y_MN = _multiply(values_MK, x_scale, qweight_NK, scale, x.dtype, recipe, fast_accum)
+        if bias_N is not None:
+            y_MN = y_MN + bias_N
+        return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qweight_NK, scale = ctx.saved_tensors
+        grad_x = grad_bias_N = None
+        if ctx.needs_input_grad[0]:
+            grad_MN = grad.reshape(-1, grad.shape[-1])
+            if ctx.precise_backward:
+                grad_MK = grad_MN @ decode((qweight_NK, scale), "fp8", grad.dtype)
+            else:
+                if ctx.recipe == "block":
+                    folded_MN, transposed_scale = grad_MN, scale.t().contiguous()
+                else:
+                    folded_MN, transposed_scale = grad_MN * scale.view(1, -1), None  # in float32
+                values_MN, grad_scale = quantize(folded_MN, ctx.recipe, ctx.history, ctx.newest)
+                # Fast accumulation is for the forward only: gradients' small terms are what it drops.
+                grad_MK = _multiply(
+                    values_MN, grad_scale, transpose(qweight_NK), transposed_scale, grad.dtype, ctx.recipe, False
+                )
+            grad_x = grad_MK.view(*grad.shape[:-1], qweight_NK.shape[1])
+        if ctx.needs_input_grad[3]:
+            grad_bias_N = grad.sum(dim=tuple(range(grad.ndim - 1)))
+        return grad_x, None, None, grad_bias_N, None, None, None, None, None, None, None
+
+
+def quantize(
+    x_MK: Tensor, recipe: str = "current", history: Tensor | None = None, newest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The e4m3 values (M, K) and the scale of an activation or gradient: value * scale = x.
+
+    Args:
+        recipe: current: scale (M, 1). delayed: scale (1, 1), from `history`; `newest` (1) rises to this tensor's
+            largest value. block: scale (M, K / 128).
+
+    A row with NaN or infinity comes out as NaN, as it would from a GEMM in bf16; it is never clipped to 448.
+    """
+    if recipe == "block":
+        blocks = x_MK.reshape(x_MK.shape[0], -1, BLOCK)
+        amax = blocks.abs().amax(dim=-1)
+        scale = (amax.to(torch.float32) / E4M3_MAX).clamp(min=MIN_SCALE)
+        return _to_e4m3(blocks.to(torch.float32) / scale[:, :, None]).view(x_MK.shape), scale
+    if recipe == "delayed":
+        amax = x_MK.abs().amax().to(torch.float32).view(1)
+        torch.maximum(newest, amax, out=newest)
+        known = history.amax().view(1)
+        # Before the first step there is no history, and the tensor itself has to say.
+        scale = (torch.where(known > 0, known, amax) / E4M3_MAX).clamp(min=MIN_SCALE).view(1, 1)
+        return _to_e4m3(x_MK.to(torch.float32) / scale), torch.where(amax.isfinite(), scale, float("nan"))
+    scale = (x_MK.abs().amax(dim=-1, keepdim=True).to(torch.float32) / E4M3_MAX).clamp(min=MIN_SCALE)
+    return _to_e4m3(x_MK.to(torch.float32) / scale), scale
+
+
+def _to_e4m3(values: Tensor) -> Tensor:
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def transpose(qweight_NK: Tensor) -> Tensor:
+    """The bytes with rows and columns swapped, contiguous (K, N)."""
+    return qweight_NK.t().contiguous()
+
+
+def _multiply(
+    a_MK: Tensor,
+    a_scale: Tensor,
+    qweight_NK: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    recipe: str,
+    fast_accum: bool,
+) -> Tensor:
+    """`(a * a_scale) @ (W * scale).T` of e4m3 values in `dtype` (M, N).
+
+    Layout rules of the CUDA kernel, which the CPU's does not enforce: a row-major, W^T column-major, K and N multiples
+    of 16. `tests/test_matmul.py` holds every layer of the large models against them without a GPU.
+    """
+    weight_NK = qweight_NK.view(E4M3)
+    if recipe == "block":
+        return _multiply_blocks(a_MK, a_scale, weight_NK, scale, dtype)
+    # Unscaled sums reach 448 * 448 * K, too much for fp16.
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    one = torch.ones((), dtype=torch.float32, device=a_MK.device)
+    y_MN = torch._scaled_mm(a_MK, weight_NK.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_accum)
+    # In float32: a scale in bf16 would add its own 0.2 %.
+    y_MN = y_MN.to(torch.float32) * a_scale
+    return (y_MN if scale is None else y_MN * scale.view(1, -1)).to(dtype)
+
+
+def _multiply_blocks(a_MK: Tensor, a_scale: Tensor, weight_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Blocks of 1x128 times blocks of 128x128. Torch has this on Hopper only; a CPU multiplies the decoded values."""
+    if a_MK.device.type == "cpu":
+        a = apply_scale_(a_MK.to(torch.float32), a_scale)
+        return (a @ apply_scale_(weight_NK.to(torch.float32), scale).t()).to(dtype)
+    one, square = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    return F.scaled_mm(
+        a_MK,
+        weight_NK.t(),
+        a_scale.t().contiguous().t(),  # the kernel reads the scales of one column of blocks together
+        one,
+        scale.t(),
+        square,
+        output_dtype=dtype,
+    )
+
+
+# -- one quantized input for several layers ----------------------------------------------------------------------------
+
+_last: tuple[Any, int, str, tuple[Tensor, Tensor]] | None = None
+
+
+def quantize_shared(x: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+    """`quantize` of x (..., K), done once where layers get the same tensor one after the other, as q, k and v do.
+
+    Holds the last result until another tensor comes or `forget_shared`. Under torch.compile there is nothing to
+    remember: the compiler sees that the three computations are the same one.
+    """
+    global _last
+    if torch.compiler.is_compiling():
+        return quantize(x.reshape(-1, x.shape[-1]), recipe)
+    if _last is not None:
+        tensor, version, kind, result = _last
+        if tensor() is x and version == x._version and kind == recipe:
+            return result
+    result = quantize(x.detach().reshape(-1, x.shape[-1]), recipe)
+    _last = (weakref.ref(x), x._version, recipe, result)
+    return result
+
+
+def forget_shared() -> None:
+    """Frees the last quantized input."""
+    global _last
+    _last = None
