@@ -144,7 +144,7 @@ def test_a_stranger_draws_our_preview(name, storage, wide, tmp_path):
         shutil.copytree(base, seen)
         family = Family(job.model, device="cpu", dtype=torch.bfloat16)
         denoiser = family.empty_denoiser()
-        precision.quantize_(denoiser, job.quantize, keep=family.keep_precise, dtype=torch.bfloat16)
+        precision.quantize_(denoiser, job.quantize, family.keep_precise, torch.bfloat16, family.modulation)
         precision.fill_(denoiser, family.denoiser_tensors(), dtype=torch.bfloat16)
         plain = getattr(diffusers, family.denoiser_class).from_config(family.denoiser_config()).to(torch.bfloat16)
         plain.load_state_dict(precision.decoded_state_dict(denoiser))

@@ -61,7 +61,9 @@ def make(Family, path, dtype=torch.float32, **settings):
 
 def load_denoiser(family, storage="none"):
     denoiser = family.empty_denoiser()
-    precision.quantize_(denoiser, config.Quantize(storage=storage), family.keep_precise, family.dtype)
+    precision.quantize_(
+        denoiser, config.Quantize(storage=storage), family.keep_precise, family.dtype, family.modulation
+    )
     precision.fill_(denoiser, family.denoiser_tensors(), family.dtype, "cpu")
     return denoiser.eval()
 
@@ -112,7 +114,7 @@ def test_the_facts_are_stated(Family, denoiser):
     assert Family.bucket_step % Family.bucket_multiple == 0 and Family.native_resolution % Family.bucket_step == 0
     assert Family.kohya_naming and Family.modelspec_architecture and Family.kohya_base_version and Family.title
     names = [name for name, _ in denoiser.named_modules()]
-    for entry in (*Family.keep_precise, *Family.adapter_exclude):
+    for entry in (*Family.keep_precise, *Family.modulation, *Family.adapter_exclude):
         assert any(precision.name_matches(name, entry) for name in names), f"{entry} matches nothing"
 
 
@@ -404,8 +406,16 @@ def test_the_last_layer_of_flux_is_not_a_single_blocks_proj_out():
     assert Family.adapter_names(denoiser, ["^proj_out"]) == ["proj_out"]
     held = [n for n, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)]
     precise = {n for n in held if any(precision.name_matches(n, e) for e in Family.keep_precise)}
-    assert {"proj_out", "x_embedder", "single_transformer_blocks.3.norm.linear"} < precise
-    assert not {"single_transformer_blocks.3.proj_out", "transformer_blocks.0.attn.to_q"} & precise
+    assert {"proj_out", "x_embedder", "norm_out.linear"} < precise
+    modulation = {n for n in held if any(precision.name_matches(n, e) for e in Family.modulation)}
+    assert len(modulation) == 2 * 1 + 38 and {n.split(".")[-2] for n in modulation} == {
+        "norm1",
+        "norm1_context",
+        "norm",
+    }
+    both = precise | modulation
+    assert not {"single_transformer_blocks.3.proj_out", "transformer_blocks.0.attn.to_q"} & both
+    assert not precise & modulation
 
 
 # -- SDXL and FLUX, in particular ------------------------------------------------------------------------------------

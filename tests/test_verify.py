@@ -196,7 +196,7 @@ def test_the_trainers_own_model_passes(trained, tmp_path, name, dtype):
     section = config.Model(family=name, path=str(trained(name).folder / "base"), dtype="fp32")
     family = families.get(name)(section, device="cpu", dtype=dtype)
     denoiser = family.empty_denoiser()
-    precision.quantize_(denoiser, config.Quantize(storage="fp8"), keep=family.keep_precise, dtype=dtype)
+    precision.quantize_(denoiser, config.Quantize(storage="fp8"), family.keep_precise, dtype, family.modulation)
     precision.fill_(denoiser, family.denoiser_tensors(), dtype=dtype, device="cpu")
     adapters.inject(denoiser, config.Adapter(rank=4, alpha=6), family.adapter_names(denoiser), seed=0)
     generator = torch.Generator().manual_seed(4)

@@ -195,7 +195,7 @@ class Cache:
             "family": self.family.name,
             "encoder": self._identities[what],
             # The precision that the encoder computes in, and the one that its result is held in.
-            "encoder_dtype": str(getattr(self.family, "dtype", "")),
+            "encoder_dtype": str(self.family.dtype),
             "dtype": str(self.dtype),
             "preprocessing": PREPROCESSING_VERSION,
             **parts,
