@@ -136,7 +136,7 @@ def plan(
 
 
 def _look_at_base(job: Any, report: Any) -> list[str]:
-    """Find the base model and read its headers. Raises UserError."""
+    """Find the base model, read its headers, and ask its tokenizers what captions lose. Raises UserError."""
     from .families import _files, get
 
     base = job.model
@@ -147,8 +147,12 @@ def _look_at_base(job: Any, report: Any) -> list[str]:
         return []  # told before torch is loaded, which takes seconds
     import torch
 
+    from .data.cache import dataset_captions, truncation_warnings
+
     family = get(base.family)(base, device="cpu", dtype=torch.bfloat16)
-    return [f"base: {family.title}, {base.path}", *(f"warning: {text}" for text in family.warnings)]
+    texts = list(dict.fromkeys([*dataset_captions(report.examples, job.dataset, job.seed), *job.preview.prompts]))
+    warnings = [*family.warnings, *truncation_warnings(family.overlong(texts), len(texts))]
+    return [f"base: {family.title}, {base.path}", *(f"warning: {text}" for text in warnings)]
 
 
 def _look_at_sizes(job: Any, report: Any) -> list[str]:

@@ -129,7 +129,7 @@ def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
         (line,) = report.warnings()
         assert line.startswith("2 of 4 captions and prompts are longer than the 3 tokens") and "up to 30" in line
         assert "'four' of 'one two three four'" in line and "\n" not in line and len(line) < 500
-        (line,) = report.warnings(most=1)
+        (line,) = caching.truncation_warnings(report.truncated, 4, most=1)
         assert line.endswith("'four' of 'one two three four' and 1 more")
     (folder / "set" / "1.txt").write_text("one", encoding="utf-8")
     (folder / "set" / "2.txt").write_text("two", encoding="utf-8")

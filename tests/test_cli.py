@@ -205,7 +205,7 @@ def test_training_refuses_the_same_five_before_it_makes_a_run(
 
 
 def test_check_finds_what_would_stop_the_training_later(
-    ask: Callable[..., Answer], job_file: Callable[..., Path]
+    ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = job_file()
     assert ask("check", path).code == 0
@@ -231,6 +231,10 @@ def test_check_finds_what_would_stop_the_training_later(
     auto = ask("check", path, "--set", "dataset.resolution=auto", "--set", "dataset.bucket_step=auto")
     assert auto.code == 0 and "5 image(s) with less than a quarter of the pixels" in auto.out
     assert "buckets 320x640: 1, 512x512: 3, 640x320: 1" in auto.out, auto.out
+    Image.new("RGB", (48, 48)).save(tmp_path / "long.png")
+    (tmp_path / "long.txt").write_text("a photo of a red cat, " * 20 + "and the end", encoding="utf-8")
+    long = ask("check", path, "--set", f"dataset.folders=[{{path='{tmp_path}'}}]")
+    assert long.code == 0 and "warning: 1 of 1 captions and prompts are longer than the 75 tokens" in long.out, long
     hub = ask("check", path, "--set", "model.path=somebody/something")
     assert hub.code == 0 and "from the hub when training starts" in hub.out
     fine = ask("check", path, "--json")

@@ -81,6 +81,21 @@ def split_tags(caption: str, separator: str) -> list[str]:
     return [tag.strip() for tag in caption.split(separator) if tag.strip()]
 
 
+def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int = 3) -> list[str]:
+    """One line about the texts that are cut, with what the first few lose; [] if none is."""
+    if not truncated:
+        return []
+    lost = [cut.num_lost for cut in truncated]
+    limit = min(cut.limit for cut in truncated)
+    shown = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in truncated[:most])
+    more = f" and {len(lost) - most} more" if len(lost) > most else ""
+    return [
+        f"{len(lost)} of {num_texts} captions and prompts are longer than the {limit} tokens that the text "
+        f"encoder reads: up to {max(lost)} tokens at the end have no effect; shorten them, or put what matters "
+        f"first. Lost: {shown}{more}"
+    ]
+
+
 def caption_variant(caption: str, variant: int, section: config.Dataset, seed: int) -> str:
     """Variant number `variant` of a caption: its tags shuffled, the first `keep_tokens` in place.
 
@@ -129,19 +144,9 @@ class FillReport:
     texts: int
     truncated: tuple[Overlong, ...] = ()
 
-    def warnings(self, most: int = 3) -> list[str]:
-        """One line about the texts that are cut, with what the first few lose; [] if none is."""
-        if not self.truncated:
-            return []
-        lost = [cut.num_lost for cut in self.truncated]
-        limit = min(cut.limit for cut in self.truncated)
-        shown = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in self.truncated[:most])
-        more = f" and {len(lost) - most} more" if len(lost) > most else ""
-        return [
-            f"{len(lost)} of {self.texts} captions and prompts are longer than the {limit} tokens that the text "
-            f"encoder reads: up to {max(lost)} tokens at the end have no effect; shorten them, or put what matters "
-            f"first. Lost: {shown}{more}"
-        ]
+    def warnings(self) -> list[str]:
+        """What the user must be told; [] if nothing."""
+        return truncation_warnings(self.truncated, self.texts)
 
 
 @dataclass(frozen=True)
