@@ -140,7 +140,7 @@ def _look_at_base(job: Any, report: Any) -> list[str]:
     from .families import _files, get
 
     base = job.model
-    if _files.is_hub_id(base.path) and not Path(base.path).expanduser().exists():
+    if _files.is_hub_id(base.path) and not os.path.exists(os.path.expanduser(base.path)):
         return [f"base: {base.path}, from the hub when training starts (not looked at here)"]
     _files.locate(base.path, base.components, base.revision, family=base.family, parts=())
     if report.problems:

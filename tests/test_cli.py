@@ -212,6 +212,7 @@ def test_check_finds_what_would_stop_the_training_later(
     for override, words in {
         "model.path=./not/here": "model.path = './not/here' does not exist",
         "model.path=model.safetensors": "does not exist",
+        "model.path=~no-such-user/models/x": "does not exist",
         "model.path=models/misspelt.safetensors": "does not exist",
         "dataset.bucket_step=64": "dataset.resolution = 48 is less than the bucket step",
         "dataset.folders.0.path=nowhere": "folder nowhere does not exist",

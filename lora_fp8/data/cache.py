@@ -182,7 +182,7 @@ class Cache:
         *,
         ram_bytes: int = 2 << 30,
     ):
-        self.root, self.family, self.section, self.dtype = Path(root).expanduser(), family, section, dtype
+        self.root, self.family, self.section, self.dtype = Path(os.path.expanduser(root)), family, section, dtype
         self.ram_bytes = ram_bytes
         self._ram: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._ram_used = 0

@@ -451,7 +451,7 @@ def _warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
 
 def _list_folder(index: int, section: config.Dataset, report: ScanReport) -> list[tuple[int, Path, Path, Path | None]]:
     """(folder index, root, image, caption file or None) of every image file of one folder entry."""
-    root = Path(section.folders[index].path).expanduser()
+    root = Path(os.path.expanduser(section.folders[index].path))
     if not root.exists():
         report.problems.append(f"folder {root} does not exist (looked in {Path.cwd()})")
         return []

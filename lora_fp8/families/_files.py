@@ -116,7 +116,7 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
             raise UserError(f"there is no demo base for {family!r}; bundled are: {', '.join(have) or 'none'}")
         return Place(bundled / family, None)
 
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))  # Path's own way raises where there is no such user
     if local.is_dir():
         return Place(local, None)
     if local.is_file():
@@ -127,7 +127,7 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
                 f"model.path = {path!r} is a single file, which holds no tokenizer and no configuration: set "
                 f"model.components to a diffusers folder of a {family} model (it needs no denoiser weights)"
             )
-        folder = Path(components).expanduser()
+        folder = Path(os.path.expanduser(components))
         if not folder.is_dir():
             raise UserError(f"model.components = {components!r} is not a folder")
         return Place(folder, local)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ class ModelFamily(ABC):
             self.warnings.append(
                 f"model.components = {model.components!r} has no effect: model.path is a whole model, not a single file"
             )
-        if model.revision and (model.path == "demo" or Path(model.path).expanduser().exists()):
+        if model.revision and (model.path == "demo" or os.path.exists(os.path.expanduser(model.path))):
             self.warnings.append(f"model.revision = {model.revision!r} has no effect: model.path is a local path")
         self.vae: nn.Module | None = None
         self._text_pipeline: diffusers.DiffusionPipeline | None = None
