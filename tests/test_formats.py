@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_fp8 import config, precision
-from lora_fp8.precision import FP8_ROW, decode, encode, formats, round_trip
+from lora_fp8.precision import FP8_ROW, Format, decode, encode, formats, round_trip
 
 FP8 = config.Quantize(storage="fp8")
 
@@ -102,3 +102,136 @@ def test_encoding_in_pieces_changes_nothing(monkeypatch):
     whole = encode(weight)
     monkeypatch.setattr(formats, "CHUNK_ELEMENTS", 5 * 64)
     assert all(map(torch.equal, encode(weight), whole))
+
+
+# -- the other formats -------------------------------------------------------------------------------------------------
+
+FORMS = [
+    Format(storage, scale)
+    for storage, scale in [
+        *(("fp8", scale) for scale in ("row", "tensor", "1x64", "1x128", "128x128", "none")),
+        *(("int8", scale) for scale in ("1x128", "1x64", "row")),
+        ("nf4", "64"),
+    ]
+]
+# Relative rms error in percent: (bell-shaped weights, spread 0.02; the same with 0.1 % of them 30 times as large), as
+# an interval, because an error below what a format can have would mean that nothing was rounded.
+ERRORS = {
+    "fp8 row": ((2.4, 2.7), (1.8, 2.2)),
+    "fp8 tensor": ((2.5, 2.7), (2.5, 2.7)),
+    "fp8 1x64": ((2.2, 2.5), (1.5, 1.9)),
+    "fp8 1x128": ((2.3, 2.6), (1.6, 2.0)),
+    "fp8 128x128": ((2.5, 2.7), (2.0, 2.6)),
+    "fp8 none": ((3.0, 3.5), (2.6, 3.3)),
+    "int8 1x128": ((0.55, 0.70), (1.3, 2.2)),
+    "int8 1x64": ((0.50, 0.65), (1.0, 1.7)),
+    "int8 row": ((0.75, 0.95), (5.5, 8.0)),
+    "nf4": ((8.9, 9.5), (11.0, 14.0)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_errors_of_the_formats(form):
+    weight = torch.randn(1536, 3072) * 0.02
+    outliers = torch.where(torch.rand(weight.shape) < 0.001, weight * 30, weight)
+    for each, (low, high) in zip((weight, outliers), ERRORS[str(form)], strict=True):
+        assert low <= 100 * relative(round_trip(each, form, torch.float32), each) <= high
+
+
+@pytest.mark.parametrize("std", [0.005, 0.001])
+def test_the_unscaled_cast_is_what_kohyas_fp8_base_does(std):
+    weight = torch.randn(256, 256) * std
+    weight[0, 0] = 1e4  # beyond e4m3: kept at its largest value, as torch's cast does since 2.12
+    decoded = round_trip(weight, Format("fp8", "none"), torch.float32)
+    assert decoded[0, 0] == 448
+    assert torch.equal(decoded.flatten()[1:], weight.to(torch.float8_e4m3fn).to(torch.float32).flatten()[1:])
+    lost = relative(decoded.flatten()[1:], weight.flatten()[1:])
+    assert lost > 0.1 and relative(round_trip(weight[1:], FP8_ROW, torch.float32), weight[1:]) < 0.027
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_tensors_have_the_shapes_and_bytes_that_are_announced(form):
+    weight = torch.randn(256, 384)
+    parts = encode(weight, form)
+    announced = form.tensors((256, 384))
+    assert [(tuple(part.shape), part.dtype) for part in parts] == list(announced.values())
+    assert form.num_bytes((256, 384)) == sum(part.nbytes for part in parts)
+    empty = encode(weight.to("meta"), form)
+    assert [(p.shape, p.dtype) for p in empty] == [(p.shape, p.dtype) for p in parts]
+    for dtype in (torch.float32, torch.bfloat16):
+        decoded = decode(parts, form.storage, dtype)
+        assert decoded.dtype == dtype and decoded.shape == weight.shape
+        # Rounded once: bf16 of the float32 result, except in nf4, where bitsandbytes decides.
+        if form.storage != "nf4":
+            assert torch.equal(decoded, decode(parts, form.storage, torch.float32).to(dtype))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.storage == "int8"], ids=str)
+def test_int8_is_the_nearest_step(form):
+    weight = torch.randn(64, 256) * torch.logspace(-5, 3, 64)[:, None]
+    qweight, scale = encode(weight, form)
+    rows, columns = form.block((64, 256))
+    blocks = weight.double().view(64 // rows, rows, 256 // columns, columns)
+    amax = blocks.abs().amax(dim=(1, 3))
+    assert torch.allclose(scale.double(), amax / 127, rtol=3e-7, atol=0)
+    steps = (blocks / (amax / 127)[:, None, :, None]).view(64, 256)
+    assert (qweight.view(torch.int8).double() - steps).abs().max() <= 0.5 + 1e-5
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "x" in form.scale], ids=str)
+def test_a_block_does_not_touch_the_others(form):
+    weight = torch.randn(256, 384) * 0.02
+    plain = round_trip(weight, form, torch.float32)
+    rows, columns = form.block((256, 384))
+    weight[rows : 2 * rows, columns : 2 * columns] *= 1000
+    decoded = round_trip(weight, form, torch.float32)
+    changed = decoded != plain
+    assert changed[rows : 2 * rows, columns : 2 * columns].any()
+    changed[rows : 2 * rows, columns : 2 * columns] = False
+    assert not changed.any()
+
+
+def test_nf4_is_bitsandbytes_own():
+    from bitsandbytes import functional
+
+    weight = torch.randn(192, 256) * 0.02
+    quantized, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    theirs = functional.dequantize_4bit(quantized, state)
+    assert torch.equal(round_trip(weight, Format("nf4", "64"), torch.float32), theirs)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_extreme_values_in_every_format(form):
+    weight = torch.randn(128, 256) * 0.02
+    weight[3] = 0.0
+    weight[5] *= 1e-39 if form.storage != "nf4" else 1e-3
+    weight[7] *= 1e30 if form.storage != "nf4" else 1e3
+    decoded = round_trip(weight, form, torch.float32)
+    assert decoded.isfinite().all() and torch.equal(decoded[3], torch.zeros(256))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        weight[9, 1] = bad
+        with pytest.raises(ValueError, match=r"^some\.layer: weight has NaN or infinity"):
+            encode(weight, form, "some.layer")
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        (Format("fp8", "1x64"), (8, 96)),
+        (Format("int8", "1x128"), (8, 64)),
+        (Format("fp8", "128x128"), (64, 128)),
+        (Format("nf4", "64"), (3, 21)),
+    ],
+    ids=str,
+)
+def test_a_shape_that_does_not_fit_is_refused(form, shape):
+    assert form.problem(shape)
+    with pytest.raises(ValueError, match=r"^layer: .*"):
+        encode(torch.randn(shape), form, "layer")
+    assert not form.problem((256, 256))
+
+
+def test_every_scale_of_the_config_is_a_format():
+    declared = {Format(storage, scale) for storage, scales in config.SCALES.items() for scale in scales}
+    assert declared == set(FORMS)
+    assert all(config.SCALES[form.storage] and form.tensors((128, 128)) for form in FORMS)
