@@ -26,7 +26,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from .config import UserError
+from .config import Job, UserError
 from .run import RunFailure, sync_folder, write_synced
 
 SCHEMA = 1
@@ -78,9 +78,7 @@ def save(
             with write_synced(staged / name) as file:
                 file.write(data)
         sync_folder(staged)
-        if (
-            final.exists()
-        ):  # a rerun of this step: only an incomplete bundle can be here, `latest` would have resumed from a whole one
+        if final.exists():  # a rerun of this step: `latest` would have resumed from it, had it been whole
             shutil.rmtree(final)
         os.rename(staged, final)
         sync_folder(folder)
@@ -104,14 +102,12 @@ def save(
 
 
 def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole bundle and a line for each newer one that was passed over.
+    """The newest whole bundle and a line for each newer one that was passed over. Only reads: a run may be training.
 
     Raises:
         RunFailure: there are bundles and none is whole.
     """
     skipped: list[str] = []
-    for leftover in folder.glob(".tmp-step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     candidates = _candidates(folder)
     for path in candidates:
         problem = _broken(path)
@@ -139,6 +135,69 @@ def read(path: Path) -> Checkpoint:
     if problem := _broken(path):
         raise RunFailure(f"{path} is not whole: {problem}")
     return _read(path)
+
+
+def newest(folder: Path) -> Path | None:
+    """The bundle with the highest step, whole or not, or None."""
+    return next(iter(_candidates(folder)), None)
+
+
+# What a run may not change when it goes on, and what of the rest does not tell how it trains: where things are (a run
+# may be moved to another machine with its pictures and its base), and how much is logged.
+PINNED = (
+    "model.family",
+    "quantize.storage",
+    "quantize.recipe",
+    "adapter.type",
+    "adapter.rank",
+    "adapter.alpha",
+    "adapter.targets",
+    "adapter.dtype",
+    "optimizer.name",
+    "optimizer.rounding",
+    "seed",
+)
+WATCHED = ("train.", "optimizer.", "schedule.", "objective.", "quantize.", "adapter.", "dataset.", "model.dtype")
+ASIDE = ("dataset.folders", "dataset.cache_dir", "train.log_every")
+
+
+def remember(job: Job, base: str, data: str) -> dict[str, Any]:
+    """What a bundle keeps of the job, to be held against the job that goes on with it.
+
+    Args:
+        base: identity of the base model's files.
+        data: fingerprint of the pictures, captions and buckets.
+    """
+    flat = {
+        f"{name}.{key}": value
+        for name, section in job.model_dump().items()
+        if isinstance(section, dict)
+        for key, value in section.items()
+    }
+    flat["seed"] = job.seed
+    settings = {k: v for k, v in flat.items() if k.startswith(WATCHED) and k not in PINNED + ASIDE}
+    return {"pinned": {key: flat[key] for key in PINNED}, "settings": settings, "base": base, "data": data}
+
+
+def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What changed between two `remember`s: lines that forbid to go on, and lines to warn with."""
+    refused = [
+        f"{key}: was {before['pinned'].get(key)}, is {value}"
+        for key, value in now["pinned"].items()
+        if before["pinned"].get(key) != value
+    ]
+    told = [
+        f"changed since the checkpoint, applies from now on: {key}: {before['settings'].get(key)} -> {value}"
+        for key, value in now["settings"].items()
+        if before["settings"].get(key) != value
+    ]
+    if before.get("base") != now["base"]:
+        told.append("the base model's files are not those that the checkpoint was trained on")
+    if before["data"] != now["data"]:
+        told.append(
+            "the pictures, captions or buckets changed since the checkpoint, and the order of samples with them"
+        )
+    return refused, told
 
 
 def _candidates(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from .data import images
 from .data.buckets import Placed, Size
 from .families.base import ModelFamily
 from .prepare import DTYPES, Data, Loaded, place, resolve_auto
+from .processes import Processes
 from .run import Run, RunFailure, atomic_write
 
 
@@ -28,19 +30,24 @@ class Result:
     reports: list[verify.Report]
 
 
-def finish(job: Job, family: ModelFamily, data: Data, loaded: Loaded, step: int, run: Run) -> Result:
-    """Last previews, the files, and their proof."""
+def finish(
+    job: Job, family: ModelFamily, data: Data, loaded: Loaded, step: int, run: Run, processes: Processes
+) -> Result:
+    """Last previews, by all processes; then the main one alone writes the files and proves them."""
     run.log_event("stage", stage="export")
     # From here on the model answers as a program without FP8 matmuls makes it answer: that is what the file is for.
     plan = loaded.plan.with_compute("upcast")
     precision.set_compute_(loaded.denoiser, plan, job.quantize)
     drawn: list[Image.Image] = []
-    if job.preview.prompts:
-        conds, negative = data.preview_conds, data.preview_negative
-        drawn = sample.draw(family, loaded.denoiser, conds, negative, job.preview, job.dataset.resolution, step, run)
-    if drawn and (run.samples / "step-000000-0.png").exists():
-        base_row = [Image.open(run.samples / f"step-000000-{i}.png") for i in range(len(drawn))]
-        rows = {"base": base_row, f"LoRA, step {step}": drawn}
+    with processes.together():
+        if job.preview.prompts:
+            conds, negative, side = data.preview_conds, data.preview_negative, job.dataset.resolution
+            drawn = sample.draw(family, loaded.denoiser, conds, negative, job.preview, side, step, run, processes)
+    processes.leave()
+    if not processes.is_main:
+        return Result(run, [], [])
+    if drawn and (before := _drawn_by_the_base(job.preview.prompts, run)):
+        rows = {"base": before, f"LoRA, step {step}": drawn}
         sample.contact_sheet(rows, job.preview.prompts).save(run.samples / "contact_sheet.png")
 
     state = adapters.state(loaded.denoiser)
@@ -51,6 +58,15 @@ def finish(job: Job, family: ModelFamily, data: Data, loaded: Loaded, step: int,
     reports = prove(job, family, data, loaded, state, drawn, files, run) if job.export.verify else []
     run.log_event("done", step=step, files=[str(path.relative_to(run.path)) for path in files])
     return Result(run, files, reports)
+
+
+def _drawn_by_the_base(prompts: list[str], run: Run) -> list[Image.Image]:
+    """The previews of step 0, if they are of the same prompts: a resumed run may have been given others."""
+    first = [event for event in run.events() if event["event"] == "preview" and event["step"] == 0]
+    if not first or first[-1]["prompts"] != prompts:
+        return []
+    paths = [run.path / image for image in first[-1]["images"]]
+    return [sample.read(path) for path in paths] if all(path.exists() for path in paths) else []
 
 
 def prove(
@@ -107,7 +123,7 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
 
     Raises:
         UserError: no such run or checkpoint.
-        RunFailure: no checkpoint is whole.
+        RunFailure: no checkpoint is whole, or the disk refused.
     """
     run = Run.open(folder)
     job = config.load(run.config_file, overrides)
@@ -116,10 +132,20 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
         raise UserError(f"{folder}: there is no checkpoint to export yet")
     family = families.get(job.model.family)(job.model, device="cpu", dtype=DTYPES[job.model.dtype])
     job = resolve_auto(job, type(family))
-    examples = images.scan(job.dataset).examples
-    facts = _facts(job, family, examples, place(job, examples), found.step)
+    scanned = images.scan(job.dataset)
+    if scanned.problems:
+        # The pictures are needed for what the metadata tell of them, and that is no reason to withhold the file.
+        print(
+            f"warning: {len(scanned.problems)} problem(s) with the pictures ({scanned.problems[0]}); "
+            "what the file tells of the training data is incomplete",
+            file=sys.stderr,
+        )
+    facts = _facts(job, family, scanned.examples, place(job, scanned.examples), found.step)
     target = run.export / f"step-{step:06d}" if step else run.export
-    return export.write(found.adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
+    try:
+        return export.write(found.adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
+    except OSError as error:
+        raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
 
 
 def _as_trained(family: ModelFamily, forms: dict[str, precision.Format]) -> Iterator[tuple[str, Tensor]]:
@@ -142,7 +168,6 @@ def _facts(
     for i, folder in enumerate(job.dataset.folders):
         captions = [example.caption for example in examples if example.folder_index == i]
         folders.append(export.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator))
-    warmup = job.schedule.warmup
     factor = optim.lr_factor(job.optimizer, job.quantize.storage)
     return export.ExportFacts(
         name=job.name,
@@ -157,7 +182,7 @@ def _facts(
         batch_size=job.train.batch_size * job.train.accumulate,
         optimizer=job.optimizer.name,
         schedule=job.schedule.name,
-        warmup_steps=warmup if isinstance(warmup, int) else round(warmup * job.train.steps),
+        warmup_steps=optim.warmup_steps(job.schedule, job.train.steps),
         storage=job.quantize.storage,
         mixed_precision="bf16" if job.model.dtype == "bf16" else "no",
         base_name=job.model.path,

@@ -46,6 +46,12 @@ def lr_factor(section: config.Optimizer, base_storage: str) -> float:
     return 1.0 if section.lr_scale == "none" else float(section.lr_scale)
 
 
+def warmup_steps(section: config.Schedule, total_steps: int) -> int:
+    """Number of steps of the warm-up; a fraction is rounded up, as transformers' Trainer does."""
+    warmup = section.warmup if section.warmup >= 1 else section.warmup * total_steps
+    return math.ceil(warmup - 1e-9)  # 0.1 * 30 is 3.0000000000000004
+
+
 def learning_rate(step: int, section: config.Schedule, base_lr: float, total_steps: int) -> float:
     """The rate of one optimizer step; pure, so that resuming needs no schedule state.
 
@@ -54,14 +60,12 @@ def learning_rate(step: int, section: config.Schedule, base_lr: float, total_ste
 
     Args:
         step: steps taken before this one: 0 for the first.
-        section: `warmup` counts steps, or is a fraction of `total_steps` when below 1 (rounded up, as transformers'
-            Trainer does).
+        section: `warmup` counts steps, or is a fraction of `total_steps` when below 1 (see `warmup_steps`).
     """
-    warmup = section.warmup if section.warmup >= 1 else section.warmup * total_steps
-    warmup_steps = math.ceil(warmup - 1e-9)  # 0.1 * 30 is 3.0000000000000004
-    if step < warmup_steps:
-        return base_lr * step / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    warmup = warmup_steps(section, total_steps)
+    if step < warmup:
+        return base_lr * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     if section.name == "constant":
         shape = 1.0
     elif section.name == "cosine":

@@ -5,7 +5,9 @@
 * `config.toml` is the resolved job: a run can always be repeated from its own folder.
 * `events.jsonl` has one JSON object a line: {"t": unix seconds, "event": ..., ...}. Readers follow it by offset.
 * `control/stop`, `control/save` and `control/preview` are requests: somebody makes the file, the trainer acts at the
-  next step.
+  next step. A signal is a request to stop, too (`StopSignal`).
+* `status.json` has the newest stage, step and state; a run that can be resumed ends with "state": "stopped". Under
+  `accelerate launch`, whose own exit code is 1 for everything but success, this is where to look.
 * `lock` is held (flock) as long as the trainer lives. Liveness is derived from that lock, never from a flag: a killed
   process cannot forget to clear a lock.
 
@@ -16,6 +18,8 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,6 +88,7 @@ class Run:
         self._lock: Any = None
         self._events: Any = None
         self._status: dict[str, Any] = {}
+        self._status_written = -1.0  # by the clock that never jumps
 
     @classmethod
     def create(cls, path: Path, config_text: str, *, resume: bool = False) -> "Run":
@@ -108,8 +113,11 @@ class Run:
                 folder.mkdir(exist_ok=True)
             for request in run.control.iterdir():  # a request to an earlier process must not stop this one
                 request.unlink()
-            for leftover in (*path.glob(".*.tmp"), *run.export.glob(".*.tmp")):  # of an atomic_write that was killed
+            # What killed processes left. Only here, under the lock: elsewhere it may be what the trainer writes now.
+            for leftover in (*path.glob(".*.tmp"), *run.export.glob(".*.tmp"), *run.samples.glob(".*.tmp")):
                 leftover.unlink()
+            for leftover in run.checkpoints.glob(".tmp-step-*"):
+                shutil.rmtree(leftover)
             if not (resume and run.config_file.exists()):
                 run.write_config(config_text)
             run._mend_events()
@@ -149,7 +157,11 @@ class Run:
         self._events.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._events.flush()
         if self.echo is not None:
-            self.echo(line)
+            try:
+                self.echo(line)
+            except OSError as error:  # the terminal, the pipe or the page that it was printed to has gone
+                self.echo = None
+                self.log_event("warning", text=f"events are no longer printed ({error.strerror}); the run goes on")
         if event == "step":
             self._status.update(step=fields["step"], loss=fields.get("loss"))
         elif event in ("stage", "start"):
@@ -157,7 +169,8 @@ class Run:
         elif event in ("done", "error", "stopped"):
             self._status.update(state=event)
         # status.json is a convenience for pollers; per-step durability would cost an fsync a step.
-        if event != "step" or now - self._status.get("t", 0) >= 1:
+        if event != "step" or time.monotonic() - self._status_written >= 1:
+            self._status_written = time.monotonic()
             self._status["t"], self._status["pid"] = now, os.getpid()
             temporary = self.status_file.with_suffix(".tmp")
             temporary.write_text(json.dumps(self._status), encoding="utf-8")
@@ -179,9 +192,19 @@ class Run:
     # -- what readers ask
 
     def request(self, what: str) -> None:
-        """Ask the trainer for `stop`, `save` or `preview` at its next step."""
-        self.control.mkdir(exist_ok=True)
-        (self.control / what).touch()
+        """Ask the trainer for `stop`, `save` or `preview` at its next step.
+
+        Raises:
+            UserError: the folder cannot be written, by this user or at all.
+        """
+        try:
+            self.control.mkdir(exist_ok=True)
+            (self.control / what).touch()
+        except OSError as error:
+            raise UserError(
+                f"{self.control / what}: cannot be written ({error.strerror}); ask as the user who trains, "
+                "or send SIGTERM to the process that `lock` names"
+            ) from None
 
     def alive(self) -> bool:
         """Whether a process holds this run now."""
@@ -200,10 +223,9 @@ class Run:
             return []
         text = self.events_file.read_text(encoding="utf-8", errors="replace")
         found = []
-        for line in text.splitlines(keepends=True):
-            if line.endswith("\n"):
-                with contextlib.suppress(json.JSONDecodeError):
-                    found.append(json.loads(line))
+        for line in text.split("\n")[:-1]:  # not splitlines: a caption may hold a line separator of Unicode
+            with contextlib.suppress(json.JSONDecodeError):  # a torn line that a later start has ended
+                found.append(json.loads(line))
         return found
 
     # -- inside
@@ -238,3 +260,60 @@ class Run:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     file.write(b"\n")
+
+
+class StopSignal:
+    """SIGTERM and Ctrl-C: while training, finish the step, save, exit; before and after, there is nothing to save.
+
+    A second Ctrl-C ends the process in the ordinary way, unless it comes within a second of the first: launchers pass
+    on what the terminal has given to every process already.
+
+    Attributes:
+        requested: somebody wants to stop.
+        at_once: what to say when stopping at once, or None while a step's end is to be waited for.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.at_once: str | None = "stopped before the first step; what was cached stays cached"
+        self._first = 0.0
+        self._raised = self._held = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take the signals over, and give them back."""
+        try:
+            before = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not the main thread of the process: whoever runs us there handles signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, stopping at once waits until the end of the block."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self._raise_if_at_once()
+
+    def _received(self, number: int, frame: Any) -> None:
+        if not self.requested:
+            self.requested, self._first = True, time.monotonic()
+            if self.at_once is None:
+                with contextlib.suppress(OSError):  # not print: it may be in the middle of a line just now
+                    os.write(2, b"\nstopping after this step; press Ctrl-C again to end at once\n")
+        elif number == signal.SIGINT and time.monotonic() - self._first >= 1:
+            raise KeyboardInterrupt
+        self._raise_if_at_once()
+
+    def _raise_if_at_once(self) -> None:
+        if self.requested and self.at_once is not None and not self._held and not self._raised:
+            self._raised = True
+            raise Stopped(self.at_once)

@@ -4,6 +4,7 @@ A preview draws nothing from the training's random numbers (its noise comes from
 with previews and one without end with the same bytes.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 
 from . import config
 from .families.base import Cond, ModelFamily
-from .run import Run
+from .processes import Processes
+from .run import Run, atomic_write
 
 
 def previews(
@@ -24,19 +26,26 @@ def previews(
     negative: Cond | None,
     section: config.Preview,
     side: int,
+    numbers: Sequence[int] | None = None,
 ) -> list[Image.Image]:
-    """Draw one image per conditioning with the family's pipeline around this denoiser, adapters on, dropout off."""
+    """As `render`, with the family's pipeline around this denoiser, adapters on, dropout off."""
     was_training = denoiser.training
     denoiser.eval()
     try:
-        return render(family, family.pipeline(denoiser), conds, negative, section, side)
+        return render(family, family.pipeline(denoiser), conds, negative, section, side, numbers)
     finally:
         denoiser.train(was_training)
 
 
 @torch.no_grad()
 def render(
-    family: ModelFamily, pipeline: Any, conds: list[Cond], negative: Cond | None, section: config.Preview, side: int
+    family: ModelFamily,
+    pipeline: Any,
+    conds: list[Cond],
+    negative: Cond | None,
+    section: config.Preview,
+    side: int,
+    numbers: Sequence[int] | None = None,
 ) -> list[Image.Image]:
     """Draw one image per conditioning with a diffusers pipeline of the family.
 
@@ -44,12 +53,14 @@ def render(
         conds: encoded prompts, unbatched, in the order of `section.prompts`.
         negative: the encoded negative prompt, for classifier-free guidance.
         side: pixels, for a width or height of 0.
+        numbers: which of them to draw, counted from 0; None draws all. Each has its own seed, so the others do not
+            matter to it.
     """
     pipeline.set_progress_bar_config(disable=True)
     images = []
-    for i, cond in enumerate(conds):
+    for i in range(len(conds)) if numbers is None else numbers:
         generator = torch.Generator("cpu").manual_seed(section.seed + i)
-        inputs = family.pipeline_inputs(cond, negative)
+        inputs = family.pipeline_inputs(conds[i], negative)
         images.append(pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator).images[0])
     return images
 
@@ -63,21 +74,32 @@ def draw(
     side: int,
     step: int,
     run: Run,
+    processes: Processes,
 ) -> list[Image.Image]:
-    """Previews of this step into the run's samples/.
+    """Previews of this step into the run's samples/, shared out: prompt i is drawn by process i % world.
 
     A failing preview is reported as a warning and the run goes on: the pictures are not the product.
+
+    Returns:
+        The images on the main process, none on the others or where one failed.
     """
+    numbers = processes.share(range(len(conds)))
+    problem = None
     try:
-        images = previews(family, denoiser, conds, negative, section, side)
+        images = previews(family, denoiser, conds, negative, section, side, numbers) if numbers else []
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
-        run.log_event(
-            "warning", text=f"no preview at step {step}: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        )
+        problem = (str(error).splitlines() or [type(error).__name__])[0]
+    else:
+        save(images, numbers, run.samples, step)
+    problems = [text for text in processes.gather(problem) if text is not None]
+    if problems:
+        run.log_event("warning", text=f"no preview at step {step}: {problems[0]}")
         return []
-    paths = save(images, run.samples, step)
+    if not processes.is_main:
+        return []
+    paths = [path_of(run.samples, step, i) for i in range(len(conds))]
     run.log_event("preview", step=step, images=[str(p.relative_to(run.path)) for p in paths], prompts=section.prompts)
-    return images
+    return [read(path) for path in paths]
 
 
 def pipeline_settings(family: ModelFamily, section: config.Preview, side: int) -> dict[str, int | float]:
@@ -90,14 +112,24 @@ def pipeline_settings(family: ModelFamily, section: config.Preview, side: int) -
     }
 
 
-def save(images: Sequence[Image.Image], folder: Path, step: int) -> list[Path]:
-    """Write `step-000500-0.png`, one file an image."""
+def path_of(folder: Path, step: int, number: int) -> Path:
+    """Where the preview of a prompt is."""
+    return folder / f"step-{step:06d}-{number}.png"
+
+
+def save(images: Sequence[Image.Image], numbers: Sequence[int], folder: Path, step: int) -> None:
+    """Write the previews with these numbers, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for i, image in enumerate(images):
-        paths.append(folder / f"step-{step:06d}-{i}.png")
-        image.save(paths[-1])
-    return paths
+    for i, image in zip(numbers, images, strict=True):
+        png = io.BytesIO()
+        image.save(png, "PNG")
+        atomic_write(path_of(folder, step, i), png.getvalue())
+
+
+def read(path: Path) -> Image.Image:
+    """A preview, in memory."""
+    with Image.open(path) as image:
+        return image.copy()
 
 
 def contact_sheet(rows: dict[str, Sequence[Image.Image]], columns: Sequence[str] = (), scale: int = 1) -> Image.Image:

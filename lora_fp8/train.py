@@ -9,14 +9,14 @@
 
 Functions and one small `State`; what a checkpoint must hold is exactly what is in it. Everything random is keyed by
 what it is for (seed, purpose, step, sample), so a resumed run draws the same numbers as one that was never interrupted.
+All processes do every stage; the main one alone writes the run folder, and tells the user how it ended.
 """
 
 import contextlib
+import errno
 import hashlib
 import math
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ from .families.base import ModelFamily
 from .finish import Result, finish
 from .objectives import Objective
 from .prepare import DTYPES, Data, Loaded, cache, load, plan, resolve_auto
-from .processes import Processes
-from .run import Run, RunFailure, Stopped
+from .processes import Elsewhere, Gradients, Processes
+from .run import Run, RunFailure, Stopped, StopSignal
 
 
 @dataclass
@@ -63,54 +63,76 @@ def run(
         Stopped: it was asked to stop, has saved, and can be resumed.
     """
     processes = Processes()
-    _settle(job, processes)
-    folder = Path(job.output_dir) / job.name
-    # Before a run folder exists: everything that can be wrong with the pictures, all of it at once.
-    Family = families.get(job.model.family)
-    family = Family(job.model, device=processes.device, dtype=DTYPES[job.model.dtype])
-    if text := precision.problem(job.quantize, processes.device):
-        raise UserError(text)
-    plan(job, family)
-    job = resolve_auto(job, Family)
-    scanned = images.scan(job.dataset)
-    if scanned.problems:
-        raise UserErrors(scanned.problems, "dataset")
-
-    run = Run.create(folder, config.dumps(job), resume=resume) if processes.is_main else _Bystander(folder)
-    run.echo = echo
     stop = StopSignal()
+    processes.undisturbed = stop.held
+    folder = Path(job.output_dir) / job.name
+    with stop.watching():
+        try:
+            return _stages(job, folder, resume, progress, echo, processes, stop)
+        except (UserError, RunFailure, Stopped) as error:
+            if processes.is_main or not (processes.all_know or isinstance(error, Elsewhere)):
+                raise
+            return Result(_Bystander(folder), [], [])  # the main process tells it, and its exit code is the job's
+        finally:
+            processes.leave()
+
+
+def _stages(
+    job: Job,
+    folder: Path,
+    resume: bool,
+    progress: bool,
+    echo: Callable[[dict[str, Any]], None] | None,
+    processes: Processes,
+    stop: StopSignal,
+) -> Result:
+    _settle(job)
+    with processes.together():
+        # Before a run folder exists: everything that can be wrong with the pictures, all of it at once.
+        Family = families.get(job.model.family)
+        family = Family(job.model, device=processes.device, dtype=DTYPES[job.model.dtype])
+        if text := precision.problem(job.quantize, processes.device):
+            raise UserError(text)
+        plan(job, family)
+        job = resolve_auto(job, Family)
+        scanned = images.scan(job.dataset)
+        if scanned.problems:
+            raise UserErrors(scanned.problems, "dataset")
+    with processes.together():
+        run = Run.create(folder, config.dumps(job), resume=resume) if processes.is_main else _Bystander(folder)
+    run.echo = echo
     try:
-        with stop.watching():
+        with in_words(run, processes.device):
             run.log_event(
                 "start", resume=resume, processes=processes.world, device=str(processes.device), name=job.name
             )
             for text in scanned.warnings:
                 run.log_event("warning", text=text)
-            data = cache(job, family, scanned.examples, run, processes)
-            loaded = load(job, family, run, processes)
-            state = _take_up(job, data, loaded, run, resume)
-            if resume and processes.is_main:
-                run.write_config(config.dumps(job))  # accepted only now
+            with stage(run, processes):
+                data = cache(job, family, scanned.examples, run, processes)
+                _stop_if_asked(run, stop)
+            with stage(run, processes):
+                loaded = load(job, family, run, processes)
+                state = take_up(job, family, data, loaded, run, resume)
+                _same_step(state, run, processes)
+                if resume and processes.is_main:
+                    run.write_config(config.dumps(job))  # accepted only now
+                _stop_if_asked(run, stop)
             if state.step < job.train.steps:
-                preflight(job, family, data, loaded, state, run, processes)
+                with stage(run, processes):
+                    preflight(job, family, data, loaded, state, run, processes)
                 fit(job, family, data, loaded, state, run, processes, stop, progress)
             stop.at_once = f"all steps are done and saved; `lora-fp8 resume {run.path}` writes the files"
-            if not processes.is_main:
-                return Result(run, [], [])
-            return finish(job, family, data, loaded, state.step, run)
+            return finish(job, family, data, loaded, state.step, run, processes)
     except (Stopped, KeyboardInterrupt) as error:
-        run.log_event("stopped", text=str(error))
+        run.log_event("stopped", text=str(error) or "interrupted; the newest checkpoint is as it was")
         raise
     except Exception as error:
-        told = _in_words(error, run, processes.device)
         with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide why
-            run.log_event("error", text=str(told), kind=type(error).__name__)
-        if told is error:
-            raise
-        raise told from error
+            run.log_event("error", text=str(error), kind=type(error.__cause__ or error).__name__)
+        raise
     finally:
         run.close()
-        processes.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,7 +192,7 @@ def _fastest_compute(job: Job, loaded: Loaded, attempt: Callable[[], None], run:
         return "upcast"
     modes = precision.candidates(job.quantize, processes.device)
     seconds = precision.fastest(modes, lambda mode: _switch(job, loaded, mode), attempt, processes.device)
-    total = processes.sum_(torch.tensor([seconds[mode] for mode in modes], device=processes.device)).tolist()
+    total = [sum(each) for each in zip(*processes.gather([seconds[mode] for mode in modes]), strict=True)]
     if min(total) == math.inf:
         raise RunFailure(memory.out_of_memory_advice(processes.device))
     chosen = modes[total.index(min(total))]
@@ -190,140 +212,148 @@ def fit(
     state: State,
     run: Run,
     processes: Processes,
-    stop: "StopSignal",
+    stop: StopSignal,
     progress: bool,
 ) -> None:
     """The loop, from `state.step` to `train.steps`."""
     run.log_event("stage", stage="train", step=state.step, steps=job.train.steps)
-    denoiser, objective, optimizer = loaded.denoiser, loaded.objective, loaded.optimizer
-    named = adapters.parameters(denoiser)
-    gradients = Gradients(named)
-    dtype = DTYPES[job.model.dtype]
+    denoiser, optimizer, steps = loaded.denoiser, loaded.optimizer, job.train.steps
+    gradients = Gradients(adapters.parameters(denoiser))
     stop.at_once = None
 
     def draw(step: int) -> None:
         conds, negative = data.preview_conds, data.preview_negative
-        with precision.decoded_compute(denoiser):
-            sample.draw(family, denoiser, conds, negative, job.preview, job.dataset.resolution, step, run)
+        with stage(run, processes), precision.decoded_compute(denoiser):
+            sample.draw(family, denoiser, conds, negative, job.preview, job.dataset.resolution, step, run, processes)
 
-    # at the start (main process): what the base draws, to compare with
-    if processes.is_main and job.preview.prompts and job.preview.at_start and state.step == 0:
+    # at the start: what the base draws, to compare with
+    if job.preview.prompts and job.preview.at_start and state.step == 0:
         draw(0)
 
-    bar = tqdm(
-        total=job.train.steps,
-        initial=state.step,
-        desc=job.name,
-        unit="step",
-        disable=not (progress and processes.is_main),
-        leave=True,
-    )
-    while state.step < job.train.steps:
-        step, started = state.step + 1, time.perf_counter()
-        lr = optim.learning_rate(state.step, job.schedule, optimizer.base_lr, job.train.steps)
-        gradients.zero_()
-        loss_sum, num_samples, faults = 0.0, 0, []
-        for micro in range(job.train.accumulate):
-            position = state.step * job.train.accumulate + micro
-            num_samples += data.loader.total(position)
-            batch = data.loader.micro(step, position, processes.rank, processes.world)
-            if batch is None:
-                continue  # a short batch: the other processes have it
-            if job.adapter.dropout:
-                # Dropout draws from torch's global generator, inside peft: keyed here, so that resuming draws the same.
-                torch.manual_seed(_key(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
-            losses_B = diffusion_loss(family, denoiser, objective, batch, job.objective.guidance, dtype)
-            losses_B.sum().backward()
-            gradients.collect_()
-            micro_loss = losses_B.detach().sum().item()  # waits for the device: once per micro-batch
-            loss_sum += micro_loss
-            if not math.isfinite(micro_loss):
-                faults.append(_files(batch, losses_B))
+    show = progress and processes.is_main
+    bar = tqdm(total=steps, initial=state.step, desc=job.name, unit="step", disable=not show, leave=True)
+    with bar:
+        while state.step < steps:
+            step, started = state.step + 1, time.perf_counter()
+            lr = optim.learning_rate(state.step, job.schedule, optimizer.base_lr, steps)
+            positions = range(state.step * job.train.accumulate, step * job.train.accumulate)
+            num_samples = sum(map(data.loader.total, positions))
+            loss_sum, faults, failure = 0.0, [], None
+            try:
+                loss_sum, faults = accumulate_(gradients, job, family, data, loaded, step, positions, processes)
+            except Exception as error:  # told with the sums, for which the other processes are waiting
+                failure = error
 
-        # Sums over all processes, then the mean over the samples of this step: short batches weigh what they hold.
-        gradients.extra[:] = torch.tensor(
-            [loss_sum, float(stop.requested or (processes.is_main and run.requested("stop")))]
-        )
-        processes.sum_(gradients.flat)
-        loss, stopping = float(gradients.extra[0]) / num_samples, bool(gradients.extra[1])
-        gradients.scale_(1 / num_samples)
-        norm = optim.clip_(gradients.named, job.train.max_grad_norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise RunFailure(_not_finite(step, loss, norm, faults, run))
-        optimizer.step(gradients.named, lr, step)
-        loaded.amax.end_step_(processes.max_)
-        state.step = step
-        seconds = time.perf_counter() - started
-
-        # every step: one line of figures
-        bar.update()
-        bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}", refresh=False)
-        if step % job.train.log_every == 0 or step == job.train.steps:
-            run.log_event(
-                "step",
-                step=step,
-                loss=loss,
-                lr=lr,
-                grad_norm=norm,
-                images_per_s=round(num_samples / seconds, 3),
-                vram_gb=round(memory.peak_gib(processes.device), 3),
+            # Sums over all processes, then the mean over the samples of this step: short batches weigh what they hold.
+            sums = gradients.sum_(
+                processes,
+                loss=loss_sum,
+                failed=failure is not None,
+                stop=stop.requested or (processes.is_main and run.requested("stop")),
+                save=processes.is_main and run.requested("save"),
+                preview=processes.is_main and run.requested("preview"),
             )
+            if sums["failed"]:
+                with stage(run, processes):
+                    if failure is not None:
+                        raise failure
+            loss = sums["loss"] / num_samples
+            gradients.scale_(1 / num_samples)
+            norm = optim.clip_(gradients.named, job.train.max_grad_norm)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                with stage(run, processes):
+                    faults = [fault for found in processes.gather(faults) for fault in found]
+                    raise RunFailure(_not_finite(step, loss, norm, faults, run))
+            optimizer.step(gradients.named, lr, step)
+            loaded.amax.end_step_(processes.max_)
+            state.step = step
+            seconds = time.perf_counter() - started
 
-        # every so often, on request, when stopping and at the end (main process): a checkpoint to resume from
-        asked = processes.is_main and run.requested("save")
-        due = asked or step % job.checkpoint.every == 0 or stopping or step == job.train.steps
-        if processes.is_main and due:
-            save_checkpoint(job, data, loaded, state, run)
+            # every step: one line of figures
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}", refresh=False)
+            if step % job.train.log_every == 0 or step == steps:
+                run.log_event(
+                    "step",
+                    step=step,
+                    loss=loss,
+                    lr=lr,
+                    grad_norm=norm,
+                    images_per_s=round(num_samples / seconds, 3),
+                    vram_gb=round(memory.peak_gib(processes.device), 3),
+                )
 
-        # every so often and on request (main process): previews, after the save so that a failing preview loses nothing
-        if processes.is_main and job.preview.prompts and step < job.train.steps:
-            asked = run.requested("preview")
-            if asked or (job.preview.every and step % job.preview.every == 0):
-                draw(step)
+            # every so often, on request, when stopping and at the end: a checkpoint to resume from
+            if sums["save"] or sums["stop"] or step % job.checkpoint.every == 0 or step == steps:
+                with stage(run, processes):
+                    if processes.is_main:
+                        save_checkpoint(job, family, data, loaded, state, run)
 
-        # when asked: stop at this boundary
-        if stopping and step < job.train.steps:
-            bar.close()
-            raise Stopped(f"saved at step {step}; `lora-fp8 resume {run.path}` goes on")
-    bar.close()
+            # every so often and on request: previews, after the save so that a failing preview loses nothing
+            if job.preview.prompts and step < steps:
+                if sums["preview"] or (job.preview.every and step % job.preview.every == 0):
+                    draw(step)
+
+            # when asked: stop at this boundary
+            if sums["stop"] and step < steps:
+                with stage(run, processes):
+                    raise Stopped(f"saved at step {step}; `lora-fp8 resume {run.path}` goes on")
 
 
-class Gradients:
-    """Float32 sums of the adapters' gradients, one flat vector with a view per parameter.
+def accumulate_(
+    gradients: Gradients,
+    job: Job,
+    family: ModelFamily,
+    data: Data,
+    loaded: Loaded,
+    step: int,
+    positions: range,
+    processes: Processes,
+) -> tuple[float, list[str]]:
+    """This process's share of the micro-batches of a step: their gradients, summed into `gradients`.
 
-    bf16 gradients of single micro-batches are added up in float32: adding them in bf16 loses up to 4e-3 of them.
+    Returns:
+        The sum of the losses of its samples, and a line for each micro-batch whose loss is not finite.
     """
-
-    def __init__(self, named: list[tuple[str, nn.Parameter]]):
-        self.parameters = named
-        size = sum(parameter.numel() for _, parameter in named)
-        # Two more places travel with the sum over processes: the loss, and whether anybody wants to stop.
-        self.flat = torch.zeros(size + 2, dtype=torch.float32, device=named[0][1].device)
-        self.extra = self.flat[size:]
-        views = torch.split(self.flat[:size], [parameter.numel() for _, parameter in named])
-        self.named = {name: view.view(parameter.shape) for (name, parameter), view in zip(named, views, strict=True)}
-
-    def zero_(self) -> None:
-        self.flat.zero_()
-
-    def collect_(self) -> None:
-        """Add what backward left in `.grad` and clear it."""
-        for name, parameter in self.parameters:
-            if parameter.grad is not None:
-                self.named[name].add_(parameter.grad)  # float32 += bf16: exact conversion, float32 sum
-                parameter.grad = None
-
-    def scale_(self, factor: float) -> None:
-        self.flat.mul_(factor)
+    gradients.zero_()
+    loss_sum, faults = 0.0, []
+    for micro, position in enumerate(positions):
+        batch = data.loader.micro(step, position, processes.rank, processes.world)
+        if batch is None:
+            continue  # a short batch: the other processes have it
+        if job.adapter.dropout:
+            # Dropout draws from torch's global generator, inside peft: keyed here, so that resuming draws the same.
+            torch.manual_seed(_key(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
+        losses_B = diffusion_loss(
+            family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, DTYPES[job.model.dtype]
+        )
+        losses_B.sum().backward()
+        gradients.collect_()
+        micro_loss = losses_B.detach().sum().item()  # waits for the device: once per micro-batch
+        loss_sum += micro_loss
+        if not math.isfinite(micro_loss):
+            faults.append(_files(batch, losses_B))
+    return loss_sum, faults
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # checkpoints
 
 
-def save_checkpoint(job: Job, data: Data, loaded: Loaded, state: State, run: Run) -> None:
-    """One whole bundle at this step."""
+def save_checkpoint(job: Job, family: ModelFamily, data: Data, loaded: Loaded, state: State, run: Run) -> None:
+    """One whole bundle at this step.
+
+    Raises:
+        RunFailure: the disk refused, or the update left a value that is not finite; earlier bundles are untouched.
+    """
     tensors, scalars = loaded.optimizer.state()
+    adapter = adapters.state(loaded.denoiser)
+    for name, tensor in (adapter | tensors).items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise RunFailure(
+                f"step {state.step}: the update left {name} not finite, so nothing was saved; {_last(run)}. "
+                "Try a lower optimizer.lr or optimizer.weight_decay, or a larger optimizer.eps"
+            )
     tensors |= loaded.amax.tensors()
     content = {
         "step": state.step,
@@ -332,12 +362,12 @@ def save_checkpoint(job: Job, data: Data, loaded: Loaded, state: State, run: Run
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
-    content |= _fingerprints(job, data)
-    path = checkpoint.save(run.checkpoints, adapters.state(loaded.denoiser), tensors, content, keep=job.checkpoint.keep)
+    content |= checkpoint.remember(job, family.base_identity(), data.fingerprint)
+    path = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=job.checkpoint.keep)
     run.log_event("checkpoint", step=state.step, path=str(path.relative_to(run.path)))
 
 
-def _take_up(job: Job, data: Data, loaded: Loaded, run: Run, resume: bool) -> State:
+def take_up(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Run, resume: bool) -> State:
     """Where to begin: at 0, or where the newest whole checkpoint ends."""
     if not resume:
         return State()
@@ -347,26 +377,12 @@ def _take_up(job: Job, data: Data, loaded: Loaded, run: Run, resume: bool) -> St
     if found is None:
         run.log_event("warning", text="there is no checkpoint yet; training begins at step 0")
         return State()
-    before, now = found.state, _fingerprints(job, data)
-    refused = [
-        f"{key}: was {before['pinned'][key]}, is {value}"
-        for key, value in now["pinned"].items()
-        if before["pinned"][key] != value
-    ]
+    now = checkpoint.remember(job, family.base_identity(), data.fingerprint)
+    refused, told = checkpoint.compare(found.state, now)
     if refused:
         raise UserErrors(refused, f"{found.path} cannot go on with another")
-    for key, value in now["settings"].items():
-        was = before["settings"].get(key)
-        if was != value:
-            run.log_event(
-                "warning",
-                text=f"changed since the checkpoint, applies from now on: {key}: {was} -> {value}",
-            )
-    if before["data"] != now["data"]:
-        run.log_event(
-            "warning",
-            text="the pictures, captions or buckets changed since the checkpoint, and the order of samples with them",
-        )
+    for text in told:
+        run.log_event("warning", text=text)
     if found.step > job.train.steps:
         raise UserError(
             f"{found.path} is at step {found.step}, but train.steps is {job.train.steps}; raise train.steps to go on"
@@ -374,75 +390,22 @@ def _take_up(job: Job, data: Data, loaded: Loaded, run: Run, resume: bool) -> St
     adapters.load_state_(loaded.denoiser, found.adapter)
     tensors = dict(found.optimizer)
     loaded.amax.load_({name: tensors.pop(name) for name in list(tensors) if name.startswith("amax.")})
-    loaded.optimizer.load_state(tensors, before["optimizer"])
+    loaded.optimizer.load_state(tensors, found.state["optimizer"])
     run.log_event("resume", step=found.step, checkpoint=found.path.name)
-    return State(found.step, before.get("compute", ""))
+    return State(found.step, found.state.get("compute", ""))
 
 
-def _fingerprints(job: Job, data: Data) -> dict[str, Any]:
-    """What a checkpoint remembers of the job: settings that may not change, settings that may, and the data."""
-    flat = {
-        f"{s}.{k}": v
-        for s, section in job.model_dump().items()
-        if isinstance(section, dict)
-        for k, v in section.items()
-    }
-    flat["seed"] = job.seed
-    pinned = (
-        "model.family",
-        "quantize.storage",
-        "quantize.recipe",
-        "adapter.type",
-        "adapter.rank",
-        "adapter.alpha",
-        "adapter.targets",
-        "adapter.dtype",
-    )
-    pinned += ("optimizer.name", "optimizer.rounding", "seed")
-    watched = ("train.", "optimizer.", "schedule.", "objective.", "model.", "quantize.", "adapter.")
-    return {
-        "pinned": {key: flat[key] for key in pinned},
-        "settings": {k: v for k, v in flat.items() if k.startswith(watched) and k not in pinned},
-        "data": data.fingerprint,
-    }
+def _same_step(state: State, run: Run, processes: Processes) -> None:
+    steps = processes.gather(state.step)
+    if len(set(steps)) > 1:
+        raise RunFailure(
+            f"the processes would begin at different steps ({', '.join(map(str, steps))}): not all of them see the "
+            f"checkpoints in {run.path.resolve()}; put output_dir on a disk that all machines share"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # smaller things
-
-
-class StopSignal:
-    """SIGTERM and Ctrl-C: while training, finish the step, save, exit; before and after, there is nothing to save.
-
-    `at_once` is what to say when stopping at once, or None while a step's end is to be waited for.
-
-    A second signal while one is pending ends the process in the ordinary way.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.at_once: str | None = "stopped before the first step; what was cached stays cached"
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        try:
-            before = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not the main thread of the process: whoever runs us there handles signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _received(self, number: int, frame: Any) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-        if self.at_once is not None:
-            raise Stopped(self.at_once)
-        print("\nstopping after this step; press Ctrl-C again to end at once", file=sys.stderr)
 
 
 class _Bystander(Run):
@@ -452,7 +415,36 @@ class _Bystander(Run):
         pass
 
 
-def _settle(job: Job, processes: Processes) -> None:
+@contextlib.contextmanager
+def stage(run: Run, processes: Processes) -> Iterator[None]:
+    """What all processes do together; what goes wrong on one is told to the others in words."""
+    with processes.together(), in_words(run, processes.device):
+        yield
+
+
+@contextlib.contextmanager
+def in_words(run: Run, device: torch.device) -> Iterator[None]:
+    """What the machine refused (memory, the disk, the network) as one line; anything else as it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailure(memory.out_of_memory_advice(device)) from error
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        room = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            # The folder itself may be what has gone.
+            there = next(path for path in (run.path, *run.path.resolve().parents) if path.exists())
+            room = f"; {shutil.disk_usage(there).free / 2**20:.1f} MiB are free at {there}"
+        raise RunFailure(f"{place}{error.strerror or error or type(error).__name__}{room}") from error
+
+
+def _stop_if_asked(run: Run, stop: StopSignal) -> None:
+    if stop.at_once is not None and run.requested("stop"):
+        raise Stopped(stop.at_once)
+
+
+def _settle(job: Job) -> None:
     if job.train.threads:
         torch.set_num_threads(job.train.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -467,24 +459,14 @@ def _files(batch: Batch, losses_B: Tensor) -> str:
 
 
 def _not_finite(step: int, loss: float, norm: float, faults: list[str], run: Run) -> str:
-    kept = sorted(p.name for p in (run.path / "checkpoints").glob("step-*"))
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
-    where = "; ".join(faults) or (
-        "no single file (the gradient overflowed)" if math.isfinite(loss) else "files: on another process"
-    )
-    last = f"last good checkpoint: {kept[-1]}" if kept else "no checkpoint yet"
-    return f"step {step}: {what} is not finite; {where}; nothing was updated; {last}. Try a lower optimizer.lr"
+    where = "; ".join(faults) or "no single file (the gradient overflowed)"
+    return f"step {step}: {what} is not finite; {where}; nothing was updated; {_last(run)}. Try a lower optimizer.lr"
 
 
-def _in_words(error: Exception, run: Run, device: torch.device) -> Exception:
-    """What the machine refused (memory; a full disk while caching, logging, exporting) as one line; else as it is."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return RunFailure(memory.out_of_memory_advice(device))
-    if not isinstance(error, OSError):
-        return error
-    place = f"{error.filename}: " if error.filename else ""
-    free = shutil.disk_usage(run.path).free / 2**20
-    return RunFailure(f"{place}{error.strerror or error}; {free:.1f} MiB are free at {run.path}")
+def _last(run: Run) -> str:
+    newest = checkpoint.newest(run.checkpoints)
+    return f"last good checkpoint: {newest.name}" if newest else "no checkpoint yet"
 
 
 def _key(text: str) -> int:

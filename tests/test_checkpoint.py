@@ -112,7 +112,7 @@ def test_a_damaged_bundle_is_passed_over_and_told(two, name, damage):
 
 @pytest.mark.parametrize("text", ["[]", "null", "{}", '{"adapter.safetensors": 3}', '"x"', "{"])
 def test_a_manifest_of_another_shape_counts_as_broken(two, text):
-    (two / "step-000004" / "manifest.json").write_text(text)
+    (two / "step-000004" / "manifest.json").write_text(text, encoding="utf-8")
     found, skipped = checkpoint.latest(two)
     assert found.step == 2 and len(skipped) == 1
 
@@ -124,16 +124,18 @@ def test_each_file_of_another_bundle_is_noticed(two, name):
     assert checkpoint.latest(two)[0].step == 2
 
 
-def test_leftovers_of_killed_saves_are_ignored_and_cleared(two):
-    for leftover in (".tmp-step-000006-123", ".tmp-step-000002-old"):
+def test_what_is_being_saved_is_neither_read_nor_cleared(two):
+    """`lora-fp8 export` reads while a run trains. What a killed one left is cleared by `Run.create`, under the lock."""
+    leftovers = [".tmp-step-000002-old", ".tmp-step-000006-123"]
+    for leftover in leftovers:
         shutil.copytree(two / "step-000004", two / leftover)
     found, skipped = checkpoint.latest(two)
-    assert found.step == 4 and skipped == [] and names(two) == ["step-000002", "step-000004"]
+    assert found.step == 4 and skipped == [] and names(two) == [*leftovers, "step-000002", "step-000004"]
 
 
 def test_other_names_are_left_alone(two):
     (two / "step-000009.bak").mkdir()
-    (two / "notes.txt").write_text("mine")
+    (two / "notes.txt").write_text("mine", encoding="utf-8")
     (two / "step-final").mkdir()
     save(two, 6)
     assert checkpoint.latest(two)[0].step == 6
@@ -153,11 +155,11 @@ def test_none_whole_is_a_failure_and_nothing_is_overwritten(two, tree_hash):
 
 def test_another_schema_is_refused(two):
     path = two / "step-000004"
-    state = json.loads((path / "state.json").read_text()) | {"schema": 99}
-    (path / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((path / "manifest.json").read_text())
+    state = json.loads((path / "state.json").read_text(encoding="utf-8")) | {"schema": 99}
+    (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     manifest["state.json"] = hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     with pytest.raises(RunFailure, match="schema 99"):
         checkpoint.latest(two)
 

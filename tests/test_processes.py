@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_fp8 import cli, config, train
+from lora_fp8 import cli, config, processes, train
 from lora_fp8.run import Run, Stopped
 
 ROOT = Path(__file__).parent.parent
@@ -50,18 +50,39 @@ FLOAT32 = (
 
 SHOWN = ("preview.prompts=['a cat', 'a dog', 'a bird']", "preview.every=4", "export.verify=true")
 
-# train_lora.py, noting which samples each process takes.
+# train_lora.py, noting which samples each process takes, which previews it draws and what it trained.
 RECORDING = f"""
-import json, os, runpy
+import hashlib, json, os, runpy
+import torch
+from lora_fp8 import optim, sample
 from lora_fp8.data import loader
-real = loader.Loader.micro
-def micro(self, step, micro_index, rank=0, world=1):
-    batch = real(self, step, micro_index, rank, world)
-    with open(f"{{os.environ['SHARES']}}/{{rank}}.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps([step, micro_index, world, batch.uids if batch else []]) + "\\n")
-    return batch
-loader.Loader.micro = micro
-exec(os.environ.get("PLANTED", ""))
+
+def note(kind, *what):
+    with open(f"{{os.environ['SHARES']}}/{{os.environ['RANK']}}.{{kind}}", "a", encoding="utf-8") as file:
+        file.write(json.dumps(what) + "\\n")
+
+def noting(room, name, kind, what):
+    real = getattr(room, name)
+    def noted(*given, **more):
+        result = real(*given, **more)
+        note(kind, *what(result, *given, **more))
+        return result
+    setattr(room, name, noted)
+
+def weights(_, optimizer, *more):
+    digest = hashlib.sha256()
+    for name, parameter in sorted(optimizer.params.items()):
+        digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+    return [digest.hexdigest()]
+
+def samples(batch, self, step, index, rank=0, world=1):
+    return step, index, world, batch.uids if batch else []
+
+os.environ.setdefault("RANK", "0")
+noting(loader.Loader, "micro", "samples", samples)
+noting(sample, "render", "previews", lambda images, *given: given[6:] and [list(given[6])])
+noting(optim.AdapterOptimizer, "step", "weights", weights)
+exec(os.environ["PLANTED"])
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
@@ -77,26 +98,36 @@ def write(job, folder: Path) -> Path:
     return path
 
 
-def start(job, folder: Path, processes: int, *more: str, planted: str = "") -> subprocess.Popen:
+def start(job, folder: Path, number: int, *more: str, planted: str = "") -> subprocess.Popen:
     """accelerate launch [--multi_gpu] --num_processes N train_lora.py --config .. [more]; `planted` is run before."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     config_file = write(job, folder)
     (folder / "recording.py").write_text(RECORDING, encoding="utf-8")
-    many = ["--multi_gpu", "--main_process_port", str(port)] if processes > 1 else []
+    many = ["--multi_gpu", "--main_process_port", str(port)] if number > 1 else []
     accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *many]
-    accelerate += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+    accelerate += ["--num_processes", str(number), "--num_machines", "1", "--mixed_precision", "no"]
     accelerate += ["--dynamo_backend", "no"]
     command = [*accelerate, str(folder / "recording.py"), "--config", str(config_file), "--json", *more]
     environment = ENVIRONMENT | {"SHARES": str(folder), "PLANTED": planted}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, encoding="utf-8")
+    # A session of its own: a signal to its process group is what Ctrl-C in a terminal is.
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, encoding="utf-8", start_new_session=True
+    )
 
 
-def launch(job, folder: Path, processes: int, *more: str, planted: str = "") -> subprocess.CompletedProcess:
+def wait_for_step(process: subprocess.Popen, number: int) -> None:
+    for line in process.stdout:
+        if line.startswith("{") and (event := json.loads(line))["event"] == "step" and event["step"] == number:
+            return
+    raise AssertionError(f"it ended before step {number}: {process.stderr.read()[-3000:]}")
+
+
+def launch(job, folder: Path, number: int, *more: str, planted: str = "") -> subprocess.CompletedProcess:
     """As `start`, until it has ended."""
-    process = start(job, folder, processes, *more, planted=planted)
+    process = start(job, folder, number, *more, planted=planted)
     try:
         stdout, stderr = process.communicate(timeout=400)
     finally:
@@ -116,10 +147,13 @@ def left_over(folder: Path) -> list[str]:
     return found
 
 
+def noted(folder: Path, rank: int, kind: str) -> list[list]:
+    return [json.loads(line) for line in (folder / f"{rank}.{kind}").read_text(encoding="utf-8").splitlines()]
+
+
 def shares(folder: Path, rank: int) -> list[tuple[int, list[str]]]:
     """(micro-batch, samples) that a process trained on; step 0 is the preflight's."""
-    lines = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [(index, uids) for step, index, _, uids in lines if step > 0]
+    return [(index, uids) for step, index, _, uids in noted(folder, rank, "samples") if step > 0]
 
 
 def losses(job) -> list[float]:
@@ -131,12 +165,12 @@ def float32(make_job, tmp_path_factory):
     """The same job in float32, with two processes and with one: {processes: (job, folder, what was printed)}."""
     root = tmp_path_factory.mktemp("float32")
     runs = {}
-    for processes in (1, 2):
-        folder = root / str(processes)
+    for number in (1, 2):
+        folder = root / str(number)
         job = make_job(folder, *SHARED, *FLOAT32)
-        done = launch(job, folder, processes)
+        done = launch(job, folder, number)
         assert done.returncode == 0, done.stderr[-3000:]
-        runs[processes] = job, folder, done
+        runs[number] = job, folder, done
     return runs
 
 
@@ -183,6 +217,21 @@ def test_the_run_is_written_by_one_process(float32):
     ]
 
 
+# Whoever has gone, the launcher ends the rest; a main process that writes slowly must have written by then.
+SLOW = """
+import time
+from lora_fp8 import run
+def slowly(room, name, when=lambda *given: True):
+    real = getattr(room, name)
+    def slow(*given, **more):
+        if when(*given):
+            time.sleep(3)
+        return real(*given, **more)
+    setattr(room, name, slow)
+slowly(run.Run, "log_event", lambda self, event: event == "stopped")
+"""
+
+
 @pytest.fixture(scope="module")
 def defaults(make_job, tmp_path_factory):
     """FP8, bf16 and 8-bit AdamW with two processes, previews and verification: (job, folder)."""
@@ -209,11 +258,9 @@ def test_two_processes_stopped_and_resumed_end_with_the_bytes_of_two_that_were_n
     """accelerate turns 75 into 1: that it stopped, and was not broken, stands in status.json and in events.jsonl."""
     job = make_job(tmp_path, *SHARED, *SHOWN)
     run = Run(folder_of(job))
-    process = start(job, tmp_path, 2)
-    for line in process.stdout:
-        if line.startswith("{") and (event := json.loads(line))["event"] == "step" and event["step"] == 2:
-            run.request("stop")
-            break
+    process = start(job, tmp_path, 2, planted=SLOW)
+    wait_for_step(process, 2)
+    run.request("stop")
     _, stderr = process.communicate(timeout=200)
     assert process.returncode == 1
     status = json.loads(run.status_file.read_text(encoding="utf-8"))
@@ -239,6 +286,111 @@ def test_two_processes_stopped_and_resumed_end_with_the_bytes_of_two_that_were_n
     assert len([event for event in run.events() if event["event"] == "export"]) == 2  # two formats, by one process
     assert kept(job, tree_hash) == kept(defaults[0], tree_hash)
     assert len(kept(job, tree_hash)) == 2 + 4
+
+
+def test_both_processes_hold_the_same_weights_after_every_step(defaults):
+    first, second = (noted(defaults[1], rank, "weights") for rank in (0, 1))
+    assert len(first) == 10 and first == second and first[0] != first[-1]
+
+
+def test_previews_are_shared_out_and_are_those_of_one_process(make_job, tmp_path, defaults):
+    """Three prompts: two for the main process, one for the other, at steps 0, 4, 8 and 10. Nobody draws all."""
+    job, folder = defaults
+    assert noted(folder, 1, "previews") == [[[1]]] * 4
+    mine = noted(folder, 0, "previews")
+    assert mine[:4] == [[[0, 2]]] * 4 and all(all_of_them == [] for all_of_them in mine[4:])  # by verify
+    names = sorted(path.name for path in (folder_of(job) / "samples").iterdir())
+    assert names == ["contact_sheet.png", *(f"step-{n:06d}-{i}.png" for n in (0, 4, 8, 10) for i in range(3))]
+    previews = [event for event in Run.open(folder_of(job)).events() if event["event"] == "preview"]
+    assert [(event["step"], len(event["images"])) for event in previews] == [(0, 3), (4, 3), (8, 3), (10, 3)]
+    alone = make_job(tmp_path, *SHARED, *SHOWN, "train.steps=1", "export.verify=false")
+    train.run(alone, progress=False)
+    for i in range(3):  # before the first step the adapters are the same to the bit, and so are the pictures
+        name = f"samples/step-000000-{i}.png"
+        assert (folder_of(alone) / name).read_bytes() == (folder_of(job) / name).read_bytes()
+
+
+QUICK = (*SMALL, "train.steps=30", "train.batch_size=2", "checkpoint.every=20")
+
+
+def test_ctrl_c_saves_and_stops_all(make_job, tmp_path):
+    """The terminal gives SIGINT to its process group, and the launcher gives it to the processes that it started."""
+    job = make_job(tmp_path, *QUICK)
+    process = start(job, tmp_path, 2)
+    wait_for_step(process, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode != 0
+    run = Run.open(folder_of(job))
+    last = run.events()[-1]
+    assert last["event"] == "stopped" and last["text"].startswith("saved at step "), stderr[-3000:]
+    at = json.loads(run.status_file.read_text(encoding="utf-8"))
+    assert at["state"] == "stopped" and 2 <= at["step"] < 20
+    assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{at['step']:06d}"]
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["an exception", "a picture", "a kill"])
+def test_what_goes_wrong_on_another_process_is_told_by_the_main_one(make_job, tmp_path, what):
+    """The other process's own words reach events.jsonl, at once; a kill leaves none, but an end there is."""
+    planted = {
+        "an exception": "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')",
+        "a picture": "batch.latents_BCHW.fill_(float('nan'))",
+        "a kill": "os.kill(os.getpid(), 9)",
+    }[what]
+    job = make_job(tmp_path, *QUICK)
+    done = launch(
+        job,
+        tmp_path,
+        2,
+        planted=f"""
+real_micro = loader.Loader.micro
+def micro(self, step, *more):
+    batch = real_micro(self, step, *more)
+    if os.environ["RANK"] == "1" and step >= 3 and batch is not None:
+        {planted}
+    return batch
+loader.Loader.micro = micro
+""",
+    )
+    assert done.returncode != 0 and left_over(tmp_path) == []
+    run = Run.open(folder_of(job))
+    last = run.events()[-1]
+    assert last["event"] == "error" and not run.alive(), done.stderr[-3000:]
+    assert {
+        "an exception": "process 1 of 2: out of memory on cpu",
+        "a picture": ": loss nan is not finite; files: ",
+        "a kill": "another process of this job has gone",
+    }[what] in last["text"]
+    if what == "a picture":
+        assert (".png" in last["text"] or ".jpg" in last["text"]) and done.stderr.count("is not finite; files") == 1
+
+
+def test_a_second_start_of_two_processes_is_refused_in_one_line(make_job, tmp_path):
+    job = make_job(tmp_path, *QUICK)
+    first = Run.create(folder_of(job), config.dumps(job))
+    try:
+        done = launch(job, tmp_path, 2)
+    finally:
+        first.close()
+    assert done.returncode != 0 and left_over(tmp_path) == []
+    assert done.stderr.count(f"process {os.getpid()} is training here") == 1
+    assert "has gone" not in done.stderr
+
+
+def test_the_others_wait_long_enough_for_one(monkeypatch):
+    """The libraries' 10 and 30 minutes would end a job whose main process encodes a large dataset."""
+    given = {}
+
+    class State:
+        process_index, num_processes, device = 0, 1, torch.device("cpu")
+
+        def __init__(self, **more):
+            given.update(more)
+
+    monkeypatch.setattr(processes, "PartialState", State)
+    processes.Processes()
+    assert given["timeout"].total_seconds() >= 12 * 3600
 
 
 def test_a_batch_that_cannot_be_shared_is_one_clear_line(make_job, tmp_path):
@@ -324,7 +476,7 @@ def cli_exit(action) -> int:
 def test_exit_3_when_no_checkpoint_is_whole(job, capsys):
     mine = job(*SMALL, "train.steps=4")
     with pytest.raises(Stopped):
-        train.run(mine, progress=False, echo=lambda e: (folder_of(mine) / "control" / "stop").touch())
+        train.run(mine, progress=False, echo=lambda e: e["event"] == "step" and Run(folder_of(mine)).request("stop"))
     for path in folder_of(mine).glob("checkpoints/*/manifest.json"):
         path.unlink()
     assert cli_exit(lambda: train.run(mine, resume=True, progress=False)) == 3

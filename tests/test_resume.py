@@ -16,7 +16,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from lora_fp8 import adapters, cli, config, export, optim, train
+from lora_fp8 import adapters, checkpoint, cli, config, export, families, finish, optim, train
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data import loader
 from lora_fp8.run import Run, RunFailure, Stopped
@@ -167,7 +167,7 @@ def test_all_checkpoints_corrupt_is_a_failure_not_a_fresh_start(make_job, tmp_pa
     job = make_job(tmp_path, *settings)
     run_until(job, 5, how="crash")
     for path in (folder_of(job) / "checkpoints").glob("step-*/manifest.json"):
-        path.write_text("{}")
+        path.write_text("{}", encoding="utf-8")
     before = tree_hash(folder_of(job) / "checkpoints")
     with pytest.raises(RunFailure, match="none is whole"):
         run(job, resume=True)
@@ -297,11 +297,75 @@ def test_a_longer_run_goes_on_as_if_it_had_been_planned_so(make_job, tmp_path, s
     assert outcome(longer, tree_hash) == whole[1]
 
 
+@pytest.mark.parametrize("change", ["dataset.flip=false", "dataset.caption_dropout=0.5", "train.accumulate=2"])
+def test_other_changed_settings_are_told(make_job, tmp_path, settings, stopped, change):
+    shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
+    job = make_job(tmp_path, *settings, change)
+    run(job, resume=True)
+    told = [event["text"] for event in events(job, "warning") if "applies from now on" in event["text"]]
+    assert len(told) == 1 and f"{change.partition('=')[0]}: " in told[0]
+
+
+def test_another_base_at_the_same_place_is_told(make_job, tmp_path, settings, stopped):
+    """A base that was replaced, or a hub branch that moved: the path is the same, the weights are not."""
+    shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
+    families.get("sd15").tiny(tmp_path / "other", seed=1)
+    job = make_job(tmp_path, *settings, f"model.path='{tmp_path / 'other'}'")
+    run(job, resume=True)
+    assert [event["text"] for event in events(job, "warning") if "base model's files" in event["text"]]
+
+
+def test_a_moved_base_and_pictures_are_no_change(make_job, tmp_path, settings, stopped, whole, tiny, pictures):
+    shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
+    base, mine = shutil.copytree(tiny("sd15"), tmp_path / "base"), shutil.copytree(pictures, tmp_path / "mine")
+    job = make_job(tmp_path, *settings, f"model.path='{base}'", f"dataset.folders=[{{path='{mine}'}}]")
+    run(job, resume=True)
+    told = [event["text"] for event in events(job, "warning") if "smaller than the training" not in event["text"]]
+    assert told == [] and payloads(job) == payloads(whole[0])
+
+
+def test_exporting_while_a_checkpoint_is_being_written_leaves_it_alone(make_job, tmp_path, settings, monkeypatch):
+    """`lora-fp8 export` reads a run that another process trains: what that one is writing is not a leftover."""
+    job = make_job(tmp_path, *settings)
+    real = checkpoint.sync_folder
+    exported = []
+
+    def sync_folder(path):
+        if path.name.startswith(".tmp-step-000004"):
+            exported.extend(finish.export_run(folder_of(job), []))
+        real(path)
+
+    monkeypatch.setattr(checkpoint, "sync_folder", sync_folder)
+    run(job)
+    assert len(exported) == 2 and events(job, "done")
+
+
+def test_a_checkpoint_is_exported_without_its_pictures_and_that_is_told(make_job, tmp_path, settings, pictures, capsys):
+    mine = shutil.copytree(pictures, tmp_path / "mine")
+    job = make_job(tmp_path, *settings, f"dataset.folders=[{{path='{mine}'}}]", "train.steps=2")
+    run(job)
+    before = payloads(job)
+    shutil.rmtree(mine)
+    assert len(finish.export_run(folder_of(job), [])) == 2 and payloads(job) == before
+    assert "1 problem(s) with the pictures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [("2", 2), ("0.4", 3), ("0.5", 3)])
+def test_the_file_tells_the_warm_up_that_was_done(make_job, tmp_path, settings, warmup, steps):
+    job = make_job(tmp_path, *settings, f"schedule.warmup={warmup}")
+    run(job)
+    rates = [event["lr"] for event in events(job, "step")]
+    assert rates.index(max(rates)) == steps
+    for path in (folder_of(job) / "export").iterdir():
+        with safetensors.safe_open(path, "pt") as file:
+            assert file.metadata()["ss_lr_warmup_steps"] == str(steps)
+
+
 def test_changed_pictures_are_told(make_job, tmp_path, settings, pictures):
     mine = shutil.copytree(pictures, tmp_path / "mine")
     job = make_job(tmp_path, *settings, f"dataset.folders=[{{path='{mine}'}}]")
     run_until(job, 3)
-    (mine / "a.txt").write_text("a cat, yellow")
+    (mine / "a.txt").write_text("a cat, yellow", encoding="utf-8")
     run(job, resume=True)
     assert any("pictures, captions or buckets changed" in event["text"] for event in events(job, "warning"))
 

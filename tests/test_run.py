@@ -5,11 +5,12 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from lora_fp8.config import UserError
-from lora_fp8.run import Run, atomic_write
+from lora_fp8.run import Run, Stopped, StopSignal, atomic_write
 
 CONFIG = 'name = "x"\n'
 
@@ -98,7 +99,7 @@ def test_a_second_start_is_refused_and_names_the_holder(tmp_path):
     for resume in (False, True):
         with pytest.raises(UserError, match=rf"process {os.getpid()} is training here.*lora-fp8 stop"):
             Run.create(tmp_path / "r", 'name = "other"\n', resume=resume)
-    assert (tmp_path / "r" / "config.toml").read_text() == CONFIG  # the refused one has changed nothing
+    assert (tmp_path / "r" / "config.toml").read_text(encoding="utf-8") == CONFIG  # the refused one has changed nothing
     run.log_event("step", step=1, loss=0.5)
     run.close()
     Run.create(tmp_path / "r", CONFIG).close()
@@ -182,15 +183,15 @@ def test_asking_whether_a_run_is_alive_never_refuses_a_start(tmp_path):
 
 
 def test_a_folder_without_a_lock_is_not_alive(tmp_path):
-    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
     assert not Run.open(tmp_path).alive()
 
 
 def test_an_old_lock_of_a_recycled_pid_blocks_nothing(tmp_path):
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "lock").write_text("process 1")  # alive, and not ours
+    (tmp_path / "r" / "lock").write_text("process 1", encoding="utf-8")  # alive, and not ours
     run = Run.create(tmp_path / "r", CONFIG)
-    assert (tmp_path / "r" / "lock").read_text() == f"process {os.getpid()}"
+    assert (tmp_path / "r" / "lock").read_text(encoding="utf-8") == f"process {os.getpid()}"
     run.close()
 
 
@@ -208,11 +209,11 @@ def test_a_finished_run_is_not_started_over(tmp_path, what):
 def test_a_run_that_got_nowhere_may_be_started_again(tmp_path):
     Run.create(tmp_path / "r", CONFIG).close()
     Run.create(tmp_path / "r", 'name = "y"\n').close()
-    assert (tmp_path / "r" / "config.toml").read_text() == 'name = "y"\n'
+    assert (tmp_path / "r" / "config.toml").read_text(encoding="utf-8") == 'name = "y"\n'
 
 
 def test_a_place_that_cannot_be_a_folder_is_the_users_mistake(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="cannot be made"):
         Run.create(tmp_path / "file" / "r", CONFIG)
     with pytest.raises(UserError, match="not a run folder"):
@@ -221,9 +222,13 @@ def test_a_place_that_cannot_be_a_folder_is_the_users_mistake(tmp_path):
 
 def test_what_a_killed_atomic_write_left_is_cleared_at_the_next_start(tmp_path):
     Run.create(tmp_path / "r", CONFIG).close()
-    leftovers = [tmp_path / "r" / ".config.toml.77.tmp", tmp_path / "r" / "export" / ".lora.safetensors.77.tmp"]
+    names = (".config.toml.77.tmp", "export/.lora.safetensors.77.tmp", "samples/.step-000000-0.png.77.tmp")
+    leftovers = [tmp_path / "r" / name for name in names]
     for path in leftovers:
         path.write_bytes(b"half")
+    leftovers.append(tmp_path / "r" / "checkpoints" / ".tmp-step-000006-77")  # of a save
+    leftovers[-1].mkdir()
+    (leftovers[-1] / "state.json").write_bytes(b"half")
     Run.create(tmp_path / "r", CONFIG, resume=True).close()
     assert not any(path.exists() for path in leftovers)
 
@@ -250,7 +255,7 @@ def test_status_tells_the_newest_state(tmp_path):
     run.log_event("stage", stage="train", step=0, steps=9)
     run.log_event("step", step=3, loss=0.5)
     run.log_event("stopped", text="")
-    status = json.loads((tmp_path / "r" / "status.json").read_text())
+    status = json.loads((tmp_path / "r" / "status.json").read_text(encoding="utf-8"))
     assert status["state"] == "stopped" and status["step"] == 3 and status["steps"] == 9
     assert status["loss"] == 0.5 and status["pid"] == os.getpid()
     run.close()
@@ -267,6 +272,123 @@ def test_the_torn_last_line_of_a_killed_process_is_left_out_and_mended(tmp_path)
     run.log_event("step", step=2, loss=0.4)
     assert [e["step"] for e in run.events()] == [1, 2]  # the new line is not glued to the torn one
     run.close()
+
+
+def test_a_caption_may_hold_what_unicode_calls_a_line_end(tmp_path):
+    run = Run.create(tmp_path / "r", CONFIG)
+    texts = ["a\u2028b", "a\u2029b", "a\x85b", "a\x0bb", "a\x1cb", "a\r\nb"]
+    for text in texts:
+        run.log_event("warning", text=text)
+    assert [event["text"] for event in run.events()] == texts
+    run.close()
+
+
+def test_status_moves_on_when_the_clock_jumps_back(tmp_path, monkeypatch):
+    run = Run.create(tmp_path / "r", CONFIG)
+    run.log_event("step", step=1, loss=0.5)
+    clock, since = time.time() - 7200, time.monotonic() + 5
+    monkeypatch.setattr(time, "time", lambda: clock)
+    monkeypatch.setattr(time, "monotonic", lambda: since)
+    run.log_event("step", step=2, loss=0.4)
+    assert json.loads((tmp_path / "r" / "status.json").read_text(encoding="utf-8"))["step"] == 2
+    assert [event["step"] for event in run.events()] == [1, 2]  # in the order of the file, whatever the clock says
+    run.close()
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.EIO, "I/O error")])
+def test_a_run_outlives_whoever_reads_what_it_prints(tmp_path, error):
+    run = Run.create(tmp_path / "r", CONFIG)
+
+    def gone(event):
+        raise error
+
+    run.echo = gone
+    run.log_event("step", step=1, loss=0.5)
+    run.log_event("step", step=2, loss=0.4)
+    told = run.events()
+    assert [event["event"] for event in told] == ["step", "warning", "step"] and error.strerror in told[1]["text"]
+    run.close()
+
+
+# -- places that cannot be written
+
+
+@pytest.fixture
+def read_only(monkeypatch):
+    """read_only(folder): from now on the kernel's answer to whoever writes below it (tests may run as root)."""
+    real_open, real_mkdir, real_touch = open, os.mkdir, Path.touch
+
+    def make(folder):
+        def refuse(path):
+            if str(path).startswith(str(folder)):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+        def checked_open(path, mode="r", *more, **given):
+            if set(mode) & set("wa+"):
+                refuse(path)
+            return real_open(path, mode, *more, **given)
+
+        monkeypatch.setattr("builtins.open", checked_open)
+        monkeypatch.setattr(os, "mkdir", lambda path, *more, **given: (refuse(path), real_mkdir(path, *more, **given)))
+        monkeypatch.setattr(Path, "touch", lambda path, *more, **given: (refuse(path), real_touch(path, *more)))
+
+    return make
+
+
+def test_a_read_only_place_is_the_users_mistake_and_readers_still_read(tmp_path, read_only):
+    run = Run.create(tmp_path / "old", CONFIG)
+    run.log_event("step", step=1, loss=0.5)
+    run.close()
+    read_only(tmp_path)
+    for name, resume in (("new", False), ("old", True)):
+        with pytest.raises(UserError, match=f"{name}: the run folder cannot be made or written .Read-only file system"):
+            Run.create(tmp_path / name, CONFIG, resume=resume)
+    run = Run.open(tmp_path / "old")
+    assert [event["step"] for event in run.events()] == [1] and not run.alive()
+    with pytest.raises(UserError, match="control/stop: cannot be written .Read-only file system"):
+        run.request("stop")
+
+
+# -- signals
+
+
+def signalled(stop: StopSignal, number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)  # so that the handler runs here
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_training_stops_at_once_and_only_once(number):
+    stop = StopSignal()
+    with stop.watching():
+        with pytest.raises(Stopped, match="before the first step"):
+            signalled(stop, number)
+        signalled(stop, signal.SIGTERM)  # while the stop is being written down
+        signalled(stop, signal.SIGINT)  # passed on by a launcher within the second
+
+
+def test_a_signal_while_training_is_kept_for_the_end_of_the_step(monkeypatch):
+    stop = StopSignal()
+    stop.at_once = None
+    with stop.watching():
+        signalled(stop, signal.SIGINT)
+        signalled(stop, signal.SIGINT)  # the same Ctrl-C, from a launcher
+        assert stop.requested
+        since = time.monotonic() + 2
+        monkeypatch.setattr(time, "monotonic", lambda: since)
+        with pytest.raises(KeyboardInterrupt):
+            signalled(stop, signal.SIGINT)  # somebody means it
+
+
+def test_a_signal_does_not_cut_an_exchange_in_two():
+    stop = StopSignal()
+    done = []
+    with stop.watching():
+        with pytest.raises(Stopped):
+            with stop.held():
+                signalled(stop, signal.SIGTERM)
+                done.append("the rest of the exchange")
+    assert done
 
 
 # -- requests

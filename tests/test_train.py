@@ -1,6 +1,7 @@
 """The job from start to end: what goes wrong stops it in words, what is asked for happens, and only adapters change."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -18,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lora_fp8 import checkpoint, cli, export, families, sample, train
+from lora_fp8 import run as run_room
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data.cache import Cache
+from lora_fp8.processes import Gradients
 from lora_fp8.run import Run, RunFailure, Stopped
 
 SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']")
@@ -135,6 +138,13 @@ def test_out_of_memory_is_told_with_what_to_change(job, monkeypatch):
     assert checkpoint.latest(folder_of(late) / "checkpoints")[0].step == 2
 
 
+def test_an_update_that_is_not_finite_is_not_saved(job):
+    """A finite gradient and a finite loss do not promise a finite weight: 0 / (0 + eps), with eps below float32's."""
+    mine = job(*SMALL, "optimizer.name=adamw", "optimizer.eps=1e-300", "checkpoint.every=1")
+    text = failure_of(mine)
+    assert re.match(r"step 1: the update left .*lora_A.* not finite, so nothing was saved; no checkpoint yet", text)
+
+
 # -- the disk
 
 
@@ -176,6 +186,43 @@ def test_a_log_that_cannot_be_written_does_not_hide_the_reason(job):
     assert not Run.open(folder_of(mine)).alive()
 
 
+def test_a_run_folder_that_has_gone_is_one_line(job):
+    mine = job(*SMALL)
+    with pytest.raises(RunFailure, match=r"^.*status\.tmp: No such file or directory$"):
+        run(mine, echo=lambda event: event["event"] == "checkpoint" and shutil.rmtree(folder_of(mine)))
+
+
+def test_a_disk_that_turns_read_only_is_one_line_and_costs_nothing_saved(job, monkeypatch):
+    """As a kernel does after an error of the disk; the log cannot be written then, and must not hide it."""
+    real = run_room.write_synced
+    broken = []
+
+    def write_synced(path):
+        if broken:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "write_synced", write_synced)
+    text = failure_of(job(*SMALL), at_step(3, lambda: broken.append(1)))
+    assert "step-000004: the checkpoint could not be written (Read-only file system)" in text
+
+
+def test_a_full_disk_at_the_export_costs_no_checkpoint(job, monkeypatch):
+    """Space runs out when all steps are done: one line, no half file, and resuming writes the files."""
+    real = export.write
+
+    def full(*arguments):
+        with files_no_larger_than(1000):
+            return real(*arguments)
+
+    monkeypatch.setattr(export, "write", full)
+    mine = job(*SMALL)
+    text = failure_of(mine)
+    assert "File too large" in text and "MiB are free" in text
+    monkeypatch.undo()
+    assert len(run(mine, resume=True).files) == 2
+
+
 # -- what is asked for while it runs
 
 
@@ -188,9 +235,9 @@ def test_requests_for_a_save_and_a_preview_are_done_once(job):
         Run.open(path).request("preview")
 
     run(mine, echo=at_step(2, ask))
-    # Asked for while step 2 was being told: done at its end, once.
-    assert [event["step"] for event in events(mine, "checkpoint")] == [2, 6]
-    assert [event["step"] for event in events(mine, "preview")] == [2, 6]
+    # Asked for while step 2 was being told: done at the next step, once.
+    assert [event["step"] for event in events(mine, "checkpoint")] == [3, 6]
+    assert [event["step"] for event in events(mine, "preview")] == [3, 6]
     assert not list((path / "control").iterdir())
 
 
@@ -201,7 +248,7 @@ def test_lora_fp8_stop_stops_at_the_end_of_the_step(job, capsys):
         run(mine, echo=at_step(2, lambda: cli.stop(path)))
     assert "asked to stop" in capsys.readouterr().out
     assert [p.name for p in (path / "checkpoints").iterdir()] == ["step-000003"]
-    assert json.loads((path / "status.json").read_text())["state"] == "stopped"
+    assert json.loads((path / "status.json").read_text(encoding="utf-8"))["state"] == "stopped"
     cli.stop(path)
     assert "nothing is training" in capsys.readouterr().out
 
@@ -210,6 +257,15 @@ def test_a_stop_at_the_last_step_still_ends_the_job(job):
     mine = job(*SMALL)
     run(mine, echo=at_step(5, lambda: Run.open(folder_of(mine)).request("stop")))
     assert events(mine, "done") and not events(mine, "stopped")
+
+
+def test_a_stop_that_is_asked_for_before_the_first_step_is_heeded_there(job):
+    mine = job(*SMALL)
+    with pytest.raises(Stopped, match="before the first step"):
+        run(mine, echo=lambda event: event.get("stage") == "cache" and Run.open(folder_of(mine)).request("stop"))
+    assert not events(mine, "step") and events(mine, "stopped")
+    run(mine)
+    assert events(mine, "done")
 
 
 @pytest.mark.parametrize("stage", ["cache", "load", "export"])
@@ -256,13 +312,22 @@ def test_a_failing_preview_is_a_warning_and_the_run_goes_on(job, monkeypatch, er
     assert str(error).splitlines()[0] in warnings[0] and len(result.files) == 2
 
 
+def test_other_prompts_after_a_resume_are_not_shown_beside_the_old_ones(job):
+    """And a preview more than at the start is no reason to lose the export."""
+    first = job(*SMALL, "preview.prompts=['a cat']")
+    with pytest.raises(Stopped):
+        run(first, echo=at_step(2, lambda: Run.open(folder_of(first)).request("stop")))
+    result = run(job(*SMALL, "preview.prompts=['a dog', 'a bird']"), resume=True)
+    assert len(result.files) == 2 and not (folder_of(first) / "samples" / "contact_sheet.png").exists()
+
+
 # -- sums
 
 
 def test_gradients_are_added_up_in_float32():
     """256 + 1 + 1 + ... in bf16 stays 256: the next bf16 number is 258."""
     parameter = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
-    gradients = train.Gradients([("a", parameter)])
+    gradients = Gradients([("a", parameter)])
     for value in (256.0, *[1.0] * 100):
         parameter.grad = torch.full((3, 2), value, dtype=torch.bfloat16)
         gradients.collect_()
@@ -337,9 +402,9 @@ def test_only_the_adapters_change(job, monkeypatch):
         held.append(base_hash(loaded.denoiser))
         return loaded
 
-    def finish(job, family, data, loaded, step, run):
+    def finish(job, family, data, loaded, *more):
         held.append(base_hash(loaded.denoiser))
-        return real_finish(job, family, data, loaded, step, run)
+        return real_finish(job, family, data, loaded, *more)
 
     real_load, real_finish = train.load, train.finish
     monkeypatch.setattr(train, "load", load)
@@ -447,7 +512,9 @@ def test_every_family_trains_to_verified_files(job, family):
     mine = job("export.verify=true", "preview.prompts=['a cat', 'a dog']", "train.batch_size=2", family=family)
     result = run(mine)
     assert [report.ok for report in result.reports] == [True, True] and len(result.files) == 2
-    assert json.loads((folder_of(mine) / "verify.json").read_text()).keys() == {path.name for path in result.files}
+    assert json.loads((folder_of(mine) / "verify.json").read_text(encoding="utf-8")).keys() == {
+        path.name for path in result.files
+    }
     assert (folder_of(mine) / "samples" / "contact_sheet.png").exists()
     assert [event["ok"] for event in events(mine, "verify")] == [True, True]
 
