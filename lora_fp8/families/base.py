@@ -354,15 +354,12 @@ class ModelFamily(ABC):
         """(diffusers parameter name, CPU tensor), one at a time; nothing but the current tensor is held."""
         if self.checkpoint is None:
             for path in self._denoiser_files():
-                _files.read_header(path)
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (not a dict)
-                        yield name, self._widened(file.get_tensor(name))
+                for name in _files.read_header(path):
+                    yield name, self._read(path, name)
             return
-        with safe_open(self.checkpoint, framework="pt") as file:
-            for name, (key, change) in self.convert_checkpoint(self._header).items():
-                tensor = self._widened(file.get_tensor(key))
-                yield name, change(tensor) if change else tensor
+        for name, (key, change) in self.convert_checkpoint(self._header).items():
+            tensor = self._read(self.checkpoint, key)
+            yield name, change(tensor) if change else tensor
 
     # -- previews -------------------------------------------------------------------------------------------------
     def scheduler_config(self) -> dict[str, Any]:
@@ -497,6 +494,11 @@ class ModelFamily(ABC):
         else:
             weights = [(f"{name}/{p.name}", p) for p in _files.weight_files(part, stem)]
         return [(f"{name}/config.json", part / "config.json"), *weights]
+
+    def _read(self, path: Path, name: str) -> Tensor:
+        # Opened anew for each tensor: what was read of a file that stays open stays in memory, 4 GB of a 4 GB file.
+        with safe_open(path, framework="pt") as file:
+            return self._widened(file.get_tensor(name))
 
     def _widened(self, tensor: Tensor) -> Tensor:
         # Plain float8 checkpoints exist (no scales): few operations take float8, so it goes on as the model's dtype.
