@@ -148,6 +148,8 @@ PINNED = (
     "model.family",
     "quantize.storage",
     "quantize.recipe",
+    "quantize.sensitivity",
+    "quantize.sensitivity_bound",
     "adapter.type",
     "adapter.rank",
     "adapter.alpha",

@@ -135,6 +135,24 @@ def plan(
     print(json.dumps(found.to_json(), ensure_ascii=False, indent=1) if as_json else found.table())
 
 
+@app.command()
+def precision(
+    config_file: Path = typer.Argument(..., metavar="CONFIG"),
+    overrides: list[str] = SET,
+    pictures: int = typer.Option(4, min=1, help="How many of the job's pictures to measure on."),
+    layers_only: bool = typer.Option(False, help="Leave out the prediction, which needs the unquantized base whole."),
+    as_json: bool = JSON,
+) -> None:
+    """Measure what quantization costs on the config's own pictures: in each layer, and in the prediction."""
+    from . import config
+
+    job = config.load(config_file, overrides)
+    from . import measure
+
+    found = measure.report(job, num_pictures=pictures, whole=not layers_only, echo=None if as_json else _say)
+    print(json.dumps(found.to_json(), ensure_ascii=False, indent=1) if as_json else "\n".join(found.lines()))
+
+
 def _look_at_base(job: Any, report: Any) -> list[str]:
     """Find the base model, read its headers, and ask its tokenizers what captions lose. Raises UserError."""
     from .families import _files, get
@@ -326,6 +344,11 @@ def _say(event: dict[str, Any]) -> None:
         "compute": lambda e: (
             f"compute: {e['chosen']}, the fastest of "
             + ", ".join(f"{mode} {seconds:.3g} s" for mode, seconds in e["seconds"].items())
+        ),
+        "sensitivity": lambda e: (
+            f"sensitivity: {len(e['moved'])} of {e['layers']} layers moved, {e['added_bytes'] / 1e6:.2f} MB more; "
+            f"largest error of a layer {e['worst_before']:.3g} before, {e['worst']:.3g} now, bound {e['bound']:g}"
+            + "".join(f"\n  {line}" for line in e["moved"])
         ),
         "preflight": lambda e: f"preflight: peak memory {e['peak_gib']:.2f} GiB",
         "resume": lambda e: f"resuming from {e['checkpoint']}",

@@ -6,7 +6,7 @@ The encoders are loaded, used and freed before the denoiser arrives, so that the
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, memory, optim, precision
+from . import adapters, config, memory, optim, precision
 from .config import Job, UserError
 from .data import buckets as bucketing
 from .data import images
@@ -50,6 +50,7 @@ class Loaded:
     optimizer: optim.AdapterOptimizer
     plan: precision.Plan  # how each layer of the base is held and multiplied
     amax: precision.AmaxHistory  # what the delayed recipe remembers
+    moved: list[str]  # lines that quantize.sensitivity = "auto" has added to quantize.override
 
 
 def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
@@ -140,14 +141,28 @@ def plan(job: Job, family: ModelFamily) -> precision.Plan:
     )
 
 
-def load(job: Job, family: ModelFamily, run: Run, processes: Processes) -> Loaded:
-    """The denoiser in its storage, the adapters beside it, and the optimizer that steps them."""
-    run.log_event("stage", stage="load")
-    dtype = DTYPES[job.model.dtype]
+def base(family: ModelFamily, section: config.Quantize) -> tuple[nn.Module, precision.Plan]:
+    """The denoiser in the storage that the section asks for, on the family's device, and how each layer is held."""
     denoiser = family.empty_denoiser()
-    plan = precision.quantize_(denoiser, job.quantize, family.keep_precise, dtype, family.modulation)
-    precision.fill_(denoiser, family.denoiser_tensors(), dtype=dtype, device=processes.device)
-    precision.set_compute_(denoiser, plan, job.quantize)  # again: what it remembers needs the weights to be there
+    plan = precision.quantize_(denoiser, section, family.keep_precise, family.dtype, family.modulation)
+    precision.fill_(denoiser, family.denoiser_tensors(), dtype=family.dtype, device=family.device)
+    precision.set_compute_(denoiser, plan, section)  # again: what it remembers needs the weights to be there
+    return denoiser, plan
+
+
+def with_moved(section: config.Quantize, moved: Sequence[str]) -> config.Quantize:
+    """The section with the lines of `measure.moved_layers`, which come after the user's own."""
+    return section.model_copy(update={"override": [*section.override, *moved]})
+
+
+def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: Sequence[str] = ()) -> Loaded:
+    """The denoiser in its storage, the adapters beside it, and the optimizer that steps them.
+
+    Args:
+        moved: from `measure.moved_layers`.
+    """
+    run.log_event("stage", stage="load")
+    denoiser, plan = base(family, with_moved(job.quantize, moved))
     names = family.adapter_names(denoiser, job.adapter.targets)
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     applied = memory.apply_(denoiser, job.memory)
@@ -176,7 +191,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes) -> Loade
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
     )
-    return Loaded(denoiser, objective, optimizer, plan, precision.AmaxHistory(denoiser))
+    return Loaded(denoiser, objective, optimizer, plan, precision.AmaxHistory(denoiser), list(moved))
 
 
 def _unused_settings(job: Job, family: ModelFamily) -> list[str]:

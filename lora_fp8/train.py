@@ -33,6 +33,7 @@ from .data import images
 from .data.loader import Batch
 from .families.base import ModelFamily
 from .finish import Result, finish
+from .measure import moved_layers
 from .objectives import Objective
 from .prepare import DTYPES, Data, Loaded, cache, load, plan, resolve_auto
 from .processes import Elsewhere, Gradients, Processes
@@ -112,7 +113,8 @@ def _stages(
                 data = cache(job, family, scanned.examples, run, processes)
                 _stop_if_asked(run, stop)
             with stage(run, processes):
-                loaded = load(job, family, run, processes)
+                moved = moved_layers(job, family, data, run, processes, resume)
+                loaded = load(job, family, run, processes, moved)
                 state = take_up(job, family, data, loaded, run, resume)
                 _same_step(state, run, processes)
                 if resume and processes.is_main:
@@ -358,6 +360,7 @@ def save_checkpoint(job: Job, family: ModelFamily, data: Data, loaded: Loaded, s
     content = {
         "step": state.step,
         "compute": state.compute,
+        "moved": loaded.moved,
         "optimizer": scalars,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

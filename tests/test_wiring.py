@@ -60,6 +60,12 @@ FLIPS = {
     "quantize.scale": Flip("tensor", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.modulation": Flip("bf16", (*TRAINING, "storage"), ("shapes", "rates"), family="flux"),
     "quantize.override": Flip("['to_q = int8']", (*TRAINING, "storage"), ("shapes", "rates")),
+    "quantize.sensitivity": Flip(
+        "auto", (*TRAINING, "storage"), ("shapes", "rates"), ("quantize.sensitivity_bound=0.01",)
+    ),
+    "quantize.sensitivity_bound": Flip(
+        "0.01", (*TRAINING, "storage"), ("shapes", "rates"), ("quantize.sensitivity=auto",)
+    ),
     "quantize.compute": Flip(
         "fp8_forward", (*TRAINING, "storage"), ("shapes", "rates"), ("quantize.fp8_min_features=0",)
     ),

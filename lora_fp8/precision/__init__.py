@@ -1,7 +1,7 @@
 """Frozen layers in few bytes: how they are held, how they are multiplied, and what is decided for each.
 
 Reading order: `formats` (bytes and scales), `matmul` (the arithmetic), `linear` (the layer), `plan` (which layer gets
-what), `convert` (a whole denoiser), `choose` (which matmul is fastest here).
+what), `convert` (a whole denoiser), `choose` (which matmul is fastest here), `report` (what it costs).
 
 Order of use: build the denoiser on the meta device, `quantize_` it, `fill_` it from a stream of tensors, then
 `adapters.inject`. A denoiser that already has its weights needs no `fill_`.

@@ -279,9 +279,11 @@ def _compute(
 def _without_effect(section: config.Quantize, layers: Sequence[LayerPlan]) -> list[str]:
     """Settings that were given and change nothing here."""
     found = []
+    bounded = section.sensitivity_bound != type(section)().sensitivity_bound
     if section.storage in PLAIN:
         given = {"keep": section.keep, "override": section.override, "compute": section.compute != "upcast"}
         given |= {"scale": section.scale != "auto", "modulation": section.modulation != "auto"}
+        given |= {"sensitivity": section.sensitivity != "off", "sensitivity_bound": bounded}
         why = f"quantize.storage is {section.storage!r}, so nothing is quantized"
         return [f"quantize.{key} had no effect: {why}" for key, value in given.items() if value]
     if section.compute == "upcast":
@@ -291,6 +293,8 @@ def _without_effect(section: config.Quantize, layers: Sequence[LayerPlan]) -> li
         found += [f"quantize.{key} had no effect: quantize.compute is 'upcast'" for key in given]
     elif not any(layer.compute.startswith("fp8") for layer in layers):
         found.append(f"quantize.compute = {section.compute!r} had no effect: no layer can be multiplied in FP8")
+    if bounded and section.sensitivity == "off":
+        found.append("quantize.sensitivity_bound had no effect: quantize.sensitivity is 'off'")
     if section.modulation != "auto" and not any("modulation" in layer.reason for layer in layers):
         found.append("quantize.modulation had no effect: this model has no modulation layers")
     return found
