@@ -1,10 +1,10 @@
 """The architecture, held by tests: imports go down only, heavy libraries stay in their rooms, no code runs from files.
 
 5    cli  train_lora.py  scripts
-4.5  demo.show            4    train            3.5  prepare  finish
+4.5  demo.show            4    train            3.5  prepare  finish  (measure above them)
 3    memory sample checkpoint export verify processes data.cache data.loader
 2    families/*
-1    objectives precision adapters optim data.images data.buckets demo.pictures demo.measure
+1    objectives precision adapters optim layouts data.images data.colour data.buckets demo.pictures demo.measure
 0    config run, the list of families                       (standard library, pydantic, tomlkit: no torch)
 """
 
@@ -21,11 +21,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0.0: "lora_fp8 config run families demo",
-    1.0: "objectives adapters optim precision precision.convert precision.fp8 precision.names data data.images "
-    "data.buckets demo.pictures demo.measure",
+    1.0: "objectives adapters optim layouts precision precision.formats precision.matmul precision.linear precision.plan "
+    "precision.convert precision.choose precision.report precision.names data data.images data.colour data.buckets "
+    "demo.pictures demo.measure",
     2.0: "families.base families.sd15 families.sdxl families.flux families._files families._ldm families._miniature",
     3.0: "memory sample checkpoint export verify processes data.cache data.loader",
     3.5: "prepare finish",
+    3.75: "measure",
     4.0: "train",
     4.5: "demo.show",
     5.0: "cli",
@@ -34,7 +36,7 @@ LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split(
 MAY_IMPORT_TRAIN = {"cli", "demo.show", "train_lora", "scripts"}
 ROOMS = {
     "peft": {"adapters"},
-    "bitsandbytes": {"optim"},
+    "bitsandbytes": {"optim", "precision.formats"},
     "accelerate": {"processes"},
     "transformers": {"families", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},
