@@ -2,6 +2,9 @@
 
 The same as `lora-fp8 train`, as a script for `accelerate launch` (one process, or several with
 `--multi_gpu --num_processes N`, which on a machine without a GPU makes N CPU processes). It holds no logic.
+
+accelerate's launcher turns every exit code but 0 into 1. How a run ended then stands in its folder: "state" in
+status.json is "done", "stopped" (saved; --resume goes on) or "error" (the last line of events.jsonl says which).
 """
 
 import argparse
@@ -9,7 +12,9 @@ import argparse
 from lora_fp8.cli import guarded, train_or_resume
 
 parser = argparse.ArgumentParser(
-    description="Train a LoRA from a TOML config.", epilog="Exit codes: 0 done, 2 wrong input, 3 failed, 75 stopped."
+    description="Train a LoRA from a TOML config.",
+    epilog="Exit codes: 0 done, 2 wrong input, 3 failed, 75 stopped. "
+    "accelerate launch makes 1 of all but 0: how a run ended is the state in its status.json.",
 )
 parser.add_argument("--config", required=True, help="TOML config; with --resume, its run folder must exist")
 parser.add_argument(
