@@ -235,3 +235,24 @@ def test_every_scale_of_the_config_is_a_format():
     declared = {Format(storage, scale) for storage, scales in config.SCALES.items() for scale in scales}
     assert declared == set(FORMS)
     assert all(config.SCALES[form.storage] and form.tensors((128, 128)) for form in FORMS)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Format("fp8", scale) for scale in ("row", "tensor", "none", "1x64", "128x128")]
+    + [Format("int8", scale) for scale in ("row", "1x128")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_in_pieces_is_decoding_by_the_definition(form, dtype, monkeypatch):
+    qweight, scale = encode(torch.randn(384, 256), form)
+    codes = torch.arange(256, dtype=torch.uint8)
+    qweight[:2] = codes[torch.randperm(256)]  # every code there is
+    qweight[-1] = codes
+    values = qweight.view(torch.int8 if form.storage == "int8" else torch.float8_e4m3fn).float()
+    rows, columns = form.block((384, 256))
+    factors = scale.repeat_interleave(rows, dim=0).repeat_interleave(columns, dim=1)
+    expected = (values * factors).to(dtype)
+    finite = values.isfinite()  # e4m3's two NaNs are never written: encode refuses what is not finite
+    for elements in (1, 1000, 200 * 256, 10**6):  # less than a row, several pieces with a rest, one
+        monkeypatch.setattr(formats, "CHUNK_ELEMENTS", elements)
+        assert torch.equal(decode((qweight, scale), form.storage, dtype)[finite], expected[finite])

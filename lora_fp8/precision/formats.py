@@ -111,9 +111,12 @@ def decode(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Tenso
     if storage == "nf4":
         return _decode_nf4(*parts, dtype)
     qweight_NK, scale = parts
+    on_cpu = qweight_NK.device.type == "cpu"
+    if on_cpu and not torch.compiler.is_compiling():
+        return _decode_in_pieces(qweight_NK, scale, storage, dtype)
     if storage == "int8":
         values_NK = qweight_NK.view(torch.int8).to(torch.float32)
-    elif qweight_NK.device.type == "cpu":
+    elif on_cpu:
         values_NK, scale = _e4m3_on_cpu(qweight_NK), scale * 256.0
     else:
         values_NK = qweight_NK.view(torch.float8_e4m3fn).to(torch.float32)
@@ -205,16 +208,33 @@ def _check_finite(scale: Tensor, rows: int, name: str) -> None:
         )
 
 
+def _decode_in_pieces(qweight_NK: Tensor, scale: Tensor, storage: str, dtype: torch.dtype) -> Tensor:
+    """As `decode`, a few rows at a time: what lies between bytes and result stays in the processor's cache. All at once
+    it is new memory for each of four steps, which took 30 times as long for 3072 x 3072 (129 ms, so 4)."""
+    num_rows, num_columns = qweight_NK.shape
+    rows = num_rows // scale.shape[0]
+    step = max(1, CHUNK_ELEMENTS // num_columns)
+    step = step if scale.shape[0] == 1 else max(rows, step - step % rows)
+    if storage != "int8":
+        scale = scale * 256.0
+    weight_NK = torch.empty(qweight_NK.shape, dtype=dtype)
+    for start in range(0, num_rows, step):
+        piece = slice(start, start + step)
+        own = scale if scale.shape[0] == 1 else scale[start // rows : (start + step) // rows]
+        codes = qweight_NK[piece]
+        values = codes.view(torch.int8).to(torch.float32) if storage == "int8" else _e4m3_on_cpu(codes)
+        weight_NK[piece] = apply_scale_(values, own)
+    return weight_NK
+
+
 def _e4m3_on_cpu(qweight_NK: Tensor) -> Tensor:
     """The e4m3 values times 1/256, in float32.
 
-    torch's CPU cast from e4m3 takes one value at a time: 3.2 ms for a million, this 0.4 ms. e4m3 is fp16 with fewer
-    bits: moved to fp16's place, the bits mean exactly 1/256 of the value (the exponent biases are 7 and 15), subnormals
-    included.
+    torch's CPU cast from e4m3 takes one value at a time. e4m3 is fp16 with fewer bits: moved to fp16's place, the bits
+    mean exactly 1/256 of the value (the exponent biases are 7 and 15), subnormals included.
     """
-    bits = qweight_NK.to(torch.int16)
-    sign = bits.bitwise_and(0x80).bitwise_left_shift_(8)
-    half_NK = bits.bitwise_and_(0x7F).bitwise_left_shift_(7).bitwise_or_(sign).view(torch.float16)
+    bits = qweight_NK.view(torch.int8).to(torch.int16)  # the sign is repeated upwards: after the shift in 15 and 14
+    half_NK = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)
     return half_NK.to(torch.float32)
 
 

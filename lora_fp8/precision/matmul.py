@@ -44,11 +44,23 @@ BLOCK = 128
 class UpcastLinear(torch.autograd.Function):
     """`y = x @ decode(W).T + bias`, with a gradient for x (and bias) only.
 
-    Arguments: x (..., K); bias (N) or None; the storage's name; the tensors of `formats.encode`.
+    Arguments: x (..., K); bias (N) or None; the storage's name; the tensors of `formats.encode`, two or four.
     """
 
+    # The parts are named one by one: torch.compile takes a function's `ctx` for left out when the number of arguments
+    # happens to be that of its parameters, which two parts as `*parts` come to (torch 2.13).
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias_N: Tensor | None, storage: str, *parts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias_N: Tensor | None,
+        storage: str,
+        qweight: Tensor,
+        scale: Tensor,
+        nested_scale: Tensor | None = None,
+        offset: Tensor | None = None,
+    ) -> Tensor:
+        parts = (qweight, scale) if nested_scale is None else (qweight, scale, nested_scale, offset)
         ctx.save_for_backward(*parts)  # references to what the layer owns: no bytes are added
         ctx.storage = storage
         return F.linear(x, decode(parts, storage, x.dtype), bias_N)
@@ -58,12 +70,20 @@ class UpcastLinear(torch.autograd.Function):
         parts = ctx.saved_tensors  # once: non-reentrant checkpointing refuses a second look
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
-            weight_NK = decode(parts, ctx.storage, grad.dtype)
+            weight_NK = decode(_once_more(parts), ctx.storage, grad.dtype)
             # Flattened as autograd does for F.linear, so that the result is the same to the bit.
             grad_x = (grad.reshape(-1, grad.shape[-1]) @ weight_NK).view(*grad.shape[:-1], weight_NK.shape[1])
         if ctx.needs_input_grad[1]:
             grad_bias_N = grad.sum(dim=tuple(range(grad.ndim - 1)))
         return grad_x, grad_bias_N, None, *[None for _ in parts]
+
+
+def _once_more(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The parts under another name, where torch.compile looks: it would see that the backward decodes what the forward
+    has decoded, and keep the decoded weight of every layer in between."""
+    if not torch.compiler.is_compiling():
+        return parts
+    return parts[0].bitwise_not().bitwise_not(), *parts[1:]
 
 
 class Fp8Linear(torch.autograd.Function):
@@ -103,7 +123,7 @@ class Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_MN = grad.reshape(-1, grad.shape[-1])
             if ctx.precise_backward:
-                grad_MK = grad_MN @ decode((qweight_NK, scale), "fp8", grad.dtype)
+                grad_MK = grad_MN @ decode(_once_more((qweight_NK, scale)), "fp8", grad.dtype)
             else:
                 if ctx.recipe == "block":
                     folded_MN, transposed_scale = grad_MN, scale.t().contiguous()
