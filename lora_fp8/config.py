@@ -97,7 +97,7 @@ class Quantize(Section):
         "off", "auto: measure each layer on the job's pictures, hold those above sensitivity_bound in int8 or bf16."
     )
     sensitivity_bound: float = setting(
-        0.05, "Largest relative error of a layer's output; fp8 itself costs 0.02 to 0.04, int8 0.01, nf4 0.1.", ge=0, lt=1
+        0.05, "Largest relative error of a layer's output; fp8 itself costs up to 0.04, int8 0.01, nf4 0.1.", ge=0, lt=1
     )
     compute: Literal["upcast", "fp8", "fp8_forward", "auto"] = setting(
         "upcast", "upcast: weights decoded, matmul in model.dtype; fp8: matmul in FP8; auto: the fastest, measured."

@@ -230,6 +230,8 @@ def _settle(job: Job, family: ModelFamily, data: Data, run: Run) -> dict[str, st
         movable = [one for one in over if one not in fixed]
         if not movable:
             break
+        if stuck := [one.name for one in movable if storages.get(one.name) == one.better]:
+            raise RuntimeError(f"{stuck[0]} was moved to {storages[stuck[0]]} and is not held so")
         storages |= {one.name: one.better for one in movable}
         taken |= {one.name: one.better_bytes for one in movable}
     was = {one.name: one for one in before}
