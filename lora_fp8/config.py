@@ -212,6 +212,10 @@ class Memory(Section):
     gradient_checkpointing: bool = setting(
         True, "Recompute activations in the backward pass: less memory, about 40 % slower."
     )
+    compile: Literal["off", "blocks"] = setting(
+        "off", "blocks: torch.compile for the denoiser's repeated blocks; first steps take minutes."
+    )
+    cuda_graphs: bool = setting(False, "Replay compiled blocks as CUDA graphs: less waiting for launches, more memory.")
 
 
 class Preview(Section):
@@ -527,6 +531,8 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         say("model.family", f"unknown family {_shown(job.model.family)}{hint}; accepted: {' | '.join(families)}")
     for key, text in _quantize_contradictions(job.quantize, job.model.dtype):
         say(key, text, "quantize.storage", "quantize.compute", "model.dtype")
+    for key, text in _memory_contradictions(job.memory, job.quantize):
+        say(key, text, "memory", "quantize.compute", "quantize.recipe")
     if not job.model.path:
         say("model.path", "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
     if not job.dataset.folders:
@@ -616,6 +622,21 @@ def _quantize_contradictions(section: Quantize, dtype: str) -> Iterator[tuple[st
             )
     if recipe == "block" and compute != "upcast" and scale == "auto":
         yield "quantize.scale", "quantize.recipe = 'block' multiplies weights with scale = '128x128'; set it"
+
+
+def _memory_contradictions(section: Memory, quantize: Quantize) -> Iterator[tuple[str, str]]:
+    """(setting, what is wrong) of a [memory] table whose settings exclude each other or what [quantize] asks for."""
+    if section.compile == "blocks" and quantize.recipe == "delayed" and quantize.compute != "upcast":
+        # Its history is written while the gradient is computed, which a compiled backward may reorder or leave out.
+        yield (
+            "memory.compile",
+            "'blocks' excludes quantize.recipe = 'delayed'; use quantize.recipe = 'current', or memory.compile = 'off'",
+        )
+    if section.cuda_graphs and section.compile == "off":
+        yield "memory.cuda_graphs", "true records compiled blocks, and memory.compile is 'off'; use 'blocks'"
+    if section.cuda_graphs and section.gradient_checkpointing:
+        # The backward would replay the forward's recording while what it gave the first time is still needed.
+        yield "memory.cuda_graphs", "true needs memory.gradient_checkpointing = false"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

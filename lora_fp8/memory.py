@@ -1,13 +1,26 @@
-"""What is traded for memory: gradient checkpointing, and the figures that tell before step 1 whether a job fits."""
+"""What is traded for memory: gradient checkpointing, and the figures that tell before step 1 whether a job fits.
 
+And `torch.compile` of the blocks that a denoiser repeats.
+"""
+
+import functools
+import importlib.util
+import os
 import resource
+import shutil
 import sys
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import config
+
+RECOMPILES = 128
+"""How often one block may be compiled before torch gives up: kinds of blocks times shapes of buckets. Torch's own 8 are
+fewer than the buckets of a common dataset, and beyond them a block that must be one graph raises."""
 
 
 @dataclass(frozen=True)
@@ -15,9 +28,28 @@ class MemoryReport:
     """What `apply_` did."""
 
     gradient_checkpointing: bool
+    compiled: str = ""
+    """the compiled blocks: "19 FluxTransformerBlock, ..."; "" where none is"""
 
     def lines(self) -> list[str]:
-        return [f"gradient checkpointing {'on' if self.gradient_checkpointing else 'off'}"]
+        lines = [f"gradient checkpointing {'on' if self.gradient_checkpointing else 'off'}"]
+        return [*lines, f"compiled: {self.compiled}"] if self.compiled else lines
+
+
+def problem(section: config.Memory, device: torch.device) -> str:
+    """Why this machine cannot do what the section asks for, with what to choose instead; "" where it can."""
+    if section.cuda_graphs and device.type != "cuda":
+        return f"memory.cuda_graphs = true: a {device.type} has no CUDA graphs; use memory.cuda_graphs = false"
+    if section.compile == "off":
+        return ""
+    if device.type == "cuda":
+        needed, found = "triton", importlib.util.find_spec("triton")
+    else:
+        needed = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        found = shutil.which(needed)
+    if found:
+        return ""
+    return f"memory.compile = 'blocks': there is no {needed}, which torch.compile needs; install it, or use 'off'"
 
 
 def apply_(denoiser: nn.Module, section: config.Memory) -> MemoryReport:
@@ -25,10 +57,45 @@ def apply_(denoiser: nn.Module, section: config.Memory) -> MemoryReport:
 
     Non-reentrant checkpointing (diffusers' default): a region's inputs need no gradient for its adapters to get theirs,
     and the frozen FP8 layers decode once more in the recomputation, bit for bit as before.
+
+    Raises:
+        config.UserError: there is nothing to compile in this denoiser.
     """
     if section.gradient_checkpointing:
         denoiser.enable_gradient_checkpointing()
-    return MemoryReport(section.gradient_checkpointing)
+    compiled = _compile_blocks_(denoiser, section) if section.compile == "blocks" else ""
+    return MemoryReport(section.gradient_checkpointing, compiled)
+
+
+def _compile_blocks_(denoiser: nn.Module, section: config.Memory) -> str:
+    """Compiles the repeated blocks, each kind once for all of its blocks.
+
+    The first shape of a bucket gets code of its own, which is the preflight's and therefore the heaviest; the second
+    gets code for any number of tokens, and the others use that.
+
+    Compiled is what trains. In eval mode a block is called as it is: previews and checks come in shapes of their own,
+    once, and are compared with programs that do not compile.
+    """
+    # diffusers' own list, which its regional compilation uses; blocks that must not be split are the same blocks.
+    kinds = getattr(denoiser, "_repeated_blocks", None) or getattr(denoiser, "_no_split_modules", None) or ()
+    blocks = [module for module in denoiser.modules() if type(module).__name__ in kinds]
+    if not blocks:
+        raise config.UserError(
+            f"memory.compile = 'blocks': {type(denoiser).__name__} names no repeated blocks; use memory.compile = 'off'"
+        )
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
+    for block in blocks:
+        block.compile(fullgraph=True, mode="reduce-overhead" if section.cuda_graphs else None)
+        block._compiled_call_impl = functools.partial(_in_training, block, block._compiled_call_impl)
+    if section.cuda_graphs:
+        # What a recorded graph has given lives until the next replay: this says that a forward is over and done with.
+        denoiser.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+    counted = Counter(type(block).__name__ for block in blocks)
+    return ", ".join(f"{count} {name}" for name, count in counted.items()) + " with CUDA graphs" * section.cuda_graphs
+
+
+def _in_training(block: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    return (compiled if block.training else block._call_impl)(*args, **kwargs)
 
 
 def reset_peak(device: torch.device) -> None:

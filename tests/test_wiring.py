@@ -147,6 +147,8 @@ OWN_TEST = {
     "dataset.missing_caption": "test_missing_caption",
     "dataset.max_pixels": "test_max_pixels",
     "train.threads": "test_threads",
+    "memory.compile": "test_compile_reaches_the_blocks",
+    "memory.cuda_graphs": "test_compile_reaches_the_blocks",
 }
 
 
@@ -457,6 +459,27 @@ def test_fast_accum_reaches_the_kernel(job: Callable[..., config.Job], monkeypat
     asked.clear()
     train.run(job(*IN_FP8, "train.steps=1", "quantize.fast_accum=false", "name=second"), progress=False)
     assert asked.count(True) == 0 and asked.count(False) > 0
+
+
+def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generating code takes a minute, so what the blocks are asked is looked at; test_compile.py compiles them."""
+    asked: list[str | None] = []
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, fullgraph, mode: asked.append(mode) or real(module, backend="eager", fullgraph=fullgraph),
+    )
+    train.run(job("memory.compile=blocks", "train.steps=1"), progress=False)
+    assert asked and set(asked) == {None}
+    asked.clear()
+    graphs = ("memory.compile=blocks", "memory.cuda_graphs=true", "name=second")
+    with pytest.raises(UserError, match="a cpu has no CUDA graphs"):
+        train.run(job(*graphs), progress=False)
+    assert not asked  # refused before anything is loaded
+    monkeypatch.setattr(train.memory, "problem", lambda *_: "")
+    train.run(job(*graphs, "train.steps=1"), progress=False)
+    assert asked and set(asked) == {"reduce-overhead"}
 
 
 @pytest.mark.parametrize(

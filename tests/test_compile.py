@@ -1,0 +1,272 @@
+"""torch.compile of the repeated blocks: one graph each, the eager results, few compilations, nothing decoded kept.
+
+The backend is "aot_eager": everything of torch.compile but the code generation, so it is fast and needs no compiler.
+Its norms and activations are taken apart into simpler operations and round otherwise, so whole blocks are compared in
+float32; what this project adds, the frozen layers with their adapters, is compared to the bit in bf16.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from lora_fp8 import adapters, config, families, memory, precision, train
+from lora_fp8.config import UserError, UserErrors
+
+WIDTH = 128
+MODES = [
+    ("fp8 row", "upcast", "current"),
+    ("fp8 tensor", "upcast", "current"),
+    ("fp8 1x64", "upcast", "current"),
+    ("fp8 128x128", "upcast", "current"),
+    ("int8 1x128", "upcast", "current"),
+    ("nf4 64", "upcast", "current"),
+    ("fp8 row", "fp8", "current"),
+    ("fp8 tensor", "fp8", "current"),
+    ("fp8 row", "fp8_forward", "current"),
+    ("fp8 128x128", "fp8", "block"),
+]
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "sd15": lambda: BasicTransformerBlock(WIDTH, 2, 64, cross_attention_dim=WIDTH),
+    "sdxl": lambda: BasicTransformerBlock(WIDTH, 1, 128, cross_attention_dim=2 * WIDTH),
+    "flux double": lambda: FluxTransformerBlock(WIDTH, 2, 64),
+    "flux single": lambda: FluxSingleTransformerBlock(WIDTH, 2, 64),
+}
+TARGETS = {
+    "sd15": ["attn1.to_q", "attn1.to_out.0", "attn2.to_k", "ff.net.0.proj", "ff.net.2"],
+    "flux double": ["attn.to_q", "attn.add_k_proj", "attn.to_out.0", "ff.net.0.proj", "ff_context.net.2"],
+    "flux single": ["attn.to_q", "attn.to_v", "proj_mlp", "proj_out"],
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No code compiled before, and none left behind."""
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+    torch._dynamo.config.recompile_limit = limit
+
+
+@pytest.fixture
+def aot_eager(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """`Module.compile` without code generation; the list holds what it was asked for."""
+    asked: list[dict] = []
+    real = nn.Module.compile
+
+    def compile_(module: nn.Module, mode: str | None = None, **settings: object) -> None:
+        asked.append({"mode": mode, **settings})
+        real(module, backend="aot_eager", **settings)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    return asked
+
+
+class Holder(nn.Module):
+    """A denoiser of one block, as far as `memory.apply_` looks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self._repeated_blocks = [type(block).__name__]
+
+
+def frozen(model: nn.Module, form: str, compute: str, recipe: str, dtype: torch.dtype, targets: list[str]) -> nn.Module:
+    storage, scale = form.split()
+    scale = "auto" if storage == "nf4" else scale
+    section = config.Quantize(storage=storage, scale=scale, compute=compute, recipe=recipe, fp8_min_features=0)
+    plan = precision.quantize_(model, section, (), dtype)
+    assert {layer.compute for layer in plan.layers} == {compute}
+    adapters.inject(
+        model, config.Adapter(rank=4, alpha=4, dtype="bf16" if dtype == torch.bfloat16 else "fp32"), targets, 0
+    )
+    for name, parameter in adapters.parameters(model):
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    return model.train()
+
+
+def holder(kind: str, form: str, compute: str, recipe: str) -> Holder:
+    torch.manual_seed(0)
+    targets = TARGETS["sd15" if kind == "sdxl" else kind]
+    return frozen(Holder(BLOCKS[kind]()), form, compute, recipe, torch.float32, targets)
+
+
+def step(model: Holder, kind: str, tokens: int) -> list[Tensor]:
+    """Forward and backward with this many image tokens: the answers and every gradient."""
+    torch.manual_seed(tokens)
+    x_BSD = torch.randn(1, tokens, WIDTH, requires_grad=True)
+    model.zero_grad()
+    if kind.startswith("flux"):
+        text_BSD, temb_BD = torch.randn(1, 8, WIDTH), torch.randn(1, WIDTH)  # as in the first block: without gradient
+        rope = (torch.randn(tokens + 8, 64), torch.randn(tokens + 8, 64))
+        answers = model.block(x_BSD, text_BSD, temb_BD, image_rotary_emb=rope)
+    else:
+        answers = (model.block(x_BSD, encoder_hidden_states=torch.randn(1, 7, WIDTH * (1 + (kind == "sdxl")))),)
+    sum(answer.square().mean() for answer in answers).backward()
+    gradients = [parameter.grad for _, parameter in adapters.parameters(model)]
+    assert all(gradient is not None and gradient.any() for gradient in gradients)
+    return [*(answer.detach() for answer in answers), x_BSD.grad, *gradients]
+
+
+def apart(got: list[Tensor], expected: list[Tensor]) -> float:
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, expected, strict=True))
+
+
+# -- one block -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "compute", "recipe"), MODES)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_is_one_graph_and_answers_as_eager(kind, form, compute, recipe, aot_eager):
+    model = holder(kind, form, compute, recipe)
+    expected = step(model, kind, 24)
+    memory.apply_(model, config.Memory(gradient_checkpointing=False, compile="blocks"))
+    got = step(model, kind, 24)
+    assert aot_eager == [{"mode": None, "fullgraph": True}]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # A last bit before a cast to e4m3 may round to the next of its few values.
+    assert apart(got, expected) < (1e-5 if compute == "upcast" else 1e-2)
+
+
+@pytest.mark.parametrize(("kind", "compute"), [*((kind, "upcast") for kind in BLOCKS), ("flux double", "fp8")])
+def test_at_most_one_compilation_per_bucket(kind, compute, aot_eager):
+    model = holder(kind, "fp8 row", compute, "current")
+    shapes = (16, 24, 40)
+    expected = [step(model, kind, tokens) for tokens in shapes]
+    memory.apply_(model, config.Memory(gradient_checkpointing=False, compile="blocks"))
+    compiled = []
+    for tokens, eager in [*zip(shapes, expected, strict=True)] * 2:
+        before = counters["stats"]["unique_graphs"]
+        assert apart(step(model, kind, tokens), eager) < (1e-5 if compute == "upcast" else 1e-2)
+        compiled.append(counters["stats"]["unique_graphs"] - before)
+    assert compiled[0] == 1 and max(compiled) == 1 and compiled[3:] == [0, 0, 0]
+    assert not counters["graph_break"]
+
+
+# -- the frozen layers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "compute", "recipe"), MODES)
+def test_frozen_layers_give_the_same_bits_and_keep_no_decoded_weight(form, compute, recipe):
+    """Compiled alone, forward and backward would share one decoding, and keep it in between (matmul._once_more)."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 256))
+    model = frozen(layers, form, compute, recipe, torch.bfloat16, ["0", "2"])
+    owned = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+
+    def run(called: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        kept = []
+        x = torch.randn(2, 8, 256, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+            y = called(x)
+        model.zero_grad()
+        y.float().square().sum().backward()
+        large = [one for one in kept if one.untyped_storage().data_ptr() not in owned and one.numel() >= 256 * 128]
+        return large, [y.detach(), x.grad, *(parameter.grad for _, parameter in adapters.parameters(model))]
+
+    kept, expected = run(model)
+    assert not kept
+    kept, got = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert [(one.shape, one.dtype) for one in kept] == []
+    assert all(map(torch.equal, got, expected))
+
+
+# -- a whole denoiser ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_a_job_trains_compiled_as_it_does_eager(family, job, aot_eager):
+    """With gradient checkpointing, and buckets of several shapes."""
+    losses = {}
+    for name in ("off", "blocks"):
+        seen: list[dict] = []
+        settings = ("model.dtype=fp32", "adapter.dtype=fp32", "train.steps=3", "memory.gradient_checkpointing=true")
+        train.run(
+            job(*settings, f"name={name}", f"memory.compile={name}", family=family), progress=False, echo=seen.append
+        )
+        losses[name] = [event["loss"] for event in seen if event["event"] == "step"]
+        lines = next(event["memory"] for event in seen if event["event"] == "model")
+        assert any("TransformerBlock" in line for line in lines) == (name == "blocks")
+        assert (counters["stats"]["unique_graphs"] > 0) == (name == "blocks")
+    assert len(losses["off"]) == 3 and len({*losses["off"]}) == 3
+    assert losses["blocks"] == pytest.approx(losses["off"], rel=1e-4)
+    assert not counters["graph_break"]
+
+
+def test_only_training_is_compiled(aot_eager):
+    model = holder("sd15", "fp8 row", "upcast", "current")
+    memory.apply_(model, config.Memory(gradient_checkpointing=False, compile="blocks"))
+    model.eval()
+    step(model, "sd15", 16)
+    assert counters["stats"]["unique_graphs"] == 0
+    model.train()
+    step(model, "sd15", 16)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_every_family_names_its_repeated_blocks(aot_eager, tiny):
+    for name in families.available():
+        denoiser = families.get(name)(
+            config.Model(family=name, path=str(tiny(name))), device=torch.device("cpu"), dtype=torch.float32
+        ).empty_denoiser()
+        aot_eager.clear()
+        lines = memory.apply_(denoiser, config.Memory(compile="blocks")).lines()
+        assert aot_eager and lines[1].startswith("compiled: ")
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def test_a_denoiser_without_repeated_blocks_is_refused():
+    with pytest.raises(UserError, match="Linear names no repeated blocks; use memory.compile = 'off'"):
+        memory.apply_(nn.Linear(2, 2), config.Memory(gradient_checkpointing=False, compile="blocks"))
+
+
+def test_what_this_machine_cannot_do_is_told(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    graphs = config.Memory(compile="blocks", cuda_graphs=True, gradient_checkpointing=False)
+    assert "a cpu has no CUDA graphs" in memory.problem(graphs, cpu)
+    blocks = config.Memory(compile="blocks")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no no-such-compiler" in memory.problem(blocks, cpu)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "no triton" in memory.problem(blocks, gpu)
+    assert memory.problem(config.Memory(), cpu) == memory.problem(config.Memory(), gpu) == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("memory.compile=blocks", "quantize.compute=fp8", "quantize.recipe=delayed"), "quantize.recipe = 'current'"),
+        (("memory.cuda_graphs=true",), "memory.compile is 'off'"),
+        (
+            ("memory.cuda_graphs=true", "memory.compile=blocks", "memory.gradient_checkpointing=true"),
+            "memory.gradient_checkpointing = false",
+        ),
+    ],
+)
+def test_contradictions_are_refused_before_anything_is_loaded(overrides, told, job):
+    with pytest.raises(UserErrors) as caught:
+        job(*overrides)
+    assert told in str(caught.value) and len(caught.value.problems) == 1
+
+
+def test_cuda_graphs_ask_for_reduce_overhead_and_mark_each_forward(aot_eager, monkeypatch):
+    marks = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    model = Holder(BLOCKS["sd15"]())
+    model.forward = functools.partial(step, model, "sd15", 16)
+    section = config.Memory(gradient_checkpointing=False, compile="blocks", cuda_graphs=True)
+    assert memory.apply_(model, section).lines()[1] == "compiled: 1 BasicTransformerBlock with CUDA graphs"
+    assert aot_eager == [{"mode": "reduce-overhead", "fullgraph": True}]
+    frozen(model, "fp8 row", "upcast", "current", torch.float32, TARGETS["sd15"])()
+    assert marks == [1]
