@@ -200,6 +200,20 @@ def test_nf4_is_bitsandbytes_own():
     assert torch.equal(round_trip(weight, Format("nf4", "64"), torch.float32), theirs)
 
 
+@pytest.mark.parametrize("columns", [64, 96, 160, 320])
+def test_nf4_is_nf4_where_a_block_crosses_rows(columns):
+    from bitsandbytes.functional import get_4bit_type
+
+    weight = torch.randn(64, columns) * 0.02 * torch.logspace(-1, 1, 64)[:, None]
+    decoded = round_trip(weight, Format("nf4", "64"), torch.float32)
+    levels = get_4bit_type("nf4", device="cpu").double()
+    blocks = weight.double().view(-1, 64)
+    amax = blocks.abs().amax(dim=1, keepdim=True)
+    nearest = levels[((blocks / amax)[..., None] - levels).abs().argmin(dim=-1)] * amax
+    assert relative(decoded.view(-1, 64), nearest) < 0.03  # what its 8-bit scales add
+    assert 0.08 < relative(decoded, weight) < 0.12
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_extreme_values_in_every_format(form):
     weight = torch.randn(128, 256) * 0.02

@@ -261,8 +261,11 @@ def _decode_nf4(qweight: Tensor, scale: Tensor, nested_scale: Tensor, offset: Te
     operators = torch.ops.bitsandbytes
     code = _code(create_dynamic_map, scale.device)
     absmax = operators.dequantize_blockwise.default(scale, nested_scale, code, NF4_NESTED_BLOCK, torch.float32) + offset
-    shape = [qweight.shape[0], 2 * qweight.shape[1]]
-    return operators.dequantize_4bit.default(qweight.view(-1, 1), absmax, NF4_BLOCK, "nf4", shape, dtype)
+    # As rows of one block each: given the weight's own shape, bitsandbytes (0.50.2) misplaces the scales on a CPU where
+    # a row is no multiple of a block, an error of 25 % and not 9.
+    shape = [absmax.numel(), NF4_BLOCK]
+    blocks = operators.dequantize_4bit.default(qweight.view(-1, 1), absmax, NF4_BLOCK, "nf4", shape, dtype)
+    return blocks.view(qweight.shape[0], 2 * qweight.shape[1])
 
 
 _codes: dict[torch.device, Tensor] = {}
