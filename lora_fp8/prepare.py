@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, config, memory, optim, precision
+from . import adapters, config, exchange, memory, optim, precision
 from .config import Job, UserError
 from .data import buckets as bucketing
 from .data import images
-from .data.cache import Cache, dataset_captions
+from .data.cache import Cache, dataset_captions, truncation_warnings
 from .data.loader import Item, Loader
+from .exchange import Exchange
 from .families.base import Cond, ModelFamily
 from .objectives import Objective
 from .processes import Processes
-from .run import Run
+from .run import Run, Stopped
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -50,6 +51,7 @@ class Loaded:
     optimizer: optim.AdapterOptimizer
     plan: precision.Plan  # how each layer of the base is held and multiplied
     amax: precision.AmaxHistory  # what the delayed recipe remembers
+    exchange: Exchange  # how the processes come to one gradient
     moved: list[str]  # lines that quantize.sensitivity = "auto" has added to quantize.override
 
 
@@ -81,7 +83,11 @@ def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Size, list
 
 
 def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Run, processes: Processes) -> Data:
-    """Encode every picture and caption that is not in the cache yet; the encoders leave before the denoiser arrives."""
+    """Encode every picture and caption that is not in the cache yet; the encoders leave before the denoiser arrives.
+
+    Raises:
+        Stopped: somebody asked for it. RunFailure: see `Cache.fill`.
+    """
     run.log_event("stage", stage="cache")
     section = job.dataset
     buckets = place(job, examples)
@@ -89,14 +95,17 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
     captions = dataset_captions(examples, section, job.seed)
     prompts = [*job.preview.prompts, *([job.preview.negative] if job.preview.prompts else [])]
-    if processes.is_main:
-        missing = store.missing(placed, [*captions, *prompts])
-        if missing:
-            family.load_encoders()
-        report = store.fill(placed, [*captions, *prompts], log=_every_two_seconds(run))
-        family.free_encoders()
-        run.log_event("cache", encoded=report.encoded, reused=report.reused, bytes=report.bytes)
-    processes.wait()
+    # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
+    texts = list(dict.fromkeys([*captions, *prompts]))
+    mine = processes.share(placed), processes.share(texts)
+    if store.missing(*mine):
+        family.load_encoders()
+    report = store.fill(*mine, log=_every_two_seconds(run))
+    family.free_encoders()
+    told = processes.gather(report)
+    run.log_event("cache", **{key: sum(getattr(one, key) for one in told) for key in ("encoded", "reused", "bytes")})
+    for text in truncation_warnings([one for each in told for one in each.truncated], len(texts)):
+        run.log_event("warning", text=text)
 
     loader = Loader(buckets, store, family, section, seed=job.seed, batch_size=job.train.batch_size)
     if job.train.batch_size % processes.world:
@@ -176,6 +185,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         *objective.unused_settings(),
         *family.unused_settings(job.objective),
         *_unused_settings(job, family),
+        *exchange.unused_settings(job.train, processes.world),
     ]
     for text in [*plan.warnings, *injected.warnings, *unused]:
         run.log_event("warning", text=text)
@@ -191,7 +201,8 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
     )
-    return Loaded(denoiser, objective, optimizer, plan, precision.AmaxHistory(denoiser), list(moved))
+    exchanged = exchange.build(job.train.gradient_exchange, named, processes)
+    return Loaded(denoiser, objective, optimizer, plan, precision.AmaxHistory(denoiser), exchanged, list(moved))
 
 
 def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
@@ -221,6 +232,8 @@ def _every_two_seconds(run: Run) -> Callable[[int, int], None]:
 
     def tell(done: int, total: int) -> None:
         nonlocal last
+        if run.requested("stop"):
+            raise Stopped("stopped before the first step; what was cached stays cached")
         if time.monotonic() - last >= 2:
             last = time.monotonic()
             run.log_event("progress", stage="cache", done=done, total=total)

@@ -245,7 +245,7 @@ class Cache:
         captions: Sequence[str],
         log: Callable[[int, int], None] | None = None,
     ) -> FillReport:
-        """Encode what is missing, image by image and caption by caption. For the main process only.
+        """Encode what is missing, image by image and caption by caption. Several processes may do so at a time.
 
         Args:
             placed: the examples in their places.

@@ -1,0 +1,70 @@
+"""The cache stage: shared out over the processes, stopped when asked, and what it tells."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_fp8 import families, prepare
+from lora_fp8.data import images
+from lora_fp8.data.cache import FillReport
+from lora_fp8.run import Run, RunFailure, Stopped
+
+
+class Told:
+    """A run that remembers its events and wants to stop, or not."""
+
+    def __init__(self, stop: bool = False):
+        self.events, self.stop = {}, stop
+
+    def log_event(self, event: str, **fields) -> None:
+        self.events.setdefault(event, []).append(fields)
+
+    def requested(self, what: str) -> bool:
+        return self.stop and what == "stop"
+
+
+class Rank:
+    """One of two processes; the other one's report is known."""
+
+    def __init__(self, rank: int, other: FillReport | None = None):
+        self.rank, self.world, self.is_main, self.other = rank, 2, rank == 0, other
+
+    def share(self, items):
+        return items[self.rank :: self.world]
+
+    def gather(self, mine):
+        self.mine = mine
+        return [mine, self.other or mine]
+
+
+def cached(job, run, processes):
+    family = families.get(job.model.family)(job.model, device=torch.device("cpu"), dtype=torch.bfloat16)
+    job = prepare.resolve_auto(job, type(family))
+    return prepare.cache(job, family, images.scan(job.dataset).require(), run, processes)
+
+
+def test_two_processes_encode_half_each_and_tell_the_sum(job):
+    mine, run = job("train.batch_size=2", "preview.prompts=['a cat']"), Told()
+    second = Rank(1)
+    with pytest.raises(RunFailure, match="not in the cache"):  # its preview prompt is the first one's to encode, who never came
+        cached(mine, Told(), second)
+    first = Rank(0, second.mine)
+    data = cached(mine, run, first)
+    whole = first.mine.encoded + second.mine.encoded
+    assert abs(first.mine.encoded - second.mine.encoded) <= 2 and min(first.mine.encoded, second.mine.encoded) > 1
+    assert run.events["cache"] == [{"encoded": whole, "reused": 0, "bytes": first.mine.bytes + second.mine.bytes}]
+    again = Told()
+    cached(mine, again, Rank(0))
+    assert again.events["cache"][0]["encoded"] == 0
+    assert data.loader.samples_per_epoch > 0 and len(data.preview_conds) == 1
+
+
+def test_a_stop_is_heard_while_caching(job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Alone(Rank):
+        def share(self, items):
+            return items
+
+    with pytest.raises(Stopped, match="what was cached stays cached"):
+        cached(job(), Told(stop=True), Alone(0))
+    assert hasattr(Run, "requested")  # what Told stands for
