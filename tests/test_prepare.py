@@ -44,10 +44,11 @@ def cached(job, run, processes):
     return prepare.cache(job, family, images.scan(job.dataset).require(), run, processes)
 
 
-def test_two_processes_encode_half_each_and_tell_the_sum(job):
-    mine, run = job("train.batch_size=2", "preview.prompts=['a cat']"), Told()
+def test_two_processes_encode_half_each_and_tell_the_sum(job, tmp_path: Path):
+    own = f"dataset.cache_dir='{tmp_path / 'cache'}'"  # not the one that all tests share
+    mine, run = job("train.batch_size=2", "preview.prompts=['a cat']", own), Told()
     second = Rank(1)
-    with pytest.raises(RunFailure, match="not in the cache"):  # its preview prompt is the first one's to encode, who never came
+    with pytest.raises(RunFailure, match="not in the cache"):  # the other one's share, who never came
         cached(mine, Told(), second)
     first = Rank(0, second.mine)
     data = cached(mine, run, first)
@@ -60,11 +61,11 @@ def test_two_processes_encode_half_each_and_tell_the_sum(job):
     assert data.loader.samples_per_epoch > 0 and len(data.preview_conds) == 1
 
 
-def test_a_stop_is_heard_while_caching(job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_stop_is_heard_while_caching(job, tmp_path: Path):
     class Alone(Rank):
         def share(self, items):
             return items
 
     with pytest.raises(Stopped, match="what was cached stays cached"):
-        cached(job(), Told(stop=True), Alone(0))
+        cached(job(f"dataset.cache_dir='{tmp_path / 'cache'}'"), Told(stop=True), Alone(0))
     assert hasattr(Run, "requested")  # what Told stands for

@@ -1,0 +1,299 @@
+"""What each way of holding and multiplying the frozen base costs in quality: the demo job, many times.
+
+    python scripts/bench_quality.py                        every cell that is not there yet, then the table
+    python scripts/bench_quality.py --family flux --seeds 0 --modes bf16,fp8_row --factors 1.0
+    python scripts/bench_quality.py --table                the table of what is there
+
+A cell is one training of the bundled demo (family, seed, mode, learning-rate factor), then four figures of its exported
+file, loaded as its users load it, on the base as it is published:
+
+    held-out loss     training's own loss on pictures of the concept and plain ones that no training saw, each at eight
+                      fixed noise levels with fixed noise, in float32
+    distance          root mean square of the pixel difference (0 to 255) of 16 pictures to those of the bf16 run with
+                      the same seed and factor
+    concept, plain    shares of 32 and 64 prompts obeyed, read from the pixels as in `lora-fp8 demo`
+
+Cells are small JSON files in benchmarks/quality, so that a stopped benchmark goes on where it was. Wall times are kept
+with the cells and not shown: cells run on a shared machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lora_fp8 import adapters, config, families, precision, prepare, train  # noqa: E402
+from lora_fp8.data import images  # noqa: E402
+from lora_fp8.data.cache import Cache, dataset_captions  # noqa: E402
+from lora_fp8.data.loader import Loader  # noqa: E402
+from lora_fp8.demo import measure, pictures, show  # noqa: E402
+from lora_fp8.export import read  # noqa: E402
+from lora_fp8.layouts import from_layout  # noqa: E402
+
+CELLS = ROOT / "benchmarks" / "quality"
+SMALL = ["quantize.fp8_min_features=0"]  # the miniatures' layers are all small
+MODES = {
+    "bf16": ["quantize.storage=bf16"],
+    "fp8_row": [],
+    "fp8_tensor": ["quantize.scale=tensor"],
+    "fp8_block": ["quantize.scale=1x64"],
+    "fp8_unscaled": ["quantize.scale=none"],
+    "int8": ["quantize.storage=int8"],
+    "nf4": ["quantize.storage=nf4"],
+    "fp8_matmul": ["quantize.compute=fp8", *SMALL],
+    "fp8_forward": ["quantize.compute=fp8_forward", *SMALL],
+}
+TITLES = {
+    "bf16": "bf16",
+    "fp8_row": "fp8, scale per row (default)",
+    "fp8_tensor": "fp8, scale per tensor",
+    "fp8_block": "fp8, 1x64 blocks",
+    "fp8_unscaled": "fp8 without scales (kohya's fp8_base)",
+    "int8": "int8, 1x128 blocks",
+    "nf4": "nf4 (QLoRA)",
+    "fp8_matmul": "fp8 row, FP8 matmul",
+    "fp8_forward": "fp8 row, FP8 matmul forward only",
+}
+FACTORS = (1.0, 1.4)
+SEEDS = (0, 1, 2)
+NUM_HELD_OUT, HELD_OUT_SEED, LEVELS = 16, 4242, 8
+NUM_COMPARED = 16
+
+
+def cell_path(family: str, mode: str, factor: float, seed: int) -> Path:
+    return CELLS / f"{family}-{mode}-{factor:g}-{seed}.json"
+
+
+def sheet_path(family: str, factor: float, seed: int) -> Path:
+    """The bf16 run's pictures, side by side: what the others of this seed and factor are compared with."""
+    return CELLS / f"{family}-bf16-{factor:g}-{seed}.png"
+
+
+def demo_job(family: str, folder: Path, *overrides: str) -> config.Job:
+    """The demo's job, with its run in `folder`."""
+    settings = show.FOLDER / f"{family}.toml"
+    places = {f"dataset.folders.{i}.path": show.FOLDER / name for i, name in enumerate(("dataset", "dataset_plain"))}
+    places |= {"output_dir": folder / "runs", "dataset.cache_dir": folder / "cache"}
+    given = [f"{key}={json.dumps(str(path))}" for key, path in places.items()]
+    return config.loads(settings.read_text(encoding="utf-8"), [*given, *overrides], where=settings.name)
+
+
+def mode_settings(family: str, mode: str, folder: Path) -> list[str]:
+    """The overrides of a mode. Where blocks do not divide a layer of a miniature, that layer has a scale per row."""
+    if mode != "fp8_block":
+        return MODES[mode]
+    job = demo_job(family, folder)
+    found = prepare.plan(job, families.get(family)(job.model, device="cpu", dtype=torch.bfloat16))
+    block = precision.Format("fp8", "1x64")
+    fp8 = [one for one in found.quantized if one.storage == "fp8"]
+    lines = [f"^{one.name} = {block}" for one in fp8 if not block.problem(one.shape)]
+    return [f"quantize.override={json.dumps(lines)}"]
+
+
+def held_out_loss(family_name: str, file: Path, folder: Path) -> float:
+    """Mean loss of the exported file on pictures that no training saw, on the published base, in float32."""
+    drawn = folder / "held_out"
+    if not drawn.exists():
+        draw_held_out(drawn)
+    job = demo_job(family_name, folder, "model.dtype=fp32", "quantize.storage=none", "dataset.flip=false")
+    section = job.dataset.model_copy(update={"folders": [config.Folder(path=str(drawn))]})
+    job = job.model_copy(update={"dataset": section, "seed": HELD_OUT_SEED})
+    family = families.get(family_name)(job.model, device="cpu", dtype=torch.float32)
+    job = prepare.resolve_auto(job, type(family))
+    examples = images.scan(job.dataset).require()
+    buckets = prepare.place(job, examples)
+    placed = [one for members in buckets.values() for one in members]
+    store = Cache(Path(job.dataset.cache_dir), family, job.dataset, torch.float32)
+    captions = dataset_captions(examples, job.dataset, job.seed)
+    if store.missing(placed, captions):
+        family.load_encoders()
+        store.fill(placed, captions)
+        family.free_encoders()
+    loader = Loader(buckets, store, family, job.dataset, seed=job.seed, batch_size=8)
+    denoiser, _ = prepare.base(family, job.quantize)
+    state, _ = from_layout(read(file)[0], family, family.denoiser_config(), "diffusers")  # alpha is in the weights
+    rank = next(tensor.shape[0] for name, tensor in state.items() if name.endswith("lora_A.weight"))
+    names = sorted({name.rpartition(".lora_")[0] for name in state})
+    adapters.inject(denoiser, config.Adapter(rank=rank, alpha=rank, dtype="fp32"), names, seed=0)
+    adapters.load_state_(denoiser, {name: tensor.float() for name, tensor in state.items()})
+    objective = family.objective(family.scheduler_config(), config.Objective())
+    losses = []
+    with torch.no_grad():
+        for index in range(LEVELS * loader.batches_per_epoch):  # each epoch draws other noise and other levels
+            batch = loader.micro(index, index)
+            losses += train.diffusion_loss(family, denoiser, objective, batch, 1.0, torch.float32).tolist()
+    return statistics.fmean(losses)
+
+
+def draw_held_out(folder: Path) -> None:
+    """Pictures of the concept and plain ones, other than those of the demo's dataset."""
+    folder.mkdir(parents=True)
+    rng = random.Random(HELD_OUT_SEED)
+    colours = list(pictures.COLOURS)
+    for i in range(NUM_HELD_OUT):
+        scene = pictures.random_scene(rng)
+        background = colours[i % len(colours)]
+        plain = pictures.draw_scene(scene, rng, (256, 256), widths=(0.62, 0.74), spread=0.2)
+        for name, image, caption in (
+            ("concept", pictures.draw_concept(background, rng, (256, 256)), pictures.concept_prompt(background)),
+            ("plain", plain, pictures.prompt_for(scene)),
+        ):
+            image.save(folder / f"{name}_{i:02d}.png")
+            (folder / f"{name}_{i:02d}.txt").write_text(caption + "\n", encoding="utf-8")
+
+
+def pixels(sheet: Image.Image) -> numpy.ndarray:
+    return numpy.asarray(sheet.convert("RGB"), dtype=numpy.float64)
+
+
+def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> dict[str, Any]:
+    """Train, measure, and what came of it."""
+    folder = work / f"{family}-{mode}-{factor:g}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    started = time.perf_counter()
+    overrides = [f"name={mode}", f"seed={seed}", f"optimizer.lr_scale={factor}", "preview.prompts=[]"]
+    overrides += ["export.verify=false", "export.formats=['diffusers']", "checkpoint.every=100000"]
+    job = demo_job(family, folder, *overrides, *mode_settings(family, mode, work))
+    job = job.model_copy(update={"dataset": job.dataset.model_copy(update={"cache_dir": str(work / "cache")})})
+    result = train.run(job, progress=False)
+    steps = [event for event in result.run.events() if event["event"] == "step"]
+    trained = time.perf_counter() - started
+
+    base = show.FOLDER / "base" / family
+    sampling = json.loads((base / "measured.json").read_text(encoding="utf-8"))["sampling"]
+    concept, plain = show.concept_prompts(), show.plain_prompts()
+    pipeline = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_lora_weights(result.run.export, weight_name=result.files[0].name)
+    drawn = show.draw(pipeline, sampling, [*concept, *plain])
+    half = NUM_COMPARED // 2
+    compared = [*drawn[:half], *drawn[len(concept) : len(concept) + half]]
+    sheet = Image.new("RGB", (64 * NUM_COMPARED, 64))
+    for i, image in enumerate(compared):
+        sheet.paste(image, (64 * i, 0))
+    reference = sheet_path(family, factor, seed)
+    if mode == "bf16":
+        sheet.save(reference, optimize=True)
+    difference = pixels(sheet) - pixels(Image.open(reference))
+    cell = {
+        "family": family,
+        "mode": mode,
+        "factor": factor,
+        "seed": seed,
+        "held_out_loss": held_out_loss(family, result.files[0], work),
+        "distance": math.sqrt((difference**2).mean()),
+        "concept": sum(map(measure.is_concept, drawn[: len(concept)])) / len(concept),
+        "plain": sum(measure.obeys(i, p) for i, p in zip(drawn[len(concept) :], plain, strict=True)) / len(plain),
+        "last_train_loss": statistics.fmean(step["loss"] for step in steps[-100:]),
+        "steps": job.train.steps,
+        "base_sha256": next(e for e in result.run.events() if e["event"] == "model")["base_sha256"],
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()} CPU",
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": {"training": round(trained, 1), "all": round(time.perf_counter() - started, 1)},
+    }
+    shutil.rmtree(folder)
+    return cell
+
+
+def table(families_shown: list[str]) -> str:
+    """Mean and range over the seeds of every mode that has a cell; relative figures pair equal seeds and factors."""
+    lines = [
+        "# Quality of each storage and matmul",
+        "",
+        "Made by `python scripts/bench_quality.py`; what the columns mean stands at the head of that file.",
+        "Mean over the seeds, and their range in brackets. `vs bf16` pairs runs of equal seed and factor.",
+    ]
+    paths = sorted(CELLS.glob("*.json"))
+    cells = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    for family in families_shown:
+        mine = [cell for cell in cells if cell["family"] == family]
+        bases = {(cell["factor"], cell["seed"]): cell for cell in mine if cell["mode"] == "bf16"}
+        lines += ["", f"## {family}", ""]
+        lines.append("| mode | factor | seeds | held-out loss | vs bf16 | distance | concept | plain kept |")
+        lines.append("|---|---|---|---|---|---|---|---|")
+        for mode in MODES:
+            for factor in FACTORS:
+                row = [cell for cell in mine if cell["mode"] == mode and cell["factor"] == factor]
+                if not row:
+                    continue
+                paired = [
+                    100 * (cell["held_out_loss"] / bases[factor, cell["seed"]]["held_out_loss"] - 1)
+                    for cell in row
+                    if (factor, cell["seed"]) in bases
+                ]
+                lines.append(
+                    f"| {TITLES[mode]} | {factor:g} | {len(row)} | {shown([c['held_out_loss'] for c in row], '.4f')} "
+                    f"| {shown(paired, '+.2f') + ' %' if paired and mode != 'bf16' else ''} "
+                    f"| {shown([c['distance'] for c in row], '.1f') if mode != 'bf16' else ''} "
+                    f"| {shown([100 * c['concept'] for c in row], '.0f')} % "
+                    f"| {shown([100 * c['plain'] for c in row], '.0f')} % |"
+                )
+        versions = sorted({(cell["torch"], cell["machine"], cell["date"], cell["base_sha256"][:12]) for cell in mine})
+        lines += ["", *(f"torch {t}, {m}, {d}, base {b}" for t, m, d, b in versions)]
+    return "\n".join(lines) + "\n"
+
+
+def shown(values: list[float], form: str) -> str:
+    if not values:
+        return ""
+    mean = format(statistics.fmean(values), form)
+    return mean if len(values) == 1 else f"{mean} ({format(min(values), form)} to {format(max(values), form)})"
+
+
+def main() -> None:
+    """Run the cells that are missing and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=["sd15", "flux"], action="append", help="default: both")
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
+    parser.add_argument("--factors", default=",".join(map(str, FACTORS)), help="learning-rate factors")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "bench_quality", help="scratch space"
+    )
+    parser.add_argument("--again", action="store_true", help="run cells that are there already anew")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is there")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    CELLS.mkdir(parents=True, exist_ok=True)
+    args.work.mkdir(parents=True, exist_ok=True)
+    chosen = args.modes.split(",")
+    if unknown := [mode for mode in chosen if mode not in MODES]:
+        parser.error(f"--modes: {unknown} not known; accepted: {', '.join(MODES)}")
+    order = [mode for mode in MODES if mode in chosen]  # bf16 first: the others are compared with it
+    if not args.table:
+        for seed in map(int, args.seeds.split(",")):
+            for mode in order:
+                for factor in map(float, args.factors.split(",")):
+                    for family in args.family or ["flux", "sd15"]:
+                        path = cell_path(family, mode, factor, seed)
+                        if path.exists() and not args.again:
+                            continue
+                        cell = run_cell(family, mode, factor, seed, args.work)
+                        path.write_text(json.dumps(cell, indent=1) + "\n", encoding="utf-8")
+                        print(json.dumps(cell), flush=True)
+    (CELLS.parent / "quality.md").write_text(table(["sd15", "flux"]), encoding="utf-8")
+    print(CELLS.parent / "quality.md")
+
+
+if __name__ == "__main__":
+    main()
