@@ -351,6 +351,10 @@ def _say(event: dict[str, Any]) -> None:
             + "".join(f"\n  {line}" for line in e["moved"])
         ),
         "preflight": lambda e: f"preflight: peak memory {e['peak_gib']:.2f} GiB",
+        "exchange": lambda e: (
+            f"gradients travel in {e['kind']}: {e['bytes_per_step'] / 1e6:.3g} MB sent per process and step, "
+            f"{e['of_fp32']:.3g} of float32"
+        ),
         "resume": lambda e: f"resuming from {e['checkpoint']}",
         "verify": lambda e: "\n".join(
             [f"verify {e['file']}: {'all right' if e['ok'] else 'FAILED'}", *(f"  {line}" for line in e["lines"])]

@@ -167,6 +167,9 @@ class Train(Section):
     threads: int = setting(
         0, "CPU threads for torch; 0 keeps torch's choice. Bitwise repeats need the same number.", ge=0
     )
+    gradient_exchange: Literal["fp32", "fp8"] = setting(
+        "fp32", "Between processes; fp8: a quarter of the bytes, and what rounding leaves out is sent with later steps."
+    )
     log_every: int = setting(1, "Write a step event every so many steps.", ge=1)
 
 

@@ -92,7 +92,7 @@ def prove(
     if forms := {f"{layer.name}.weight": layer.form for layer in loaded.plan.quantized}:
         decoded = partial(_as_trained, family, forms)
     # Two copies of a large model would not fit beside each other.
-    loaded.denoiser = loaded.optimizer = None
+    loaded.denoiser = loaded.optimizer = loaded.exchange = None
     gc.collect()
     previews = None
     if drawn:

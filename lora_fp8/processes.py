@@ -42,6 +42,8 @@ class Processes:
         device: the GPU that accelerate assigned, or the CPU.
         all_know: what ends the job has been told to every process.
         undisturbed: a context in which no signal raises; half an exchange would leave the others with the other half.
+        sent: bytes of tensors that this process has passed to others so far, where each passes on as little as can be
+            (a ring); what is said with `gather` and `wait` is not counted.
     """
 
     def __init__(self) -> None:
@@ -50,6 +52,7 @@ class Processes:
         self.rank, self.world = state.process_index, state.num_processes
         self.device = torch.device("cpu") if state.device.type == "cpu" else state.device
         self.all_know = False
+        self.sent = 0
         self.undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @property
@@ -61,7 +64,35 @@ class Processes:
         if self.world > 1:
             with _others():
                 torch.distributed.all_reduce(vector)
+            self.sent += 2 * vector.nbytes * (self.world - 1) // self.world
         return vector
+
+    def gather_(self, all_WN: Tensor, mine_N: Tensor) -> None:
+        """Each process's tensor, by rank, into `all_WN` on every one of them."""
+        with _others():
+            torch.distributed.all_gather(list(all_WN), mine_N)
+        self.sent += mine_N.nbytes * (self.world - 1)
+
+    def swap_(self, received_WN: Tensor, parts_WN: Tensor) -> None:
+        """Part r of `parts_WN` goes to process r; what each process has for this one, by rank, into `received_WN`."""
+        with _others():
+            torch.distributed.all_to_all_single(received_WN, parts_WN)
+        self.sent += parts_WN.nbytes * (self.world - 1) // self.world
+
+    def to_main(self, mine: Tensor) -> list[Tensor]:
+        """Each process's tensor, by rank, in the memory of the main process; nothing on the others.
+
+        One after the other, so that a GPU holds one more at a time.
+        """
+        with _others():
+            if not self.is_main:
+                torch.distributed.send(mine.contiguous(), 0)
+                return []
+            found, buffer = [mine.to("cpu", copy=True)], torch.empty_like(mine)
+            for rank in range(1, self.world):
+                torch.distributed.recv(buffer, rank)
+                found.append(buffer.to("cpu", copy=True))
+            return found
 
     def max_(self, tensor: Tensor) -> Tensor:
         """The largest value of each element over all processes, in place."""

@@ -220,7 +220,8 @@ def fit(
     """The loop, from `state.step` to `train.steps`."""
     run.log_event("stage", stage="train", step=state.step, steps=job.train.steps)
     denoiser, optimizer, steps = loaded.denoiser, loaded.optimizer, job.train.steps
-    gradients = Gradients(adapters.parameters(denoiser))
+    exchange, first = loaded.exchange, state.step + 1
+    gradients = exchange.gradients
     stop.at_once = None
 
     def draw(step: int) -> None:
@@ -246,9 +247,10 @@ def fit(
             except Exception as error:  # told with the sums, for which the other processes are waiting
                 failure = error
 
-            # Sums over all processes, then the mean over the samples of this step: short batches weigh what they hold.
-            sums = gradients.sum_(
-                processes,
+            # Over all processes, and the mean over the samples of this step: short batches weigh what they hold.
+            sent = processes.sent
+            sums = exchange.mean_(
+                num_samples,
                 loss=loss_sum,
                 failed=failure is not None,
                 stop=stop.requested or (processes.is_main and run.requested("stop")),
@@ -260,7 +262,6 @@ def fit(
                     if failure is not None:
                         raise failure
             loss = sums["loss"] / num_samples
-            gradients.scale_(1 / num_samples)
             norm = optim.clip_(gradients.named, job.train.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 with stage(run, processes):
@@ -270,6 +271,11 @@ def fit(
             loaded.amax.end_step_(processes.max_)
             state.step = step
             seconds = time.perf_counter() - started
+
+            # once: what a step sends
+            if step == first and processes.world > 1:
+                sent, plain = processes.sent - sent, 2 * gradients.flat.nbytes * (processes.world - 1) / processes.world
+                run.log_event("exchange", kind=exchange.kind, bytes_per_step=sent, of_fp32=round(sent / plain, 4))
 
             # every step: one line of figures
             bar.update()
@@ -288,8 +294,9 @@ def fit(
             # every so often, on request, when stopping and at the end: a checkpoint to resume from
             if sums["save"] or sums["stop"] or step % job.checkpoint.every == 0 or step == steps:
                 with stage(run, processes):
+                    residuals = exchange.collect()
                     if processes.is_main:
-                        save_checkpoint(job, family, data, loaded, state, run)
+                        save_checkpoint(job, family, data, loaded, state, residuals, run)
 
             # every so often and on request: previews, after the save so that a failing preview loses nothing
             if job.preview.prompts and step < steps:
@@ -342,7 +349,15 @@ def accumulate_(
 # checkpoints
 
 
-def save_checkpoint(job: Job, family: ModelFamily, data: Data, loaded: Loaded, state: State, run: Run) -> None:
+def save_checkpoint(
+    job: Job,
+    family: ModelFamily,
+    data: Data,
+    loaded: Loaded,
+    state: State,
+    residuals: dict[str, Tensor],
+    run: Run,
+) -> None:
     """One whole bundle at this step.
 
     Raises:
@@ -356,7 +371,7 @@ def save_checkpoint(job: Job, family: ModelFamily, data: Data, loaded: Loaded, s
                 f"step {state.step}: the update left {name} not finite, so nothing was saved; {_last(run)}. "
                 "Try a lower optimizer.lr or optimizer.weight_decay, or a larger optimizer.eps"
             )
-    tensors |= loaded.amax.tensors()
+    tensors |= loaded.amax.tensors() | residuals
     content = {
         "step": state.step,
         "compute": state.compute,
@@ -393,6 +408,9 @@ def take_up(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Run,
     adapters.load_state_(loaded.denoiser, found.adapter)
     tensors = dict(found.optimizer)
     loaded.amax.load_({name: tensors.pop(name) for name in list(tensors) if name.startswith("amax.")})
+    residuals = {name: tensors.pop(name) for name in list(tensors) if name.startswith("residual.")}
+    for text in loaded.exchange.load_(residuals):
+        run.log_event("warning", text=text)
     loaded.optimizer.load_state(tensors, found.state["optimizer"])
     run.log_event("resume", step=found.step, checkpoint=found.path.name)
     return State(found.step, found.state.get("compute", ""))

@@ -2,7 +2,7 @@
 
 5    cli  train_lora.py  scripts
 4.5  demo.show            4    train            3.5  prepare  finish  (measure above them)
-3    memory sample checkpoint export verify processes data.cache data.loader
+3    memory sample checkpoint export verify processes exchange data.cache data.loader
 2    families/*
 1    objectives precision adapters optim layouts data.images data.colour data.buckets demo.pictures demo.measure
 0    config run, the list of families                       (standard library, pydantic, tomlkit: no torch)
@@ -25,7 +25,7 @@ LAYERS = {
     "precision.convert precision.choose precision.report precision.names data data.images data.colour data.buckets "
     "demo.pictures demo.measure",
     2.0: "families.base families.sd15 families.sdxl families.flux families._files families._ldm families._miniature",
-    3.0: "memory sample checkpoint export verify processes data.cache data.loader",
+    3.0: "memory sample checkpoint export verify processes exchange data.cache data.loader",
     3.5: "prepare finish",
     3.75: "measure",
     4.0: "train",

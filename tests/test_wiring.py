@@ -21,7 +21,7 @@ import safetensors
 import torch
 from PIL import Image
 
-from lora_fp8 import config, families, run, train
+from lora_fp8 import config, exchange, families, run, train
 from lora_fp8.config import Section, UserError
 
 BASE = (
@@ -147,6 +147,7 @@ OWN_TEST = {
     "dataset.missing_caption": "test_missing_caption",
     "dataset.max_pixels": "test_max_pixels",
     "train.threads": "test_threads",
+    "train.gradient_exchange": "test_gradient_exchange_reaches_the_exchange",
     "memory.compile": "test_compile_reaches_the_blocks",
     "memory.cuda_graphs": "test_compile_reaches_the_blocks",
 }
@@ -449,6 +450,18 @@ def test_threads(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch
     assert asked == [3]  # 0 leaves torch's choice alone
 
 
+def test_gradient_exchange_reaches_the_exchange(
+    job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone there is nothing to exchange, so what is asked for is looked at; test_exchange.py has two processes."""
+    asked: list[str] = []
+    real = exchange.build
+    monkeypatch.setattr(exchange, "build", lambda kind, *more: asked.append(kind) or real(kind, *more))
+    train.run(job("train.gradient_exchange=fp8", "train.steps=1"), progress=False)
+    train.run(job("train.steps=1", "name=second"), progress=False)
+    assert asked == ["fp8", "fp32"]
+
+
 def test_fast_accum_reaches_the_kernel(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU adds up the same either way, so what the kernel is asked for is looked at."""
     asked: list[bool] = []
@@ -498,6 +511,7 @@ def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch:
         ("sd15", ("quantize.keep=['to_q']", "quantize.storage=none")),
         ("sd15", ("optimizer.rounding=stochastic", "adapter.dtype=fp32")),
         ("sd15", ("schedule.min_lr=0.5",)),
+        ("sd15", ("train.gradient_exchange=fp8",)),
         ("sd15", ("model.revision=v2",)),
         ("sd15", ("model.components=somewhere",)),
     ],
