@@ -71,7 +71,7 @@ def test_a_large_base_never_exists_whole(tmp_path, capsys):
     folder, num_bytes, largest = large_base(tmp_path / "base", GIGABYTES)
     assert num_bytes > 0.9e9 * GIGABYTES
     found = load(folder, "stream")
-    assert found["held"] == found["planned"] < 0.54 * num_bytes
+    assert found["held"] == found["planned"] < 0.56 * num_bytes
     allowed = found["held"] + 1.5 * largest + 400e6  # the libraries' own memory included
     with capsys.disabled():
         print(
