@@ -19,6 +19,11 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 PRESETS = sorted((ROOT / "presets").glob("*.toml"))
 GOALS = ("character", "style", "concept", "fp8_kohya_like")
 CARDS = ("vram_8gb", "vram_12gb", "vram_16gb", "vram_24gb")
+LEVELS = {  # model.dtype, quantize.storage, quantize.compute, adapter.dtype
+    "precision_o0": ("fp32", "none", "upcast", "fp32"),
+    "precision_o1": ("bf16", "fp8", "auto", "bf16"),
+    "precision_o2": ("bf16", "bf16", "upcast", "bf16"),
+}
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
@@ -32,7 +37,7 @@ def names(paths: list[Path]) -> list[str]:
 
 def test_nothing_is_missing() -> None:
     assert {"debug", *families.available()} <= set(names(CONFIGS)), "a config for each family, and debug.toml"
-    assert set(names(PRESETS)) == {*GOALS, *CARDS}
+    assert set(names(PRESETS)) == {*GOALS, *CARDS, *LEVELS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=names(CONFIGS))
@@ -75,6 +80,16 @@ def test_every_goal_goes_with_every_card(goal: str, card: str) -> None:
     debug = ROOT / "configs" / "debug.toml"
     one, other = (config.load(debug, [f"preset={list(pair)}"]) for pair in ((goal, card), (card, goal)))
     assert one.model_dump(exclude={"preset"}) == other.model_dump(exclude={"preset"})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("before", ["", *CARDS, *LEVELS, "fp8_kohya_like"])
+def test_a_precision_level_is_what_it_says(level: str, before: str) -> None:
+    """Whatever preset it is named after: of how exactly it is computed, nothing is left over from that."""
+    base = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}"
+    job = config.loads(base, [f"preset={[name for name in dict.fromkeys((before, level)) if name]}"])
+    found = (job.model.dtype, job.quantize.storage, job.quantize.compute, job.adapter.dtype)
+    assert found == LEVELS[level] and job.quantize.scale == job.quantize.modulation == "auto"
 
 
 @pytest.mark.parametrize("path", [*CONFIGS, *PRESETS], ids=names([*CONFIGS, *PRESETS]))
