@@ -20,6 +20,7 @@ Shapes: B blocks, E = 256 values of a block, W processes.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,12 @@ class Exchange:
         sums = self.gradients.sum_(self.processes, **figures)
         self.gradients.scale_(1 / num_samples)
         return sums
+
+    def cost(self, sent: int) -> dict[str, Any]:
+        """So many bytes that this process sent in a step, as a run tells them: beside a float32 all-reduce."""
+        world = self.processes.world
+        plain = 2 * self.gradients.flat.nbytes * (world - 1) / world
+        return {"kind": self.kind, "bytes_per_step": sent, "of_fp32": round(sent / plain, 4)}
 
     def collect(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, on the main process; all must come here together."""

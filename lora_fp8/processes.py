@@ -1,8 +1,8 @@
 """The few things that several training processes do together: sum gradients, tell each other, end together.
 
 Started by `accelerate launch` (or alone). There is no DistributedDataParallel wrapper: only adapter gradients are
-exchanged, once per step, as one flat float32 vector, so the frozen base is never broadcast, hooked or bucketed, and
-gradient accumulation and checkpointing need no special mode.
+exchanged, once per step, as one flat float32 vector (or in fewer bytes: exchange.py), so the frozen base is never
+broadcast, hooked or bucketed, and gradient accumulation and checkpointing need no special mode.
 
 A process that fails alone would leave the others waiting for it (on GPUs a collective cannot be interrupted), and the
 launcher kills all others as soon as one has gone, the main one in the middle of a save too. So what ends one process
@@ -121,7 +121,7 @@ class Processes:
     def together(self) -> Iterator[None]:
         """What all processes do, and end, together: whatever ends it on one is raised on each.
 
-        Inside, a `gather` or `wait` is met by a failure elsewhere; a `sum_` or `max_` is not.
+        Inside, a `gather` or `wait` is met by a failure elsewhere; what sends tensors is not.
         """
         try:
             yield

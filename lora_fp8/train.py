@@ -42,7 +42,7 @@ from .run import Run, RunFailure, Stopped, StopSignal
 
 @dataclass
 class State:
-    """What moves while training; with the adapter's and the optimizer's tensors it is the whole checkpoint."""
+    """What moves while training; with the tensors of adapter, optimizer and exchange it is the whole checkpoint."""
 
     step: int = 0
     compute: str = ""  # the matmul that quantize.compute = "auto" has settled on
@@ -248,7 +248,7 @@ def fit(
                 failure = error
 
             # Over all processes, and the mean over the samples of this step: short batches weigh what they hold.
-            sent = processes.sent
+            sent_before = processes.sent
             sums = exchange.mean_(
                 num_samples,
                 loss=loss_sum,
@@ -257,6 +257,7 @@ def fit(
                 save=processes.is_main and run.requested("save"),
                 preview=processes.is_main and run.requested("preview"),
             )
+            sent = processes.sent - sent_before
             if sums["failed"]:
                 with stage(run, processes):
                     if failure is not None:
@@ -272,10 +273,9 @@ def fit(
             state.step = step
             seconds = time.perf_counter() - started
 
-            # once: what a step sends
+            # once: what the gradients of a step cost each process to send
             if step == first and processes.world > 1:
-                sent, plain = processes.sent - sent, 2 * gradients.flat.nbytes * (processes.world - 1) / processes.world
-                run.log_event("exchange", kind=exchange.kind, bytes_per_step=sent, of_fp32=round(sent / plain, 4))
+                run.log_event("exchange", **exchange.cost(sent))
 
             # every step: one line of figures
             bar.update()
