@@ -151,9 +151,10 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
 def _as_trained(family: ModelFamily, forms: dict[str, precision.Format]) -> Iterator[tuple[str, Tensor]]:
     """The base as training saw it: the model's own files, with the quantized weights as their bytes read."""
     for name, tensor in family.denoiser_tensors():
-        if name in forms:
-            tensor = precision.round_trip(tensor.to(family.device), forms[name], family.dtype, name)
-        yield name, tensor
+        if form := forms.get(name):
+            parts = precision.parts_in(tensor.to(family.device), form, name)
+            tensor = precision.decode(parts, form.storage, family.dtype)
+        yield name, precision.plain(tensor)
 
 
 def _scaling(job: Job) -> float:

@@ -43,11 +43,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import config, export, families
+from . import config, export, families, precision
 from .config import UserError
 from .run import RunFailure
 
-Tensors = Iterable[tuple[str, Tensor]]
+Tensors = Iterable[tuple[str, precision.Weight]]
 Base = Mapping[str, Tensor] | Callable[[], Tensors]  # a whole state dict, or a function that streams one
 
 # Relative error of a prediction (Frobenius norm), by the dtype the denoiser computes in. More where rounding does more.
@@ -275,7 +275,7 @@ def clean_pipeline(
         to = torch.float32 if wide & set(name.split(".")) else dtype
         return tensor.detach().to(device or family.device, to if tensor.is_floating_point() else tensor.dtype)
 
-    state = {name: held(name, tensor) for name, tensor in tensors}
+    state = {name: held(name, precision.plain(tensor)) for name, tensor in tensors}
     wrong = denoiser.load_state_dict(state, strict=False, assign=True)
     if wrong.missing_keys or wrong.unexpected_keys:
         raise RunFailure(

@@ -1112,22 +1112,6 @@ def test_components_of_another_architecture_are_refused(single, tmp_path):
         make(Family, path, components=str(tmp_path))
 
 
-def test_float8_files_are_widened_and_scaled_ones_refused(single, tmp_path):
-    Family, folder, path, rest = single
-    tensors = {
-        k: v.to(torch.float8_e4m3fn) if v.ndim > 1 and v.is_floating_point() else v for k, v in load_file(path).items()
-    }
-    save_file(tensors, tmp_path / "fp8.safetensors")
-    family = make(Family, tmp_path / "fp8.safetensors", components=str(rest), dtype=torch.bfloat16)
-    assert all(tensor.dtype.itemsize > 1 for _, tensor in family.denoiser_tensors())
-    load_denoiser(family, "fp8")
-    key = next(k for k in tensors if k.endswith(".weight"))
-    tensors[key.replace(".weight", ".scale_weight")] = torch.ones(1)
-    save_file(tensors, tmp_path / "scaled.safetensors")
-    with pytest.raises(UserError, match="already quantized"):
-        make(Family, tmp_path / "scaled.safetensors", components=str(rest))
-
-
 def test_v_prediction_marks_in_a_single_file(single, tmp_path):
     Family, _, path, rest = single
     save_file({**load_file(path), "v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}, tmp_path / "v.safetensors")

@@ -21,10 +21,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0.0: "lora_fp8 config run families demo",
-    1.0: "objectives adapters optim layouts precision precision.formats precision.matmul precision.linear precision.plan "
-    "precision.convert precision.choose precision.report precision.names data data.images data.colour data.buckets "
-    "demo.pictures demo.measure",
-    2.0: "families.base families.sd15 families.sdxl families.flux families._files families._ldm families._miniature",
+    1.0: "objectives adapters optim layouts precision precision.formats precision.quantized precision.matmul "
+    "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
+    "data data.images data.colour data.buckets demo.pictures demo.measure",
+    2.0: "families.base families.sd15 families.sdxl families.flux families._files families._weights families._ldm "
+    "families._miniature",
     3.0: "memory sample checkpoint export verify processes exchange data.cache data.loader",
     3.5: "prepare finish",
     3.75: "measure",

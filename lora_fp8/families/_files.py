@@ -33,6 +33,13 @@ def is_hub_id(path: str) -> bool:
     return bool(_HUB_ID.fullmatch(path)) and not path.endswith(".safetensors")
 
 
+class Entry(NamedTuple):
+    """What a safetensors file's header tells of one tensor; the dtype in the format's own words, such as "F8_E4M3"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Place(NamedTuple):
     """Where a base model lies. `folder` is a diffusers folder; with `checkpoint` set, it only complements that file."""
 
@@ -52,7 +59,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> Header:
-    """Names and shapes of a safetensors file, read from its first bytes; its length is checked against them."""
+    """Names and shapes of a safetensors file; see `read_entries`."""
+    return {name: entry.shape for name, entry in read_entries(path)[0].items()}
+
+
+def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, read from its first bytes; its length is checked against them."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -61,14 +73,14 @@ def read_header(path: Path) -> Header:
             raise UserError(f"{path} is not a whole safetensors file ({size} bytes, its header would take {length})")
         try:
             entries = json.loads(file.read(length))
-            entries.pop("__metadata__", None)
+            metadata = entries.pop("__metadata__", None) or {}
             end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
-            header = {name: tuple(e["shape"]) for name, e in entries.items()}
+            header = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a safetensors file (its header cannot be read)") from error
     if end != size:
         raise UserError(f"{path} is damaged: the file has {size} bytes, its header says {end}; download it again")
-    return header
+    return header, metadata
 
 
 def weight_files(folder: Path, stem: str) -> list[Path]:
@@ -120,6 +132,11 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
     if local.is_dir():
         return Place(local, None)
     if local.is_file():
+        if local.suffix == ".gguf":
+            raise UserError(
+                f"model.path = {path!r}: GGUF is a format for drawing, and its few bits are not read; give the same "
+                "model in bf16, fp16 or fp8 as a .safetensors file or a diffusers folder"
+            )
         if local.suffix != ".safetensors":
             raise UserError(f"model.path = {path!r}: only .safetensors checkpoints are opened (pickles can run code)")
         if not components:

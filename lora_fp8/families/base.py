@@ -39,22 +39,22 @@ from diffusers.loaders.single_file_utils import (
     create_diffusers_clip_model_from_ldm,
     infer_diffusers_model_type,
 )
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from lora_fp8 import config
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.objectives import Objective
-from lora_fp8.precision.names import name_matches
+from lora_fp8.precision import Quantized, Weight, name_matches
 
 from . import _files, available
 from ._files import Header
+from ._weights import ADVICE, WeightFile
 
 Cond = dict[str, Tensor]
 """Conditioning by name: of ONE image (no batch dimension), or of a batch after `collate`."""
 
 Conversion = dict[str, tuple[str, Callable[[Tensor], Tensor] | None]]
-"""Parameter name in diffusers -> (key in the single file, what to do with that tensor)."""
+"""Parameter name in diffusers -> (key in the single file, which rows of that tensor, and in what order)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class ModelFamily(ABC):
             model.path, model.components or "", model.revision or "", family=self.name, parts=parts
         )
         self.warnings: list[str] = []
-        """Settings of `[model]` that have no effect; the trainer shows them."""
+        """Settings of `[model]` that have no effect, and what to know of the files; the trainer shows them."""
         if model.components and not self.checkpoint:
             self.warnings.append(
                 f"model.components = {model.components!r} has no effect: model.path is a whole model, not a single file"
@@ -164,7 +164,8 @@ class ModelFamily(ABC):
         self.vae: nn.Module | None = None
         self._text_pipeline: diffusers.DiffusionPipeline | None = None
         self._tokenizers: dict[str, Any] = {}
-        self._header: Header = _files.read_header(self.checkpoint) if self.checkpoint else {}
+        self._file = WeightFile(self.checkpoint) if self.checkpoint else None
+        self._header: Header = self._file.header if self._file else {}
         self._check_architecture()
         self._check_complete()
 
@@ -350,16 +351,19 @@ class ModelFamily(ABC):
             raise RuntimeError(f"{self.name}: buffers {lost} are computed, not stored; rebuild them in empty_denoiser")
         return denoiser
 
-    def denoiser_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(diffusers parameter name, CPU tensor), one at a time; nothing but the current tensor is held."""
-        if self.checkpoint is None:
+    def denoiser_tensors(self) -> Iterator[tuple[str, Weight]]:
+        """(diffusers parameter name, CPU tensor), one at a time; nothing but the current tensor is held.
+
+        What the file holds in FP8 comes as `Quantized`, with its scales.
+        """
+        if self._file is None:
             for path in self._denoiser_files():
-                for name in _files.read_header(path):
-                    yield name, self._read(path, name)
+                file = WeightFile(path)
+                for name in file.header:
+                    yield name, file.read(name)
             return
         for name, (key, change) in self.convert_checkpoint(self._header).items():
-            tensor = self._read(self.checkpoint, key)
-            yield name, change(tensor) if change else tensor
+            yield name, _changed(self._file.read(key), change)
 
     # -- previews -------------------------------------------------------------------------------------------------
     def scheduler_config(self) -> dict[str, Any]:
@@ -420,8 +424,6 @@ class ModelFamily(ABC):
         if self.checkpoint:
             if not self.recognises(self._header):
                 raise UserError(self._other_architecture(str(self.checkpoint), *describe_checkpoint(self._header)))
-            if any(k.endswith((".scale_weight", ".weight_scale", "scaled_fp8")) for k in self._header):
-                raise UserError(f"{self.checkpoint} is already quantized with scales; give the bf16 or fp16 file")
         index = self.folder / "model_index.json"
         if index.is_file():
             found = str(_files.read_json(index).get("_class_name"))
@@ -445,6 +447,23 @@ class ModelFamily(ABC):
                         f"expected {value!r}"
                     )
 
+    def _check_unquantized(self) -> None:
+        """That no part of the folder was saved with a quantization of diffusers or transformers."""
+        weighed = [self.denoiser_name] if self._file is None else []
+        weighed += ["vae"] if not self._vae_prefix() else []
+        weighed += [name for name in self.text_parts if not self._is_tokenizer(name) and not self._has_text(name)]
+        problems = []
+        for name in weighed:
+            path = self.folder / name / "config.json"
+            section = _files.read_json(path).get("quantization_config") if path.is_file() else None
+            if section:
+                told = section if isinstance(section, dict) else {}
+                bits = " (4 bits)" if told.get("load_in_4bit") else " (8 bits)" if told.get("load_in_8bit") else ""
+                method = told.get("quant_method") or "a method without a name"
+                problems.append(f"{path.parent} was saved quantized by {method}{bits}, which is not read; {ADVICE}")
+        if problems:
+            raise UserErrors(problems)
+
     def _other_architecture(self, path: str, what: str, other: type[ModelFamily] | None) -> str:
         advice = f"set model.family = {other.name!r} or choose another file" if other else "choose another file"
         return f"{path} is {what}, but the config says model.family = {self.name!r} ({self.title}); {advice}"
@@ -455,7 +474,7 @@ class ModelFamily(ABC):
         if not self.checkpoint:
             wanted.append(f"{self.denoiser_name}/config.json")
         missing = [w for w in wanted if not (self.folder / w).is_file()]
-        weights: list[Path] = []
+        weights: list[tuple[str, Path]] = []
         needed = {} if self.checkpoint else {self.denoiser_name: "diffusion_pytorch_model"}
         if not self._vae_prefix():
             needed["vae"] = "diffusion_pytorch_model"
@@ -472,11 +491,18 @@ class ModelFamily(ABC):
                 needed[name] = "model"
         for name, stem in needed.items():
             found = _files.weight_files(self.folder / name, stem)
-            weights += found
+            weights += [(name, path) for path in found]
             if not found:
                 missing.append(f"{name}/{stem}.safetensors")
-        for path in weights:
-            _files.read_header(path)
+        self._check_unquantized()
+        for name, path in weights:
+            file = WeightFile(path)
+            if name == self.denoiser_name:
+                self.warnings += file.notes()
+            elif file.scaled:  # diffusers and transformers read these, and know nothing of the scales
+                raise UserError(f"{path} is quantized with scales, which is read of the denoiser only; {ADVICE}")
+        if self._file:
+            self.warnings += self._file.notes()
         if missing:
             why = f", which {self.checkpoint} needs beside it" if self.checkpoint else ""
             raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
@@ -494,15 +520,6 @@ class ModelFamily(ABC):
         else:
             weights = [(f"{name}/{p.name}", p) for p in _files.weight_files(part, stem)]
         return [(f"{name}/config.json", part / "config.json"), *weights]
-
-    def _read(self, path: Path, name: str) -> Tensor:
-        # Opened anew for each tensor: what was read of a file that stays open stays in memory, 4 GB of a 4 GB file.
-        with safe_open(path, framework="pt") as file:
-            return self._widened(file.get_tensor(name))
-
-    def _widened(self, tensor: Tensor) -> Tensor:
-        # Plain float8 checkpoints exist (no scales): few operations take float8, so it goes on as the model's dtype.
-        return tensor.to(self.dtype) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
 
     def _from_pretrained(self, cls: Any, name: str, stem: str, **options: Any) -> Any:
         files = _files.weight_files(self.folder / name, stem)
@@ -546,9 +563,8 @@ class ModelFamily(ABC):
         return prefix is not None and any(k.startswith(prefix) for k in self._header)
 
     def _tensors_with(self, prefix: str) -> dict[str, Tensor]:
-        assert self.checkpoint is not None
-        with safe_open(self.checkpoint, framework="pt") as file:
-            return {k: file.get_tensor(k) for k in self._header if k.startswith(prefix)}
+        assert self._file is not None
+        return {k: self._file.decoded(k) for k in self._header if k.startswith(prefix)}
 
     def _convert_vae(self, prefix: str, vae_config: dict[str, Any]) -> dict[str, Tensor]:
         return convert_ldm_vae_checkpoint(self._tensors_with(prefix), vae_config)
@@ -560,6 +576,12 @@ class ModelFamily(ABC):
         return create_diffusers_clip_model_from_ldm(
             cls, tensors, subfolder=name, config=str(self.folder), torch_dtype=self.dtype
         )
+
+
+def _changed(weight: Weight, change: Callable[[Tensor], Tensor] | None) -> Weight:
+    if change is None:
+        return weight
+    return weight.changed(change) if isinstance(weight, Quantized) else change(weight)
 
 
 def _families() -> list[type[ModelFamily]]:

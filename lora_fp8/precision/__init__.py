@@ -1,7 +1,8 @@
 """Frozen layers in few bytes: how they are held, how they are multiplied, and what is decided for each.
 
-Reading order: `formats` (bytes and scales), `matmul` (the arithmetic), `linear` (the layer), `plan` (which layer gets
-what), `convert` (a whole denoiser), `choose` (which matmul is fastest here), `report` (what it costs).
+Reading order: `formats` (bytes and scales), `quantized` (those that a file brings), `matmul` (the arithmetic),
+`linear` (the layer), `plan` (which layer gets what), `convert` (a whole denoiser), `choose` (which matmul is fastest
+here), `report` (what it costs).
 
 Order of use: build the denoiser on the meta device, `quantize_` it, `fill_` it from a stream of tensors, then
 `adapters.inject`. A denoiser that already has its weights needs no `fill_`.
@@ -13,6 +14,7 @@ from .formats import FP8_ROW, Format, decode, encode, round_trip
 from .linear import AmaxHistory, FrozenLinear, decoded_compute, frozen_layers
 from .names import name_matches
 from .plan import LayerPlan, Plan, decide
+from .quantized import Quantized, Weight, parts_in, plain
 
 __all__ = [
     "FP8_ROW",
@@ -21,6 +23,8 @@ __all__ = [
     "FrozenLinear",
     "LayerPlan",
     "Plan",
+    "Quantized",
+    "Weight",
     "candidates",
     "decide",
     "decode",
@@ -32,6 +36,8 @@ __all__ = [
     "fill_",
     "frozen_layers",
     "name_matches",
+    "parts_in",
+    "plain",
     "problem",
     "quantize_",
     "round_trip",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .. import config
 from .linear import FrozenLinear, frozen_layers
 from .plan import Plan, decide, held_dtype, linear_places
+from .quantized import Quantized, Weight, parts_in
 
 
 def quantize_(
@@ -76,7 +77,7 @@ def set_compute_(denoiser: nn.Module, plan: Plan, section: config.Quantize) -> N
 
 def fill_(
     denoiser: nn.Module,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Weight]],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> None:
@@ -87,6 +88,7 @@ def fill_(
 
     Args:
         tensors: (name as in the diffusers model, tensor) in any order and float dtype; the stream is consumed once.
+            What is `Quantized` in it is taken over as it is where the layer's format can hold it.
         device: where the weights go. Tensors are moved there before they are quantized.
 
     Raises:
@@ -174,17 +176,20 @@ def _set(
     module: nn.Module,
     attribute: str,
     name: str,
-    tensor: Tensor,
+    tensor: Weight,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     tensor = tensor.to(device)
     if isinstance(module, FrozenLinear) and attribute == "weight":
         module.compute_dtype = dtype
-        module.set_weight_(tensor, name.removesuffix(".weight"))
+        module.set_parts_(*parts_in(tensor, module.form, name.removesuffix(".weight")))
         return
-    if tensor.is_floating_point():
-        tensor = tensor.to(held_dtype(denoiser, name.rpartition(".")[0], dtype))
+    held = held_dtype(denoiser, name.rpartition(".")[0], dtype)
+    if isinstance(tensor, Quantized):
+        tensor = tensor.decoded(held)
+    elif tensor.is_floating_point():
+        tensor = tensor.to(held)
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.clone()  # a slice, of a fused qkv for one: keeping it would keep the whole alive
     if attribute in module._parameters:

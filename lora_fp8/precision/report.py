@@ -31,6 +31,7 @@ from ..config import SCALES
 from .formats import Format, decode, encode
 from .linear import FrozenLinear, decoded_compute, frozen_layers
 from .matmul import forget_shared
+from .quantized import Weight, plain
 
 NUM_INPUTS = 256
 """Rows of input kept per layer, on the CPU: 1.2 GB for FLUX in bf16."""
@@ -113,7 +114,7 @@ def capture_inputs(
 
 def layer_errors(
     denoiser: nn.Module,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Weight]],
     inputs: Mapping[str, Tensor],
     dtype: torch.dtype,
     bound: float = math.inf,
@@ -137,7 +138,7 @@ def layer_errors(
         if layer_name == name or layer_name not in layers:
             continue
         layer = layers.pop(layer_name)
-        found.append(_layer_error(layer_name, layer, tensor, inputs.get(layer_name), dtype, bound))
+        found.append(_layer_error(layer_name, layer, plain(tensor), inputs.get(layer_name), dtype, bound))
     forget_shared()
     if layers:
         raise ValueError(f"the stream of weights lacks {len(layers)} quantized layers (first: {next(iter(layers))})")

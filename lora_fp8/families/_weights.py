@@ -1,0 +1,284 @@
+"""Reads the weights of one safetensors file: quantized ones with their scales, or says what is not read.
+
+A weight in FP8 stands for code times scale. What is known, each from the program that writes it:
+
+| layout | scale of `<layer>.weight` | beside it |
+|---|---|---|
+| ComfyUI, older | `<layer>.scale_weight`, one value | a tensor `scaled_fp8`, whose dtype is that of the codes |
+| ComfyUI, newer | `<layer>.weight_scale`, one value or one per row | JSON: `<layer>.comfy_quant`, as bytes, or \
+`_quantization_metadata` of all layers in the header |
+| convert_to_quant | the newer names; per row, or per square block | the same |
+| musubi-tuner, sd-scripts `fp8_scaled` | `<layer>.scale_weight`: (N, K / 64, 1), (N, 1) or one value | |
+| sd-scripts `fp8_base`, many published files | none: the code is the weight | |
+
+Nothing is guessed. An FP8 weight without a scale is read as it is only in a file without any scale; an integer weight,
+a format, or a companion of a weight that is not in this table is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lora_fp8.config import UserErrors
+from lora_fp8.precision import Quantized, Weight
+
+from . import _files
+
+ADVICE = "give the same model in bf16 or fp16, or in fp8 as ComfyUI or kohya's programs write it"
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_FORMATS = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e4m3fn_rowwise": torch.float8_e4m3fn,
+    "float8_e4m3fn_blockwise": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+_MARKERS = {**_FP8, "F32": torch.float8_e4m3fn}  # ComfyUI takes a float32 marker for e4m3
+_SCALES = (".scale_weight", ".weight_scale")
+# Of the activations in ComfyUI's own FP8 matmul; they say nothing about the weight.
+_OF_INPUTS = (".scale_input", ".input_scale")
+# What a layer's description may say beside its format without changing what the weight is.
+_HARMLESS = {"format", "full_precision_matrix_mult", "group_size", "block_size", "orig_dtype", "orig_shape"}
+_FOREIGN = {
+    ".weight_scale_2": "NVFP4",
+    ".weight_scalar": "MXFP8",
+    ".weight_scale_inv": "FP8 with weight_scale_inv",
+    ".pre_quant_scale": "a format with pre_quant_scale",
+    ".weight_zero": "AWQ",
+    ".weight_zeros": "AWQ",
+    ".weight_s_rel": "W4A8",
+    ".weight.quant_state.bitsandbytes__nf4": "bitsandbytes' NF4",
+    ".weight.quant_state.bitsandbytes__fp4": "bitsandbytes' FP4",
+    ".weight.absmax": "bitsandbytes' 4 bits",
+    ".SCB": "bitsandbytes' int8",
+    ".weight._data": "quanto",
+    "._weight_qdata": "torchao",
+    ".wscales": "nunchaku's 4 bits",
+    ".qzeros": "GPTQ or AWQ",
+    ".qweight": "GPTQ or AWQ",
+}
+_DIFFUSION_MODEL = "model.diffusion_model."
+_SAMPLED = (16, 64)
+"""Tensors, and rows of each, that are looked at to tell how much of a file is zero."""
+
+
+class WeightFile:
+    """One safetensors file; opening it reads its header and the descriptions of quantized layers, no weights.
+
+    Attributes:
+        path: the file.
+        header: names and shapes of its tensors, without the companions of quantized ones.
+        scaled: whether any of its weights has a scale.
+
+    Raises:
+        UserErrors: it is not a whole safetensors file, or holds weights that would be read wrongly; each kind of
+            problem once, with the first tensor's name.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._problems: dict[str, list[str]] = {}
+        entries, metadata = _files.read_entries(path)
+        self._entries = entries
+        companions = {name for name in entries if name.endswith((*_SCALES, *_OF_INPUTS, ".comfy_quant"))}
+        markers = {name for name in entries if name == "scaled_fp8" or name.endswith(".scaled_fp8")}
+        self.header = {name: entry.shape for name, entry in entries.items() if name not in companions | markers}
+
+        formats = self._formats(metadata)
+        self._scale_of = self._scales()
+        self.scaled = bool(self._scale_of)
+        self._fp8 = self._codes(formats)
+        self._blocks = {weight: self._block(weight) for weight in self._scale_of if weight in self._fp8}
+        self._check_scales(markers, formats)
+        if self._problems:
+            raise UserErrors([f"{path}: {_first(names)} {what}; {ADVICE}" for what, names in self._problems.items()])
+
+    def read(self, name: str) -> Weight:
+        """A tensor of `header`: as it is, or if it is FP8, a matrix as `Quantized` and the rest decoded to float32.
+
+        Raises:
+            UserErrors: NaN or infinity in the codes, or in the scales, or a scale below zero.
+        """
+        # Opened anew for each tensor: what was read of a file that stays open stays in memory, 4 GB of a 4 GB file.
+        with safe_open(self.path, framework="pt") as file:
+            tensor = file.get_tensor(name)
+            if name not in self._fp8:
+                return tensor
+            scale = torch.ones(1, 1)
+            if name in self._scale_of:
+                scale = file.get_tensor(self._scale_of[name]).to(torch.float32).reshape(self._blocks[name])
+        if not (scale.isfinite() & (scale >= 0)).all():
+            self._refuse(self._scale_of[name], "holds NaN, infinity or numbers below zero, so the file is damaged")
+        codes = tensor.view(self._fp8[name])
+        if tensor.numel() and _has_nonfinite(codes):
+            self._refuse(name, "holds NaN or infinity, so the file is damaged")
+        if codes.ndim == 2:
+            return Quantized(codes, scale)
+        if not codes.numel():
+            return codes.to(torch.float32)
+        rows = codes.shape[0] if codes.ndim else 1
+        return Quantized(codes.reshape(rows, -1), scale).decoded().reshape(codes.shape)
+
+    def decoded(self, name: str) -> Tensor:
+        """As `read`, with float32 for what is quantized."""
+        weight = self.read(name)
+        return weight.decoded() if isinstance(weight, Quantized) else weight
+
+    def notes(self) -> list[str]:
+        """What whoever trains on this file should know of it; reads a few rows."""
+        names = [name for name in self._fp8 if len(self.header[name]) == 2]
+        if not names or self.scaled:
+            return []
+        num, rows = _SAMPLED
+        with safe_open(self.path, framework="pt") as file:
+            taken = [file.get_slice(name)[:rows].view(torch.uint8) for name in names[:: -(-len(names) // num)]]
+        zeros = sum(int((one.bitwise_and(0x7F) == 0).sum()) for one in taken) / sum(one.numel() for one in taken)
+        return [
+            f"{self.path} is fp8 without scales, which rounds small weights coarsely or to zero: about "
+            f"{100 * zeros:.1f} % of a sample are zero; a bf16, fp16 or scaled fp8 file of this model is more exact"
+        ]
+
+    # -- what the file says of itself -----------------------------------------------------------------------------
+    def _formats(self, metadata: dict[str, str]) -> dict[str, torch.dtype]:
+        """Weight -> the dtype of its codes, of the layers that the file describes."""
+        described: dict[str, Any] = {}
+        if "_quantization_metadata" in metadata:
+            content = _json(metadata["_quantization_metadata"])
+            layers = content.get("layers")
+            if not isinstance(layers, dict):
+                self._problem("_quantization_metadata", "cannot be read")
+            for layer, description in layers.items() if isinstance(layers, dict) else ():
+                whole = layer if f"{layer}.weight" in self._entries else f"{_DIFFUSION_MODEL}{layer}"
+                described[whole] = description
+        names = [name for name in self._entries if name.endswith(".comfy_quant")]
+        if names:
+            with safe_open(self.path, framework="pt") as file:
+                for name in names:
+                    described[name.removesuffix(".comfy_quant")] = _json(bytes(file.get_tensor(name).tolist()))
+        formats = {}
+        for layer, description in described.items():
+            weight = f"{layer}.weight"
+            kind = description.get("format") if isinstance(description, dict) else None
+            odd = sorted(key for key, value in description.items() if value and key not in _HARMLESS) if kind else []
+            if kind not in _FORMATS:
+                self._problem(weight, f"is quantized as {kind or 'something without a name'}, which is not read")
+            elif odd:
+                self._problem(weight, f"is quantized as {kind} with {', '.join(odd)}, which is not read")
+            elif weight not in self._entries:
+                self._problem(weight, "is described as quantized and is not in the file")
+            else:
+                formats[weight] = _FORMATS[kind]
+        return formats
+
+    def _scales(self) -> dict[str, str]:
+        """Weight -> the name of its scale."""
+        found: dict[str, str] = {}
+        for name in self._entries:
+            suffix = next((suffix for suffix in _SCALES if name.endswith(suffix)), None)
+            if suffix is None:
+                continue
+            weight = name.removesuffix(suffix) + ".weight"
+            if weight not in self._entries:
+                self._problem(name, "is a scale without its weight")
+            elif weight in found:
+                self._problem(weight, "has two scales")
+            else:
+                found[weight] = name
+        return found
+
+    def _codes(self, formats: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Tensor -> the dtype of its codes, of all that are FP8; notes the weights that are neither that nor plain."""
+        told = {name for names in self._problems.values() for name in names}
+        for name in self.header:
+            suffix = next((suffix for suffix in _FOREIGN if name.endswith(suffix)), None)
+            weight = f"{name.removesuffix(suffix)}.weight" if suffix else ""
+            if suffix and weight not in told:
+                told.add(weight)
+                self._problem(weight, f"is quantized as {_FOREIGN[suffix]}, which is not read")
+        codes = {}
+        for name in self.header:
+            kind = self._entries[name].dtype
+            if name in told:
+                continue
+            if kind in _FP8 and formats.get(name, _FP8[kind]) == _FP8[kind]:
+                codes[name] = _FP8[kind]
+            elif kind == "U8" and name in formats:  # early files of ComfyUI's newer layout hold the codes as bytes
+                codes[name] = formats[name]
+            elif name in formats:
+                self._problem(name, f"is {kind}, but is described as {_short(formats[name])}")
+            elif kind not in _PLAIN and name.endswith(".weight"):
+                self._problem(name, f"is held in {kind}, a quantized type that is not read")
+            elif name in self._scale_of:
+                self._problem(name, f"is {kind} and has a scale, which is not read")
+        return codes
+
+    def _block(self, weight: str) -> tuple[int, int]:
+        """The shape (rows, columns) in which a weight's scale is a value for each block of it."""
+        shape, scale = self._entries[weight].shape, self._entries[self._scale_of[weight]]
+        size = torch.Size(scale.shape).numel()
+        if scale.dtype not in _PLAIN:
+            self._problem(weight, f"has a scale of dtype {scale.dtype} (MXFP8?), which is not read")
+        elif size == 1:
+            return 1, 1
+        elif shape and scale.shape[:1] == shape[:1] and size == shape[0]:
+            return shape[0], 1
+        elif len(shape) == 2 and len(scale.shape) in (2, 3) and scale.shape[2:] in ((), (1,)):
+            rows, columns = scale.shape[:2]
+            if rows and columns and shape[0] % rows == 0 and shape[1] % columns == 0:
+                return rows, columns
+            self._problem(weight, f"{list(shape)} is not divided by its scale {list(scale.shape)}")
+        else:
+            self._problem(weight, f"{list(shape)} has a scale of shape {list(scale.shape)}, which is not read")
+        return 1, 1
+
+    def _check_scales(self, markers: set[str], formats: dict[str, torch.dtype]) -> None:
+        """That no FP8 tensor lacks its scale, and that a marker tells the truth."""
+        expected = {}
+        for marker in markers:
+            kind = self._entries[marker].dtype
+            if kind not in _MARKERS:
+                self._problem(marker, f"marks scaled fp8 and is {kind}, which is not read")
+            prefix = marker.removesuffix("scaled_fp8")
+            expected |= {name: _MARKERS.get(kind) for name in self._fp8 if name.startswith(prefix)}
+        for name, kind in self._fp8.items():
+            if (marked := expected.get(name, kind)) not in (kind, None):
+                self._problem(name, f"is {_short(kind)}, but scaled_fp8 says {_short(marked)}")
+            if name not in self._scale_of and (name in expected or name in formats or self._scale_of):
+                why = "that describes it as quantized" if name in formats else "where others have one"
+                why = "whose scaled_fp8 says that it has one" if name in expected else why
+                self._problem(name, f"lacks its scale, in a file {why}")
+
+    def _problem(self, name: str, what: str) -> None:
+        self._problems.setdefault(what, []).append(name)
+
+    def _refuse(self, name: str, what: str) -> None:
+        raise UserErrors([f"{self.path}: {name} {what}; {ADVICE}"])
+
+
+def _has_nonfinite(codes: Tensor) -> bool:
+    # e4m3 has one NaN, all bits set but the sign; e5m2 has infinity and NaN where all bits of the exponent are set.
+    first = 0xFF if codes.dtype == torch.float8_e4m3fn else 0xFC
+    return int(codes.view(torch.uint8).bitwise_or(0x80).max()) >= first
+
+
+def _json(text: str | bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:  # becomes an error that names the layer: nothing is described
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
