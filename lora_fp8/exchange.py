@@ -108,7 +108,7 @@ class Exchange:
 
 
 class Fp8Exchange(Exchange):
-    """As bytes with error feedback; takes 4 to 7 bytes for each trained value.
+    """As bytes with error feedback; takes about 7 bytes for each trained value.
 
     Attributes:
         residual_BE: what rounding has left out of this process's mean gradient so far, float32. It ends in zeros: each
@@ -125,10 +125,13 @@ class Fp8Exchange(Exchange):
         share = -(-gradients.size // (BLOCK * world))  # blocks of which each process holds the sum, in scatter
         self.residual_BE = torch.zeros(world * share, BLOCK, device=device)
         # Made now and kept: who has no memory for them must find out here, not while the others wait.
-        self._rows = torch.empty(world * share, ROW, dtype=torch.uint8, device=device)
         blocks = share if self.way == "scatter" else world * share
         self._mine = torch.empty(blocks * ROW + 8 * 8, dtype=torch.uint8, device=device)
         self._all = self._mine.new_empty(world, len(self._mine))
+        self._rows = self._mine[: -8 * 8].view(-1, ROW)
+        if self.way == "scatter":
+            self._rows = self._mine.new_empty(world * share, ROW)
+            self._parts = self._mine.new_empty(world, share, ROW)
         self._own = slice(processes.rank * share, (processes.rank + 1) * share)
 
     @torch.no_grad()
@@ -142,29 +145,26 @@ class Fp8Exchange(Exchange):
             self._rows[piece] = encode(self.residual_BE[piece])
             self.residual_BE[piece] -= decode(self._rows[piece])
 
-        mine = self._mine[: -8 * 8].view(-1, ROW)
         if self.way == "scatter":
-            parts = torch.empty_like(self._rows).view(world, len(mine), ROW)
-            self.processes.swap_(parts, self._rows.view(parts.shape))
-            rest_BE = self.residual_BE[self._own]
-            for piece in _pieces(len(mine)):
-                total_BE = _added(parts[:, piece])
-                mine[piece] = encode(total_BE)
-                rest_BE[piece] += total_BE - decode(mine[piece])
-        else:
-            mine.copy_(self._rows)
+            self.processes.swap_(self._parts, self._rows.view(self._parts.shape))
+            sums, rest_BE = self._mine[: -8 * 8].view(-1, ROW), self.residual_BE[self._own]
+            for piece in _pieces(len(sums)):
+                total_BE = _added(self._parts[:, piece])
+                sums[piece] = encode(total_BE)
+                rest_BE[piece] += total_BE - decode(sums[piece])
         told = torch.tensor([*map(float, figures.values()), *[0.0] * (8 - len(figures))], dtype=torch.float64)
         self._mine[-8 * 8 :] = told.view(torch.uint8)
         self.processes.gather_(self._all, self._mine)
 
-        rows = self._all[:, : -8 * 8].view(world, -1, ROW)
-        if self.way == "scatter":
-            rows = rows.reshape(1, -1, ROW)  # one after the other, each sum is there once
-        for piece in _pieces(rows.shape[1]):
-            into = flat[piece.start * BLOCK : piece.stop * BLOCK]
-            into.copy_(_added(rows[:, piece]).view(-1)[: len(into)])
-        sums = self._all[:, -8 * 8 :].contiguous().cpu().view(torch.float64).sum(dim=0)
-        return dict(zip(figures, sums.tolist(), strict=False))
+        rows, start = self._all[:, : -8 * 8].view(world, -1, ROW), 0
+        for part in rows.split(1) if self.way == "scatter" else [rows]:  # scattered, each sum is there once
+            for piece in _pieces(part.shape[1]):
+                values = _added(part[:, piece]).view(-1)
+                into = flat[start : start + len(values)]  # shorter at the end, by the zeros
+                into.copy_(values[: len(into)])
+                start += len(values)
+        told = self._all[:, -8 * 8 :].contiguous().cpu().view(torch.float64).sum(dim=0)
+        return dict(zip(figures, told.tolist(), strict=False))
 
     def collect(self) -> dict[str, Tensor]:
         """ "residual.<rank>" -> float32 (values,), on the main process."""

@@ -283,7 +283,7 @@ def test_stopped_and_resumed_ends_with_the_bytes_of_one_that_was_not(make_job, t
     process = start(job, tmp_path, 2)
     wait_for_step(process, 2)
     Run(folder_of(job)).request("stop")
-    process.communicate(timeout=200)
+    process.communicate(timeout=400)
     at = json.loads(Run(folder_of(job)).status_file.read_text(encoding="utf-8"))
     assert at["state"] == "stopped" and 2 < at["step"] < 80
     saved = load_file(folder_of(job) / "checkpoints" / f"step-{at['step']:06d}" / "optimizer.safetensors")
