@@ -22,6 +22,7 @@ import importlib.util
 import json
 import platform
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -63,14 +64,14 @@ def network(model: str, small: bool) -> nn.Module:
         if model == "sdxl":
             sizes = {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10)}
             if small:
-                sizes["transformer_layers_per_block"] = (1, 1, 2)
+                sizes = {"block_out_channels": (160, 320, 640), "transformer_layers_per_block": (1, 1, 2)}
             return diffusers.UNet2DConditionModel(
                 **sizes,
                 sample_size=128,
                 down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
                 up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
                 layers_per_block=1 if small else 2,
-                attention_head_dim=(5, 10, 20),
+                attention_head_dim=tuple(width // 64 or 1 for width in sizes["block_out_channels"]),
                 cross_attention_dim=2048,
                 use_linear_projection=True,
                 addition_embed_type="text_time",
@@ -174,8 +175,13 @@ def plain(model: str, small: bool, device: torch.device) -> nn.Module:
 
 def with_adapters(denoiser: nn.Module, model: str) -> nn.Module:
     """The same LoRA everywhere, by peft; B is not zero, or half of the backward would multiply zeros."""
-    names = [f".{name}" for name, _ in denoiser.named_modules()]
-    wanted = [one for one in targets(model) if any(name.endswith(f".{one}") for name in names)]
+    excluded = () if model == "qwen" else families.get(model).adapter_exclude
+    wanted = [
+        name
+        for name, _ in denoiser.named_modules()
+        if any(f".{name}".endswith(f".{one}") for one in targets(model))
+        and not any(precision.name_matches(name, one) for one in excluded)
+    ]
     adapters.inject(denoiser, config.Adapter(rank=16, alpha=16), wanted, seed=0)
     for name, parameter in adapters.parameters(denoiser):
         if "lora_B" in name:
@@ -378,7 +384,7 @@ def peak_on_cpu(step: Callable[[], None]) -> int:
 
 def rates(model: str, small: bool, pixels: int, device: torch.device) -> dict[str, float]:
     """FLOP/s and bytes/s that this machine reaches on these shapes, one operation at a time; the best of a few."""
-    width = {"sdxl": 1280, "flux": 1536 if small else 3072, "qwen": 1536 if small else 3072}[model]
+    width = {"sdxl": 640 if small else 1280, "flux": 1536 if small else 3072, "qwen": 1536 if small else 3072}[model]
     tokens = (pixels // 16) ** 2
     head = 64 if model == "sdxl" else 128
     a, w = (
@@ -594,6 +600,22 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    """The markdown file."""
+    head = [
+        f"# Seconds per step: {facts['machine']}",
+        "",
+        f"{facts['date']}; " + ", ".join(f"{key} {value}" for key, value in facts["versions"].items()) + ".",
+        f"`{facts['command']}`",
+        *([f"Conditions: {facts['note']}"] if facts["note"] else []),
+        "",
+        f"Batch 1, LoRA rank 16 in bf16, random weights; median of {facts['rounds']} rounds of {facts['repeats']} "
+        f"steps, interleaved. Peak memory: {facts['memory']}. Floor: {FLOOR_RULES}.",
+        "",
+    ]
+    return "\n".join(head) + "\n" + "\n\n".join(map(table, results)) + "\n"
+
+
 def shown(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
 
@@ -640,8 +662,10 @@ def main() -> None:
         "machine": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
-        "command": "python scripts/bench_step.py " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["python", "scripts/bench_step.py", *sys.argv[1:]]),
         "note": args.note,
+        "rounds": args.rounds,
+        "repeats": args.repeats,
         "peak_tflops": args.peak_tflops,
         "memory": "CUDA allocator" if device.type == "cuda" else "weights held + most given out by torch's allocator",
     }
@@ -651,19 +675,8 @@ def main() -> None:
         for model in args.models
         for pixels in args.pixels or ([256] if args.small else [512, 1024])
     ]
-    head = [
-        f"# Seconds per step: {name}",
-        "",
-        f"{facts['date']}; " + ", ".join(f"{key} {value}" for key, value in facts["versions"].items()) + ".",
-        f"`{facts['command']}`",
-        *([f"Conditions: {args.note}"] if args.note else []),
-        "",
-        f"Batch 1, LoRA rank 16 in bf16, random weights; median of {args.rounds} rounds of {args.repeats} steps, "
-        f"interleaved. Peak memory: {facts['memory']}. Floor: {FLOOR_RULES}.",
-        "",
-    ]
     args.out.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(head) + "\n" + "\n\n".join(map(table, results)) + "\n"
+    text = page(facts, results)
     (args.out / f"step_{slug}.md").write_text(text, encoding="utf-8")
     (args.out / f"step_{slug}.json").write_text(json.dumps(facts | {"results": results}, indent=1), encoding="utf-8")
     print(text)
