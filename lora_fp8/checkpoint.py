@@ -159,7 +159,17 @@ PINNED = (
     "optimizer.rounding",
     "seed",
 )
-WATCHED = ("train.", "optimizer.", "schedule.", "objective.", "quantize.", "adapter.", "dataset.", "model.dtype")
+WATCHED = (
+    "train.",
+    "optimizer.",
+    "schedule.",
+    "objective.",
+    "quantize.",
+    "adapter.",
+    "dataset.",
+    "model.dtype",
+    "memory.compile",
+)
 ASIDE = ("dataset.folders", "dataset.cache_dir", "train.log_every")
 
 
