@@ -228,7 +228,7 @@ def table(families_shown: list[str]) -> str:
         mine = [cell for cell in cells if cell["family"] == family]
         bases = {(cell["factor"], cell["seed"]): cell for cell in mine if cell["mode"] == "bf16"}
         lines += ["", f"## {family}", ""]
-        lines.append("| mode | factor | seeds | held-out loss | vs bf16 | distance | concept | plain kept |")
+        lines.append("| mode | factor | seeds | held-out loss | vs bf16 | distance | concept | plain obeyed |")
         lines.append("|---|---|---|---|---|---|---|---|")
         for mode in MODES:
             for factor in FACTORS:
