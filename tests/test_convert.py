@@ -211,7 +211,7 @@ def test_filling_refuses_non_finite_weights_by_name():
     with torch.device("meta"):
         empty = flux()
     precision.quantize_(empty, FP8, (), torch.bfloat16)
-    with pytest.raises(ValueError, match=r"transformer_blocks\.0\.attn\.to_q: "):
+    with pytest.raises(config.UserError, match=r"broken: transformer_blocks\.0\.attn\.to_q: "):
         precision.fill_(empty, tensors.items(), torch.bfloat16)
 
 

@@ -95,7 +95,7 @@ def fill_(
         config.UserError: names that are missing, unknown, given twice or of another shape; all of them in one message.
         Or a
             module computed tensors in its constructor that were lost on the meta device.
-        ValueError: non-finite weights of a quantized layer, naming it.
+        config.UserError: non-finite weights of a quantized layer, naming it.
     """
     device = torch.device(device)
     slots = dict(_slots(denoiser))
@@ -114,7 +114,10 @@ def fill_(
             if tuple(tensor.shape) != shape:
                 misshapen.append(f"{name} {list(tensor.shape)}, expected {list(shape)}")
             else:
-                _set(denoiser, module, attribute, name, tensor, dtype, device)
+                try:
+                    _set(denoiser, module, attribute, name, tensor, dtype, device)
+                except ValueError as error:
+                    raise config.UserError(f"the base model's weights are broken: {error}; get the file anew") from None
         del tensor  # or it would live on while the stream reads the next one
     problems = [
         _listed("is missing", list(waiting)),
