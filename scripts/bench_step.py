@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -60,7 +61,7 @@ def network(model: str, small: bool) -> nn.Module:
     """The denoiser on the meta device; small: the layers' shapes shrunk, and a few blocks of them."""
     import diffusers
 
-    with torch.device("meta"):
+    with init_empty_weights():  # keeps the tensors that a constructor computes
         if model == "sdxl":
             sizes = {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10)}
             if small:
@@ -670,15 +671,14 @@ def main() -> None:
         "memory": "CUDA allocator" if device.type == "cuda" else "weights held + most given out by torch's allocator",
     }
     torch._dynamo.config.recompile_limit = 256
-    results = [
-        measure(model, pixels, args, device)
-        for model in args.models
-        for pixels in args.pixels or ([256] if args.small else [512, 1024])
-    ]
+    results: list[dict[str, Any]] = []
     args.out.mkdir(parents=True, exist_ok=True)
-    text = page(facts, results)
-    (args.out / f"step_{slug}.md").write_text(text, encoding="utf-8")
-    (args.out / f"step_{slug}.json").write_text(json.dumps(facts | {"results": results}, indent=1), encoding="utf-8")
+    for model in args.models:
+        for pixels in args.pixels or ([256] if args.small else [512, 1024]):
+            results.append(measure(model, pixels, args, device))
+            text = page(facts, results)  # after each: whatever ends the run, what was measured is there
+            (args.out / f"step_{slug}.md").write_text(text, encoding="utf-8")
+            (args.out / f"step_{slug}.json").write_text(json.dumps(facts | {"results": results}, indent=1), "utf-8")
     print(text)
 
 
