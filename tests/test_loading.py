@@ -17,19 +17,23 @@ DEMO = Path(__file__).parent.parent / "lora_fp8" / "demo" / "base" / "flux"
 GIGABYTES = float(os.environ.get("LORA_FP8_LOAD_GB", "1.2"))
 
 LOAD = """
-import json, resource, sys
+import json, sys
 import torch
 from lora_fp8 import config, families, precision
 torch.set_num_threads(1)
+
+def peak():  # not ru_maxrss: over exec it keeps the peak of the process that started this one
+    lines = open("/proc/self/status", encoding="utf-8").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
 family = families.get("flux")(config.Model(family="flux", path=sys.argv[1]), device="cpu", dtype=torch.bfloat16)
 denoiser = family.empty_denoiser()
 plan = precision.quantize_(denoiser, config.Quantize(), family.keep_precise, torch.bfloat16, family.modulation)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
 tensors = family.denoiser_tensors() if sys.argv[2] == "stream" else list(family.denoiser_tensors())
 precision.fill_(denoiser, tensors, torch.bfloat16)
 held = sum(tensor.nbytes for tensor in [*denoiser.parameters(), *denoiser.buffers()])
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"before": before, "held": held, "planned": plan.num_bytes, "peak": peak}))
+print(json.dumps({"before": before, "held": held, "planned": plan.num_bytes, "peak": peak()}))
 """
 
 
