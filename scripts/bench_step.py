@@ -678,7 +678,9 @@ def main() -> None:
             results.append(measure(model, pixels, args, device))
             text = page(facts, results)  # after each: whatever ends the run, what was measured is there
             (args.out / f"step_{slug}.md").write_text(text, encoding="utf-8")
-            (args.out / f"step_{slug}.json").write_text(json.dumps(facts | {"results": results}, indent=1), "utf-8")
+            (args.out / f"step_{slug}.json").write_text(
+                json.dumps(facts | {"results": results}, indent=1), encoding="utf-8"
+            )
     print(text)
 
 

@@ -38,7 +38,7 @@ MAY_IMPORT_TRAIN = {"cli", "demo.show", "train_lora", "scripts"}
 ROOMS = {
     "peft": {"adapters"},
     "bitsandbytes": {"optim", "precision.formats"},
-    "accelerate": {"processes"},
+    "accelerate": {"processes", "scripts"},
     "transformers": {"families", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},
     "typer": {"cli"},
