@@ -72,10 +72,17 @@ class Objective(ABC):
         return []
 
 
+def _is_flow(scheduler_config: dict[str, Any]) -> bool:
+    """Whether this scheduler samples a flow: by its class, or as multistep solvers (DPM++, UniPC) that can do both."""
+    get = scheduler_config.get
+    multistep = get("use_flow_sigmas", False) or get("prediction_type") == "flow_prediction"
+    return "FlowMatch" in str(get("_class_name", "")) or bool(multistep)
+
+
 def _check_scheduler(scheduler_config: dict[str, Any], *, flow: bool) -> None:
     # A fine-tune can turn one process into another and keep the network; only its scheduler tells.
     name = str(scheduler_config.get("_class_name", ""))
-    if name and (("FlowMatch" in name) != flow or name.startswith("EDM")):
+    if name and (_is_flow(scheduler_config) != flow or name.startswith("EDM")):
         kind = "flow matching" if flow else "diffusion (epsilon or v)"
         raise UserError(f"the model's scheduler is {name}, but this architecture is trained with {kind} here")
 
@@ -151,7 +158,7 @@ class FlowMatching(Objective):
         _check_scheduler(scheduler_config, flow=True)
         get = scheduler_config.get
         # Defaults are those of diffusers' FlowMatchEulerDiscreteScheduler and FluxPipeline.
-        self.fixed_shift: float = get("shift", 1.0)
+        self.fixed_shift: float = get("flow_shift", get("shift", 1.0))  # multistep solvers call it flow_shift
         self.dynamic: bool = get("use_dynamic_shifting", False)
         self.time_shift_type: str = get("time_shift_type", "exponential")
         self.seq_lens: tuple[int, int] = (get("base_image_seq_len", 256), get("max_image_seq_len", 4096))

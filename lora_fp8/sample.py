@@ -61,7 +61,8 @@ def render(
     for i in range(len(conds)) if numbers is None else numbers:
         generator = torch.Generator("cpu").manual_seed(section.seed + i)
         inputs = family.pipeline_inputs(conds[i], negative)
-        images.append(pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator).images[0])
+        drawn = pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator)
+        images.append(family.pictures(drawn)[0])
     return images
 
 
@@ -102,11 +103,12 @@ def draw(
     return [read(path) for path in paths]
 
 
-def pipeline_settings(family: ModelFamily, section: config.Preview, side: int) -> dict[str, int | float]:
+def pipeline_settings(family: ModelFamily, section: config.Preview, side: int) -> dict[str, Any]:
     """The arguments of the pipeline call that do not depend on the prompt."""
     return {
+        **family.call_options,
+        **family.guidance_inputs(family.default_guidance if section.guidance == "auto" else section.guidance),
         "num_inference_steps": section.steps,
-        "guidance_scale": family.default_guidance if section.guidance == "auto" else section.guidance,
         "width": section.width or side,
         "height": section.height or side,
     }

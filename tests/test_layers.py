@@ -21,11 +21,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0.0: "lora_fp8 config run families demo",
-    1.0: "objectives adapters optim layouts precision precision.formats precision.quantized precision.matmul "
+    1.0: "naming objectives adapters optim layouts precision precision.formats precision.quantized precision.matmul "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "data data.images data.colour data.buckets demo.pictures demo.measure",
-    2.0: "families.base families.sd15 families.sdxl families.flux families._files families._weights families._ldm "
-    "families._miniature",
+    2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("*.py")),
     3.0: "memory sample checkpoint export verify processes exchange data.cache data.loader",
     3.5: "prepare finish",
     3.75: "measure",

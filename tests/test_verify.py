@@ -67,13 +67,13 @@ def trained(tmp_path_factory):
         denoiser.train()
 
         family.load_encoders()
-        height, width = family.tiny_latent_hw
-        pixels = (16 * height, 16 * width)
+        pixels = (128, 192)
         conds = [
             c | family.image_conditioning(pixels, (0, 8), pixels) for c in family.encode_prompts([PROMPT, "a dog"])
         ]
         generator = torch.Generator().manual_seed(2)
-        latents = torch.randn(2, 4, height, width, generator=generator)
+        shape = family.encode_images(torch.zeros(1, 3, *family.tiny_hw)).shape[1:]
+        latents = torch.randn(2, *shape, generator=generator)
         batch = SimpleNamespace(
             latents_BCHW=latents,
             noise_BCHW=torch.randn(latents.shape, generator=generator),

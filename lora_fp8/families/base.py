@@ -15,7 +15,8 @@ from headers and JSON only, before anything large is read.
 The VAE always runs in float32: it is small, runs once per image, and in half precision SDXL's overflows and the others
 lose detail. Text encoders run in the model's dtype, and the conditioning they give is stored in it.
 
-Shape suffixes: B batch, C channels, H height, W width, L text tokens, D features.
+Shape suffixes: B batch, C channels, H height, W width, L text tokens, D features. Latents are BCHW everywhere outside
+of a family, whatever its denoiser and its pipeline take: `pack` and `unpack` are the way there and back.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from diffusers.loaders.single_file_utils import (
     create_diffusers_clip_model_from_ldm,
     infer_diffusers_model_type,
 )
+from PIL import Image
 from torch import Tensor, nn
 
-from lora_fp8 import config
+from lora_fp8 import config, naming
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.objectives import Objective
 from lora_fp8.precision import Quantized, Weight, name_matches
@@ -130,8 +132,8 @@ class ModelFamily(ABC):
     kohya_base_version: ClassVar[str]
     kohya_naming: ClassVar[str]
     """Which rule of `layouts.NAMINGS` the kohya layout follows."""
-    tiny_latent_hw: ClassVar[tuple[int, int]] = (8, 12)
-    """Latent size that suits the miniature. Not square on purpose: swapped height and width must show."""
+    tiny_hw: ClassVar[tuple[int, int]] = (16, 24)
+    """Size in pixels that suits the miniature. Not square on purpose: swapped height and width must show."""
 
     # -- facts with a default -------------------------------------------------------------------------------------
     bucket_step: ClassVar[int] = 64
@@ -139,13 +141,22 @@ class ModelFamily(ABC):
     uses_negative: ClassVar[bool] = True
     """Whether the pipeline guides away from a negative prompt at its usual settings."""
     vae_class: ClassVar[str] = "AutoencoderKL"
+    vae_marks: ClassVar[dict[str, Any]] = {"latents_mean": None, "latents_std": None}
+    """Entries of the VAE's config.json that `encode_images` counts on; by default no normalisation by channel."""
     config_marks: ClassVar[dict[str, Any]] = {}
     """Entries of the denoiser's config.json that tell this architecture from others of the same class."""
     checkpoint_text: ClassVar[dict[str, str]] = {}
     """Text encoder -> prefix of its keys in a single-file checkpoint that carries it."""
+    native_layers: ClassVar[tuple[naming.Row, ...]] = ()
+    """The denoiser's layers in the naming in which the model was first published, and in diffusers': see `naming`."""
+    layouts: ClassVar[tuple[str, ...]] = ("diffusers", "kohya")
+    """Key layouts that LoRA files of this architecture are written in, the one that most programs read in front."""
     reference_config: ClassVar[dict[str, Any]] = {}
     """Denoiser config of the released model, for single files whose components folder has no denoiser config."""
     pipeline_options: ClassVar[dict[str, Any]] = {}
+    """Arguments with which the pipeline is made."""
+    call_options: ClassVar[dict[str, Any]] = {}
+    """Arguments that every call of the pipeline needs, such as one frame where it draws videos."""
 
     def __init__(self, model: config.Model, *, device: torch.device | str, dtype: torch.dtype):
         self.device, self.dtype = torch.device(device), dtype
@@ -206,8 +217,16 @@ class ModelFamily(ABC):
         return False
 
     def convert_checkpoint(self, header: Header) -> Conversion:
-        """Where each of the denoiser's parameters is in a single file that `recognises` accepted."""
-        raise UserError(f"{self.title} cannot be read from a single file; give a diffusers folder")
+        """Where each of the denoiser's parameters is in a single file that `recognises` accepted.
+
+        By default as `native_layers` says.
+        """
+        if not self.native_layers:
+            raise UserError(f"{self.title} cannot be read from a single file; give a diffusers folder")
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.empty_denoiser().state_dict().items()}
+        prefix = checkpoint_prefix(header)
+        found = naming.conversion(self.native_layers, header, shapes, prefix)
+        return {name: (key, rows and _rows(*rows)) for name, key, rows in found}
 
     # -- defaults a family may replace ----------------------------------------------------------------------------
     @torch.no_grad()
@@ -236,8 +255,24 @@ class ModelFamily(ABC):
         """Facts about one image that the denoiser is told beside the prompt. Pixels; `crop_top_left` is (y, x)."""
         return {}
 
+    def pack(self, latents_BCHW: Tensor) -> Tensor:
+        """Latents as the pipeline passes them around: its `latents=`, what its scheduler steps, its output "latent"."""
+        return latents_BCHW
+
+    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
+        """The inverse of `pack`. -> BCHW"""
+        return packed
+
+    def pictures(self, output: Any) -> list[Image.Image]:
+        """The pictures in what the pipeline's call returned."""
+        return output.images
+
+    def guidance_inputs(self, guidance: float) -> dict[str, Any]:
+        """Arguments with which the pipeline draws with this guidance; 1 is to draw without a negative prompt."""
+        return {"guidance_scale": guidance}
+
     def collate(self, conds: list[Cond]) -> Cond:
-        """Unbatched conditionings -> one batch."""
+        """Unbatched conditionings -> one batch. Where lengths differ by prompt, see `padded`."""
         return {key: torch.stack([cond[key] for cond in conds]) for key in conds[0]}
 
     def token_limit(self, name: str) -> int:
@@ -435,7 +470,7 @@ class ModelFamily(ABC):
             raise UserError(f"{self.folder} is not a diffusers folder (it has no model_index.json)")
         expected = {self.denoiser_name: self.config_marks | {"_class_name": self.denoiser_class}}
         # A VAE of another kind, or with a normalisation of its own, would give latents that the denoiser does not know.
-        expected["vae"] = {"_class_name": self.vae_class, "latents_mean": None, "latents_std": None}
+        expected["vae"] = self.vae_marks | {"_class_name": self.vae_class}
         for part, marks in expected.items():
             path = self.folder / part / "config.json"
             found = _files.read_json(path) if path.is_file() else marks
@@ -576,6 +611,37 @@ class ModelFamily(ABC):
         return create_diffusers_clip_model_from_ldm(
             cls, tensors, subfolder=name, config=str(self.folder), torch_dtype=self.dtype
         )
+
+
+def padded(conds: Sequence[Cond], name: str) -> Cond:
+    """One entry of several conditionings in a batch, when prompts differ in length.
+
+    Returns:
+        `name`: (B, L, ...) with zeros behind the shorter ones; `name`_mask: bool (B, L), True where there is a token.
+    """
+    rows = [cond[name] for cond in conds]
+    lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
+    mask_BL = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+    return {name: nn.utils.rnn.pad_sequence(rows, batch_first=True), f"{name}_mask": mask_BL}
+
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "")
+"""What the denoiser's names begin with in single files, by who wrote them."""
+
+
+def checkpoint_prefix(header: Header) -> str:
+    """The one of `PREFIXES` that a single file has."""
+    return next(prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in header))
+
+
+def native_header(header: Header) -> Header:
+    """Names and shapes of a single file's denoiser, without what they all begin with."""
+    prefix = checkpoint_prefix(header) if header else ""
+    return {key.removeprefix(prefix): shape for key, shape in header.items() if key.startswith(prefix)}
+
+
+def _rows(begin: int, end: int) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor[begin:end]
 
 
 def _changed(weight: Weight, change: Callable[[Tensor], Tensor] | None) -> Weight:

@@ -80,12 +80,12 @@ class Family(ModelFamily):
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
     ) -> Tensor:
-        num, channels, height, width = noisy_BCHW.shape
+        num, _, height, width = noisy_BCHW.shape
         device = noisy_BCHW.device
         to = {"device": device, "dtype": self.dtype}
         guidance_B = torch.full((num,), guidance, device=device) if denoiser.config.guidance_embeds else None
         pred_BSD = denoiser(
-            hidden_states=FluxPipeline._pack_latents(noisy_BCHW.to(self.dtype), num, channels, height, width),
+            hidden_states=self.pack(noisy_BCHW.to(self.dtype)),
             timestep=t_B.to(device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
             guidance=guidance_B,
             pooled_projections=cond["pooled_prompt_embeds"].to(**to),
@@ -94,8 +94,14 @@ class Family(ModelFamily):
             img_ids=FluxPipeline._prepare_latent_image_ids(num, height // 2, width // 2, device, torch.float32),
             return_dict=False,
         )[0]
+        return self.unpack(pred_BSD, (height, width))
+
+    def pack(self, latents_BCHW: Tensor) -> Tensor:
+        return FluxPipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
+
+    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
         # The helper takes pixels; with a scale factor of 1 they are latents.
-        return FluxPipeline._unpack_latents(pred_BSD, height, width, vae_scale_factor=1)
+        return FluxPipeline._unpack_latents(packed, *latent_hw, vae_scale_factor=1)
 
     def seq_len(self, latent_hw: tuple[int, int]) -> int:
         return (latent_hw[0] // 2) * (latent_hw[1] // 2)
