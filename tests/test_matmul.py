@@ -368,3 +368,15 @@ def test_fastest_tries_each_and_a_mode_that_does_not_fit_loses():
 def test_gradient_and_forward_use_the_one_stored_copy():
     layer = layer_of("fp8 row", "fp8", "current")
     assert sum(tensor.nbytes for tensor in layer.state_dict().values()) == FP8_ROW.num_bytes((OUT, IN)) + 4 * OUT
+
+
+@pytest.mark.parametrize("compute", ["fp8", "fp8_forward"])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_inputs_that_lie_column_by_column_are_multiplied(compute, recipe):
+    """As SDXL's blocks get them from a picture (1, C, H, W), and attention's backward gives them. CUDA's kernel wants
+    rows; torch's meta kernel enforces that, its CPU kernel does not."""
+    layer = layer_of("fp8 row", compute, recipe, torch.bfloat16).to("meta")
+    x = torch.empty(1, IN, 48, device="meta", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    y = layer(x)
+    y.backward(torch.empty(1, OUT, 48, device="meta", dtype=torch.bfloat16).transpose(1, 2))
+    assert y.shape == (1, 48, OUT) and x.grad.shape == x.shape
