@@ -179,6 +179,7 @@ class ModelFamily(ABC):
         self._header: Header = self._file.header if self._file else {}
         self._check_architecture()
         self._check_complete()
+        self.warnings += self.caveats()
 
     # -- what only the family knows -------------------------------------------------------------------------------
     @abstractmethod
@@ -210,6 +211,10 @@ class ModelFamily(ABC):
             empty: the encoded empty text.
         """
         return empty
+
+    def caveats(self) -> list[str]:
+        """What to know of the given model before training on it, in one line each, such as that it is distilled."""
+        return []
 
     @classmethod
     def recognises(cls, header: Header) -> bool:
