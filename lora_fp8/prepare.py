@@ -94,7 +94,8 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     placed = [one for members in buckets.values() for one in members]
     store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
     captions = dataset_captions(examples, section, job.seed)
-    prompts = [*job.preview.prompts, *([job.preview.negative] if job.preview.prompts else [])]
+    guided_away = family.negative_text(job.preview.negative)
+    prompts = [*job.preview.prompts, *([guided_away] if job.preview.prompts else [])]
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
     texts = list(dict.fromkeys([*captions, *prompts]))
     mine = processes.share(placed), processes.share(texts)
@@ -125,7 +126,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     )
     negative = None
     if job.preview.prompts:
-        negative = store.cond(job.preview.negative)
+        negative = store.cond(guided_away)
         if not job.preview.negative:
             negative = family.without_negative(negative)
     return Data(

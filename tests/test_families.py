@@ -131,7 +131,8 @@ def test_the_facts_are_stated(Family, denoiser):
     assert Family.tiny_hw[0] != Family.tiny_hw[1]
     assert set(Family.layouts) <= {"comfy", "diffusers", "kohya"} and "diffusers" in Family.layouts
     assert Family.bucket_step % Family.bucket_multiple == 0 and Family.native_resolution % Family.bucket_step == 0
-    assert Family.kohya_naming and Family.modelspec_architecture and Family.kohya_base_version and Family.title
+    assert bool(Family.kohya_naming) == ("kohya" in Family.layouts)
+    assert Family.modelspec_architecture and Family.kohya_base_version and Family.title
     names = [name for name, _ in denoiser.named_modules()]
     for entry in (*Family.keep_precise, *Family.modulation, *Family.adapter_exclude):
         assert any(precision.name_matches(name, entry) for name in names), f"{entry} matches nothing"
@@ -323,8 +324,9 @@ def test_denoiser_answers_as_inside_the_diffusers_pipeline(Family, family, denoi
     for index in (1, 3):
         noisy, expected = (family.unpack(x, hw) if flow else x for x in seen[index])
         assert noisy.shape == some_latents(family, len(prompts)).shape
-        if flow:
-            t_B = pipeline.scheduler.sigmas[index].expand(len(prompts))
+        if flow:  # as the denoiser was told: multistep solvers round their timesteps to whole numbers
+            told = pipeline.scheduler.timesteps[index] / pipeline.scheduler.config.num_train_timesteps
+            t_B = told.float().expand(len(prompts))
         else:
             t_B = pipeline.scheduler.timesteps[index].long().expand(len(prompts))
             assert t_B[0] == pipeline.scheduler.timesteps[index]
@@ -386,7 +388,7 @@ def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline)
     negative = {"negative_prompt": "blue"} if Family.uses_negative else {}
     generator = torch.Generator().manual_seed(3)
     expected = pipeline(PROMPTS[0], **called(family, told_sizes=False, **options, **negative, generator=generator))
-    cond, bad = family.encode_prompts([PROMPTS[0], "blue"])
+    cond, bad = family.encode_prompts([PROMPTS[0], family.negative_text("blue")])
     mine = family.pipeline(denoiser)
     inputs = family.pipeline_inputs(cond, bad if Family.uses_negative else None)
     height, width = Family.tiny_hw

@@ -212,6 +212,10 @@ class ModelFamily(ABC):
         """
         return empty
 
+    def negative_text(self, prompt: str) -> str:
+        """What to give to `encode_prompts` for a prompt to guide away from, where the pipeline encodes it otherwise."""
+        return prompt
+
     def caveats(self) -> list[str]:
         """What to know of the given model before training on it, in one line each, such as that it is distilled."""
         return []
@@ -284,17 +288,24 @@ class ModelFamily(ABC):
         """Tokens of a prompt that the encoder of this tokenizer reads, those that mark beginning and end included."""
         return self.tokenizer(name).model_max_length
 
+    def as_read(self, prompt: str) -> tuple[str, str]:
+        """What the tokenizers are given for a prompt: the words that the pipeline puts before it, and its own."""
+        return "", prompt
+
     def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
         """The prompts of which `encode_prompts` cuts off the end. Needs the tokenizers only, which it loads itself."""
         found: dict[str, Overlong] = {}
         for name in self.judge_length_by if prompts else ():
             tokenizer = self.tokenizer(name)
             limit = self.token_limit(name) - tokenizer.num_special_tokens_to_add()
-            tokens = tokenizer(list(prompts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            for prompt, spans in zip(prompts, tokens["offset_mapping"], strict=True):
+            read = [self.as_read(prompt) for prompt in prompts]
+            texts = [before + text for before, text in read]
+            tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            for prompt, (before, _), text, spans in zip(prompts, read, texts, tokens["offset_mapping"], strict=True):
                 num_lost = len(spans) - limit
                 if num_lost > 0 and (prompt not in found or num_lost > found[prompt].num_lost):
-                    found[prompt] = Overlong(prompt, prompt[spans[limit][0] :], num_lost, limit)
+                    own = limit - sum(end <= len(before) for _, end in spans)
+                    found[prompt] = Overlong(prompt, text[max(len(before), spans[limit][0]) :], num_lost, own)
         return list(found.values())
 
     def seq_len(self, latent_hw: tuple[int, int]) -> int:
