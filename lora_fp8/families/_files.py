@@ -170,7 +170,7 @@ def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
     parts = list(parts)
     allowed = ["model_index.json"]
     for part in parts:
-        allowed += [f"{part}/*.{suffix}" for suffix in ("json", "txt", "model", "safetensors")]
+        allowed += [f"{part}/*.{suffix}" for suffix in ("json", "txt", "jinja", "model", "safetensors")]
     try:
         # A repository often holds the same weights two or three times: the full ones are asked for first, and a
         # half-precision copy only where a repository has nothing else.

@@ -456,7 +456,8 @@ class ModelFamily(ABC):
             files = []
             for name in self.text_parts:
                 if self._is_tokenizer(name):
-                    found = sorted(p for p in (self.folder / name).iterdir() if p.suffix in (".json", ".txt", ".model"))
+                    kinds = (".json", ".txt", ".jinja", ".model")  # a chat's template is part of what is encoded
+                    found = sorted(p for p in (self.folder / name).iterdir() if p.suffix in kinds)
                     files += [(f"{name}/{p.name}", p) for p in found]
                 else:
                     files += self._config_and_weights(name, "model", from_checkpoint=self._has_text(name))
