@@ -33,6 +33,8 @@ SCALES = {
     "nf4": ("64",),
 }
 """The scales that each quantized storage knows, the one that "auto" tries first in front."""
+TORCHAO_LACKS = ("none", "128x128")
+"""Scales of fp8 that torchao's weight-only tensors have no granularity for."""
 MAX_SEED = 2**32 - 1  # what every tool that shows or takes a seed can hold
 
 
@@ -85,6 +87,9 @@ class Quantize(Section):
     storage: Literal["fp8", "int8", "nf4", "bf16", "none"] = setting(
         "fp8", "fp8: e4m3; int8; nf4: 4 bits, as QLoRA; bf16: not quantized; none: not quantized, held in model.dtype."
     )
+    backend: Literal["own", "torchao", "te"] = setting(
+        "own", "Whose layers: own; torchao: its weight-only tensors; te: TransformerEngine's FP8 layers, on CUDA only."
+    )
     scale: Literal["auto", "row", "tensor", "1x64", "1x128", "128x128", "none"] = setting(
         "auto", "Weights that share a scale; auto: row for fp8, 1x128 for int8; none: fp8 as kohya's fp8_base."
     )
@@ -102,8 +107,8 @@ class Quantize(Section):
     compute: Literal["upcast", "fp8", "fp8_forward", "auto"] = setting(
         "upcast", "upcast: weights decoded, matmul in model.dtype; fp8: matmul in FP8; auto: the fastest, measured."
     )
-    recipe: Literal["current", "delayed", "block"] = setting(
-        "current", "Scales of activations in an FP8 matmul: of each token, of the last steps, of 1x128 blocks."
+    recipe: Literal["current", "delayed", "block", "mxfp8"] = setting(
+        "current", "Scales in an FP8 matmul: of this step, of the last steps, of 1x128 blocks, of 1x32 (te only)."
     )
     fast_accum: bool = setting(True, "Let the forward FP8 matmul add up in fewer bits, as Hopper does it fastest.")
     fp8_min_features: int = setting(512, "Layers with a side below this are not multiplied in FP8.", ge=0)
@@ -533,9 +538,9 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         hint = _did_you_mean(job.model.family, families)
         say("model.family", f"unknown family {_shown(job.model.family)}{hint}; accepted: {' | '.join(families)}")
     for key, text in _quantize_contradictions(job.quantize, job.model.dtype):
-        say(key, text, "quantize.storage", "quantize.compute", "model.dtype")
+        say(key, text, "quantize.storage", "quantize.compute", "quantize.backend", "model.dtype")
     for key, text in _memory_contradictions(job.memory, job.quantize):
-        say(key, text, "memory", "quantize.compute", "quantize.recipe")
+        say(key, text, "memory", "quantize.compute", "quantize.recipe", "quantize.backend")
     if not job.model.path:
         say("model.path", "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
     if not job.dataset.folders:
@@ -613,6 +618,11 @@ def _quantize_contradictions(section: Quantize, dtype: str) -> Iterator[tuple[st
     if scale != "auto" and storage in SCALES and scale not in SCALES[storage]:
         accepted_here = " | ".join(("auto", *(one for one in SCALES[storage] if storage != "nf4")))
         yield "quantize.scale", f"{scale!r} is not known with quantize.storage = {storage!r}; accepted: {accepted_here}"
+    yield from _backend_contradictions(section)
+    if section.backend != "own":
+        return
+    if recipe == "mxfp8":
+        yield "quantize.recipe", "'mxfp8' needs quantize.backend = 'te'; or use 'current', 'delayed' or 'block'"
     if compute in ("fp8", "fp8_forward"):
         if storage in ("int8", "nf4"):
             yield "quantize.compute", f"{compute!r} needs quantize.storage = 'fp8', not {storage!r}; or use 'upcast'"
@@ -627,9 +637,62 @@ def _quantize_contradictions(section: Quantize, dtype: str) -> Iterator[tuple[st
         yield "quantize.scale", "quantize.recipe = 'block' multiplies weights with scale = '128x128'; set it"
 
 
+def _backend_contradictions(section: Quantize) -> Iterator[tuple[str, str]]:
+    """(setting, what is wrong) where another library's layers cannot do what the section asks for."""
+    backend, own = section.backend, "or quantize.backend = 'own'"
+    if backend == "own" or section.storage not in SCALES:
+        return
+    if section.sensitivity != "off":
+        yield (
+            "quantize.sensitivity",
+            f"{section.sensitivity!r} needs quantize.backend = 'own'; use 'off', and put what `lora-fp8 precision` "
+            "says into quantize.override",
+        )
+    if backend == "te":
+        if section.storage != "fp8":
+            yield "quantize.storage", f"TransformerEngine holds FP8 only, not {section.storage!r}; use 'fp8', {own}"
+        if section.compute != "fp8":
+            yield "quantize.compute", f"TransformerEngine multiplies in FP8, not {section.compute!r}; use 'fp8', {own}"
+        if section.scale != "auto":
+            yield "quantize.scale", f"quantize.recipe decides TransformerEngine's scales; use 'auto', {own}"
+        if not section.fast_accum:
+            yield "quantize.fast_accum", f"TransformerEngine decides how it adds up; leave it at true, {own}"
+        return
+    if section.compute != "upcast":
+        yield (
+            "quantize.compute",
+            f"torchao's weight-only tensors are decoded, which {section.compute!r} is not; use 'upcast', {own}",
+        )
+    if section.recipe != "current":
+        yield "quantize.recipe", f"torchao's weight-only tensors have no FP8 matmul; leave it at 'current', {own}"
+    asked = [("quantize.storage", section.storage, section.scale), ("quantize.modulation", section.modulation, "")]
+    asked += [("quantize.override", storage, scale) for _, storage, scale in map(_parsed, section.override)]
+    for key, storage, scale in asked:
+        if storage == "nf4":
+            yield key, f"torchao has no weight-only 'nf4'; use 'fp8' or 'int8', {own}"
+        elif storage == "fp8" and scale in TORCHAO_LACKS:
+            accepted_here = " | ".join(one for one in SCALES["fp8"] if one not in TORCHAO_LACKS)
+            key = "quantize.scale" if key == "quantize.storage" else key
+            yield key, f"torchao has no fp8 with scale {scale!r}; accepted: {accepted_here}; {own}"
+
+
+def _parsed(entry: str) -> tuple[str, str, str]:
+    return parse_override(entry) or ("", "", "")
+
+
 def _memory_contradictions(section: Memory, quantize: Quantize) -> Iterator[tuple[str, str]]:
     """(setting, what is wrong) of a [memory] table whose settings exclude each other or what [quantize] asks for."""
-    if section.compile == "blocks" and quantize.recipe == "delayed" and quantize.compute != "upcast":
+    if quantize.backend == "te":
+        if section.compile == "blocks":
+            # A block is compiled as one graph, and TransformerEngine's layers are left out of graphs.
+            yield "memory.compile", "'blocks' excludes quantize.backend = 'te'; use 'off', or quantize.backend = 'own'"
+        if section.gradient_checkpointing and quantize.recipe == "delayed":
+            # The history moves on when the forward ends: the recomputation would multiply with other scales.
+            yield (
+                "memory.gradient_checkpointing",
+                "true excludes quantize.recipe = 'delayed' of quantize.backend = 'te'; use false, or another recipe",
+            )
+    elif section.compile == "blocks" and quantize.recipe == "delayed" and quantize.compute != "upcast":
         # Its history is written while the gradient is computed, which a compiled backward may reorder or leave out.
         yield (
             "memory.compile",

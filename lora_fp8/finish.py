@@ -89,8 +89,8 @@ def prove(
     probe = verify.make_probe(family, loaded.denoiser, loaded.objective, batch, job.objective.guidance)
     verify.save_probe(probe, run.path / "probe.safetensors")
     decoded = None
-    if forms := {f"{layer.name}.weight": layer.form for layer in loaded.plan.quantized}:
-        decoded = partial(_as_trained, family, forms)
+    if layers := {f"{layer.name}.weight": layer for layer in loaded.plan.quantized}:
+        decoded = partial(_as_trained, family, layers, job.quantize)
     # Two copies of a large model would not fit beside each other.
     loaded.denoiser = loaded.optimizer = loaded.exchange = None
     gc.collect()
@@ -148,12 +148,13 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
         raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
 
 
-def _as_trained(family: ModelFamily, forms: dict[str, precision.Format]) -> Iterator[tuple[str, Tensor]]:
+def _as_trained(
+    family: ModelFamily, layers: dict[str, precision.LayerPlan], section: config.Quantize
+) -> Iterator[tuple[str, Tensor]]:
     """The base as training saw it: the model's own files, with the quantized weights as their bytes read."""
     for name, tensor in family.denoiser_tensors():
-        if form := forms.get(name):
-            parts = precision.parts_in(tensor.to(family.device), form, name)
-            tensor = precision.decode(parts, form.storage, family.dtype)
+        if layer := layers.get(name):
+            tensor = precision.as_held(tensor.to(family.device), layer, section, family.dtype)
         yield name, precision.plain(tensor)
 
 

@@ -203,7 +203,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         lr_effective=optimizer.base_lr,
     )
     exchanged = exchange.build(job.train.gradient_exchange, named, processes)
-    return Loaded(denoiser, objective, optimizer, plan, precision.AmaxHistory(denoiser), exchanged, list(moved))
+    return Loaded(denoiser, objective, optimizer, plan, precision.amax_history(denoiser), exchanged, list(moved))
 
 
 def _unused_settings(job: Job, family: ModelFamily) -> list[str]:

@@ -92,7 +92,8 @@ def _stages(
         # Before a run folder exists: everything that can be wrong with the pictures, all of it at once.
         Family = families.get(job.model.family)
         family = Family(job.model, device=processes.device, dtype=DTYPES[job.model.dtype])
-        if text := precision.problem(job.quantize, processes.device) or memory.problem(job.memory, processes.device):
+        text = precision.problem(job.quantize, processes.device, processes.world)
+        if text := text or memory.problem(job.memory, processes.device):
             raise UserError(text)
         plan(job, family)
         job = resolve_auto(job, Family)

@@ -23,6 +23,7 @@ LAYERS = {
     0.0: "lora_fp8 config run families demo",
     1.0: "naming objectives adapters optim layouts precision precision.formats precision.quantized precision.matmul "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
+    "precision.backends precision.backend_torchao precision.backend_te "
     "data data.images data.colour data.buckets demo.pictures demo.measure",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("*.py")),
     3.0: "memory sample checkpoint export verify processes exchange data.cache data.loader",
@@ -37,6 +38,8 @@ MAY_IMPORT_TRAIN = {"cli", "demo.show", "train_lora", "scripts"}
 ROOMS = {
     "peft": {"adapters"},
     "bitsandbytes": {"optim", "precision.formats"},
+    "torchao": {"precision.backend_torchao", "scripts"},
+    "transformer_engine": {"precision.backend_te"},
     "accelerate": {"processes", "scripts"},
     "transformers": {"families", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},

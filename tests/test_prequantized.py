@@ -569,11 +569,11 @@ def test_other_storages_round_what_the_file_stands_for(job, flux, storage, tmp_p
 def test_a_proof_on_other_bytes_fails(job, flux, tmp_path, monkeypatch):
     """A bug planted in the proof's base: it is rounded a second time, as training's was not."""
 
-    def rounded_again(weight, form, name="weight"):
-        return encode(precision.plain(weight), form, name)
+    def rounded_again(weight, layer, section, dtype):
+        return precision.round_trip(precision.plain(weight), layer.form, dtype)
 
     path, _ = pair(flux, "older", tmp_path)
-    monkeypatch.setattr(finish.precision, "parts_in", rounded_again)
+    monkeypatch.setattr(finish.precision, "as_held", rounded_again)
     with pytest.raises(RunFailure, match="does not do what training did"):
         run(job_on(job, flux, path))
 

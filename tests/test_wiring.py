@@ -56,6 +56,7 @@ FLIPS = {
     "seed": Flip("7", TRAINING),
     "model.dtype": Flip("fp32", TRAINING),
     "quantize.storage": Flip("none", (*TRAINING, "storage", "rates")),  # and lr_scale = "auto" with it
+    "quantize.backend": Flip("torchao", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.keep": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.scale": Flip("tensor", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.modulation": Flip("bf16", (*TRAINING, "storage"), ("shapes", "rates"), family="flux"),

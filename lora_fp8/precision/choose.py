@@ -10,14 +10,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import config
+from . import backends
 
 MODES = ("upcast", "fp8_forward", "fp8")
 FP8_SINCE = (8, 9)  # compute capability: Ada (RTX 40), Hopper and later have FP8 tensor cores
 BLOCKS_ON = 9  # torch's kernel for 1x128 by 128x128 scales exists for Hopper
 
 
-def problem(section: config.Quantize, device: torch.device) -> str:
-    """Why this machine cannot compute as the section asks, with what to choose instead; "" where it can."""
+def problem(section: config.Quantize, device: torch.device, world: int = 1) -> str:
+    """Why this machine cannot compute as the section asks, with what to choose instead; "" where it can.
+
+    Args:
+        world: processes that train together.
+    """
+    if section.backend != "own":
+        return backends.problem(section, device, world)
     if section.compute in ("upcast", "auto") or device.type != "cuda":
         return ""
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import config
+from .backends import linear_class
 from .linear import FrozenLinear, frozen_layers
-from .plan import Plan, decide, held_dtype, linear_places
-from .quantized import Quantized, Weight, parts_in
+from .plan import LayerPlan, Plan, decide, held_dtype, linear_places
+from .quantized import Quantized, Weight
 
 
 def quantize_(
@@ -49,19 +50,24 @@ def quantize_(
             continue
         frozen = linear
         if not isinstance(linear, FrozenLinear):
-            frozen = FrozenLinear.from_linear(linear, dtype, several[0], layer.form)
+            frozen = _empty(layer, section, dtype, linear.bias is not None)
+            frozen.train(linear.training)
+            frozen.set_weight_(linear.weight.detach(), several[0])
+            if linear.bias is not None:
+                frozen.bias = nn.Parameter(linear.bias.detach().to(dtype, copy=True), False)
             for name in several:
                 parent, _, child = name.rpartition(".")
                 setattr(denoiser.get_submodule(parent), child, frozen)
         frozen.set_compute_(layer.compute, section.recipe, section.fast_accum)
 
-    for name, module in denoiser.named_modules():
+    for name, module in _modules(denoiser):
         held = held_dtype(denoiser, name, dtype)
         # What a frozen layer holds beside its bias stays as it is; a non-persistent buffer has the precision its
         # constructor computed it in.
         fixed = {*module._non_persistent_buffers_set, *(module._buffers if isinstance(module, FrozenLinear) else ())}
-        buffers = [buffer for key, buffer in module._buffers.items() if key not in fixed]
-        for tensor in [*module._parameters.values(), *buffers]:
+        tensors = [buffer for key, buffer in module._buffers.items() if key not in fixed]
+        tensors += [module.bias] if isinstance(module, FrozenLinear) else module._parameters.values()
+        for tensor in tensors:
             if tensor is not None and tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype if isinstance(module, FrozenLinear) else held)
     denoiser.requires_grad_(False)
@@ -137,7 +143,7 @@ def decoded_tensors(denoiser: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     The counterpart of `fill_`: the names are those of the plain model, whether or not peft has wrapped its layers.
     """
-    for path, module in denoiser.named_modules():
+    for path, module in _modules(denoiser):
         parts = path.split(".")
         if any(part.startswith("lora_") for part in parts):
             continue
@@ -147,12 +153,33 @@ def decoded_tensors(denoiser: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield prefix + attribute, tensor.detach()
 
 
+def as_held(weight: Weight, layer: LayerPlan, section: config.Quantize, dtype: torch.dtype) -> Tensor:
+    """A file's weight (N, K) as the layer that is planned for it computes with it, in `dtype`, on its device."""
+    held = _empty(layer, section, dtype, bias=False)
+    held.set_weight_(weight, layer.name)
+    return held.weight.detach()
+
+
 def decoded_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
     """`decoded_tensors` as a dict, to load into a plain diffusers model: the whole model in the compute dtype."""
     return dict(decoded_tensors(denoiser))
 
 
 # -- filling -----------------------------------------------------------------------------------------------------------
+
+
+def _empty(layer: LayerPlan, section: config.Quantize, dtype: torch.dtype, bias: bool) -> FrozenLinear:
+    """The layer as planned, on the meta device; it knows how it multiplies before it gets its weight."""
+    num_out, num_in = layer.shape
+    frozen = linear_class(layer.backend)(num_in, num_out, bias, "meta", dtype, layer.form)
+    frozen.set_compute_(layer.compute, section.recipe, section.fast_accum)
+    return frozen
+
+
+def _modules(denoiser: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As `named_modules`; what another library's layer keeps inside is its own."""
+    inside = {part for layer in frozen_layers(denoiser).values() for part in layer.modules() if part is not layer}
+    return ((name, module) for name, module in denoiser.named_modules() if module not in inside)
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -165,7 +192,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def _slots(denoiser: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, tuple[int, ...]]]]:
-    for path, module in denoiser.named_modules():
+    for path, module in _modules(denoiser):
         for attribute in _names(module):
             if isinstance(module, FrozenLinear) and attribute == "weight":
                 shape = (module.out_features, module.in_features)
@@ -186,7 +213,7 @@ def _set(
     tensor = tensor.to(device)
     if isinstance(module, FrozenLinear) and attribute == "weight":
         module.compute_dtype = dtype
-        module.set_parts_(*parts_in(tensor, module.form, name.removesuffix(".weight")))
+        module.set_weight_(tensor, name.removesuffix(".weight"))
         return
     held = held_dtype(denoiser, name.rpartition(".")[0], dtype)
     if isinstance(tensor, Quantized):

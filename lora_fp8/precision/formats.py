@@ -32,6 +32,7 @@ MIN_SCALE = 2.0**-126
 CHUNK_ELEMENTS = 1 << 18
 
 _BLOCKS = {"row": (1, 0), "tensor": (0, 0), "none": (0, 0), "1x64": (1, 64), "1x128": (1, 128), "128x128": (128, 128)}
+_BLOCKS |= {"1x32": (1, 32)}  # MXFP8, which only TransformerEngine holds
 _LIMITS = {"fp8": E4M3_MAX, "int8": INT8_MAX}
 
 

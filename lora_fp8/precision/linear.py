@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import UserError
-from .formats import FP8_ROW, Format, decode, encode
+from .formats import FP8_ROW, Format, decode
 from .matmul import Fp8Linear, UpcastLinear, quantize, quantize_shared
+from .quantized import Weight, parts_in
 
 AMAX_HISTORY = 16
 """Steps that the delayed recipe looks back."""
@@ -32,11 +33,14 @@ class FrozenLinear(nn.Linear):
         qweight: uint8 parameter (N, K), for nf4 (N, K / 2); never trained.
         scale: float32 buffer, a value per block of `form`; for nf4 see `formats.Format.tensors`.
         bias: frozen parameter (N,) in the compute dtype, or None.
+        backend: whose layer it is; see `backends`.
         compute_dtype: what the weight is decoded to. Follows `.to(dtype)`, `.half()` and the like. peft reads this name
             and puts its adapters in this dtype; without it they would end up in the dtype of the bytes.
         compute, recipe, fast_accum: see `matmul`.
         amax_history, amax_newest: with the delayed recipe, float32 (2, 16) and (2, 1): activations, gradients.
     """
+
+    backend = "own"
 
     def __init__(
         self,
@@ -77,13 +81,13 @@ class FrozenLinear(nn.Linear):
             layer.bias = nn.Parameter(linear.bias.detach().to(device=device, dtype=dtype, copy=True), False)
         return layer
 
-    def set_weight_(self, weight_NK: Tensor, name: str = "weight") -> None:
-        """Replaces the weight; the layer's bytes then lie on `weight_NK`'s device.
+    def set_weight_(self, weight: Weight, name: str = "weight") -> None:
+        """Replaces the weight (N, K); the layer's bytes then lie on its device.
 
         Raises:
             ValueError: non-finite weights, naming `name`.
         """
-        self.set_parts_(*encode(weight_NK, self.form, name))
+        self.set_parts_(*parts_in(weight, self.form, name))
 
     def set_parts_(self, *parts: Tensor) -> None:
         """Replaces what the weight is held in, in the order and shapes of `form.tensors`."""
@@ -161,7 +165,7 @@ class FrozenLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         dtype = str(self.compute_dtype).removeprefix("torch.")
-        return f"{super().extra_repr()}, storage={self.form}, compute={self.compute} in {dtype}"
+        return f"{super().extra_repr()}, storage={self.form} by {self.backend}, compute={self.compute} in {dtype}"
 
 
 # -- a whole denoiser --------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ The rules, in order; the first that speaks wins:
               not a plain nn.Linear; the family's modulation; quantize.storage
     compute   few rows (modulation); a storage without FP8 matmul; quantize.fp8_exclude; sides that are no multiples
               of 16 (never padded: padding costs more than it brings); small; quantize.compute
+    backend   quantize.backend; what TransformerEngine does not multiply in FP8 is our own layer, or bf16 where a side
+              is no multiple of 16
 
 The precise parts, the output layer among them, are not even quantized.
 """
@@ -24,6 +26,7 @@ from torch import nn
 
 from .. import config
 from ..config import SCALES
+from .backends import TE_SCALE, num_bytes, te_alignment
 from .formats import Format
 from .linear import FrozenLinear
 from .names import name_matches
@@ -51,6 +54,8 @@ class LayerPlan:
     """why it is multiplied so"""
     num_bytes: int
     """weight, scales and bias"""
+    backend: str = ""
+    """whose layer: "own", "torchao", "te"; "" where it is not quantized"""
 
     @property
     def form(self) -> Format | None:
@@ -80,7 +85,7 @@ class Plan:
 
     def summary(self) -> str:
         """A few lines for the log: the totals, then what is held and multiplied otherwise than asked, and why."""
-        held = Counter(str(layer.form) for layer in self.quantized)
+        held = Counter(str(layer.form) + _by(layer.backend) for layer in self.quantized)
         what = ", ".join(f"{count} in {form}" for form, count in held.items()) or "none quantized"
         lines = [
             f"of {len(self.layers)} linear layers {what}; "
@@ -99,8 +104,8 @@ class Plan:
     def table(self) -> str:
         """One line per linear layer, aligned, and the totals."""
         rows = [
-            (one.name, f"{one.shape[0]}x{one.shape[1]}", " ".join(filter(None, (one.storage, one.scale))), one.compute,
-             "; ".join(filter(None, (one.reason, one.compute_reason))))
+            (one.name, f"{one.shape[0]}x{one.shape[1]}", " ".join(filter(None, (one.storage, one.scale))) +
+             _by(one.backend), one.compute, "; ".join(filter(None, (one.reason, one.compute_reason))))
             for one in self.layers
         ]  # fmt: skip
         rows = [("layer", "shape", "storage", "compute", "reason"), *rows]
@@ -148,20 +153,21 @@ def decide(
     layers: dict[str, LayerPlan] = {}
     misfits: dict[tuple[str, Format], list[tuple[str, tuple[int, int]]]] = {}
     for linear, several in places.items():
-        verdicts = [_storage(denoiser, name, linear, section, overrides, keep, modulation) for name in several]
+        verdicts = [_storage(denoiser, name, linear, section, overrides, keep, modulation, several) for name in several]
         # A layer that stands at two places is held as the more careful of the two asks.
         form, reason = next((one for one in verdicts if one[0] is None), verdicts[0])
         shape = (linear.out_features, linear.in_features)
-        if form is not None and form.problem(shape):
+        if form is not None and form.problem(shape) and form.scale != _te_scale(section):
             setting = "quantize.override" if "quantize.override" in reason else "quantize.scale"
             misfits.setdefault((setting, form), []).append((several[0], shape))
         compute, why = _compute(several, form, shape, section, modulation)
         held = held_dtype(denoiser, several[0], dtype)
-        num_bytes = _num_bytes(linear, form, held, dtype)
+        backend = _backend(form, compute, section)
+        size = _num_bytes(linear, form, held, dtype, backend)
         for name in several:
             layers[name] = LayerPlan(
                 name, shape, form.storage if form else _short(held), form.scale if form else "", compute, reason, why,
-                num_bytes,
+                size, backend,
             )  # fmt: skip
     problems += [_misfit(setting, form, affected) for (setting, form), affected in misfits.items()]
     if problems := [problem for problem in problems if problem]:
@@ -204,6 +210,7 @@ def _storage(
     overrides: Sequence[tuple[str, str, str]],
     keep: Sequence[str],
     modulation: Sequence[str],
+    names: Sequence[str],
 ) -> tuple[Format | None, str]:
     shape = (linear.out_features, linear.in_features)
     if section.storage in PLAIN:
@@ -237,6 +244,11 @@ def _storage(
             if kind in PLAIN:
                 return None, "quantize.modulation is bf16"
             return _fitting(kind, shape), "modulation"
+    if section.backend == "te" and not _not_multiplied(names, shape, section):
+        needed = te_alignment(section)
+        if any(side % needed for side in shape):
+            return None, f"a side is no multiple of {needed}, as TransformerEngine needs"
+        return Format("fp8", TE_SCALE[section.recipe]), ""
     if section.scale != "auto":
         return Format(section.storage, section.scale), ""
     return _fitting(section.storage, shape), ""
@@ -263,17 +275,44 @@ def _compute(
         return "upcast", "sees one row per image"
     if form.storage != "fp8":
         return "upcast", f"{form.storage} has no FP8 matmul"
+    if section.backend == "te":
+        if reason := _not_multiplied(names, shape, section):
+            return "upcast", reason
+        if form.scale != TE_SCALE[section.recipe]:
+            return "upcast", f"scale {form.scale} is not what TransformerEngine multiplies with recipe {section.recipe}"
+        return "fp8", ""
     needed = ("128x128",) if section.recipe == "block" else ("row", "tensor")
     if form.scale not in needed:
         return "upcast", f"scale {form.scale} has no FP8 matmul with recipe {section.recipe}"
-    for entry in section.fp8_exclude:
-        if any(name_matches(name, entry) for name in names):
-            return "upcast", f"{entry!r} in quantize.fp8_exclude"
+    if reason := _excluded(names, section):
+        return "upcast", reason
     if any(side % ALIGNMENT for side in shape):
         return "upcast", f"a side is no multiple of {ALIGNMENT}"
-    if min(shape) < section.fp8_min_features:
-        return "upcast", f"a side is below quantize.fp8_min_features = {section.fp8_min_features}"
+    if reason := _not_multiplied(names, shape, section):
+        return "upcast", reason
     return ("fp8" if section.compute == "auto" else section.compute), ""
+
+
+def _excluded(names: Sequence[str], section: config.Quantize) -> str:
+    entries = (entry for entry in section.fp8_exclude if any(name_matches(name, entry) for name in names))
+    return next((f"{entry!r} in quantize.fp8_exclude" for entry in entries), "")
+
+
+def _not_multiplied(names: Sequence[str], shape: tuple[int, int], section: config.Quantize) -> str:
+    """Why the section has this layer held in FP8 and not multiplied in it, or ""."""
+    small = min(shape) < section.fp8_min_features
+    reason = f"a side is below quantize.fp8_min_features = {section.fp8_min_features}" if small else ""
+    return _excluded(names, section) or reason
+
+
+def _te_scale(section: config.Quantize) -> str:
+    return TE_SCALE[section.recipe] if section.backend == "te" else ""
+
+
+def _backend(form: Format | None, compute: str, section: config.Quantize) -> str:
+    if form is None:
+        return ""
+    return "own" if section.backend == "te" and compute != "fp8" else section.backend
 
 
 def _without_effect(section: config.Quantize, layers: Sequence[LayerPlan]) -> list[str]:
@@ -284,6 +323,7 @@ def _without_effect(section: config.Quantize, layers: Sequence[LayerPlan]) -> li
         given = {"keep": section.keep, "override": section.override, "compute": section.compute != "upcast"}
         given |= {"scale": section.scale != "auto", "modulation": section.modulation != "auto"}
         given |= {"sensitivity": section.sensitivity != "off", "sensitivity_bound": bounded}
+        given |= {"backend": section.backend != "own"}
         why = f"quantize.storage is {section.storage!r}, so nothing is quantized"
         return [f"quantize.{key} had no effect: {why}" for key, value in given.items() if value]
     if section.compute == "upcast":
@@ -333,10 +373,10 @@ def _computed(module: nn.Module, tensor: torch.Tensor) -> bool:
     return any(module._buffers.get(key) is tensor for key in module._non_persistent_buffers_set)
 
 
-def _num_bytes(linear: nn.Linear, form: Format | None, held: torch.dtype, dtype: torch.dtype) -> int:
+def _num_bytes(linear: nn.Linear, form: Format | None, held: torch.dtype, dtype: torch.dtype, backend: str) -> int:
     shape = (linear.out_features, linear.in_features)
     bias = 0 if linear.bias is None else linear.out_features * (held if form is None else dtype).itemsize
-    return bias + (form.num_bytes(shape) if form is not None else shape[0] * shape[1] * held.itemsize)
+    return bias + (num_bytes(backend, form, shape) if form is not None else shape[0] * shape[1] * held.itemsize)
 
 
 def _plain_size(module: nn.Module) -> int:
@@ -349,5 +389,9 @@ def _short(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _by(backend: str) -> str:
+    return f" by {backend}" if backend not in ("", "own") else ""

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import SCALES
-from .formats import Format, decode, encode
+from .backends import num_bytes
+from .formats import Format
 from .linear import FrozenLinear, decoded_compute, frozen_layers
 from .matmul import forget_shared
 from .quantized import Weight, plain
@@ -211,9 +212,14 @@ def _layer_error(
             if form is None:
                 better, better_damage, better_bytes = "bf16", 0.0, plain_NK.nbytes
                 break
-            other = _compare(name, plain_NK, decode(encode(tensor, form, name), form.storage, dtype), x_MK)
+            # What TransformerEngine does not hold is our own layer; see `plan`.
+            kind = FrozenLinear if layer.backend == "te" else type(layer)
+            held = kind(shape[1], shape[0], False, "meta", dtype, form)
+            held.set_weight_(tensor, name)
+            other = _compare(name, plain_NK, held.weight, x_MK)
             if other.damage(called) <= bound:
-                better, better_damage, better_bytes = str(form), other.damage(called), form.num_bytes(shape)
+                better, better_damage = str(form), other.damage(called)
+                better_bytes = num_bytes(held.backend, form, shape)
                 break
     multiplied = None
     if called and layer.compute != "upcast":
@@ -223,7 +229,7 @@ def _layer_error(
         storage=str(layer.form),
         compute=layer.compute,
         num_weights=plain_NK.numel(),
-        num_bytes=layer.form.num_bytes(shape),
+        num_bytes=num_bytes(layer.backend, layer.form, shape),
         num_inputs=len(x_MK),
         weight_error=_ratio(sums.weight_off.sum(), sums.weight.sum()),
         output_error=sums.output_error() if called else None,

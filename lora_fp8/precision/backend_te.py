@@ -1,0 +1,216 @@
+"""`quantize.backend = "te"`: frozen layers that TransformerEngine holds and multiplies in FP8.
+
+Written against the documentation and sources of TransformerEngine 2.20 (`te.Linear` built under
+`te.quantized_model_init`, forward under `te.autocast`, recipes of `transformer_engine.common.recipe`). CUDA only.
+
+| recipe | theirs | scales |
+|---|---|---|
+| current | Float8CurrentScaling | a tensor, of this step |
+| delayed | DelayedScaling | a tensor, of the last steps |
+| block | Float8BlockScaling | 1x128 of activations, 128x128 of weights |
+| mxfp8 | MXFP8BlockScaling | 1x32 |
+
+Shapes: M tokens, N output features, K input features.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+
+from ..config import UserError
+from .formats import E4M3_MAX, FP8_ROW, MIN_SCALE, Format
+from .linear import AMAX_HISTORY, AmaxHistory, FrozenLinear, frozen_layers
+from .quantized import Weight, plain
+
+WEIGHT = 1  # of a layer's forward scales: input, weight, output
+
+
+@functools.cache  # one object for each: TransformerEngine asks whether a layer's recipe is still the same
+def recipe_of(name: str) -> Any:
+    """TransformerEngine's recipe of a quantize.recipe."""
+    if name == "delayed":
+        # Processes do not exchange their largest values: one without a share of a short batch would be waited for.
+        return DelayedScaling(amax_history_len=AMAX_HISTORY, amax_compute_algo="max", reduce_amax=False)
+    return {"current": Float8CurrentScaling, "block": Float8BlockScaling, "mxfp8": MXFP8BlockScaling}[name]()
+
+
+class TeLinear(FrozenLinear):
+    """A frozen linear layer around a `te.Linear`, which is made when the weight comes.
+
+    Attributes:
+        inner: the `te.Linear`, without bias and without gradients; None before `set_weight_`.
+    """
+
+    backend = "te"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        form: Format = FP8_ROW,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.form = in_features, out_features, form
+        self.compute_dtype = dtype or torch.get_default_dtype()
+        self.compute, self.recipe, self.fast_accum = "fp8", "current", True
+        self.inner: nn.Module | None = None
+        bias_N = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
+        self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N, False))
+
+    def set_compute_(self, compute: str, recipe: str = "current", fast_accum: bool = True) -> None:
+        """ "fp8": TransformerEngine multiplies; "upcast": the decoded weight is, as a program without it does.
+
+        Raises:
+            ValueError: another `compute`; another recipe than the weight is held for.
+        """
+        if compute not in ("fp8", "upcast"):
+            raise ValueError(f"TransformerEngine multiplies in FP8, not in {compute}")
+        if self.inner is not None and recipe != self.recipe:
+            raise ValueError(f"the weight is held for recipe {self.recipe}, not for {recipe}")
+        self.compute, self.recipe = compute, recipe
+
+    def set_weight_(self, weight: Weight, name: str = "weight") -> None:
+        """Replaces the weight, in FP8 from the start: beside it lives only this one weight in the compute dtype.
+
+        Raises:
+            ValueError: non-finite weights, naming `name`.
+        """
+        weight_NK = plain(weight)
+        if weight_NK.device.type == "meta":
+            return
+        if not weight_NK.isfinite().all():
+            raise ValueError(f"{name}: weight has NaN or infinity")
+        # With gradients on, although none is wanted here: else the layout that the backward multiplies is left out.
+        with torch.enable_grad(), te.quantized_model_init(enabled=True, recipe=recipe_of(self.recipe)):
+            inner = te.Linear(
+                self.in_features,
+                self.out_features,
+                bias=False,
+                params_dtype=self.compute_dtype,
+                device=weight_NK.device,
+            )
+        inner.requires_grad_(False)  # it is made to be trained, and would compute a gradient for the base
+        inner.train(self.training)
+        with torch.no_grad():
+            if self.recipe == "delayed":
+                # A history begins with scale 1, at which small weights lose their last bits; see `formats`.
+                amax = weight_NK.abs().amax().to(torch.float32).clamp(min=MIN_SCALE * E4M3_MAX)
+                inner.fp8_meta["scaling_fwd"].scale[WEIGHT].copy_(E4M3_MAX / amax)
+            inner.weight.copy_(weight_NK.to(self.compute_dtype))
+        self.inner = inner
+
+    def set_parts_(self, *parts: Tensor) -> None:
+        raise NotImplementedError("TransformerEngine holds what set_weight_ gives it")
+
+    def parts(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError("TransformerEngine keeps its bytes to itself; ask for weight")
+
+    @property
+    def qweight(self) -> Tensor:
+        """TransformerEngine's tensor; on the meta device before there is one."""
+        if self.inner is None:
+            return torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype, device="meta")
+        return self.inner.weight
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.qweight.detach() if self.inner is None else self.qweight.dequantize(dtype=self.compute_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.compute_dtype:
+            raise RuntimeError(f"TeLinear computes in {self.compute_dtype} but was given {x.dtype}")
+        if self.compute == "upcast":
+            return F.linear(x, self.weight, self.bias)
+        x_MK = x.reshape(-1, x.shape[-1])
+        num = x_MK.shape[0]
+        # Rows that are cut off again: its matmul takes tokens by the 8, and MXFP8's scales by the 32.
+        x_MK = F.pad(x_MK, (0, 0, 0, -num % (32 if self.recipe == "mxfp8" else 8)))
+        with autocast(self.recipe):
+            y_MN = self.inner(x_MK)[:num]
+        y = y_MN.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        if self.inner is not None and dtype != self.compute_dtype:
+            raise RuntimeError(f"TeLinear holds its weight for {self.compute_dtype}; quantize it anew for {dtype}")
+        nn.Module._apply(self, fn, recurse)
+        self.compute_dtype = dtype
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        nn.Module._load_from_state_dict(self, *args)
+
+
+def autocast(recipe: str) -> AbstractContextManager[None]:
+    """FP8 in every `te.Linear` that is called inside."""
+    return te.autocast(enabled=True, recipe=recipe_of(recipe))
+
+
+class TeAmaxHistory(AmaxHistory):
+    """`linear.AmaxHistory` of layers of TransformerEngine's: what its delayed recipe remembers.
+
+    The history moves on where the outermost `te.autocast` ends, so that one is put around each forward of the denoiser.
+    What a checkpoint gets are the tensors themselves. TransformerEngine's own `get_extra_state` pickles them, and a
+    pickle from a checkpoint could run code.
+    """
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        layers = frozen_layers(denoiser).items()
+        self.layers = {name: one for name, one in layers if isinstance(one, TeLinear) and one.recipe == "delayed"}
+        open_now: list[AbstractContextManager[None]] = []
+
+        def enter(*_: Any) -> None:
+            open_now.append(autocast("delayed"))
+            open_now[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            open_now.pop().__exit__(None, None, None)
+
+        if self.layers:
+            denoiser.register_forward_pre_hook(enter)
+            denoiser.register_forward_hook(leave, always_call=True)
+        self.before_step = self.tensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """ "amax.<layer>.scaling_fwd.scale" and the like -> float32."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors().items()}
+
+    def load_(self, tensors: dict[str, Tensor]) -> None:
+        """Takes up what `tensors` gave.
+
+        Raises:
+            config.UserError: a layer's history is missing.
+        """
+        missing = [name for name in self._tensors() if name not in tensors]
+        if missing:
+            raise UserError(f"the checkpoint lacks {len(missing)} amax histories (first: {missing[0]})")
+        for name, tensor in self._tensors().items():
+            tensor.copy_(tensors[name])  # in place: TransformerEngine has other references to it
+        self.before_step = self.tensors()
+
+    def forget_step_(self) -> None:
+        """Goes back to what was known before a trial run."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(self.before_step[name])
+
+    def end_step_(self, max_over_processes: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        """Nothing: TransformerEngine has moved its history on, and a job with this recipe is one process."""
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            f"amax.{name}.{direction}.{kind}": getattr(layer.inner.fp8_meta[direction], kind)
+            for name, layer in self.layers.items()
+            for direction in ("scaling_fwd", "scaling_bwd")
+            for kind in ("scale", "amax_history")
+        }

@@ -1,0 +1,127 @@
+"""`quantize.backend = "torchao"`: frozen layers whose weights are torchao's weight-only tensors.
+
+Written against torchao 0.18: `quantize_` with `Float8WeightOnlyConfig` and `Int8WeightOnlyConfig`, each of a row, a
+tensor or a group of a row. Its matmul decodes the weight in front of torch's own, so autograd keeps the decoded weight
+of every layer from forward to backward; that is why this is not the default. `tests/test_backends.py` counts the bytes.
+
+Shapes: N output features, K input features.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchao.quantization import (
+    Float8Tensor,
+    Float8WeightOnlyConfig,
+    Int8WeightOnlyConfig,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    quantize_,
+)
+
+from .formats import FP8_ROW, Format
+from .linear import FrozenLinear
+from .quantized import Quantized, Weight, plain
+
+GRANULARITIES = {"row": PerRow(), "tensor": PerTensor(), "1x64": PerGroup(64), "1x128": PerGroup(128)}
+
+
+class TorchaoLinear(FrozenLinear):
+    """A frozen linear layer around a torchao tensor.
+
+    Attributes:
+        qweight: parameter (N, K), a `Float8Tensor` or `Int8Tensor` whose dtype is the compute dtype.
+    """
+
+    backend = "torchao"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        form: Format = FP8_ROW,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.form = in_features, out_features, form
+        self.compute_dtype = dtype or torch.get_default_dtype()
+        self.compute, self.recipe, self.fast_accum = "upcast", "current", True
+        self._hold_(torch.zeros(out_features, in_features, device=device))
+        bias_N = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
+        self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N, False))
+
+    def set_weight_(self, weight: Weight, name: str = "weight") -> None:
+        """Replaces the weight: what a file holds in FP8 already keeps its bytes where torchao has their scales, the
+        rest becomes what torchao makes of the weight in the compute dtype.
+
+        Raises:
+            ValueError: non-finite weights, naming `name`.
+        """
+        parts = weight.parts(self.form) if isinstance(weight, Quantized) else None
+        if parts is not None:
+            codes_NK, scale = parts[0].view(torch.float8_e4m3fn), parts[1]
+            block = list(self.form.block(tuple(weight.shape)))
+            held = Float8Tensor(codes_NK, scale, block_size=block, dtype=self.compute_dtype)
+            self.qweight = nn.Parameter(held, requires_grad=False)
+            return
+        weight_NK = plain(weight)
+        if weight_NK.device.type != "meta" and not weight_NK.isfinite().all():
+            raise ValueError(f"{name}: weight has NaN or infinity")
+        self._hold_(weight_NK)
+
+    def _hold_(self, weight_NK: Tensor) -> None:
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight_NK.to(self.compute_dtype), requires_grad=False)
+        kind = Float8WeightOnlyConfig if self.form.storage == "fp8" else Int8WeightOnlyConfig
+        # Without set_inductor_config=False torchao lowers the precision of every float32 matmul in the process.
+        quantize_(linear, kind(granularity=GRANULARITIES[self.form.scale], set_inductor_config=False))
+        held = linear.weight
+        if self.form.storage == "fp8" and held.device.type != "meta" and (held.scale == 0).any():
+            # Where all weights of a scale are 0, torchao divides 0 by 0.
+            rows, columns = held.block_size
+            empty_NK = (held.scale == 0).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            held.qdata.view(torch.uint8).masked_fill_(empty_NK, 0)
+        self.qweight = nn.Parameter(held, requires_grad=False)
+
+    def set_parts_(self, *parts: Tensor) -> None:
+        raise NotImplementedError("torchao holds what set_weight_ gives it")
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The bytes and scales, as `formats.decode` takes them."""
+        return self.qweight.qdata.view(torch.uint8), self.qweight.scale
+
+    def set_compute_(self, compute: str, recipe: str = "current", fast_accum: bool = True) -> None:
+        """Only "upcast" is known here.
+
+        Raises:
+            ValueError: another `compute`.
+        """
+        if compute != "upcast":
+            raise ValueError(f"torchao's weight-only tensors are decoded, not multiplied in {compute}")
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.qweight.dequantize()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.compute_dtype:
+            raise RuntimeError(f"TorchaoLinear computes in {self.compute_dtype} but was given {x.dtype}")
+        return F.linear(x, self.qweight, self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        nn.Module._apply(self, fn, recurse)
+        dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.qweight.device)).dtype
+        if dtype != self.compute_dtype:  # torchao's tensors keep theirs
+            names, facts = self.qweight.__tensor_flatten__()
+            tensors = {name: getattr(self.qweight, name) for name in names}
+            held = type(self.qweight).__tensor_unflatten__(tensors, facts | {"dtype": dtype}, None, None)
+            self.compute_dtype, self.qweight = dtype, nn.Parameter(held, requires_grad=False)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        nn.Module._load_from_state_dict(self, *args)  # torchao copies between its own tensors

@@ -1,0 +1,107 @@
+"""Whose layers hold and multiply the base: this project's, torchao's or TransformerEngine's.
+
+What can be said of the other two without importing them: what each holds, in how many bytes, and what it asks of a
+machine. `lora-fp8 plan` therefore shows a job for a GPU on a machine that has none.
+
+| backend | weight | forward | gradient for x | for the backward |
+|---|---|---|---|---|
+| own | our bytes | decoded, or FP8 | decoded, or FP8 | the bytes |
+| torchao | its weight-only tensors | decoded | decoded | the decoded weight |
+| te | its FP8 parameters | FP8 | FP8 | the bytes, and on Hopper a transposed copy |
+"""
+
+import importlib
+import importlib.util
+
+import torch
+from torch import nn
+
+from .. import config
+from .formats import Format
+from .linear import AmaxHistory, FrozenLinear, frozen_layers
+
+TE_SCALE = {"delayed": "tensor", "current": "tensor", "block": "128x128", "mxfp8": "1x32"}
+"""Recipe -> what shares a scale in a weight of TransformerEngine's."""
+
+
+def linear_class(backend: str) -> type[FrozenLinear]:
+    """The layer class of a backend, which imports its library."""
+    if backend == "torchao":
+        from .backend_torchao import TorchaoLinear
+
+        return TorchaoLinear
+    if backend == "te":
+        from .backend_te import TeLinear
+
+        return TeLinear
+    return FrozenLinear
+
+
+def amax_history(denoiser: nn.Module) -> AmaxHistory:
+    """What the delayed recipe remembers of a filled denoiser, whoever's layers it has; to be made once."""
+    if any(layer.backend == "te" for layer in frozen_layers(denoiser).values()):
+        from .backend_te import TeAmaxHistory
+
+        return TeAmaxHistory(denoiser)
+    return AmaxHistory(denoiser)
+
+
+def te_alignment(section: config.Quantize) -> int:
+    """What both sides of a weight must be a multiple of, in TransformerEngine's FP8 matmuls."""
+    return 32 if section.recipe == "mxfp8" else 16
+
+
+def num_bytes(backend: str, form: Format, shape: tuple[int, int]) -> int:
+    """What a weight of this shape (N, K) takes, scales included."""
+    if backend == "own" or form.storage == "fp8" and backend == "torchao":
+        return form.num_bytes(shape)
+    rows, columns = form.block(shape)
+    scales = -(-shape[0] // rows) * -(-shape[1] // columns)
+    if backend == "torchao":
+        return form.num_bytes(shape) + scales  # its int8 has zero points, which are all zero here
+    # The second layout, which the backward multiplies: always there in MXFP8, kept on Hopper by the other recipes.
+    return 2 * (shape[0] * shape[1] + scales * (1 if form.scale == "1x32" else 4))
+
+
+def problem(section: config.Quantize, device: torch.device, world: int = 1) -> str:
+    """Why this machine cannot have the section's backend, with what to choose instead; "" where it can.
+
+    Args:
+        world: processes that train together.
+    """
+    if section.storage not in config.SCALES or section.backend == "own":
+        return ""
+    what, own = f"quantize.backend = {section.backend!r}", "or use quantize.backend = 'own'"
+    if section.backend == "torchao":
+        found = importlib.util.find_spec("torchao") is not None
+        return "" if found else f"{what}: torchao is not installed; pip install 'lora-fp8[torchao]', {own}"
+    if device.type != "cuda":
+        return f"{what}: TransformerEngine needs a CUDA GPU, and this job runs on a {device.type}; {own[3:]}"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return f"{what}: TransformerEngine is not installed; pip install --no-build-isolation 'lora-fp8[te]', {own}"
+    if text := _te_lacks(section.recipe, torch.cuda.get_device_capability(device), torch.version.cuda):
+        return f"quantize.recipe = {section.recipe!r}: {torch.cuda.get_device_name(device)} {text}"
+    if section.recipe == "delayed" and world > 1:
+        # Each process would have a history of its own, and a checkpoint has room for one.
+        return f"{what}: recipe 'delayed' trains in one process, not in {world}; use another quantize.recipe, {own}"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # such as one built for another torch or CUDA
+        line = str(error).strip().splitlines()[:1]
+        return f"{what}: TransformerEngine cannot be imported ({type(error).__name__}: {''.join(line)}); {own[3:]}"
+    return ""
+
+
+def _te_lacks(recipe: str, capability: tuple[int, int], cuda: str | None) -> str:
+    """What TransformerEngine's own check of a recipe (2.20) would refuse, and what to choose instead."""
+    has, own = f"has compute capability {capability[0]}.{capability[1]}", "quantize.backend = 'own'"
+    if recipe == "mxfp8":
+        fits = (10, 0) <= capability < (12, 0)
+        return "" if fits else f"{has}, MXFP8 needs 10.x; use quantize.recipe = 'current', or {own}"
+    if recipe == "block":
+        version = tuple(int(part) for part in (cuda or "0").split(".")[:2])
+        if capability < (9, 0):
+            return f"{has}, blocks need 9.0; use quantize.recipe = 'current', or {own}"
+        fits = version >= (12, 9)
+        return "" if fits else f"runs CUDA {cuda}, blocks need 12.9; use quantize.recipe = 'current', or {own}"
+    return "" if capability >= (8, 9) else f"{has}, FP8 needs 8.9; use {own} with quantize.compute = 'upcast'"
