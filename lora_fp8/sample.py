@@ -107,7 +107,7 @@ def pipeline_settings(family: ModelFamily, section: config.Preview, side: int) -
     """The arguments of the pipeline call that do not depend on the prompt."""
     return {
         **family.call_options,
-        **family.guidance_inputs(family.default_guidance if section.guidance == "auto" else section.guidance),
+        **family.guidance_inputs(family.usual_guidance() if section.guidance == "auto" else section.guidance),
         "num_inference_steps": section.steps,
         "width": section.width or side,
         "height": section.height or side,

@@ -276,6 +276,10 @@ class ModelFamily(ABC):
         """The pictures in what the pipeline's call returned."""
         return output.images
 
+    def usual_guidance(self) -> float:
+        """Guidance scale for previews of the given model: distilled ones may want none."""
+        return self.default_guidance
+
     def guidance_inputs(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the pipeline draws with this guidance; 1 is to draw without a negative prompt."""
         return {"guidance_scale": guidance}
@@ -602,7 +606,7 @@ class ModelFamily(ABC):
                 continue
             if name in parts or parameter.default is inspect.Parameter.empty:
                 arguments[name] = parts.get(name)
-            elif name in index and not isinstance(index[name], list):
+            elif name in index and not _is_component(index[name]):
                 arguments[name] = index[name]
         return cls(**{**arguments, **self.pipeline_options})
 
@@ -644,6 +648,11 @@ def padded(conds: Sequence[Cond], name: str) -> Cond:
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "")
 """What the denoiser's names begin with in single files, by who wrote them."""
+
+
+def _is_component(entry: Any) -> bool:
+    """Whether an entry of model_index.json names a part of the pipeline, as [library, class] or [null, null]."""
+    return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
 
 
 def checkpoint_prefix(header: Header) -> str:
