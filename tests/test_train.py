@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_fp8 import checkpoint, cli, export, families, sample, train
+from lora_fp8 import checkpoint, cli, export, families, layouts, sample, train
 from lora_fp8 import run as run_room
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data.cache import Cache
@@ -509,14 +509,20 @@ def test_what_the_family_cannot_take_is_refused(job, tmp_path, wrong):
 
 @pytest.mark.parametrize("family", families.available())
 def test_every_family_trains_to_verified_files(job, family):
-    mine = job("export.verify=true", "preview.prompts=['a cat', 'a dog']", "train.batch_size=2", family=family)
+    Family = families.get(family)
+    formats = [one for one in Family.layouts if one != "kohya" or Family.kohya_naming in layouts.NAMINGS]
+    formats = [one for one in formats if one in layouts.LAYOUTS]
+    step = max(16, Family.bucket_multiple)
+    sizes = (f"dataset.resolution={3 * step}", f"dataset.bucket_step={step}")
+    previews = "preview.prompts=['a cat', 'a dog']"
+    mine = job("export.verify=true", previews, "train.batch_size=2", f"export.formats={formats}", *sizes, family=family)
     result = run(mine)
-    assert [report.ok for report in result.reports] == [True, True] and len(result.files) == 2
+    assert [report.ok for report in result.reports] == [True] * len(formats) and len(result.files) == len(formats)
     assert json.loads((folder_of(mine) / "verify.json").read_text(encoding="utf-8")).keys() == {
         path.name for path in result.files
     }
     assert (folder_of(mine) / "samples" / "contact_sheet.png").exists()
-    assert [event["ok"] for event in events(mine, "verify")] == [True, True]
+    assert [event["ok"] for event in events(mine, "verify")] == [True] * len(formats)
 
 
 def test_a_file_that_does_something_else_fails_the_run(job, monkeypatch):

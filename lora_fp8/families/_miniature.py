@@ -116,3 +116,20 @@ def vae(*, scaling_factor: float, shift_factor: float | None = None, quant_conv:
         use_quant_conv=quant_conv,
         use_post_quant_conv=quant_conv,
     )
+
+
+def vae_eighth(*, scaling_factor: float, shift_factor: float) -> AutoencoderKL:
+    """A VAE that divides the image sides by eight, for pipelines that take this for granted; four latent channels."""
+    return AutoencoderKL(
+        block_out_channels=(8, 8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=32,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )

@@ -1,0 +1,109 @@
+"""Names in the original code: every layer of a full-size denoiser has one, files are told apart, diffusers agrees.
+
+Files are made here in the original naming from a family's own table, at the released size and with one column, so that
+a wrong row or a swapped name shows. Judges are diffusers' converters of single files, where diffusers has one.
+"""
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from safetensors.torch import load_file, save_file
+
+from lora_fp8 import config, families, naming
+from lora_fp8.families.base import PREFIXES
+
+NAMED = ("lumina2",)
+"""Families whose table says all of a published file."""
+
+BESIDE = {
+    "lumina2": {"norm_final.weight": (2304,)},
+}
+"""Tensors of the published files that no network of diffusers has."""
+
+JUDGED = ("lumina2",)
+"""Families whose single files diffusers converts by names and rows."""
+
+
+def full_size(Family):
+    """The released denoiser's tensors, with one column."""
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
+    return {name: tuple(tensor.shape) for name, tensor in denoiser.state_dict().items()}
+
+
+def native_shapes(Family, shapes):
+    """Names and shapes of a published file."""
+    groups = {}
+    for name in shapes:
+        found = naming.to_native(Family.native_layers, name)
+        assert found, f"{Family.name}: {name} has no name in the original"
+        native, members = found
+        groups.setdefault(native, members)
+        assert groups[native] == members and name in members, f"{native} stands for two layers"
+    header = {}
+    for native, members in groups.items():
+        rows = sum(shapes[member][0] for member in members)
+        header[native] = (rows, *shapes[members[0]][1:]) if shapes[members[0]] else ()
+    return header | BESIDE.get(Family.name, {})
+
+
+def loader(Family, tmp_path):
+    """The family on its miniature, with the released denoiser's config in place of its own."""
+    Family.tiny(tmp_path)
+    family = Family(config.Model(family=Family.name, path=str(tmp_path)), device="cpu", dtype=torch.float32)
+    family.denoiser_config = lambda: dict(Family.reference_config)
+    return family
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("name", NAMED)
+def test_a_full_size_file_is_recognised_by_its_family_alone(name, prefix):
+    Family = families.get(name)
+    header = {prefix + key: shape for key, shape in native_shapes(Family, full_size(Family)).items()}
+    assert [other for other in families.available() if families.get(other).recognises(header)] == [name]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_tensor_of_a_full_size_file_finds_its_place(name, tmp_path):
+    Family = families.get(name)
+    shapes = full_size(Family)
+    header = {f"model.diffusion_model.{key}": shape for key, shape in native_shapes(Family, shapes).items()}
+    assert loader(Family, tmp_path).convert_checkpoint(header).keys() == shapes.keys()
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_the_table_says_what_diffusers_converter_does(name, tmp_path):
+    Family = families.get(name)
+    header = native_shapes(Family, full_size(Family))
+    generator = torch.Generator().manual_seed(0)
+    # Only the rows matter to a conversion.
+    small = {key: (*shape[:1], *(1 for _ in shape[1:])) for key, shape in header.items()}
+    tensors = {
+        key: torch.randint(0, 2**31, shape, generator=generator, dtype=torch.int32) for key, shape in small.items()
+    }
+    conversion = loader(Family, tmp_path).convert_checkpoint(header)
+    mine = {ours: change(tensors[key]) if change else tensors[key] for ours, (key, change) in conversion.items()}
+    convert = SINGLE_FILE_LOADABLE_CLASSES[Family.denoiser_class]["checkpoint_mapping_fn"]
+    theirs = convert(checkpoint=dict(tensors), config=Family.reference_config)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[ours].squeeze(), theirs[ours].squeeze()) for ours in theirs)
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_single_file_is_the_same_model(name, tmp_path):
+    """The miniature written in the original naming gives every tensor back, bit for bit."""
+    Family = families.get(name)
+    Family.tiny(tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / Family.denoiser_name / "diffusion_pytorch_model.safetensors")
+    tensors = {key: torch.randn(tensor.shape) for key, tensor in tensors.items()}  # norms are all ones else
+    written = {}
+    for ours in tensors:
+        native, members = naming.to_native(Family.native_layers, ours)
+        written[native] = torch.cat([tensors[member] for member in members])
+    written |= {key: torch.zeros(shape) for key, shape in BESIDE.get(name, {}).items()}
+    save_file(written, tmp_path / "one.safetensors")
+    model = config.Model(family=name, path=str(tmp_path / "one.safetensors"), components=str(tmp_path / "base"))
+    found = dict(Family(model, device="cpu", dtype=torch.float32).denoiser_tensors())
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[ours], tensors[ours]) for ours in tensors)
