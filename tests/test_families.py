@@ -399,7 +399,9 @@ def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline)
     worded = Family.uses_negative and "negative_prompt" in accepted  # others guide away from the empty prompt
     negative = {"negative_prompt": "blue"} if worded else {}
     generator = torch.Generator().manual_seed(3)
-    expected = pipeline(prompt=PROMPTS[0], **called(family, told_sizes=False, **options, **negative, generator=generator))
+    expected = pipeline(
+        prompt=PROMPTS[0], **called(family, told_sizes=False, **options, **negative, generator=generator)
+    )
     cond, bad = family.encode_prompts([PROMPTS[0], family.negative_text("blue" if worded else "")])
     mine = family.pipeline(denoiser)
     inputs = family.pipeline_inputs(cond, bad if Family.uses_negative else None)
@@ -439,7 +441,7 @@ def test_encoders_come_and_go(Family, folder):
 # -- adapter targets -------------------------------------------------------------------------------------------------
 
 # For the UNets the layers that kohya's sd-scripts adapt; for FLUX attention and feed-forward of all blocks.
-FULL_SIZE = {"sd15": 192, "sdxl": 722, "flux": 19 * 12 + 38 * 5}
+FULL_SIZE = {"sd15": 192, "sdxl": 722, "flux": 19 * 12 + 38 * 5, "flux2": 8 * 12 + 48 * 2}
 
 
 def test_adapter_targets_at_full_size(Family):

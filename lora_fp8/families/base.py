@@ -323,6 +323,12 @@ class ModelFamily(ABC):
         return []
 
     @classmethod
+    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
+        """Full names of layers that get no adapter whoever asks: nothing reads their answer, so that they would never
+        learn, or a LoRA of theirs would be another one in the model's original naming."""
+        return set()
+
+    @classmethod
     def adapter_names(cls, denoiser: nn.Module, targets: Sequence[str] = ()) -> list[str]:
         """Full names of the layers that get an adapter, in the denoiser's own order.
 
@@ -334,6 +340,8 @@ class ModelFamily(ABC):
             UserErrors: a target that matches no layer.
         """
         layers = [n for n, m in denoiser.named_modules() if hasattr(m, "in_features") or isinstance(m, nn.Conv2d)]
+        left_out = cls.without_adapter(denoiser)
+        layers = [name for name in layers if name not in left_out]
         chosen: set[str] = set()
         problems = []
         for target in targets or cls.adapter_targets:

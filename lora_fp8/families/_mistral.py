@@ -1,0 +1,63 @@
+"""Miniatures of Mistral's text encoders and tokenizers, as FLUX.2-dev and ERNIE-Image have them."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import Mistral3Config, PreTrainedTokenizerFast
+
+_INNER = "a photo of cat dog red blue the that about image descriptions structured responses object attribution".split()
+_MARKS = ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+_CHAT = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'system' %}[SYSTEM_PROMPT]{{ message.content[0].text }}[/SYSTEM_PROMPT]"
+    "{% else %}[INST]{{ message.content[0].text }}[/INST]{% endif %}{% endfor %}"
+)
+
+
+def tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a few merges, the marks of Mistral's conversations, and <s> in front of every text."""
+    pieces = sorted(ByteLevel.alphabet())
+    merges: list[tuple[str, str]] = []
+    for word in (f"Ġ{word}" for word in _INNER):
+        for end in range(2, len(word) + 1):
+            if word[:end] not in pieces:
+                merges.append((word[: end - 1], word[end - 1]))
+                pieces.append(word[:end])
+    backend = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.add_special_tokens(["<s>"])
+    first = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[first])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens=_MARKS,
+        model_max_length=num_tokens,
+        chat_template=_CHAT,
+    )
+
+
+def mistral3(vocab: PreTrainedTokenizerFast, *, num_layers: int, width: int = 16) -> Mistral3Config:
+    """The config of a Mistral 3: a language model, and an eye that nothing here opens."""
+    text = {
+        "model_type": "mistral",
+        "vocab_size": len(vocab),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.2,  # with transformers' 0.02 and so few features, prompts would hardly differ
+    }
+    eye = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    eye |= {"model_type": "pixtral", "head_dim": 16, "image_size": 32, "patch_size": 16}
+    return Mistral3Config(text_config=text, vision_config=eye, image_token_index=vocab.convert_tokens_to_ids("[IMG]"))

@@ -1,0 +1,85 @@
+"""FLUX.2 and the models with its VAE: single files are told apart, and read as diffusers reads them."""
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders import single_file_utils
+from safetensors.torch import load_file, save_file
+from test_families import make
+
+from lora_fp8 import families, naming
+from lora_fp8.families.base import PREFIXES
+
+CONVERTERS = {"flux2": single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers}
+
+
+def native_shapes(Family, denoiser_config=None):
+    """Names and shapes of the released single file, from a denoiser on the meta device."""
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, Family.denoiser_class).from_config(denoiser_config or Family.reference_config)
+    shapes = {}
+    for name, tensor in denoiser.state_dict().items():
+        native, _ = naming.to_native(Family.native_layers, name)
+        rows, *rest = tensor.shape
+        shapes[native] = (rows + shapes.get(native, (0,))[0], *rest)
+    return shapes
+
+
+def written(Family, folder, path):
+    """The miniature in `folder` as one file in the original naming, and its tensors, which are all made to tell."""
+    place = folder / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
+    tensors = {name: torch.randn_like(tensor) for name, tensor in load_file(place).items()}
+    parts = {}
+    for name in tensors:
+        native, members = naming.to_native(Family.native_layers, name)
+        parts[native] = torch.cat([tensors[member] for member in members])
+    if "norm_out.linear.weight" in tensors:
+        parts["final_layer.adaLN_modulation.1.weight"] = tensors["norm_out.linear.weight"].roll(
+            len(tensors["norm_out.linear.weight"]) // 2, dims=0
+        )
+    save_file(parts, path)
+    return tensors
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_a_file_is_recognised_by_one_family_and_read_as_diffusers_reads_it(name, tmp_path):
+    """At full size; only the rows matter to the conversion, so that every matrix has one column in it."""
+    Family = families.get(name)
+    shapes = native_shapes(Family)
+    for prefix in PREFIXES:
+        header = {prefix + key: shape for key, shape in shapes.items()}
+        assert [other for other in families.available() if families.get(other).recognises(header)] == [name]
+    Family.tiny(tmp_path)
+    family = make(Family, tmp_path)
+    family.denoiser_config = lambda: dict(Family.reference_config)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        key: torch.randint(0, 2**31, (rows, *(1 for _ in rest)), generator=generator, dtype=torch.int32)
+        for key, (rows, *rest) in shapes.items()
+    }
+    conversion = family.convert_checkpoint(shapes)
+    mine = {new: change(tensors[key]) if change else tensors[key] for new, (key, change) in conversion.items()}
+    theirs = CONVERTERS[name](dict(tensors))
+    assert mine.keys() == theirs.keys() == family.empty_denoiser().state_dict().keys()
+    assert all(torch.equal(mine[new], theirs[new]) for new in theirs)
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_a_single_file_is_the_same_model(name, tmp_path):
+    Family = families.get(name)
+    Family.tiny(tmp_path / "base")
+    tensors = written(Family, tmp_path / "base", tmp_path / "one.safetensors")
+    family = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
+    found = {new: weight for new, weight in family.denoiser_tensors()}
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[new], tensors[new]) for new in tensors)
+
+
+def test_the_last_norm_gets_no_adapter():
+    """Its halves are swapped in the original: a LoRA of it would not be the same in another program."""
+    Family = families.get("flux2")
+    with torch.device("meta"):
+        denoiser = diffusers.Flux2Transformer2DModel.from_config(Family.reference_config)
+    assert "norm_out.linear" in dict(denoiser.named_modules())
+    with pytest.raises(families.UserError, match="norm_out"):
+        Family.adapter_names(denoiser, ["^norm_out.linear"])
