@@ -9,6 +9,8 @@ peft wraps the layers, adds the two small matrices and does the forward pass; wh
   which stays untouched.
 * Names. Outside this file a parameter is called "<diffusers module path>.lora_A.weight"; peft's "base_layer" and
   "default" stay inside.
+* One pass. Where a frozen layer multiplies with the Triton kernels, they add its LoRA in their last pass over the
+  result (`FusedLora`); everywhere else peft does.
 * Targets. A target that matches nothing is an error, not a smaller adapter.
 
 LoRA: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". y = W x + (alpha / rank) B A x.
@@ -22,13 +24,16 @@ import re
 import warnings as python_warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from . import config
+from .precision import FrozenLinear, frozen_layers
 
 ADAPTER = "default"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -43,6 +48,22 @@ class InjectReport:
     names: tuple[str, ...]
     """the adapted layers, as diffusers names them, in the model's order"""
     warnings: tuple[str, ...] = ()
+
+
+class FusedLora(lora.Linear):
+    """peft's LoRA beside a linear layer, computed by the layer itself wherever that comes to the same thing."""
+
+    @property
+    def fuses(self) -> bool:
+        base = self.base_layer
+        plain = isinstance(self.lora_dropout[ADAPTER], nn.Identity) and not self.lora_variant and not self.merged
+        return isinstance(base, FrozenLinear) and base.takes_lora and plain and self.active_adapters == [ADAPTER]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or self.disable_adapters or not self.fuses:
+            return super().forward(x, *args, **kwargs)
+        a_RK, b_NR = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        return self.base_layer(x, lora=(a_RK, b_NR, self.scaling[ADAPTER]))
 
 
 def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str], seed: int) -> InjectReport:
@@ -78,6 +99,8 @@ def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str],
         init_lora_weights=False,
         bias="none",
     )
+    if any(layer.kernels == "triton" for layer in frozen_layers(denoiser).values()):
+        settings._register_custom_module({FrozenLinear: FusedLora})
     # On meta (low_cpu_mem_usage) peft's own start values cost nothing; the fork keeps the global random state all the
     # same.
     with torch.random.fork_rng(devices=[]), python_warnings.catch_warnings(record=True) as caught:
@@ -111,6 +134,11 @@ def parameters(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
         for name, layer in modules(denoiser).items()
         for half in "AB"
     ]
+
+
+def num_fused(denoiser: nn.Module) -> int:
+    """How many adapters are computed together with their layer, as the layers multiply now."""
+    return sum(isinstance(layer, FusedLora) and layer.fuses for layer in modules(denoiser).values())
 
 
 def scalings(denoiser: nn.Module) -> dict[str, float]:

@@ -350,7 +350,10 @@ def _say(event: dict[str, Any]) -> None:
             f"largest error of a layer {e['worst_before']:.3g} before, {e['worst']:.3g} now, bound {e['bound']:g}"
             + "".join(f"\n  {line}" for line in e["moved"])
         ),
-        "preflight": lambda e: f"preflight: peak memory {e['peak_gib']:.2f} GiB",
+        "preflight": lambda e: (
+            f"preflight: peak memory {e['peak_gib']:.2f} GiB"
+            + (f"; {e['fused']} adapters computed together with their layer" if "fused" in e else "")
+        ),
         "exchange": lambda e: (
             f"gradients travel in {e['kind']}: {e['bytes_per_step'] / 1e6:.3g} MB sent per process and step, "
             f"{e['of_fp32']:.3g} of float32"

@@ -111,6 +111,9 @@ class Quantize(Section):
         "current", "Scales in an FP8 matmul: of this step, of the last steps, of 1x128 blocks, of 1x32 (te only)."
     )
     fast_accum: bool = setting(True, "Let the forward FP8 matmul add up in fewer bits, as Hopper does it fastest.")
+    kernels: Literal["torch", "triton"] = setting(
+        "torch", "triton: own kernels around the FP8 matmul (not measured on a GPU yet); compute = auto tries both."
+    )
     fp8_min_features: int = setting(512, "Layers with a side below this are not multiplied in FP8.", ge=0)
     fp8_exclude: list[str] = setting([], "Module names that are held in fp8 but not multiplied in it.")
 
@@ -633,6 +636,8 @@ def _quantize_contradictions(section: Quantize, dtype: str) -> Iterator[tuple[st
                 f"{scale!r} has no FP8 matmul with quantize.recipe = {recipe!r}; "
                 f"use {' or '.join(map(repr, fitting))}, or quantize.compute = 'upcast'",
             )
+    if section.kernels == "triton" and recipe != "current" and compute != "upcast":
+        yield "quantize.kernels", f"'triton' has no recipe {recipe!r}; use quantize.recipe = 'current', or 'torch'"
     if recipe == "block" and compute != "upcast" and scale == "auto":
         yield "quantize.scale", "quantize.recipe = 'block' multiplies weights with scale = '128x128'; set it"
 
@@ -648,6 +653,8 @@ def _backend_contradictions(section: Quantize) -> Iterator[tuple[str, str]]:
             f"{section.sensitivity!r} needs quantize.backend = 'own'; use 'off', and put what `lora-fp8 precision` "
             "says into quantize.override",
         )
+    if section.kernels == "triton":
+        yield "quantize.kernels", f"'triton' is for this project's own layers; use 'torch', {own}"
     if backend == "te":
         if section.storage != "fp8":
             yield "quantize.storage", f"TransformerEngine holds FP8 only, not {section.storage!r}; use 'fp8', {own}"

@@ -186,7 +186,8 @@ def preflight(
     loaded.amax.forget_step_()
     for _, parameter in adapters.parameters(loaded.denoiser):
         parameter.grad = None
-    run.log_event("preflight", peak_gib=round(memory.peak_gib(processes.device), 3))
+    fused = {"fused": adapters.num_fused(loaded.denoiser)} if job.quantize.kernels == "triton" else {}
+    run.log_event("preflight", peak_gib=round(memory.peak_gib(processes.device), 3), **fused)
 
 
 def _fastest_compute(job: Job, loaded: Loaded, attempt: Callable[[], None], run: Run, processes: Processes) -> str:
@@ -203,8 +204,9 @@ def _fastest_compute(job: Job, loaded: Loaded, attempt: Callable[[], None], run:
     return chosen
 
 
-def _switch(job: Job, loaded: Loaded, compute: str) -> None:
-    precision.set_compute_(loaded.denoiser, loaded.plan.with_compute(compute), job.quantize)
+def _switch(job: Job, loaded: Loaded, mode: str) -> None:
+    compute, section = precision.chosen(mode, job.quantize)
+    precision.set_compute_(loaded.denoiser, loaded.plan.with_compute(compute), section)
 
 
 def fit(

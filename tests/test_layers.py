@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0.0: "lora_fp8 config run families demo",
     1.0: "naming objectives adapters optim layouts precision precision.formats precision.quantized precision.matmul "
+    "precision.kernels "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
     "data data.images data.colour data.buckets demo.pictures demo.measure",
@@ -41,6 +42,7 @@ ROOMS = {
     "bitsandbytes": {"optim", "precision.formats"},
     "torchao": {"precision.backend_torchao", "scripts"},
     "transformer_engine": {"precision.backend_te"},
+    "triton": {"precision.kernels"},
     "accelerate": {"processes", "scripts"},
     "transformers": {"families", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},

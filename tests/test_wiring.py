@@ -23,6 +23,7 @@ from PIL import Image
 
 from lora_fp8 import config, exchange, families, run, train
 from lora_fp8.config import Section, UserError
+from lora_fp8.precision import kernels
 
 BASE = (
     "train.steps=4",
@@ -143,6 +144,7 @@ OWN_TEST = {
     "model.components": "test_components",
     "model.revision": "test_revision",
     "quantize.fast_accum": "test_fast_accum_reaches_the_kernel",
+    "quantize.kernels": "test_kernels_reach_the_layers",
     "adapter.type": "test_adapter_type",
     "dataset.folders.0.path": "test_folder_path",
     "dataset.missing_caption": "test_missing_caption",
@@ -473,6 +475,25 @@ def test_fast_accum_reaches_the_kernel(job: Callable[..., config.Job], monkeypat
     asked.clear()
     train.run(job(*IN_FP8, "train.steps=1", "quantize.fast_accum=false", "name=second"), progress=False)
     assert asked.count(True) == 0 and asked.count(False) > 0
+
+
+def test_kernels_reach_the_layers(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need a GPU, so the first call of one is looked at; test_kernels.py tells what they compute."""
+    with pytest.raises(UserError, match="a cpu cannot run them"):
+        train.run(job(*IN_FP8, "quantize.kernels=triton"), progress=False)
+    monkeypatch.setattr(train.precision, "problem", lambda *_: "")
+    asked: list[torch.Size] = []
+
+    def quantize_rows(x_MK: torch.Tensor) -> None:
+        asked.append(x_MK.shape)
+        raise UserError("reached")
+
+    monkeypatch.setattr(kernels, "quantize_rows", quantize_rows)
+    with pytest.raises(UserError, match="reached"):
+        train.run(job(*IN_FP8, "quantize.kernels=triton", "name=second"), progress=False)
+    assert len(asked) == 1
+    train.run(job(*IN_FP8, "train.steps=1", "name=third"), progress=False)
+    assert len(asked) == 1
 
 
 def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Frozen layers in few bytes: how they are held, how they are multiplied, and what is decided for each.
 
 Reading order: `formats` (bytes and scales), `quantized` (those that a file brings), `matmul` (the arithmetic),
+`kernels` (its Triton kernels),
 `linear` (the layer), `backends` (other libraries' layers), `plan` (which layer gets what), `convert` (a whole
 denoiser), `choose` (which matmul is fastest here), `report` (what it costs).
 
@@ -9,7 +10,7 @@ Order of use: build the denoiser on the meta device, `quantize_` it, `fill_` it 
 """
 
 from .backends import amax_history
-from .choose import candidates, fastest, problem
+from .choose import candidates, chosen, fastest, problem
 from .convert import as_held, decoded_state_dict, decoded_tensors, fill_, quantize_, set_compute_
 from .formats import FP8_ROW, Format, decode, encode, round_trip
 from .linear import AmaxHistory, FrozenLinear, decoded_compute, frozen_layers
@@ -29,6 +30,7 @@ __all__ = [
     "amax_history",
     "as_held",
     "candidates",
+    "chosen",
     "decide",
     "decode",
     "decoded_compute",

@@ -3,6 +3,8 @@
 And what a machine can do at all, which is asked before anything is loaded.
 """
 
+import importlib.util
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +15,8 @@ from .. import config
 from . import backends
 
 MODES = ("upcast", "fp8_forward", "fp8")
+WITH_KERNELS = ("fp8_forward with triton", "fp8 with triton")
+"""Further modes where quantize.kernels asks for them."""
 FP8_SINCE = (8, 9)  # compute capability: Ada (RTX 40), Hopper and later have FP8 tensor cores
 BLOCKS_ON = 9  # torch's kernel for 1x128 by 128x128 scales exists for Hopper
 
@@ -25,10 +29,21 @@ def problem(section: config.Quantize, device: torch.device, world: int = 1) -> s
     """
     if section.backend != "own":
         return backends.problem(section, device, world)
+    if section.kernels == "triton" and section.compute != "upcast" and (text := _kernels_problem(device)):
+        return text
     if section.compute in ("upcast", "auto") or device.type != "cuda":
         return ""
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     return _problem(section, name, capability)
+
+
+def _kernels_problem(device: torch.device) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "quantize.kernels = 'triton': triton is not installed; pip install triton, or use 'torch'"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # slow, for tests
+    if device.type != "cuda" and not interpreted:
+        return f"quantize.kernels = 'triton': a {device.type} cannot run them, a CUDA device can; use 'torch'"
+    return ""
 
 
 def _problem(section: config.Quantize, name: str, capability: tuple[int, int]) -> str:
@@ -48,7 +63,17 @@ def _problem(section: config.Quantize, name: str, capability: tuple[int, int]) -
 def candidates(section: config.Quantize, device: torch.device) -> tuple[str, ...]:
     """The matmuls that "auto" tries on this device."""
     able = not problem(section.model_copy(update={"compute": "fp8"}), device)
-    return MODES if able else MODES[:1]
+    if not able:
+        return MODES[:1]
+    return MODES + WITH_KERNELS if section.kernels == "triton" else MODES
+
+
+def chosen(mode: str, section: config.Quantize) -> tuple[str, config.Quantize]:
+    """One of `candidates` as a `compute`, and the section with its kernels."""
+    compute, _, kernels = mode.partition(" with ")
+    # A run that goes on may have settled on kernels which the job no longer asks for.
+    kernels = kernels if section.kernels == "triton" and kernels else "torch"
+    return compute, section.model_copy(update={"kernels": kernels})
 
 
 def fastest(

@@ -59,6 +59,7 @@ def quantize_(
                 parent, _, child = name.rpartition(".")
                 setattr(denoiser.get_submodule(parent), child, frozen)
         frozen.set_compute_(layer.compute, section.recipe, section.fast_accum)
+        frozen.kernels = section.kernels
 
     for name, module in _modules(denoiser):
         held = held_dtype(denoiser, name, dtype)
@@ -79,6 +80,7 @@ def set_compute_(denoiser: nn.Module, plan: Plan, section: config.Quantize) -> N
     layers = frozen_layers(denoiser)
     for layer in plan.quantized:
         layers[layer.name].set_compute_(layer.compute, section.recipe, section.fast_accum)
+        layers[layer.name].kernels = section.kernels
 
 
 def fill_(

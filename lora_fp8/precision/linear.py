@@ -37,10 +37,12 @@ class FrozenLinear(nn.Linear):
         compute_dtype: what the weight is decoded to. Follows `.to(dtype)`, `.half()` and the like. peft reads this name
             and puts its adapters in this dtype; without it they would end up in the dtype of the bytes.
         compute, recipe, fast_accum: see `matmul`.
+        kernels: "torch", or "triton": those of `kernels` where the layer multiplies in FP8 with the recipe "current".
         amax_history, amax_newest: with the delayed recipe, float32 (2, 16) and (2, 1): activations, gradients.
     """
 
     backend = "own"
+    kernels = "torch"
 
     def __init__(
         self,
@@ -120,7 +122,15 @@ class FrozenLinear(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         return decode(self.parts(), self.form.storage, self.compute_dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def takes_lora(self) -> bool:
+        """Whether `forward` runs the Triton kernels, which add a LoRA's part in the same pass."""
+        # On the meta device, where a step can be tried without memory, there is nothing to run them on.
+        return self.kernels == "triton" and self.compute != "upcast" and self.qweight.device.type != "meta"
+
+    def forward(self, x: Tensor, lora: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
+        """Multiplies x (..., K). With `lora`, which only a layer that `takes_lora` is given: (A (R, K), B (N, R), the
+        factor of `B A x`)."""
         bias_N = self.bias
         kind = x.device.type
         # The meta device has no autocast, and raises if asked about it.
@@ -129,6 +139,15 @@ class FrozenLinear(nn.Linear):
             x, bias_N = x.to(dtype), None if bias_N is None else bias_N.to(dtype)
         elif x.dtype != self.compute_dtype:
             raise RuntimeError(f"FrozenLinear computes in {self.compute_dtype} but was given {x.dtype}")
+        if self.takes_lora:
+            from .kernels import KernelLinear, quantize_rows  # triton, which not every machine has
+
+            values_MK, x_scale = quantize_shared(x, self.recipe, quantize_rows)
+            precise = self.compute == "fp8_forward"
+            parts = (*self.parts(), *(lora or (None, None, 0.0)))
+            return KernelLinear.apply(x, values_MK, x_scale, bias_N, *parts, precise, self.fast_accum)
+        if lora is not None:
+            raise ValueError("FrozenLinear: only the Triton kernels add a LoRA's part; ask takes_lora")
         if self.compute == "upcast":
             return UpcastLinear.apply(x, bias_N, self.form.storage, *self.parts())
         of_x = of_grad = (None, None)

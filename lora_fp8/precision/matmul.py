@@ -29,6 +29,7 @@ Shapes: M tokens (all leading dimensions), N output features, K input features.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class UpcastLinear(torch.autograd.Function):
         parts = ctx.saved_tensors  # once: non-reentrant checkpointing refuses a second look
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
-            weight_NK = decode(_once_more(parts), ctx.storage, grad.dtype)
+            weight_NK = decode(once_more(parts), ctx.storage, grad.dtype)
             # Flattened as autograd does for F.linear, so that the result is the same to the bit.
             grad_x = (grad.reshape(-1, grad.shape[-1]) @ weight_NK).view(*grad.shape[:-1], weight_NK.shape[1])
         if ctx.needs_input_grad[1]:
@@ -78,7 +79,7 @@ class UpcastLinear(torch.autograd.Function):
         return grad_x, grad_bias_N, None, *[None for _ in parts]
 
 
-def _once_more(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def once_more(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The parts under another name, where torch.compile looks: it would see that the backward decodes what the forward
     has decoded, and keep the decoded weight of every layer in between."""
     if not torch.compiler.is_compiling():
@@ -123,7 +124,7 @@ class Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_MN = grad.reshape(-1, grad.shape[-1])
             if ctx.precise_backward:
-                grad_MK = grad_MN @ decode(_once_more((qweight_NK, scale)), "fp8", grad.dtype)
+                grad_MK = grad_MN @ decode(once_more((qweight_NK, scale)), "fp8", grad.dtype)
             else:
                 if ctx.recipe == "block":
                     folded_MN, transposed_scale = grad_MN, scale.t().contiguous()
@@ -186,21 +187,25 @@ def _multiply(
     recipe: str,
     fast_accum: bool,
 ) -> Tensor:
-    """`(a * a_scale) @ (W * scale).T` of e4m3 values in `dtype` (M, N).
+    """`(a * a_scale) @ (W * scale).T` of e4m3 values in `dtype` (M, N)."""
+    if recipe == "block":
+        return _multiply_blocks(a_MK, a_scale, qweight_NK.view(E4M3), scale, dtype)
+    # In float32: a scale in bf16 would add its own 0.2 %.
+    y_MN = unscaled_product(a_MK, qweight_NK, dtype, fast_accum).to(torch.float32) * a_scale
+    return (y_MN if scale is None else y_MN * scale.view(1, -1)).to(dtype)
+
+
+def unscaled_product(a_MK: Tensor, qweight_NK: Tensor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """`a @ W.T` (M, N) of the e4m3 values alone: in `dtype`, for fp16 in float32.
 
     Layout rules of the CUDA kernel, which the CPU's does not enforce: a row-major, W^T column-major, K and N multiples
     of 16. `tests/test_matmul.py` holds every layer of the large models against them without a GPU.
     """
-    weight_NK = qweight_NK.view(E4M3)
-    if recipe == "block":
-        return _multiply_blocks(a_MK, a_scale, weight_NK, scale, dtype)
     # Unscaled sums reach 448 * 448 * K, too much for fp16.
     wide = torch.float32 if dtype == torch.float16 else dtype
     one = torch.ones((), dtype=torch.float32, device=a_MK.device)
-    y_MN = torch._scaled_mm(a_MK, weight_NK.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_accum)
-    # In float32: a scale in bf16 would add its own 0.2 %.
-    y_MN = y_MN.to(torch.float32) * a_scale
-    return (y_MN if scale is None else y_MN * scale.view(1, -1)).to(dtype)
+    weight_KN = qweight_NK.view(E4M3).t()
+    return torch._scaled_mm(a_MK, weight_KN, scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_accum)
 
 
 def _multiply_blocks(a_MK: Tensor, a_scale: Tensor, weight_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -222,24 +227,30 @@ def _multiply_blocks(a_MK: Tensor, a_scale: Tensor, weight_NK: Tensor, scale: Te
 
 # -- one quantized input for several layers ----------------------------------------------------------------------------
 
-_last: tuple[Any, int, str, tuple[Tensor, Tensor]] | None = None
+_last: tuple[Any, int, Any, tuple[Tensor, Tensor]] | None = None
 
 
-def quantize_shared(x: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+def quantize_shared(
+    x: Tensor, recipe: str, kernel: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+) -> tuple[Tensor, Tensor]:
     """`quantize` of x (..., K), done once where layers get the same tensor one after the other, as q, k and v do.
 
     Holds the last result until another tensor comes or `forget_shared`. Under torch.compile there is nothing to
     remember: the compiler sees that the three computations are the same one.
+
+    Args:
+        kernel: does it instead of `quantize`, but not under torch.compile, which makes its own.
     """
     global _last
     if torch.compiler.is_compiling():
         return quantize(x.reshape(-1, x.shape[-1]), recipe)
     if _last is not None:
-        tensor, version, kind, result = _last
-        if tensor() is x and version == x._version and kind == recipe:
+        tensor, version, how, result = _last
+        if tensor() is x and version == x._version and how == (recipe, kernel):
             return result
-    result = quantize(x.detach().reshape(-1, x.shape[-1]), recipe)
-    _last = (weakref.ref(x), x._version, recipe, result)
+    x_MK = x.detach().reshape(-1, x.shape[-1])
+    result = quantize(x_MK, recipe) if kernel is None else kernel(x_MK)
+    _last = (weakref.ref(x), x._version, (recipe, kernel), result)
     return result
 
 

@@ -322,17 +322,20 @@ def _without_effect(section: config.Quantize, layers: Sequence[LayerPlan]) -> li
     if section.storage in PLAIN:
         given = {"keep": section.keep, "override": section.override, "compute": section.compute != "upcast"}
         given |= {"scale": section.scale != "auto", "modulation": section.modulation != "auto"}
+        given |= {"kernels": section.kernels != "torch"}
         given |= {"sensitivity": section.sensitivity != "off", "sensitivity_bound": bounded}
         given |= {"backend": section.backend != "own"}
         why = f"quantize.storage is {section.storage!r}, so nothing is quantized"
         return [f"quantize.{key} had no effect: {why}" for key, value in given.items() if value]
     if section.compute == "upcast":
         fields = type(section).model_fields
-        settings = ("recipe", "fp8_exclude", "fp8_min_features", "fast_accum")
+        settings = ("recipe", "fp8_exclude", "fp8_min_features", "fast_accum", "kernels")
         given = [key for key in settings if getattr(section, key) != fields[key].default]
         found += [f"quantize.{key} had no effect: quantize.compute is 'upcast'" for key in given]
     elif not any(layer.compute.startswith("fp8") for layer in layers):
         found.append(f"quantize.compute = {section.compute!r} had no effect: no layer can be multiplied in FP8")
+        if section.kernels != "torch":
+            found.append("quantize.kernels had no effect: no layer can be multiplied in FP8")
     if bounded and section.sensitivity == "off":
         found.append("quantize.sensitivity_bound had no effect: quantize.sensitivity is 'off'")
     if section.modulation != "auto" and not any("modulation" in layer.reason for layer in layers):
