@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from lora_fp8 import config, families, naming
 from lora_fp8.families.base import PREFIXES
 
-NAMED = ("lumina2",)
+NAMED = ("lumina2", "sana")
 """Families whose table says all of a published file."""
 
 BESIDE = {
     "lumina2": {"norm_final.weight": (2304,)},
+    "sana": {"pos_embed": (1, 1024, 2240), "y_embedder.y_embedding": (300, 2304)},
 }
 """Tensors of the published files that no network of diffusers has."""
 
-JUDGED = ("lumina2",)
+JUDGED = ("lumina2", "sana")
 """Families whose single files diffusers converts by names and rows."""
 
 

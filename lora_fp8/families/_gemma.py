@@ -1,11 +1,43 @@
-"""Miniatures of Gemma 2 and its tokenizer, which Lumina 2 and Sana read prompts with."""
+"""What Lumina 2 and Sana share: prompts with an instruction before them, read by Gemma 2; and its miniatures.
+
+The instruction precedes prompts that are followed. A negative prompt has none, and neither has a dropped caption, which
+is what the pipelines guide away from where nobody gives a negative prompt.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
 from tokenizers.processors import TemplateProcessing
+from torch import Tensor
 from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
+AVOIDED = "\0"
+"""In front of a prompt that is to be guided away from."""
 
+
+def negative_text(prompt: str) -> str:
+    """See `ModelFamily.negative_text`."""
+    return AVOIDED + prompt if prompt else ""
+
+
+def is_negative(prompt: str) -> bool:
+    """Whether this text is encoded without the instruction."""
+    return not prompt or prompt.startswith(AVOIDED)
+
+
+@torch.no_grad()
+def encode(pipeline: DiffusionPipeline, prompt: str, **options: Any) -> Tensor:
+    """(L, D) of a prompt, without padding, by the pipeline's `encode_prompt` with these options."""
+    negative, prompt = is_negative(prompt), prompt.removeprefix(AVOIDED)
+    answer = pipeline.encode_prompt([prompt], do_classifier_free_guidance=negative, negative_prompt=[prompt], **options)
+    embeds_BLD, mask_BL = answer[2:] if negative else answer[:2]
+    return embeds_BLD[0, mask_BL[0].bool()]
+
+
+# -- miniatures -------------------------------------------------------------------------------------------------------
 def tokenizer(known: str) -> GemmaTokenizer:
     """Byte-pair encoding with bytes for what is not in the vocabulary, as in Gemma: <pad> 0, <eos> 1, <bos> 2 in front.
 

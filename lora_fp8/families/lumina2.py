@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 from torch import Tensor, nn
 
@@ -28,9 +27,6 @@ SYSTEM_PROMPT = (
 )
 BEFORE = f"{SYSTEM_PROMPT} <Prompt Start> "
 """What the pipeline puts before a prompt that it follows."""
-
-AVOIDED = "\0"
-"""In front of a prompt that is to be guided away from: see `Family.negative_text`."""
 
 
 def _block(native: str, ours: str, norm1: str) -> tuple[naming.Row, ...]:
@@ -96,30 +92,16 @@ class Family(ModelFamily):
         return denoiser
 
     def negative_text(self, prompt: str) -> str:
-        return AVOIDED + prompt if prompt else ""
+        return _gemma.negative_text(prompt)
 
     def as_read(self, prompt: str) -> tuple[str, str]:
-        if not prompt or prompt.startswith(AVOIDED):
-            return "", prompt.removeprefix(AVOIDED)
-        return BEFORE, prompt
+        return "" if _gemma.is_negative(prompt) else BEFORE, prompt.removeprefix(_gemma.AVOIDED)
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        return [{"prompt_embeds": self._encode(*self.as_read(prompt))} for prompt in prompts]
-
-    @torch.no_grad()
-    def _encode(self, before: str, prompt: str) -> Tensor:
-        """(L, D) without padding; with no instruction, as the pipeline encodes what it guides away from."""
-        embeds_BLD, mask_BL, *avoided = self.text_pipeline.encode_prompt(
-            [prompt],
-            do_classifier_free_guidance=not before,
-            negative_prompt=[prompt],
-            device=self.device,
-            system_prompt=SYSTEM_PROMPT,
-            max_sequence_length=self.max_sequence_length,
-        )
-        if not before:
-            embeds_BLD, mask_BL = avoided
-        return embeds_BLD[0, mask_BL[0].bool()].to(self.dtype)
+        options = {"device": self.device, "max_sequence_length": self.max_sequence_length}
+        options |= {"system_prompt": SYSTEM_PROMPT}
+        embeds = [_gemma.encode(self.text_pipeline, prompt, **options) for prompt in prompts]
+        return [{"prompt_embeds": embeds_LD.to(self.dtype)} for embeds_LD in embeds]
 
     def token_limit(self, name: str) -> int:
         return min(256, self.tokenizer(name).model_max_length)
