@@ -642,6 +642,11 @@ class ModelFamily(ABC):
         )
 
 
+def _is_component(entry: Any) -> bool:
+    """Whether an entry of model_index.json names a part of the pipeline, as [library, class] or [null, null]."""
+    return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
+
+
 def padded(conds: Sequence[Cond], name: str) -> Cond:
     """One entry of several conditionings in a batch, when prompts differ in length.
 
@@ -656,11 +661,6 @@ def padded(conds: Sequence[Cond], name: str) -> Cond:
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "")
 """What the denoiser's names begin with in single files, by who wrote them."""
-
-
-def _is_component(entry: Any) -> bool:
-    """Whether an entry of model_index.json names a part of the pipeline, as [library, class] or [null, null]."""
-    return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
 
 
 def checkpoint_prefix(header: Header) -> str:

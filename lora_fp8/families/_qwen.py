@@ -1,0 +1,166 @@
+"""Parts that Qwen-Image and its relatives share: the VAE that encodes videos, and miniatures of Qwen's encoders.
+
+`AutoencoderKLQwenImage` takes videos; a picture is a video of one frame. Its latents are normalised channel by channel,
+with numbers from its config.json, where other VAEs have one factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor, nn
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLModel,
+)
+
+from .base import Cond, ModelFamily, padded
+
+VAE_MARKS: dict[str, Any] = {
+    "latents_mean": [
+        *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
+        *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
+    ],
+    "latents_std": [
+        *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
+        *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
+    ],
+}
+"""The released VAE's normalisation: another one would give latents that the denoisers do not know."""
+
+
+def _statistics(vae: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
+    numbers = vae.config.latents_mean, vae.config.latents_std
+    mean_1C11, std_1C11 = (torch.tensor(each).to(like).view(1, -1, 1, 1) for each in numbers)
+    return mean_1C11, std_1C11
+
+
+def encode(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
+    """Pixels in [-1, 1] -> normalised latents BCHW: the mode of the posterior of a video of one frame."""
+    latents_BCHW = vae.encode(pixels_BCHW[:, :, None]).latent_dist.mode()[:, :, 0]
+    mean, std = _statistics(vae, latents_BCHW)
+    return (latents_BCHW - mean) / std
+
+
+def decode(vae: nn.Module, latents_BCHW: Tensor) -> Tensor:
+    """The inverse of `encode`: normalised latents -> pixels in about [-1, 1]."""
+    mean, std = _statistics(vae, latents_BCHW)
+    return vae.decode((latents_BCHW * std + mean)[:, :, None], return_dict=False)[0][:, :, 0]
+
+
+def pack(latents_BCHW: Tensor) -> Tensor:
+    """Latents in patches of 2 x 2. -> (B, H / 2 * W / 2, 4 C)"""
+    return QwenImagePipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
+
+
+def unpack(packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
+    """The inverse of `pack`. -> BCHW"""
+    # The helper takes pixels; with a scale factor of 1 they are latents. It answers with a video of one frame.
+    return QwenImagePipeline._unpack_latents(packed, *latent_hw, vae_scale_factor=1)[:, :, 0]
+
+
+def pipeline_inputs(family: ModelFamily, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+    """Arguments of the pipelines that take embeddings with a mask, of one image.
+
+    Both texts are padded to one length, as Krea 2's pipeline has position ids for one only.
+    """
+    given = {"": cond} if negative is None else {"": cond, "negative_": negative}
+    batch = {key: value.to(family.device) for key, value in padded([*given.values()], "prompt_embeds").items()}
+    embeds, mask = batch["prompt_embeds"].to(family.dtype), batch["prompt_embeds_mask"]
+    inputs = {f"{prefix}prompt_embeds": embeds[i : i + 1] for i, prefix in enumerate(given)}
+    return inputs | {f"{prefix}prompt_embeds_mask": mask[i : i + 1] for i, prefix in enumerate(given)}
+
+
+# -- miniatures -------------------------------------------------------------------------------------------------------
+TOKENS = 64
+"""Far fewer than the pipelines' 512, for speed; the families follow what the tokenizer says."""
+
+# The words of the chat templates are one token each, as in the real vocabulary: pipelines count on their number.
+_INNER = (
+    "the image by detailing color shape size texture quantity text spatial relationships of objects and background "
+    "photo cat dog red blue"
+).split()
+_FIRST = ("user", "system", "assistant", "Describe")
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def tokenizer() -> Qwen2Tokenizer:
+    """Byte-level BPE with a few merges, Qwen's marks of a conversation, and its chat template."""
+    pieces = sorted(ByteLevel.alphabet())
+    merges: list[tuple[str, str]] = []
+    for word in (*(f"Ġ{word}" for word in _INNER), *_FIRST):
+        whole = word[0]
+        for letter in word[1:]:
+            if (whole, letter) not in merges:
+                merges.append((whole, letter))
+            whole += letter
+            if whole not in pieces:
+                pieces.append(whole)
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocab = {piece: i for i, piece in enumerate(pieces + marks)}
+    return Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,
+        model_max_length=TOKENS,
+        extra_special_tokens=marks[1:],
+        chat_template=_CHAT,
+    )
+
+
+def _text_config(vocab: Qwen2Tokenizer, width: int, layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(vocab),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "pad_token_id": vocab.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": vocab.eos_token_id,
+    }
+
+
+def qwen3_text(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen3Model:
+    """A two-layer Qwen3."""
+    return Qwen3Model(Qwen3Config(**_text_config(vocab, width, 2)))
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def qwen25_vl(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen2_5_VLForConditionalGeneration:
+    """A two-layer Qwen2.5-VL with the least eyes that it can have."""
+    text = {**_text_config(vocab, width, 2), "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eyes))
+
+
+def qwen3_vl(vocab: Qwen2Tokenizer, *, width: int = 32, layers: int = 3) -> Qwen3VLModel:
+    """A Qwen3-VL of a few layers with the least eyes that it can have."""
+    rope = {**_ROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
+    eyes |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    text = {**_text_config(vocab, width, layers), "rope_parameters": rope}
+    return Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=eyes))
+
+
+def vae() -> AutoencoderKLQwenImage:
+    """A VAE that halves the image sides, with the real one's 16 channels and their normalisation."""
+    return AutoencoderKLQwenImage(
+        base_dim=8, z_dim=16, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False], **VAE_MARKS
+    )

@@ -1,0 +1,160 @@
+"""Qwen-Image, Z-Image, Krea 2: names in the original code as diffusers converts them, and which are distilled."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders import lora_conversion_utils, single_file_utils
+from safetensors.torch import load_file, save_file
+from test_families import PROMPTS, make
+
+from lora_fp8 import config, families, naming
+from lora_fp8.families import _qwen, krea2
+from lora_fp8.families.base import PREFIXES
+from lora_fp8.objectives import FlowMatching
+
+CONVERTERS = {
+    "qwen_image": lambda tensors: {key.removeprefix("model.diffusion_model."): t for key, t in tensors.items()},
+    "z_image": single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
+    "krea2": single_file_utils.convert_krea2_transformer_checkpoint_to_diffusers,
+}
+"""How diffusers reads single files; Qwen-Image was published with diffusers' names."""
+
+
+def native_tensors(Family, denoiser):
+    """A denoiser of diffusers in the original naming; modulation of Krea 2's blocks as the one vector that it was."""
+    native = {}
+    for name in denoiser:
+        original, members = naming.to_native(Family.native_layers, name)
+        native[original] = torch.cat([denoiser[member] for member in members])
+        if original.endswith(".mod.lin"):
+            native[original] = native[original].flatten()
+    return native
+
+
+def full_size(Family):
+    with torch.device("meta"):
+        return getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_a_full_size_file_is_recognised_by_its_family_alone(name):
+    Family = families.get(name)
+    shapes = {key: tuple(t.shape) for key, t in native_tensors(Family, full_size(Family).state_dict()).items()}
+    for prefix in PREFIXES:
+        header = {prefix + key: shape for key, shape in shapes.items()}
+        assert [other for other in families.available() if families.get(other).recognises(header)] == [name]
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_a_single_file_is_read_as_diffusers_reads_it(name, tmp_path):
+    Family = families.get(name)
+    Family.tiny(tmp_path / "base")
+    weights = tmp_path / "base" / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
+    expected = {key: torch.randn(tensor.shape) for key, tensor in load_file(weights).items()}  # norms are all ones
+    tensors = {f"model.diffusion_model.{key}": t for key, t in native_tensors(Family, expected).items()}
+    if name == "z_image":
+        tensors["model.diffusion_model.norm_final.weight"] = torch.zeros(48)  # some files have it, and no network
+    save_file(tensors, tmp_path / "one.safetensors")
+    found = dict(make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base")).denoiser_tensors())
+    theirs = CONVERTERS[name](dict(tensors))
+    assert found.keys() == theirs.keys() == expected.keys()
+    assert all(torch.equal(found[key], theirs[key]) and torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_adapted_layers_are_called_as_diffusers_converter_of_loras_expects(name):
+    Family = families.get(name)
+    denoiser = full_size(Family)
+    layers = Family.adapter_names(denoiser)
+    assert len(layers) == {"qwen_image": 60 * 12 - 4, "z_image": 30 * 7, "krea2": 28 * 8}[name]
+    if name == "z_image":  # its converter knows the layers of diffusers only: see `layouts` of the family
+        native = layers
+    else:
+        native = [naming.to_native(Family.native_layers, layer)[0] for layer in layers]
+    tensors = {f"diffusion_model.{layer}.lora_{half}.weight": torch.ones(1, 1) for layer in native for half in "AB"}
+    short = "qwen" if name == "qwen_image" else name
+    convert = getattr(lora_conversion_utils, f"_convert_non_diffusers_{short}_lora_to_diffusers")
+    assert set(convert(tensors)) == {f"transformer.{layer}.lora_{half}.weight" for layer in layers for half in "AB"}
+
+
+def test_relatives_with_other_inputs_are_refused():
+    """Layered and 2511 of Qwen-Image-Edit, and Z-Image-Omni, have these tensors beside what their base has."""
+    qwen, z_image = families.get("qwen_image"), families.get("z_image")
+    header = {"transformer_blocks.0.img_mod.1.weight": (96, 16), "txt_norm.weight": (16,), "img_in.weight": (16, 64)}
+    assert qwen.recognises(header)
+    for key in ("time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"):
+        assert not qwen.recognises({**header, key: (2, 16)})
+    header = {"x_pad_token": (1, 16), "cap_pad_token": (1, 16), "layers.0.attention.qkv.weight": (48, 16)}
+    header["layers.0.adaLN_modulation.0.weight"] = (64, 16)
+    assert z_image.recognises(header) and not z_image.recognises({**header, "siglip_embedder.1.weight": (16, 16)})
+
+
+def test_the_last_block_of_qwen_image_makes_nothing_of_the_text(tmp_path):
+    """What gets no adapter is what no gradient reaches, and nothing else."""
+    Family = families.get("qwen_image")
+    Family.tiny(tmp_path)
+    family = make(Family, tmp_path)
+    family.load_encoders()
+    denoiser = diffusers.QwenImageTransformer2DModel.from_pretrained(tmp_path / "transformer")
+    cond = family.collate(family.encode_prompts(PROMPTS[:1]))
+    family.predict(denoiser, torch.randn(1, 16, 4, 6), torch.full((1,), 0.5), cond).square().sum().backward()
+    layers = {name: module for name, module in denoiser.named_modules() if name.endswith(Family.adapter_targets)}
+    silent = {name for name, layer in layers.items() if layer.weight.grad is None or not layer.weight.grad.any()}
+    assert silent == Family.without_adapter(denoiser) == layers.keys() - set(Family.adapter_names(denoiser))
+
+
+def test_the_template_is_as_long_as_the_pipelines_count_it():
+    """Miniatures would prove little if what is dropped of their template were part of the prompt."""
+    tokenizer = _qwen.tokenizer()
+    qwen = diffusers.QwenImagePipeline(None, None, None, None, None)
+    assert len(tokenizer(qwen.prompt_template_encode.partition("{}")[0]).input_ids) == 34
+    assert qwen.prompt_template_encode_start_idx == 34
+    krea = diffusers.Krea2Pipeline(None, None, None, None, None)
+    assert len(tokenizer(krea.prompt_template_encode_prefix).input_ids) == krea.prompt_template_encode_start_idx
+    suffix = len(tokenizer(krea.prompt_template_encode_suffix).input_ids)
+    assert suffix == krea.prompt_template_encode_num_suffix_tokens == krea2.SUFFIX_TOKENS
+
+
+def edit(path, **entries):
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | entries), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["z_image", "krea2"])
+def test_distilled_models_are_told_and_drawn_without_guidance(name, tmp_path):
+    Family = families.get(name)
+    Family.tiny(tmp_path)
+    base = make(Family, tmp_path)
+    assert base.warnings == [] and base.guidance_inputs(base.usual_guidance())["guidance_scale"] > 0
+    if name == "z_image":
+        edit(tmp_path / "scheduler" / "scheduler_config.json", shift=3.0)
+    else:
+        edit(tmp_path / "model_index.json", is_distilled=True)
+    turbo = make(Family, tmp_path)
+    (warning,) = turbo.warnings
+    assert "Turbo" in warning and "distill" in warning and "\n" not in warning
+    assert turbo.guidance_inputs(turbo.usual_guidance()) == {"guidance_scale": 0.0}
+
+
+def test_krea2_turbo_is_trained_with_the_shift_that_it_draws_with(tmp_path, monkeypatch):
+    """Its pipeline has one for all resolutions; judged by what it tells the scheduler."""
+    Family = families.get("krea2")
+    Family.tiny(tmp_path)
+    edit(tmp_path / "model_index.json", is_distilled=True)
+    family = make(Family, tmp_path)
+    pipeline = diffusers.Krea2Pipeline.from_pretrained(tmp_path, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    told = []
+    scheduler = type(pipeline.scheduler)
+    real = scheduler.set_timesteps
+
+    def recorded(self, num_inference_steps=None, device=None, sigmas=None, mu=None):
+        told.append(mu)
+        real(self, num_inference_steps, device, sigmas, mu)
+
+    monkeypatch.setattr(scheduler, "set_timesteps", recorded)
+    for width in (24, 64):
+        pipeline("a cat", height=16, width=width, num_inference_steps=1, guidance_scale=0.0, output_type="latent")
+        objective = FlowMatching(family.scheduler_config(), config.Objective())
+        assert objective.mu(family.seq_len((8, width // 2))) == pytest.approx(told[-1])
