@@ -88,7 +88,8 @@ def filled(source: nn.Module, section: config.Quantize, keep: tuple[str, ...] = 
     with torch.device("meta"):
         empty = nn.Sequential(*[nn.Linear(one.in_features, one.out_features) for one in source])
     plan = precision.quantize_(empty, section, keep, BF16)
-    precision.fill_(empty, source.state_dict().items(), BF16)
+    with torch.no_grad():  # as a caller may: what trains later must not depend on it
+        precision.fill_(empty, source.state_dict().items(), BF16)
     return empty, plan
 
 
@@ -101,6 +102,7 @@ def test_torchao_layers_are_torchaos_own(form):
     source = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256))
     section = config.Quantize(storage=storage, scale=scale, backend="torchao")
     model, plan = filled(source, section)
+    originals = {str(index): one.weight.detach().clone() for index, one in enumerate(source)}
     expected = source.to(BF16).requires_grad_(False)
     before = torch.get_float32_matmul_precision()
     quantize_(expected, FORMS[form])
@@ -118,6 +120,9 @@ def test_torchao_layers_are_torchaos_own(form):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert torch.get_float32_matmul_precision() == before
+    # What the proof of an exported file takes for the base is what was trained on.
+    for layer, planned in zip(model, plan.layers, strict=True):
+        assert torch.equal(precision.as_held(originals[planned.name], planned, section, BF16), layer.weight)
     # What the plan says it weighs, and whose layer it says it is.
     weights = [one for layer in model for one in held_tensors(layer.qweight).values()]
     assert plan.num_bytes == sum(one.nbytes for one in [*weights, *(layer.bias for layer in model)])
@@ -177,6 +182,18 @@ def test_torchao_layers_follow_a_change_of_dtype():
     assert model.to(torch.float16)(torch.ones(2, 64, dtype=torch.float16)).dtype == torch.float16
     with pytest.raises(RuntimeError, match="float16 but was given"):
         model(torch.ones(2, 64))
+
+
+def test_torchao_layers_compile_as_one_graph():
+    model, _ = filled(nn.Sequential(nn.Linear(64, 32)), config.Quantize(backend="torchao"))
+    adapters.inject(model, config.Adapter(rank=4, alpha=4), ["0"], seed=0)
+    results = []
+    for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        x = torch.arange(128, dtype=BF16).view(2, 64).div(64).requires_grad_()
+        y = one(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad))
+    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("form", ["fp8 row", "fp8 tensor", "fp8 1x64"])
@@ -322,6 +339,7 @@ REFUSED = [
     (("scale=none",), "quantize.scale: torchao has no fp8 with scale 'none'"),
     (("override=['to_q = fp8 none']",), "quantize.override: torchao has no fp8 with scale 'none'"),
     (("sensitivity=auto",), "quantize.sensitivity: 'auto' needs quantize.backend = 'own'"),
+    (("kernels=triton",), "quantize.kernels: 'triton' is for this project's own layers; use 'torch'"),
 ]
 
 
@@ -497,6 +515,8 @@ def test_te_layers_are_built_in_fp8_filled_and_frozen(te, recipe, name, storage,
     for key, tensor in source.state_dict().items():
         error = (decoded[key].double() - tensor.double()).norm() / tensor.double().norm()
         assert error < (0.03 if "weight" in key else 0.003)
+    held = precision.as_held(source[0].weight.detach(), plan.layers[0], te_section(recipe=recipe), BF16)
+    assert torch.equal(held, decoded["0.weight"]) and StandInLinear.made.pop().contexts == []
     # Decoded, it answers as a program without TransformerEngine, and nothing of it is called.
     with torch.no_grad(), precision.decoded_compute(model):
         expected = F.linear(F.linear(x, decoded["0.weight"], decoded["0.bias"]), decoded["1.weight"], decoded["1.bias"])
@@ -589,6 +609,7 @@ CONFIG_REFUSALS = [
     (("quantize.scale=row",), "quantize.scale: quantize.recipe decides TransformerEngine's scales; use 'auto', or"),
     (("quantize.fast_accum=false",), "quantize.fast_accum: TransformerEngine decides"),
     (("quantize.sensitivity=auto",), "quantize.sensitivity: 'auto' needs quantize.backend = 'own'"),
+    (("quantize.kernels=triton",), "quantize.kernels: 'triton' is for this project's own layers; use 'torch'"),
     (("memory.compile=blocks",), "memory.compile: 'blocks' excludes quantize.backend = 'te'; use 'off', or quantize.b"),
     (("memory.compile=blocks", "quantize.recipe=delayed"), "memory.compile: 'blocks' excludes quantize.backend = 'te'"),
     (
