@@ -459,6 +459,12 @@ class ModelFamily(ABC):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
+    @classmethod
+    def mend_(cls, pipeline: diffusers.DiffusionPipeline) -> None:
+        """Puts right, in place, what diffusers' pipeline of this architecture does in another way than the model was
+        trained, and than other programs do: a known bug, named in the family's file. Here nothing."""
+        return
+
     # -- identities -----------------------------------------------------------------------------------------------
     def encoder_identity(self, what: str) -> str:
         """SHA-256 over the files that decide what "vae" or "text" encoders answer: weights, configs, tokenizers."""
@@ -616,7 +622,9 @@ class ModelFamily(ABC):
                 arguments[name] = parts.get(name)
             elif name in index and not _is_component(index[name]):
                 arguments[name] = index[name]
-        return cls(**{**arguments, **self.pipeline_options})
+        pipeline = cls(**{**arguments, **self.pipeline_options})
+        self.mend_(pipeline)
+        return pipeline
 
     # Single-file checkpoints that carry more than the denoiser. The converters are diffusers' own.
     def _vae_prefix(self) -> str | None:
