@@ -462,7 +462,7 @@ def test_encoders_come_and_go(Family, folder):
 # -- adapter targets -------------------------------------------------------------------------------------------------
 
 # For the UNets the layers that kohya's sd-scripts adapt; for FLUX attention and feed-forward of all blocks.
-FULL_SIZE = {"sd15": 192, "sdxl": 722, "flux": 19 * 12 + 38 * 5, "sd3": 336, "flux2": 8 * 12 + 48 * 2}
+FULL_SIZE = {"sd15": 192, "sdxl": 722, "flux": 19 * 12 + 38 * 5, "sd3": 336, "chroma": 418, "flux2": 8 * 12 + 48 * 2}
 
 
 def test_adapter_targets_at_full_size(Family):
