@@ -121,6 +121,32 @@ def check(
 
 
 @app.command()
+def import_config(
+    file: Path = typer.Argument(..., metavar="FILE", help="TOML, JSON, YAML, or a script with the training command."),
+    tool: str = typer.Option("", "--from", metavar="TOOL", help="Whose file it is; empty looks at the file."),
+    family: str = typer.Option("", help="Architecture, where the file does not say."),
+    output: Path | None = typer.Option(None, help="The file to write; FILE's name with .lora-fp8.toml, here."),
+    as_json: bool = JSON,
+) -> None:
+    """Write the settings file of another trainer as ours, and tell what became of each of its keys."""
+    from . import config, importing
+
+    path = output or Path(f"{file.stem}.lora-fp8.toml")
+    if path.exists():
+        raise config.UserError(f"{path}: exists already; choose another name with --output")
+    made = importing.import_file(file, tool, family)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(importing.to_toml(made), encoding="utf-8")
+    except OSError as error:
+        raise config.UserError(f"{path}: cannot be written ({error.strerror})") from None
+    if as_json:
+        print(json.dumps(importing.to_json(made) | {"output": str(path)}, ensure_ascii=False, indent=1))
+        return
+    print("\n".join([*importing.report(made), f"{path} written; next: lora-fp8 check {path}"]))
+
+
+@app.command()
 def plan(
     config_file: Path = typer.Argument(..., metavar="CONFIG"), overrides: list[str] = SET, as_json: bool = JSON
 ) -> None:

@@ -3,7 +3,7 @@
 5    cli  train_lora.py  scripts
 4.5  demo.show            4    train            3.5  prepare  finish  (measure above them)
 3    memory sample checkpoint export verify processes exchange data.cache data.loader
-2    families/*
+2    families/*             1.5  importing.*
 1    objectives precision adapters optim layouts data.images data.colour data.buckets demo.pictures demo.measure
 0    config run, the list of families                       (standard library, pydantic, tomlkit: no torch)
 """
@@ -26,6 +26,8 @@ LAYERS = {
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
     "data data.images data.colour data.buckets demo.pictures demo.measure",
+    1.5: "importing importing.base importing.words importing.render importing.kohya importing.musubi "
+    "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
     + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py")),
     3.0: "memory sample checkpoint export verify processes exchange data.cache data.loader",
@@ -47,7 +49,8 @@ ROOMS = {
     "transformers": {"families", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},
     "typer": {"cli"},
-    "tomlkit": {"config", "cli", "export"},
+    "tomlkit": {"config", "cli", "export", "importing"},
+    "yaml": {"importing"},
     "pydantic": {"config"},
 }
 FORBIDDEN = {
@@ -161,7 +164,14 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["lora_fp8.config", "lora_fp8.run", "lora_fp8.families", "lora_fp8.cli", "lora_fp8.data.images"],
+    [
+        "lora_fp8.config",
+        "lora_fp8.run",
+        "lora_fp8.families",
+        "lora_fp8.cli",
+        "lora_fp8.data.images",
+        "lora_fp8.importing",
+    ],
 )
 def test_the_lowest_layer_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'diffusers', 'transformers', 'peft'}} & set(sys.modules)))"

@@ -1,0 +1,530 @@
+"""ai-toolkit: the YAML (or JSON) of a job. Facts: ai-toolkit 0.12."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from lora_fp8.config import UserError
+
+from . import words
+from .base import (
+    JOINT,
+    Draft,
+    Folder,
+    Rule,
+    Source,
+    Tool,
+    always,
+    flag,
+    flattened,
+    idle,
+    listed,
+    none,
+    number,
+    pair,
+    positive,
+    text,
+    to,
+    whole,
+)
+
+PROCESS = "config.process.0."
+NO_VIDEO = "videos are not trained on here"
+NO_CONTROL = "no control pictures are used here"
+NO_LOSS = "the loss is the mean squared error, weighted by min_snr_gamma only"
+NO_PRESERVE = "no prior is preserved here; caption some pictures of the class without the trigger"
+
+SHORT: dict[str, Rule] = {
+    "type": idle("the kind of process"),
+    "training_folder": to("output_dir", text, "a run folder of the job's name is made in it"),
+    "sqlite_db_path": idle(),
+    "device": idle(),
+    "trigger_word": to("dataset.trigger", text, "put in front of captions that lack it"),
+    "performance_log_every": idle(words.LOGGING),
+    "network.type": JOINT,
+    "network.linear": JOINT,
+    "network.rank": JOINT,
+    "network.linear_alpha": JOINT,
+    "network.alpha": JOINT,
+    "network.conv": none("convolutions are not adapted here, only linear layers"),
+    "network.conv_alpha": none("convolutions are not adapted here, only linear layers"),
+    "network.dropout": to("adapter.dropout", number),
+    "network.lokr_full_rank": none("belongs to LoKr"),
+    "network.lokr_factor": none("belongs to LoKr", -1),
+    "network.network_kwargs.**": none("the layers of a family are adapted alike; adapter.targets names which"),
+    "network.pretrained_lora_path": none(words.NO_START),
+    "network.transformer_only": idle("only the denoiser is trained here"),
+    "network.old_lokr_format": idle("belongs to LoKr"),
+    "save.dtype": to("export.dtype", words.FILE_DTYPE),
+    "save.save_every": JOINT,
+    "save.max_step_saves_to_keep": JOINT,
+    "save.save_format": none("files are .safetensors in the key names of export.formats", "safetensors", "diffusers"),
+    "save.push_to_hub": none(words.UPLOAD),
+    "save.hf_repo_id": none(words.UPLOAD),
+    "save.hf_private": none(words.UPLOAD),
+    "datasets.*.folder_path": JOINT,
+    "datasets.*.dataset_path": JOINT,
+    "datasets.*.num_repeats": JOINT,
+    "datasets.*.resolution": JOINT,
+    "datasets.*.caption_ext": JOINT,
+    "datasets.*.caption_type": JOINT,
+    "datasets.*.default_caption": JOINT,
+    "datasets.*.caption_dropout_rate": JOINT,
+    "datasets.*.shuffle_tokens": JOINT,
+    "datasets.*.keep_tokens": JOINT,
+    "datasets.*.flip_x": JOINT,
+    "datasets.*.flip_y": none("pictures are mirrored left to right only"),
+    "datasets.*.buckets": JOINT,
+    "datasets.*.bucket_tolerance": JOINT,
+    "datasets.*.is_reg": none(words.NO_REG),
+    "datasets.*.network_weight": none("every folder counts the same; see repeats", 1, 1.0),
+    "datasets.*.loss_multiplier": none("every folder counts the same; see repeats", 1, 1.0),
+    "datasets.*.token_dropout_rate": none("single tags are not dropped here; caption_dropout drops whole captions"),
+    "datasets.*.random_triggers": none("a folder has one trigger"),
+    "datasets.*.trigger_word": JOINT,
+    "datasets.*.cache_latents": always(words.ALWAYS_CACHED),
+    "datasets.*.cache_latents_to_disk": always(words.ALWAYS_CACHED),
+    "datasets.*.cache_text_embeddings": always(words.ALWAYS_CACHED),
+    "datasets.*.mask_path": none(words.NO_MASK),
+    "datasets.*.mask_min_value": none(words.NO_MASK, 0.1, 0.01),
+    "datasets.*.alpha_mask": none(words.NO_MASK),
+    "datasets.*.control_path": none(NO_CONTROL),
+    "datasets.*.control_path_1": none(NO_CONTROL),
+    "datasets.*.control_path_2": none(NO_CONTROL),
+    "datasets.*.control_path_3": none(NO_CONTROL),
+    "datasets.*.controls": none(NO_CONTROL),
+    "datasets.*.num_frames": none(NO_VIDEO, 1),
+    "datasets.*.shrink_video_to_frames": idle(NO_VIDEO),
+    "datasets.*.fps": idle(NO_VIDEO),
+    "datasets.*.do_i2v": idle(NO_VIDEO),
+    "datasets.*.do_audio": idle(NO_VIDEO),
+    "datasets.*.auto_frame_count": idle(NO_VIDEO),
+    "datasets.*.audio_normalize": idle(NO_VIDEO),
+    "datasets.*.audio_preserve_pitch": idle(NO_VIDEO),
+    "datasets.*.random_scale": none("pictures are cropped at the middle"),
+    "datasets.*.random_crop": none("pictures are cropped at the middle"),
+    "datasets.*.scale": none("pictures are scaled to their bucket", 1, 1.0),
+    "datasets.*.augments": none("colours are not changed here"),
+    "datasets.*.augmentations": none("colours are not changed here"),
+    "datasets.*.type": none("folders of pictures with captions are read", "image"),
+    "datasets.*.num_workers": idle(),
+    "datasets.*.prefetch_factor": idle(),
+    "train.batch_size": JOINT,
+    "train.steps": to("train.steps", whole),
+    "train.gradient_accumulation_steps": JOINT,
+    "train.gradient_accumulation": JOINT,
+    "train.train_unet": none("the denoiser is what is trained", True),
+    "train.train_text_encoder": none(words.NO_TEXT_ENCODER),
+    "train.gradient_checkpointing": to("memory.gradient_checkpointing", flag),
+    "train.noise_scheduler": none("the model's scheduler_config.json says how it noises", "flowmatch", "ddpm"),
+    "train.optimizer": JOINT,
+    "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
+    "train.optimizer_params.eps": to("optimizer.eps", number),
+    "train.optimizer_params.betas": JOINT,
+    "train.optimizer_params.**": none("not known to the optimizers here"),
+    "train.lr": JOINT,
+    "train.unet_lr": JOINT,
+    "train.text_encoder_lr": none(words.NO_TEXT_ENCODER),
+    "train.embedding_lr": none("no embeddings are trained here"),
+    "train.lr_scheduler": JOINT,
+    "train.lr_scheduler_params.num_cycles": JOINT,
+    "train.lr_scheduler_params.num_warmup_steps": JOINT,
+    "train.lr_scheduler_params.**": none("not known to the schedules here"),
+    "train.max_grad_norm": to("train.max_grad_norm", number),
+    "train.dtype": JOINT,
+    "train.min_snr_gamma": JOINT,
+    "train.snr_gamma": JOINT,
+    "train.timestep_type": JOINT,
+    "train.linear_timesteps": JOINT,
+    "train.linear_timesteps2": JOINT,
+    "train.content_or_style": none("the whole range of noise is trained alike", "balanced"),
+    "train.content_or_style_reg": none("the whole range of noise is trained alike", "balanced"),
+    "train.min_denoising_steps": none("the whole range of noise is trained"),
+    "train.max_denoising_steps": none("the whole range of noise is trained", 1000, 999),
+    "train.loss_type": none("the loss is the mean squared error", "mse"),
+    "train.ema_config.use_ema": none(words.NO_EMA),
+    "train.ema_config.ema_decay": idle("belongs to use_ema"),
+    "train.noise_offset": none(words.NO_NOISE),
+    "train.skip_first_sample": JOINT,
+    "train.force_first_sample": JOINT,
+    "train.disable_sampling": JOINT,
+    "train.cache_text_embeddings": always(words.ALWAYS_CACHED),
+    "train.unload_text_encoder": always("text encoders are freed before training"),
+    "train.bypass_guidance_embedding": none("objective.guidance is always shown"),
+    "train.xformers": always(words.ATTENTION),
+    "train.sdp": always(words.ATTENTION),
+    "train.attention_backend": always(words.ATTENTION),
+    "train.switch_boundary_every": idle(NO_VIDEO),
+    "train.do_differential_guidance": none(NO_LOSS),
+    "train.differential_guidance_scale": idle("belongs to do_differential_guidance"),
+    "train.do_guidance_loss": none(NO_LOSS),
+    "train.diff_output_preservation": none(NO_PRESERVE),
+    "train.diff_output_preservation_multiplier": idle("belongs to diff_output_preservation"),
+    "train.diff_output_preservation_class": idle("belongs to diff_output_preservation"),
+    "train.blank_prompt_preservation": none(NO_PRESERVE),
+    "train.blank_prompt_preservation_multiplier": idle("belongs to blank_prompt_preservation"),
+    "train.inverted_mask_prior": none(words.NO_MASK),
+    "train.force_consistent_noise": none(words.NO_NOISE),
+    "train.start_step": none(words.RESUMES),
+    "train.merge_network_on_save": none("the base is never changed"),
+    "train.compile": JOINT,
+    "model.name_or_path": JOINT,
+    "model.arch": JOINT,
+    "model.is_flux": JOINT,
+    "model.is_xl": JOINT,
+    "model.is_v2": JOINT,
+    "model.is_v3": JOINT,
+    "model.is_lumina2": JOINT,
+    "model.is_v_pred": none("the model's scheduler_config.json says what it predicts"),
+    "model.quantize": JOINT,
+    "model.qtype": JOINT,
+    "model.quantize_te": idle("text encoders are freed before training here"),
+    "model.qtype_te": idle("text encoders are freed before training here"),
+    "model.quantize_kwargs.**": none("quantize.keep and quantize.override say which layers are held how"),
+    "model.low_vram": idle(),
+    "model.dtype": idle("train.dtype counts"),
+    "model.vae_path": none("the base's own VAE is used, or that of model.components"),
+    "model.te_name_or_path": none("the base's own text encoders are used, or those of model.components"),
+    "model.assistant_lora_path": none("no LoRA is merged into the base while training; train on an undistilled base"),
+    "model.inference_lora_path": none("no LoRA is merged into the base"),
+    "model.lora_path": none("no LoRA is merged into the base"),
+    "model.layer_offloading": none(words.NO_SWAP),
+    "model.layer_offloading_transformer_percent": idle("belongs to layer_offloading"),
+    "model.layer_offloading_text_encoder_percent": idle("belongs to layer_offloading"),
+    "model.compile": JOINT,
+    "model.use_flux_cfg": none("guidance is shown as one number"),
+    "model.model_kwargs.**": none(words.NOT_HERE),
+    "sample.sampler": none(words.NO_SAMPLER, "flowmatch", "ddpm"),
+    "sample.sample_every": JOINT,
+    "sample.sample_start_step": idle(),
+    "sample.prompts": JOINT,
+    "sample.samples.*.prompt": JOINT,
+    "sample.samples.*.width": JOINT,
+    "sample.samples.*.height": JOINT,
+    "sample.samples.*.seed": JOINT,
+    "sample.samples.*.**": none("one value here for all previews"),
+    "sample.width": JOINT,
+    "sample.height": JOINT,
+    "sample.neg": JOINT,
+    "sample.seed": JOINT,
+    "sample.walk_seed": JOINT,
+    "sample.guidance_scale": JOINT,
+    "sample.sample_steps": JOINT,
+    "sample.guidance_rescale": none("guidance is not rescaled here"),
+    "sample.num_frames": none(NO_VIDEO, 1),
+    "sample.fps": idle(NO_VIDEO),
+    "sample.format": idle("previews are .png"),
+    "sample.ext": idle("previews are .png"),
+    "sample.network_multiplier": none("previews show the LoRA at full strength", 1, 1.0),
+    "logging.**": idle(words.LOGGING),
+}
+RULES: dict[str, Rule] = {
+    "job": idle("the kind of job"),
+    "config.name": JOINT,
+    "meta.**": none("export.title, author, description and license are the text in the file"),
+    **{PROCESS.replace(".0.", ".*.") + key: rule for key, rule in SHORT.items()},
+}
+
+ARCHITECTURES = {
+    "sd15": "sd15",
+    "sd1": "sd15",
+    "sd2": "sd2",
+    "sdxl": "sdxl",
+    "ssd": "sdxl",
+    "sd3": "sd3",
+    "flux": "flux",
+    "fluxkontext": "flux_kontext",
+    "flux2": "flux2",
+    "flux2klein4b": "flux2_klein",
+    "flux2klein9b": "flux2_klein",
+    "qwenimage": "qwen_image",
+    "qwenimage2512": "qwen_image",
+    "qwenimageedit": "qwen_image_edit",
+    "qwenimageeditplus": "qwen_image_edit",
+    "zimage": "z_image",
+    "zimageturbo": "z_image",
+    "zimagedeturbo": "z_image",
+    "chroma": "chroma",
+    "lumina2": "lumina2",
+    "krea2": "krea2",
+    "hidream": "hidream",
+    "wan21": "wan",
+    "wan2214b": "wan",
+    "wan225b": "wan",
+    "ltx2": "ltx",
+}
+
+
+def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
+    """The job's keys; a second process is an error, since one file of ours is one job."""
+    data = draft.source.data
+    processes = (
+        data["config"].get("process") if isinstance(data, dict) and isinstance(data.get("config"), dict) else None
+    )
+    if not isinstance(processes, list) or len(processes) != 1 or not isinstance(processes[0], dict):
+        raise UserError(f"{draft.source.path}: expected one process under config; split files with several")
+
+    yield from ((key.removeprefix(PROCESS), key, value) for key, value in flattened(data))
+
+
+def combine(draft: Draft) -> None:
+    """Everything of a job."""
+    words.set_name(draft, "config.name")
+    _set_model(draft)
+    words.set_dtype(draft, f"{PROCESS}train.dtype")
+    quantize, kind = f"{PROCESS}model.quantize", f"{PROCESS}model.qtype"
+    if words.on(draft.get(quantize)):
+        # Accuracy-recovery adapters are named behind a bar.
+        name, _, recovery = str(draft.get(kind) or "qfloat8").partition("|")
+        words.set_storage(draft, [quantize, kind], name, "ai-toolkit")
+        if recovery:
+            draft.notes.append(f"qtype names an accuracy recovery adapter, which is not used here: {recovery}")
+    else:
+        words.set_storage(draft, [quantize], "bf16", "ai-toolkit")
+    draft.none(kind, "not quantized", off=True)
+    _set_network(draft)
+    _set_folders(draft)
+    _set_training(draft)
+    _set_previews(draft)
+
+
+def _set_model(draft: Draft) -> None:
+    def key(name: str) -> str:
+        return f"{PROCESS}model.{name}"
+
+    kind, why = ARCHITECTURES.get(words.plain(str(draft.get(key("arch")) or "").partition(":")[0]), ""), ""
+    if kind:
+        why = f"arch = {draft.get(key('arch'))!r}"
+    for name, found in (("is_flux", "flux"), ("is_xl", "sdxl"), ("is_v2", "sd2"), ("is_v3", "sd3")):
+        if not kind and words.on(draft.get(key(name))):
+            kind, why = found, f"{name} is on"
+    if not kind and words.on(draft.get(key("is_lumina2"))):
+        kind, why = "lumina2", "is_lumina2 is on"
+    if not kind and not draft.has(key("arch")):
+        kind, why = "sd15", "no arch and no is_...: SD 1.5, as there"
+    keys = [key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
+    words.set_family(
+        draft,
+        [one for one in keys if draft.has(one) and draft.given[one]],
+        kind or words.plain(draft.get(key("arch"))),
+        why or f"arch = {draft.get(key('arch'))!r}",
+    )
+    draft.none(keys, "another family", off=True)
+    words.set_model_path(draft, key("name_or_path"))
+
+
+def _set_network(draft: Draft) -> None:
+    key = f"{PROCESS}network.type"
+    kind = words.plain(draft.get(key) or "lora")
+    own = {words.plain(name): name for name in words.accepted("adapter.type")}
+    if kind in own:
+        draft.mapped(key, {"adapter.type": own[kind]})
+    else:
+        draft.none(key, f"there is no {kind} here; a LoRA of this rank was written")
+        draft.set("adapter.type", "lora")
+        draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+    for ours, names, read in (
+        ("adapter.rank", ("network.rank", "network.linear"), whole),
+        ("adapter.alpha", ("network.linear_alpha", "network.alpha"), number),
+    ):
+        keys = [PROCESS + name for name in names]
+        used = next((one for one in keys if draft.has(one)), keys[-1])
+        if draft.get(used) is not None:
+            draft.mapped(used, {ours: read(draft.get(used))})
+        draft.none(keys, f"{used.rsplit('.', 1)[-1]} counts", off=True)
+
+
+def _set_folders(draft: Draft) -> None:
+    tables = sorted(
+        {m[0] for key in draft.given if (m := re.match(re.escape(PROCESS) + r"datasets\.\d+\.", key))},
+        key=lambda table: int(table.split(".")[-2]),
+    )
+    kept = []
+    for table in tables:
+        if words.on(draft.get(f"{table}is_reg")):
+            draft.none([key for key in draft.given if key.startswith(table)], words.NO_REG)
+            continue
+        kept.append(table)
+        name = f"{table}folder_path" if draft.has(f"{table}folder_path") else f"{table}dataset_path"
+        path = draft.get(name, text)
+        if not path:
+            continue
+        folder = Folder(path, positive(draft.get(f"{table}num_repeats") or 1), draft.get(f"{table}trigger_word") or "")
+        words.look_into(draft, folder, deep=True)
+        at = f"dataset.folders.{len(draft.folders)}"
+        draft.mapped(name, {}, f"{at}.path")
+        draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
+        draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
+        caption = draft.get(f"{table}default_caption", text)
+        if caption:
+            draft.differs(f"{table}default_caption", {}, words.caption_by_trigger(folder, caption))
+        draft.folders.append(folder)
+    draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
+
+    def each(name: str) -> tuple[list[str], list[Any]]:
+        return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
+
+    keys, values = each("resolution")
+    sizes = [one for value in values if value for one in (value if isinstance(value, list) else [value])]
+    if sizes:
+        words.set_resolution(draft, keys, sizes)
+    for name, setting, read in (
+        ("caption_dropout_rate", "dataset.caption_dropout", number),
+        ("shuffle_tokens", "dataset.shuffle_tags", flag),
+        ("flip_x", "dataset.flip", flag),
+        ("buckets", "dataset.buckets", flag),
+        ("bucket_tolerance", "dataset.bucket_step", whole),
+    ):
+        words.share(draft, *each(name), setting, read)
+    keys, values = each("keep_tokens")
+    if draft.settings.get("dataset.shuffle_tags"):
+        words.share(draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole)
+    draft.none(keys, "means nothing without shuffle_tokens", off=True)
+    for key in [one for table in kept for one in (f"{table}caption_ext", f"{table}caption_type")]:
+        if str(draft.get(key) or "txt").lstrip(".").lower() in ("txt", "caption"):
+            draft.mapped(key, {}, ".txt and .caption files are read by themselves")
+        else:
+            draft.none(key, "captions are .txt or .caption files here; rename yours")
+            draft.todo.append(f"captions end in .{draft.get(key)} there; here in .txt or .caption")
+
+
+def _set_training(draft: Draft) -> None:
+    def key(name: str) -> str:
+        return f"{PROCESS}train.{name}"
+
+    batch = positive(draft.get(key("batch_size")) or 1)
+    draft.mapped(key("batch_size"), {"train.batch_size": batch})
+    used = key("gradient_accumulation_steps")
+    used = used if draft.has(used) and whole(draft.given[used]) > 1 else key("gradient_accumulation")
+    accumulate = whole(draft.get(used) or draft.get(key("gradient_accumulation_steps")) or 1)
+    draft.mapped([key("gradient_accumulation_steps"), key("gradient_accumulation")], {"train.accumulate": accumulate})
+    rate = key("unet_lr") if draft.has(key("unet_lr")) else key("lr")
+    words.set_optimizer(draft, key("optimizer"), [rate], draft.get(rate, number))
+    draft.none([key("lr"), key("unet_lr")], "unet_lr counts for the denoiser", off=True)
+    if not draft.has(key("optimizer_params.eps")) and "adam" in str(draft.get(key("optimizer"))).lower():
+        draft.set("optimizer.eps", 1e-6, "not in the file: ai-toolkit's own")
+        draft._enter("defaults", "train.optimizer_params.eps", 1e-6, "optimizer.eps = 1e-06")
+    betas = draft.get(key("optimizer_params.betas"), pair)
+    if betas:
+        draft.mapped(key("optimizer_params.betas"), {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
+    warm = key("lr_scheduler_params.num_warmup_steps")
+    words.set_schedule(
+        draft,
+        key("lr_scheduler"),
+        warmup_key=warm,
+        warmup=draft.get(warm, number),
+        cycles_key=key("lr_scheduler_params.num_cycles"),
+    )
+    for name in ("min_snr_gamma", "snr_gamma"):
+        if draft.has(key(name)):
+            words.set_min_snr(draft, key(name))
+    draft.none([key("min_snr_gamma"), key("snr_gamma")], "off", off=True)
+    _set_timesteps(draft)
+    for name in (key("compile"), f"{PROCESS}model.compile"):
+        if words.on(draft.get(name)):
+            draft.differs(name, {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+        draft.none(name, "off", off=True)
+    saved = "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it"
+    words.set_every(draft, "checkpoint.every", f"{PROCESS}save.save_every", "", None, saved)
+    keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
+    if keep:
+        told = "checkpoints, besides the file at the end" if keep >= 2 else "at least 2 here"
+        draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": max(2, keep)}, told)
+
+
+def _set_timesteps(draft: Draft) -> None:
+    keys = [f"{PROCESS}train.{name}" for name in ("timestep_type", "linear_timesteps", "linear_timesteps2")]
+    kind = str(draft.get(keys[0]) or "sigmoid")
+    if any(words.on(draft.get(key)) for key in keys[1:]):
+        words.set_timesteps(draft, keys, "uniform", 1.0, "uniform, without the weights by timestep", exact=False)
+    elif kind == "sigmoid":
+        words.set_timesteps(draft, keys[:1], "logit_normal", 1.0)
+    elif kind == "linear":
+        words.set_timesteps(draft, keys[:1], "uniform", 1.0)
+    elif kind == "weighted":
+        words.set_timesteps(draft, keys[:1], "uniform", 1.0, "uniform, without the weights by timestep", exact=False)
+    elif kind.endswith("shift"):
+        told = "uniform and shifted as the model's own scheduler is"
+        words.set_timesteps(draft, keys[:1], "uniform", "auto", told, exact=False)
+    else:
+        words.set_timesteps(draft, keys[:1], "logit_normal", 1.0, f"{kind!r} has no counterpart", exact=False)
+        draft.need("objective.timesteps", f"choose one for {kind!r}")
+    draft.none(keys, "off", off=True)
+
+
+def _set_previews(draft: Draft) -> None:
+    def key(name: str) -> str:
+        return f"{PROCESS}sample.{name}"
+
+    if words.on(draft.get(f"{PROCESS}train.disable_sampling")):
+        draft.mapped(f"{PROCESS}train.disable_sampling", {}, "no prompts are written")
+        draft.none([one for one in draft.given if one.startswith(key(""))], "previews are off", off=True)
+        draft.none([f"{PROCESS}train.skip_first_sample", f"{PROCESS}train.force_first_sample"], "off", off=True)
+        return
+    trigger = str(draft.get(f"{PROCESS}trigger_word") or "")
+    fields = {"width": "width", "height": "height", "neg": "negative", "seed": "seed"}
+    fields |= {"guidance_scale": "guidance", "sample_steps": "steps"}
+    common = {ours: draft.get(key(name)) for name, ours in fields.items()}
+    common = {name: value for name, value in common.items() if value is not False}
+    prompts = [{"prompt": prompt} for prompt in draft.get(key("prompts"), listed) or []]
+    singles = sorted({int(one[len(key("samples.")) :].split(".")[0]) for one in draft.keys(key("samples.*.prompt"))})
+    for i in singles:
+        own = {name: draft.get(key(f"samples.{i}.{name}")) for name in ("prompt", "width", "height", "seed")}
+        if own["prompt"]:
+            prompts.append({name: value for name, value in own.items() if value not in (None, "")})
+    pictures: list[dict[str, Any]] = []
+    for i, prompt in enumerate(prompts):
+        seed = common.get("seed")
+        counted = {"seed": whole(seed) + i} if seed is not None and words.on(draft.get(key("walk_seed"))) else {}
+        pictures.append(common | counted | prompt)
+        pictures[-1]["prompt"] = str(pictures[-1]["prompt"]).replace("[trigger]", trigger)
+    every = [one for one in draft.given if one.startswith(key("")) and draft.tool.rule(one) is JOINT]
+    if not pictures:
+        draft.none(every, "no prompts", off=True)
+    else:
+        told = "" if trigger or "[trigger]" not in str(prompts) else "[trigger] has no word to stand for"
+        seeds = [one.get("seed") for one in pictures]
+        if len(pictures) > 1 and seeds[0] is not None and seeds[1] == seeds[0]:
+            told = "; ".join(filter(None, (told, "seeds count up here from preview to preview (walk_seed)")))
+            pictures = [one | {"seed": whole(seeds[0]) + i} for i, one in enumerate(pictures)]
+        words.set_every(draft, "preview.every", key("sample_every"), "", None)
+        own = {key(name): ours for name, ours in fields.items()} | {key("prompts"): "prompts", key("walk_seed"): "seed"}
+        names = {one: own.get(one, one.rsplit(".", 1)[-1]) for one in every if one != key("sample_every")}
+        names = {one: "prompts" if name == "prompt" else name for one, name in names.items()}
+        words.set_previews(draft, names, pictures, told)
+    skip = f"{PROCESS}train.skip_first_sample"
+    if pictures and words.on(draft.get(skip)):
+        draft.mapped(skip, {"preview.at_start": False})
+    draft.none([skip, f"{PROCESS}train.force_first_sample", f"{PROCESS}train.disable_sampling"], "off", off=True)
+
+
+def recognise(source: Source) -> str:
+    """config with a list of processes."""
+    data = source.data
+    if source.kind not in ("yaml", "json") or not isinstance(data, dict):
+        return ""
+    inner = data.get("config")
+    return "config.process" if isinstance(inner, dict) and isinstance(inner.get("process"), list) else ""
+
+
+TOOL = Tool(
+    "ai-toolkit",
+    "ai-toolkit 0.12",
+    RULES,
+    {
+        f"{PROCESS}network.linear_alpha": 1.0,
+        f"{PROCESS}train.lr": 1e-6,
+        f"{PROCESS}train.steps": 1000,
+        f"{PROCESS}train.optimizer": "adamw",
+        f"{PROCESS}train.lr_scheduler": "constant",
+        f"{PROCESS}train.batch_size": 1,
+        f"{PROCESS}train.timestep_type": "sigmoid",
+        f"{PROCESS}model.quantize": False,
+    },
+    recognise,
+    flatten,
+    combine,
+    prefix=PROCESS,
+)

@@ -1,0 +1,418 @@
+"""diffusion-pipe: the main TOML and its dataset TOML. Facts: its examples and documents of August 2026."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import PureWindowsPath
+from typing import Any
+
+from lora_fp8.config import UserError
+
+from . import words
+from .base import (
+    JOINT,
+    Draft,
+    Folder,
+    Rule,
+    Source,
+    Tool,
+    flag,
+    flattened,
+    idle,
+    listed,
+    none,
+    number,
+    pair,
+    positive,
+    text,
+    to,
+    whole,
+)
+
+NO_EVAL = "there is no validation loss here"
+NO_VIDEO = "videos are not trained on here"
+
+RULES: dict[str, Rule] = {
+    "output_dir": to("output_dir", text, "a run folder of the job's name is made in it"),
+    "dataset": JOINT,
+    "epochs": JOINT,
+    "max_steps": JOINT,
+    "micro_batch_size_per_gpu": JOINT,
+    "image_micro_batch_size_per_gpu": JOINT,
+    "gradient_accumulation_steps": to("train.accumulate", whole),
+    "gradient_clipping": to("train.max_grad_norm", number),
+    "warmup_steps": JOINT,
+    "lr_scheduler": JOINT,
+    "force_constant_lr": none("the schedule is schedule.name"),
+    "pipeline_stages": none("each process holds the whole model here", 1),
+    "partition_method": idle(),
+    "partition_split": none("each process holds the whole model here"),
+    "blocks_to_swap": none(words.NO_SWAP),
+    "disable_block_swap_for_eval": idle(),
+    "pseudo_huber_c": none("the loss is the mean squared error"),
+    "eval_datasets": none(NO_EVAL),
+    **dict.fromkeys(
+        ("eval_every_n_epochs", "eval_every_n_steps", "eval_every_n_examples", "eval_before_first_step")
+        + ("eval_micro_batch_size_per_gpu", "image_eval_micro_batch_size_per_gpu", "eval_gradient_accumulation_steps"),
+        idle(NO_EVAL),
+    ),
+    "eval_datasets.**": none(NO_EVAL),
+    "save_every_n_epochs": JOINT,
+    "save_every_n_steps": JOINT,
+    "save_every_n_examples": none("checkpoint.every counts steps"),
+    "checkpoint_every_n_epochs": none("checkpoint.every counts steps"),
+    "checkpoint_every_n_minutes": none("checkpoint.every counts steps"),
+    "activation_checkpointing": JOINT,
+    "reentrant_activation_checkpointing": idle(),
+    "upload_hf_from_epoch": none(words.UPLOAD),
+    "huggingface_repo": none(words.UPLOAD),
+    "save_dtype": to("export.dtype", words.FILE_DTYPE),
+    "caching_batch_size": idle(),
+    "map_num_proc": idle(),
+    "compile": JOINT,
+    "steps_per_print": idle(),
+    "logging_steps": idle(),
+    "video_clip_mode": idle(NO_VIDEO),
+    "x_axis_examples": idle(words.LOGGING),
+    "resume_from_checkpoint": none(words.RESUMES),
+    "regenerate_cache": idle(),
+    "monitoring.**": idle(words.LOGGING),
+    "model.type": JOINT,
+    "model.diffusers_path": JOINT,
+    "model.checkpoint_path": JOINT,
+    "model.transformer_path": JOINT,
+    "model.ckpt_path": JOINT,
+    "model.single_file_path": JOINT,
+    **dict.fromkeys(
+        ("model.vae_path", "model.llm_path", "model.clip_path", "model.text_encoder_path", "model.t5_path")
+        + ("model.byt5_path", "model.llama3_path"),
+        none("model.components takes a diffusers folder, not single files of its parts"),
+    ),
+    "model.llama3_4bit": idle(),
+    "model.max_llama3_sequence_length": none("the pipeline's own length is used"),
+    "model.max_sequence_length": none("the pipeline's own length is used"),
+    "model.dtype": JOINT,
+    "model.transformer_dtype": JOINT,
+    "model.timestep_sample_method": JOINT,
+    "model.sigmoid_scale": JOINT,
+    "model.shift": JOINT,
+    "model.flux_shift": JOINT,
+    "model.lumina_shift": JOINT,
+    "model.guidance": to("objective.guidance", number),
+    "model.bypass_guidance_embedding": none("objective.guidance is always shown"),
+    "model.v_pred": none("the model's scheduler_config.json says what it predicts"),
+    "model.min_snr_gamma": JOINT,
+    "model.debiased_estimation_loss": none("min_snr_gamma is the only weight here"),
+    "model.unet_lr": JOINT,
+    "model.text_encoder_1_lr": none(words.NO_TEXT_ENCODER),
+    "model.text_encoder_2_lr": none(words.NO_TEXT_ENCODER),
+    "model.min_t": none("the whole range of noise is trained"),
+    "model.max_t": none("the whole range of noise is trained", 1, 1.0),
+    "model.first_frame_conditioning_p": none(NO_VIDEO),
+    "adapter.type": JOINT,
+    "adapter.rank": to("adapter.rank", whole),
+    "adapter.alpha": none("theirs refuses it: alpha is the rank"),
+    "adapter.dropout": to("adapter.dropout", number),
+    "adapter.dtype": to("adapter.dtype", words.choice({"bfloat16": "bf16", "float32": "fp32"}, "bf16 and fp32")),
+    "adapter.decompose_factor": none("belongs to LoKr"),
+    "adapter.init_from_existing": none(words.NO_START),
+    "adapter.fuse_adapters": none("no LoRA is merged into the base; merge it beforehand"),
+    "adapter.fuse_adapters.**": none("no LoRA is merged into the base; merge it beforehand"),
+    "optimizer.type": JOINT,
+    "optimizer.lr": JOINT,
+    "optimizer.betas": JOINT,
+    "optimizer.weight_decay": to("optimizer.weight_decay", number),
+    "optimizer.eps": to("optimizer.eps", number),
+    "optimizer.stabilize": none("updates are not stabilized beyond Adam's"),
+    "optimizer.gradient_release": none("gradients are summed in float32 and stepped together here"),
+    "data.resolutions": JOINT,
+    "data.enable_ar_bucket": JOINT,
+    "data.min_ar": JOINT,
+    "data.max_ar": JOINT,
+    "data.num_ar_buckets": JOINT,
+    "data.ar_buckets": none("buckets are made from the resolution and max_aspect"),
+    "data.size_buckets": none("buckets are made from the resolution and max_aspect"),
+    "data.frame_buckets": none(NO_VIDEO, [1]),
+    "data.shuffle_tags": JOINT,
+    "data.cache_shuffle_num": JOINT,
+    "data.cache_shuffle_delimiter": JOINT,
+    "data.skip_empty_caption": JOINT,
+    "data.caption_prefix": JOINT,
+    "data.directory.*.path": JOINT,
+    "data.directory.*.num_repeats": JOINT,
+    "data.directory.*.mask_path": none(words.NO_MASK),
+    "data.directory.*.control_path": none("no control pictures are used here"),
+    "data.directory.*.caption_prefix": JOINT,
+    "data.directory.*.resolutions": JOINT,
+    "data.directory.*.ar_buckets": none("buckets are made from the resolution and max_aspect"),
+    "data.directory.*.size_buckets": none("buckets are made from the resolution and max_aspect"),
+    "data.directory.*.frame_buckets": none(NO_VIDEO, [1]),
+    "data.directory.*.min_ar": none("one aspect ratio here for all folders: dataset.max_aspect"),
+    "data.directory.*.max_ar": none("one aspect ratio here for all folders: dataset.max_aspect"),
+    "data.directory.*.num_ar_buckets": none("buckets are multiples of dataset.bucket_step"),
+}
+
+MODELS = {
+    "sdxl": "sdxl",
+    "flux": "flux",
+    "flux2": "flux2",
+    "qwen_image": "qwen_image",
+    "qwen_image_edit": "qwen_image_edit",
+    "z_image": "z_image",
+    "chroma": "chroma",
+    "sd3": "sd3",
+    "lumina_2": "lumina2",
+    "hidream": "hidream",
+    "auraflow": "auraflow",
+    "krea2": "krea2",
+    "wan": "wan",
+    "hunyuan-video": "hunyuan_video",
+    "hunyuan_image": "hunyuan_image",
+    "ltx-video": "ltx",
+}
+
+
+def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
+    """The main file, and its dataset file with `data.` in front of the keys."""
+    data = draft.source.data
+    if not isinstance(data, dict):
+        raise UserError(f"{draft.source.path}: expected tables")
+    if "directory" in data:
+        yield from _dataset(data)
+        return
+    yield from ((key, key, value) for key, value in flattened(data))
+    name = str(data.get("dataset", ""))
+    inner = draft.refer("dataset", name) if name else None
+    if isinstance(inner, dict):
+        yield from _dataset(inner, PureWindowsPath(name).name)
+
+
+def _dataset(data: dict[str, Any], file: str = "") -> Iterator[tuple[str, str, Any]]:
+    for key, value in flattened(data):
+        yield (f"{file}: {key}" if file else key), f"data.{key}", value
+
+
+def combine(draft: Draft) -> None:
+    """Everything of a job."""
+    if "directory" in draft.source.data:
+        draft.defaults = {"data.enable_ar_bucket": False}
+        words.set_family(draft, (), "", "the file holds only the pictures: import the main file with this beside it")
+        words.set_model_path(draft, "model.diffusers_path")
+        _set_folders(draft)
+        return
+    kind = str(draft.get("model.type") or "")
+    if "kontext" in str(draft.get("model.transformer_path") or "").lower() and kind == "flux":
+        kind = "flux_kontext"
+    known = MODELS.get(kind, kind)
+    words.set_family(draft, "model.type", known, f"model.type = {kind!r}" if kind else "the file has no [model] type")
+    _set_path(draft)
+    words.set_dtype(draft, "model.dtype")
+    stored = draft.get("model.transformer_dtype")
+    words.set_storage(draft, ["model.transformer_dtype"], stored or "bfloat16", "diffusion-pipe", scaled=False)
+    _set_adapter(draft)
+    _set_folders(draft)
+    _set_length_and_rate(draft)
+    _set_timesteps(draft)
+    words.set_min_snr(draft, "model.min_snr_gamma")
+    checkpointing = draft.get("activation_checkpointing")
+    if checkpointing == "unsloth":
+        told = "activations are recomputed, not moved to main memory"
+        draft.differs("activation_checkpointing", {"memory.gradient_checkpointing": True}, told)
+    else:
+        draft.mapped("activation_checkpointing", {"memory.gradient_checkpointing": bool(checkpointing)})
+    if draft.get("compile"):
+        draft.differs("compile", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+    draft.none("compile", "off", off=True)
+    name = PureWindowsPath(str(draft.get("output_dir") or "")).name
+    if name:
+        words.set_name(draft, "", name)
+        draft.comments["name"] = ["the last part of output_dir; theirs names runs by the time"]
+
+
+def _set_path(draft: Draft) -> None:
+    keys = ["model.transformer_path", "model.checkpoint_path", "model.single_file_path", "model.diffusers_path"]
+    keys += ["model.ckpt_path"]
+    given = [key for key in keys if draft.has(key)]
+    if not given:
+        words.set_model_path(draft, "model.diffusers_path")
+        return
+    single = given[0] in keys[:3]
+    if single and draft.has("model.diffusers_path"):
+        draft.mapped("model.diffusers_path", {"model.components": draft.get("model.diffusers_path", text)})
+    words.set_model_path(draft, given[0])
+    draft.none(given[1:], f"{given[0]} is the base model", off=True)
+
+
+def _set_adapter(draft: Draft) -> None:
+    kind = words.plain(draft.get("adapter.type") or "")
+    own = {words.plain(name): name for name in words.accepted("adapter.type")}
+    if kind in own:
+        draft.mapped("adapter.type", {"adapter.type": own[kind]})
+        rank = draft.get("adapter.rank", whole)
+        if rank:
+            draft.set("adapter.alpha", float(rank), "theirs forces alpha = rank")
+    elif kind:
+        draft.none("adapter.type", f"there is no {kind} here; a LoRA was written")
+        draft.set("adapter.type", "lora")
+        draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+        rank = draft.get("adapter.rank", whole) or 0
+        if rank > 1024:  # LoKr's way to say "whole matrices"
+            draft.none("adapter.rank", "belongs to LoKr")
+            draft.set("adapter.rank", 16)
+            draft.need("adapter.rank", "choose one for a LoRA")
+    elif draft.has("model.type"):
+        draft.notes.append("the file has no [adapter]: theirs trains the whole model then; here a LoRA is trained")
+        draft.need("adapter.rank", "theirs trained the whole model: choose the size of a LoRA")
+        draft.set("adapter.rank", 16)
+
+
+def _set_folders(draft: Draft) -> None:
+    found = sorted({m[0] for key in draft.given if (m := re.match(r"data\.directory\.\d+\.", key))})
+    for table in found:
+        path = draft.get(f"{table}path", text)
+        if not path:
+            continue
+        repeats = draft.get(f"{table}num_repeats", number) or 1.0
+        folder = words.look_into(draft, Folder(path, max(1, round(repeats))), deep=False)
+        at = f"dataset.folders.{len(draft.folders)}"
+        draft.mapped(f"{table}path", {}, f"{at}.path")
+        if repeats == folder.repeats:
+            draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
+        else:
+            draft.differs(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
+        prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
+        if prefix:
+            folder.trigger = prefix.strip().rstrip(",").strip()
+        draft.folders.append(folder)
+    keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
+    draft.differs(keys, {}, "the folder's trigger: put in front only where it is missing")
+    draft.mapped("dataset", {}, "read as well" if found else "not here")
+    if draft.has("dataset") and not found:
+        draft.folders = [Folder("TODO")]
+        draft.need("dataset.folders", f"the folders of {draft.get('dataset')}, which is not here")
+    sizes = [key for key in ["data.resolutions", *draft.keys("data.directory.*.resolutions")] if draft.has(key)]
+    values = [one for key in sizes for one in draft.get(key, listed)]
+    if values:
+        words.set_resolution(draft, sizes, values)
+    buckets = draft.get("data.enable_ar_bucket")
+    if found:
+        draft.mapped("data.enable_ar_bucket", {"dataset.buckets": bool(buckets)})
+    widest = [number(draft.given[key]) for key in ("data.max_ar",) if draft.has(key)]
+    widest += [1 / max(0.01, number(draft.given[key])) for key in ("data.min_ar",) if draft.has(key)]
+    keys = ["data.min_ar", "data.max_ar", "data.num_ar_buckets"]
+    if widest and buckets:
+        draft.differs(
+            keys,
+            {"dataset.max_aspect": min(8.0, max(1.0, *widest))},
+            "the wider of both; sides are multiples of dataset.bucket_step here, not a number of aspect ratios",
+        )
+    draft.none(keys, "means nothing without aspect ratio buckets", off=True)
+    number_of = draft.get("data.cache_shuffle_num", whole) or 0
+    shuffle = ["data.shuffle_tags", "data.cache_shuffle_num"]
+    if number_of or words.on(draft.get("data.shuffle_tags")):
+        settings: dict[str, Any] = {"dataset.shuffle_tags": True, "dataset.keep_tokens": 0}
+        settings["dataset.caption_variants"] = min(64, max(1, number_of))
+        draft.mapped(shuffle, settings)
+        separator = str(draft.get("data.cache_shuffle_delimiter") or ", ").strip() or " "
+        draft.mapped("data.cache_shuffle_delimiter", {"dataset.tag_separator": separator})
+    draft.none([*shuffle, "data.cache_shuffle_delimiter"], "off", off=True)
+    if draft.has("data.skip_empty_caption"):
+        if flag(draft.given["data.skip_empty_caption"]):
+            draft.mapped("data.skip_empty_caption", {"dataset.missing_caption": "skip"})
+        else:
+            note = "an empty caption is an error here; 'skip' leaves such pictures out, 'trigger' captions them"
+            draft.none("data.skip_empty_caption", note)
+
+
+def _set_length_and_rate(draft: Draft) -> None:
+    batch, told = _batch(draft)
+    keys = ["micro_batch_size_per_gpu", "image_micro_batch_size_per_gpu"]
+    told.append("over all processes together here; multiply by the number of GPUs that you used")
+    draft.differs(keys, {"train.batch_size": batch}, "; ".join(told))
+    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = words.steps_per_epoch(draft, batch, accumulate)
+    if draft.has("max_steps"):
+        draft.mapped("max_steps", {"train.steps": draft.get("max_steps", whole)})
+        draft.none("epochs", "max_steps counts", off=True)
+    elif draft.has("epochs"):
+        words.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, batch)
+    rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
+    words.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
+    draft.none(["optimizer.lr", "model.unet_lr"], f"{rate} counts for the denoiser", off=True)
+    betas = draft.get("optimizer.betas", pair)
+    if betas:
+        draft.mapped("optimizer.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
+    if draft.has("model.type"):
+        words.set_schedule(
+            draft,
+            "lr_scheduler",
+            warmup_key="warmup_steps",
+            warmup=draft.get("warmup_steps", number),
+            constant_warms_up=True,
+        )
+    words.set_every(
+        draft,
+        "checkpoint.every",
+        "save_every_n_steps",
+        "save_every_n_epochs",
+        per_epoch,
+        "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it",
+    )
+
+
+def _batch(draft: Draft) -> tuple[int, list[str]]:
+    """The batch size of the largest resolution, and what there is to tell about others."""
+    value = draft.get("image_micro_batch_size_per_gpu") or draft.get("micro_batch_size_per_gpu") or 1
+    if not isinstance(value, list):
+        return positive(value), []
+    return positive(max(pair(one) for one in value)[1]), ["one batch size here, that of the largest resolution"]
+
+
+def _set_timesteps(draft: Draft) -> None:
+    keys = ["model.timestep_sample_method", "model.shift", "model.flux_shift", "model.lumina_shift"]
+    method = draft.get("model.timestep_sample_method") or "logit_normal"
+    told = []
+    if any(words.on(draft.get(key)) for key in keys[2:]):
+        shift: float | str = "auto"
+    else:
+        shift = draft.get("model.shift", number) or 1.0
+    scale = draft.get("model.sigmoid_scale", number)
+    if scale not in (None, 1.0):
+        told.append(f"sigmoid_scale = {scale:g} is always 1 here")
+        keys.append("model.sigmoid_scale")
+    if draft.has("model.type"):
+        shape = "uniform" if method == "uniform" else "logit_normal"
+        words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+    draft.none([*keys, "model.sigmoid_scale"], "off", off=True)
+
+
+def recognise(source: Source) -> str:
+    """[model] with a type and [optimizer] with one, or [[directory]]."""
+    data = source.data
+    if source.kind != "toml" or not isinstance(data, dict):
+        return ""
+    model, optimizer = data.get("model"), data.get("optimizer")
+    if isinstance(model, dict) and "type" in model and isinstance(optimizer, dict) and "type" in optimizer:
+        return "[model] and [optimizer] with a type"
+    if isinstance(data.get("directory"), list):
+        return "[[directory]]"
+    return "micro_batch_size_per_gpu" if "micro_batch_size_per_gpu" in data else ""
+
+
+TOOL = Tool(
+    "diffusion-pipe",
+    "diffusion-pipe of August 2026",
+    RULES,
+    {
+        "micro_batch_size_per_gpu": 1,
+        "lr_scheduler": "constant",
+        "warmup_steps": 0,
+        "activation_checkpointing": False,
+        "model.timestep_sample_method": "logit_normal",
+        "data.enable_ar_bucket": False,
+    },
+    recognise,
+    flatten,
+    combine,
+)

@@ -1,0 +1,260 @@
+"""musubi-tuner: TOML files (sections mean nothing), dataset TOML and commands. Facts: musubi-tuner 0.3.4."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import PureWindowsPath
+from typing import Any
+
+from lora_fp8.config import UserError
+
+from . import kohya, words
+from .base import (
+    JOINT,
+    Draft,
+    Folder,
+    Rule,
+    Source,
+    Tool,
+    flag,
+    flattened,
+    idle,
+    none,
+    positive,
+    read_source,
+    text,
+)
+
+NO_VIDEO = "videos are not trained on here"
+NO_CONTROL = "no control pictures are used here"
+
+RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
+    "dit": JOINT,
+    "task": JOINT,
+    "model_version": JOINT,
+    "dit_high_noise": none(NO_VIDEO),
+    "text_encoder1": JOINT,
+    "text_encoder2": JOINT,
+    "t5": JOINT,
+    "clip": JOINT,
+    "image_encoder": JOINT,
+    "fp8_t5": idle("text encoders are freed before training here"),
+    "fp8_llm": idle("text encoders are freed before training here"),
+    "fp8_text_encoder": idle("text encoders are freed before training here"),
+    "vae": JOINT,
+    "vae_dtype": idle(),
+    "vae_tiling": idle(),
+    "vae_chunk_size": idle(),
+    "vae_spatial_tile_sample_min_size": idle(),
+    "vae_cache_cpu": idle(),
+    "dit_dtype": none("model.dtype is the dtype of what is not quantized", "bfloat16"),
+    "flash_attn": kohya.SD_SCRIPTS_RULES["sdpa"],
+    "flash3": kohya.SD_SCRIPTS_RULES["sdpa"],
+    "sage_attn": kohya.SD_SCRIPTS_RULES["sdpa"],
+    "block_swap_ring_size": none(words.NO_SWAP),
+    "use_pinned_memory_for_block_swap": none(words.NO_SWAP),
+    "gradient_checkpointing_cpu_offload": none("activations are recomputed, not moved to main memory"),
+    "img_in_txt_in_offloading": none(words.NO_SWAP),
+    "num_timestep_buckets": none("every timestep is drawn by itself"),
+    "preserve_distribution_shape": none("the whole range of noise is trained"),
+    "show_timesteps": idle("shows, and trains nothing"),
+    "compile": JOINT,
+    "compile_backend": idle("torch.compile uses inductor"),
+    "compile_mode": idle("memory.compile = 'blocks' has one mode, and memory.cuda_graphs another"),
+    "compile_dynamic": idle(),
+    "compile_fullgraph": idle(),
+    "image_directory": JOINT,
+    "image_jsonl_file": none("captions are .txt or .caption files beside the pictures here"),
+    "cache_directory": none(words.OTHER_CACHE),
+    "multiple_target": none(words.NOT_HERE),
+    **dict.fromkeys(
+        ("video_directory", "video_jsonl_file", "target_frames", "frame_extraction", "frame_stride", "frame_sample")
+        + ("max_frames", "source_fps", "fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index"),
+        none(NO_VIDEO),
+    ),
+    **dict.fromkeys(("control_directory", "control_resolution", "no_resize_control"), none(NO_CONTROL)),
+    "offload_inactive_dit": none(NO_VIDEO),
+    "timestep_boundary": none(NO_VIDEO),
+    "base_weights": none("no LoRA is merged into the base; merge it beforehand"),
+}
+
+SCRIPTS = {
+    "flux_kontext": "flux_kontext",
+    "flux_2": "flux2",
+    "qwen_image": "qwen_image",
+    "zimage": "z_image",
+    "wan": "wan",
+    "hv_1_5": "hunyuan_video",
+    "hv": "hunyuan_video",
+    "fpack": "framepack",
+    "kandinsky5": "kandinsky5",
+    "krea2": "krea2",
+    "hidream_o1": "hidream",
+    "ideogram4": "ideogram4",
+}
+"""Beginnings of the training scripts -> architecture; the longest that fits counts."""
+MODULES = {
+    "lora_flux": "flux_kontext",
+    "lora_flux_2": "flux2",
+    "lora_qwen_image": "qwen_image",
+    "lora_zimage": "z_image",
+    "lora_wan": "wan",
+    "lora_hv_1_5": "hunyuan_video",
+    "lora_framepack": "framepack",
+    "lora_kandinsky": "kandinsky5",
+    "lora_krea2": "krea2",
+    "lora_hidream_o1": "hidream",
+    "lora_ideogram4": "ideogram4",
+}
+
+
+def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
+    """Sections mean nothing; the dataset file is read too."""
+    source = draft.source
+    if not isinstance(source.data, dict):
+        raise UserError(f"{source.path}: expected tables")
+    if "datasets" in source.data:
+        yield from kohya.dataset(source.data)
+        return
+    rows = list(kohya.sections(source.data))
+    yield from rows
+    for _, key, value in rows:
+        if key == "dataset_config" and value:
+            found = draft.find(str(value))
+            if found is None or not found.is_file():
+                draft.refer(key, str(value))
+                continue
+            yield from kohya.dataset(read_source(found).data, PureWindowsPath(str(value)).name)
+
+
+def combine(draft: Draft) -> None:
+    """Everything of a job."""
+    if kohya.only_pictures(draft):
+        kohya.set_only_pictures(draft, tables(draft))
+        _set_folders(draft)
+        _set_pictures(draft)
+        return
+    _set_model(draft)
+    kohya.set_network(draft)
+    kohya.set_precision(draft)
+    _set_folders(draft)
+    _set_pictures(draft)
+    kohya.set_length_and_rate(draft)
+    kohya.set_noise(draft)
+    kohya.set_previews(draft)
+    words.set_seed(draft, "seed")
+    words.set_name(draft, "output_name")
+    compiled = words.on(draft.get("compile")) or str(draft.get("dynamo_backend") or "no").lower() not in ("no", "none")
+    keys = ["compile", "dynamo_backend", "torch_compile"]
+    if compiled:
+        draft.differs(keys, {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+    draft.none(keys, "off", off=True)
+
+
+def _set_model(draft: Draft) -> None:
+    script = re.sub(r"_train(_network)?\.py$", "", draft.source.script)
+    module = str(draft.get("network_module") or "").split(".")[-1]
+    kind, why = SCRIPTS.get(script, ""), draft.source.script
+    if not kind and module in MODULES:
+        kind, why = MODULES[module], f"network_module = {module!r}"
+    version = words.plain(draft.get("model_version") or "")
+    if kind == "flux2" and "klein" in version:
+        kind, why = "flux2_klein", f"model_version = {draft.get('model_version')!r}"
+    if kind == "qwen_image" and "edit" in version:
+        kind, why = "qwen_image_edit", f"model_version = {draft.get('model_version')!r}"
+    unsaid = "the file does not say: musubi-tuner takes it from the script that is run"
+    words.set_family(draft, ["task", "model_version"], kind, why if kind else unsaid)
+    draft.none(["task", "model_version"], "family is told by model.family", off=True)
+    words.set_model_path(draft, "dit", "the denoiser's own file")
+    for key in ("vae", "text_encoder", "text_encoder1", "text_encoder2", "t5", "clip", "image_encoder"):
+        draft.none(key, "model.components takes a diffusers folder, not single files of its parts")
+
+
+def tables(draft: Draft) -> list[str]:
+    """The beginnings of the datasets' keys: datasets.0."""
+    found = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.", key))}
+    return sorted(found, key=lambda key: int(key.split(".")[1]))
+
+
+def _set_folders(draft: Draft) -> None:
+    for table in tables(draft):
+        path = draft.get(f"{table}image_directory", text)
+        if not path:
+            continue
+        repeats = positive(kohya.effective(draft, table, "num_repeats") or 1)
+        folder = words.look_into(draft, Folder(path, repeats), deep=False)
+        draft.mapped(f"{table}image_directory", {}, f"dataset.folders.{len(draft.folders)}.path")
+        draft.mapped(f"{table}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
+        draft.folders.append(folder)
+    draft.mapped(kohya.everywhere(draft, "num_repeats"), {}, "in each of the folders")
+    draft.mapped("dataset_config", {}, "read as well" if tables(draft) else "not here")
+    if draft.has("dataset_config") and not tables(draft):
+        draft.folders = [Folder("TODO")]
+        draft.need("dataset.folders", f"the folders of {draft.get('dataset_config')}, which is not here")
+
+
+def _set_pictures(draft: Draft) -> None:
+    places = tables(draft)
+    keys, values = kohya.each(draft, "resolution", places)
+    if any(values):
+        words.set_resolution(draft, keys, [value for value in values if value])
+    for name, setting, read in (
+        ("enable_bucket", "dataset.buckets", flag),
+        ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
+    ):
+        words.share(draft, *kohya.each(draft, name, places), setting, read)
+    keys = kohya.everywhere(draft, "caption_extension")
+    if keys and all(str(draft.given[key]).lstrip(".").lower() in ("txt", "caption", "") for key in keys):
+        draft.mapped(keys, {}, ".txt and .caption files are read by themselves")
+    elif keys:
+        draft.none(keys, "captions are .txt or .caption files here; rename yours")
+        draft.todo.append(f"captions end in {draft.given[keys[0]]} there; here in .txt or .caption")
+
+
+def recognise(source: Source) -> str:
+    """A `dit`, one of its network modules or scripts, or datasets without subsets."""
+    data = source.data
+    if source.kind not in ("toml", "command") or not isinstance(data, Mapping):
+        return ""
+    if source.kind == "command":
+        return f"it runs {source.script} with --dit" if "dit" in data else ""
+    if isinstance(data.get("datasets"), list):
+        inner = {key.rsplit(".", 1)[-1] for key, _ in flattened(data)}
+        marks = inner & {"image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file"}
+        return f"[[datasets]] with {sorted(marks)[0]}" if marks else ""
+    keys = {key for _, key, _ in kohya.sections(data)}
+    if "dit" in keys:
+        return "dit"
+    module = kohya.module_name(data)
+    if "pretrained_model_name_or_path" in keys or "model_train_type" in keys or "data" in data:
+        return ""
+    if module in MODULES and module not in kohya.MODULES:
+        return f"network_module = {module}"
+    return "network_dim and learning_rate" if module in ("", "lora") and "network_dim" in keys else ""
+
+
+TOOL = Tool(
+    "musubi-tuner",
+    "musubi-tuner 0.3",
+    RULES,
+    {
+        "network_dim": 4,
+        "network_alpha": 1.0,
+        "learning_rate": 2e-6,
+        "optimizer_type": "AdamW",
+        "lr_scheduler": "constant",
+        "max_train_steps": 1600,
+        "batch_size": 1,
+        "resolution": [960, 544],
+        "enable_bucket": False,
+        "gradient_checkpointing": False,
+        "timestep_sampling": "sigma",
+        "discrete_flow_shift": 1.0,
+        "weighting_scheme": "none",
+    },
+    recognise,
+    flatten,
+    combine,
+    loose=True,
+)

@@ -1,0 +1,682 @@
+"""OneTrainer: the JSON of a preset or a saved configuration, old (flat) or new (parts in tables), with its concepts and
+samples. Facts: OneTrainer of August 2026, configuration version 12."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from lora_fp8.config import UserError
+
+from . import words
+from .base import (
+    JOINT,
+    Draft,
+    Folder,
+    Rule,
+    Source,
+    Tool,
+    always,
+    flag,
+    flattened,
+    idle,
+    none,
+    number,
+    positive,
+    text,
+    to,
+    whole,
+)
+
+NO_PART = "the layers of a family are adapted alike; adapter.targets names which"
+NO_EMBEDDING = "no embeddings are trained here"
+NO_OFT = "belongs to OFT"
+NO_LOKR = "belongs to LoKr"
+NO_LOSS = "the loss is the mean squared error, weighted by min_snr_gamma only"
+NO_VALIDATION = "there is no validation loss here"
+NO_COLOUR = "colours are not changed here"
+NO_VIDEO = "videos are not trained on here"
+PARTS = ("unet", "prior", "transformer")
+OTHER_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4", "vae", "effnet_encoder", "decoder")
+OTHER_PARTS += ("decoder_text_encoder", "decoder_vqgan", "unconditional_transformer")
+
+RULES: dict[str, Rule] = {
+    "__version": idle("the version of the configuration"),
+    "training_method": JOINT,
+    "model_type": JOINT,
+    "base_model_name": JOINT,
+    "extra_model_name": none("model.components takes a diffusers folder"),
+    "debug_mode": idle(),
+    "debug_dir": idle(),
+    "workspace_dir": idle("the run folder holds everything"),
+    "cache_dir": none(words.OTHER_CACHE),
+    "tensorboard": idle(words.LOGGING),
+    "tensorboard_expose": idle(words.LOGGING),
+    "tensorboard_always_on": idle(words.LOGGING),
+    "tensorboard_port": idle(words.LOGGING),
+    "validation": none(NO_VALIDATION),
+    "validate_after": idle(NO_VALIDATION),
+    "validate_after_unit": idle(NO_VALIDATION),
+    "continue_last_backup": none(words.RESUMES),
+    "prevent_overwrites": always("a run folder is never overwritten"),
+    "include_train_config": idle("the resolved config is in the run folder"),
+    "multi_gpu": JOINT,
+    "device_indexes": JOINT,
+    **dict.fromkeys(
+        ("gradient_reduce_precision", "fused_gradient_reduce", "async_gradient_reduce", "async_gradient_reduce_buffer"),
+        idle("train.gradient_exchange says how gradients travel"),
+    ),
+    "output_dtype": to("export.dtype", words.FILE_DTYPE),
+    "output_model_format": none("files are .safetensors in the key names of export.formats", "SAFETENSORS", "KOHYA"),
+    "output_model_destination": JOINT,
+    "async_offloading": idle(),
+    "enable_async_offloading": idle(),
+    "enable_activation_offloading": none("activations are recomputed, not moved to main memory"),
+    "layer_offload_fraction": none(words.NO_SWAP),
+    "force_circular_padding": none(words.NOT_HERE),
+    "compile": JOINT,
+    "gradient_checkpointing": JOINT,
+    "concept_file_name": JOINT,
+    "circular_mask_generation": none(words.NO_MASK),
+    "random_rotate_and_crop": none("pictures are cropped at the middle"),
+    "aspect_ratio_bucketing": to("dataset.buckets", flag),
+    "latent_caching": always(words.ALWAYS_CACHED),
+    "image_caching": always(words.ALWAYS_CACHED),
+    "text_caching": always(words.ALWAYS_CACHED),
+    "latent_caching_epochs": idle(),
+    "clear_cache_before_training": idle("the cache is kept by content; what changed is encoded again"),
+    "learning_rate": JOINT,
+    "learning_rate_scheduler": JOINT,
+    "custom_learning_rate_scheduler": none("schedules of other packages are not loaded"),
+    "scheduler_params": none("belongs to custom schedules"),
+    "scheduler_params.**": none("belongs to custom schedules"),
+    "learning_rate_warmup_steps": JOINT,
+    "learning_rate_cycles": JOINT,
+    "learning_rate_min_factor": JOINT,
+    "learning_rate_scaler": JOINT,
+    "epochs": JOINT,
+    "batch_size": JOINT,
+    "gradient_accumulation_steps": to("train.accumulate", whole),
+    "clip_grad_norm": to("train.max_grad_norm", number),
+    "ema": none(words.NO_EMA, "OFF"),
+    "ema_decay": idle("belongs to ema"),
+    "ema_update_step_interval": idle("belongs to ema"),
+    "non_ema_sampling": idle("belongs to ema"),
+    **dict.fromkeys(
+        ("dataloader_threads", "caching_threads", "prefetch_next_batch", "train_device", "temp_device")
+        + ("enable_autocast_cache", "only_cache"),
+        idle(),
+    ),
+    "train_dtype": JOINT,
+    "fallback_train_dtype": idle("train_dtype counts"),
+    "weight_dtype": JOINT,
+    "resolution": JOINT,
+    "frames": idle(NO_VIDEO),
+    "attention_mechanism": always(words.ATTENTION),
+    "mse_strength": none(NO_LOSS, 1, 1.0),
+    "mae_strength": none(NO_LOSS),
+    "log_cosh_strength": none(NO_LOSS),
+    "huber_strength": none(NO_LOSS),
+    "huber_delta": idle("belongs to huber_strength"),
+    "vb_loss_strength": idle("belongs to PixArt"),
+    "loss_weight_fn": JOINT,
+    "loss_weight_strength": JOINT,
+    "min_snr_gamma": JOINT,
+    "loss_scaler": none("the loss is not scaled by the batch", "NONE"),
+    "dropout_probability": to("adapter.dropout", number),
+    "layer_filter": JOINT,
+    "layer_filter_preset": JOINT,
+    "layer_filter_regex": JOINT,
+    "lora_layers": none(NO_PART),
+    "lora_layer_preset": none(NO_PART, "full"),
+    "offset_noise_weight": none(words.NO_NOISE),
+    "generalized_offset_noise": none(words.NO_NOISE),
+    "perturbation_noise_weight": none(words.NO_NOISE),
+    "rescale_noise_scheduler_to_zero_terminal_snr": none("the model's scheduler_config.json says how it noises"),
+    "force_v_prediction": none("the model's scheduler_config.json says what it predicts"),
+    "force_epsilon_prediction": none("the model's scheduler_config.json says what it predicts"),
+    "timestep_distribution": JOINT,
+    "min_noising_strength": none("the whole range of noise is trained"),
+    "max_noising_strength": none("the whole range of noise is trained", 1, 1.0),
+    "noising_weight": JOINT,
+    "noising_bias": JOINT,
+    "timestep_shift": JOINT,
+    "dynamic_timestep_shifting": JOINT,
+    "cep_gamma": none(words.NOT_HERE),
+    "quantization.layer_filter": none("quantize.keep and quantize.override say which layers are held how"),
+    "quantization.layer_filter_preset": none(
+        "quantize.keep and quantize.override say which layers are held how", "full", "blocks"
+    ),
+    "quantization.**": none("quantize.keep and quantize.override say which layers are held how"),
+    **{f"{part}.{name}": JOINT for part in PARTS for name in ("model_name", "train", "learning_rate", "weight_dtype")},
+    **{f"{part}.{name}": JOINT for part in PARTS for name in ("gradient_checkpointing", "guidance_scale")},
+    **{f"{part}.offload_fraction": none(words.NO_SWAP) for part in PARTS},
+    **{f"{part}.**": none("one length of training for all: train.steps") for part in PARTS},
+    **{f"{part}.{name}": idle() for part in PARTS for name in ("include", "stop_training_after")},
+    **{f"{part}.stop_training_after_unit": none("train.steps is the end", "NEVER", "EPOCH") for part in PARTS},
+    **{f"{part}.{name}": idle("belongs to text encoders") for part in PARTS for name in ("dropout_probability",)},
+    **{f"{part}.{name}": idle("no embeddings are trained here") for part in PARTS for name in ("train_embedding",)},
+    **{f"{part}.attention_mask": none("the pipeline's own attention is used") for part in PARTS},
+    **{f"{part}.activation_offloading": none(words.NO_SWAP) for part in PARTS},
+    **{f"{part}.train": none(words.NO_TEXT_ENCODER) for part in OTHER_PARTS if part.startswith("text")},
+    **{f"{part}.dropout_probability": none("dataset.caption_dropout drops captions") for part in OTHER_PARTS},
+    **{f"{part}.**": idle("text encoders and VAE are used and freed before training") for part in OTHER_PARTS},
+    "text_encoder.dropout_probability": JOINT,
+    **dict.fromkeys(
+        ("text_encoder_layer_skip", "text_encoder_2_layer_skip", "text_encoder_3_layer_skip")
+        + ("text_encoder_4_layer_skip",),
+        none("the text encoder's layer is the one the pipeline uses"),
+    ),
+    **dict.fromkeys(
+        ("text_encoder_sequence_length", "text_encoder_2_sequence_length"),
+        none("the pipeline's own length is used", 77, 512),
+    ),
+    # The flat keys of older files
+    "unet_weight_dtype": JOINT,
+    "unet_learning_rate": JOINT,
+    "prior_weight_dtype": JOINT,
+    "prior_learning_rate": JOINT,
+    "train_unet": none("the denoiser is what is trained", True),
+    "train_unet_epochs": idle("train.steps is the end"),
+    "train_prior": none("the denoiser is what is trained", True),
+    "train_prior_epochs": idle("train.steps is the end"),
+    "train_text_encoder": none(words.NO_TEXT_ENCODER),
+    "train_text_encoder_2": none(words.NO_TEXT_ENCODER),
+    **dict.fromkeys(
+        ("train_text_encoder_epochs", "train_text_encoder_2_epochs", "text_encoder_learning_rate")
+        + ("text_encoder_2_learning_rate", "text_encoder_weight_dtype", "text_encoder_2_weight_dtype")
+        + ("vae_weight_dtype", "vae_model_name", "lora_weight_dtype_te"),
+        idle("text encoders and VAE are used and freed before training"),
+    ),
+    "masked_training": none(words.NO_MASK),
+    **dict.fromkeys(
+        ("unmasked_probability", "unmasked_weight", "normalize_masked_area_loss", "masked_prior_preservation_weight"),
+        idle("belongs to masked_training"),
+    ),
+    "custom_conditioning_image": none("no control pictures are used here"),
+    **dict.fromkeys(
+        ("embedding_learning_rate", "preserve_embedding_norm", "embedding.**", "embedding_weight_dtype")
+        + ("token_count", "initial_embedding_text", "bundle_additional_embeddings"),
+        idle(NO_EMBEDDING),
+    ),
+    "additional_embeddings": none(NO_EMBEDDING),
+    "additional_embeddings.**": none(NO_EMBEDDING),
+    "peft_type": JOINT,
+    "lora_model_name": none(words.NO_START),
+    "lora_rank": to("adapter.rank", whole),
+    "lora_alpha": to("adapter.alpha", number),
+    "lora_decompose": JOINT,
+    "lora_decompose_norm_epsilon": idle("belongs to lora_decompose"),
+    "lora_decompose_output_axis": idle("belongs to lora_decompose"),
+    "lora_weight_dtype": JOINT,
+    **dict.fromkeys(
+        ("oft_block_size", "oft_block_share", "dora_oft", "oft_scaled", "oft_clipped_norm", "oft_cans"), idle(NO_OFT)
+    ),
+    **dict.fromkeys(
+        ("lokr_dim", "lokr_decompose_both", "lokr_decompose_factor", "lokr_use_tucker", "lokr_weight_decompose")
+        + ("lokr_dora_on_output", "lokr_full_matrix", "lokr_vec_trick"),
+        idle(NO_LOKR),
+    ),
+    "optimizer": JOINT,
+    "optimizer.optimizer": JOINT,
+    "optimizer.weight_decay": to("optimizer.weight_decay", number),
+    "optimizer.beta1": to("optimizer.beta1", number),
+    "optimizer.beta2": to("optimizer.beta2", number),
+    "optimizer.eps": to("optimizer.eps", number),
+    "optimizer.stochastic_rounding": idle("optimizer.rounding says how small updates are kept"),
+    "optimizer.fused_back_pass": none("gradients are summed in float32 and stepped together here"),
+    "optimizer.**": none("not known to the optimizers here"),
+    "optimizer_defaults.**": idle("what the page remembers of other optimizers"),
+    "optimizer_defaults": idle("what the page remembers of other optimizers"),
+    "optimizer_weight_decay": to("optimizer.weight_decay", number),
+    "weight_decay": to("optimizer.weight_decay", number),
+    "sample_definition_file_name": JOINT,
+    "samples": JOINT,
+    "samples.*.prompt": JOINT,
+    "samples.*.negative_prompt": JOINT,
+    "samples.*.width": JOINT,
+    "samples.*.height": JOINT,
+    "samples.*.seed": JOINT,
+    "samples.*.diffusion_steps": JOINT,
+    "samples.*.cfg_scale": JOINT,
+    "samples.*.enabled": JOINT,
+    "samples.*.random_seed": none("previews keep their seeds"),
+    "samples.*.noise_scheduler": none(words.NO_SAMPLER, "DDIM", "EULER"),
+    "samples.*.**": idle("belongs to other models"),
+    "samples.*.sample_inpainting": none("no control pictures are used here"),
+    "sample_after": JOINT,
+    "sample_after_unit": JOINT,
+    "sample_skip_first": JOINT,
+    **dict.fromkeys(
+        ("sample_image_format", "sample_video_format", "sample_audio_format", "samples_to_tensorboard"),
+        idle("previews are .png in the run folder"),
+    ),
+    "cloud.**": idle("training runs where it is started"),
+    "secrets.**": idle("no accounts are used"),
+    "backup_after": JOINT,
+    "backup_after_unit": JOINT,
+    "rolling_backup": JOINT,
+    "rolling_backup_count": JOINT,
+    "backup_before_save": always("a checkpoint is made before the file"),
+    "save_every": JOINT,
+    "save_every_unit": JOINT,
+    "save_after": JOINT,
+    "save_after_unit": JOINT,
+    "save_skip_first": idle(),
+    "save_filename_prefix": none("files are named after the job"),
+    "concepts": JOINT,
+    "concepts.*.path": JOINT,
+    "concepts.*.enabled": JOINT,
+    "concepts.*.repeats": JOINT,
+    "concepts.*.balancing": JOINT,
+    "concepts.*.balancing_strategy": JOINT,
+    "concepts.*.include_subdirectories": JOINT,
+    "concepts.*.text.prompt_source": JOINT,
+    "concepts.*.text.prompt_path": none("captions are .txt or .caption files beside the pictures here"),
+    "concepts.*.text.enable_tag_shuffling": JOINT,
+    "concepts.*.text.keep_tags_count": JOINT,
+    "concepts.*.text.tag_delimiter": JOINT,
+    "concepts.*.text.tag_dropout_enable": none("single tags are not dropped here"),
+    "concepts.*.text.**": idle("belongs to tag dropout and capitals"),
+    "concepts.*.text.caps_randomize_enable": none("captions are not changed to capitals here"),
+    "concepts.*.image.enable_random_flip": JOINT,
+    "concepts.*.image.enable_fixed_flip": none("pictures are mirrored at random or not at all"),
+    "concepts.*.image.enable_crop_jitter": none("pictures are cropped at the middle"),
+    "concepts.*.image.enable_random_rotate": none("pictures are not turned here"),
+    "concepts.*.image.enable_fixed_rotate": none("pictures are not turned here"),
+    "concepts.*.image.enable_resolution_override": JOINT,
+    "concepts.*.image.resolution_override": JOINT,
+    **{
+        f"concepts.*.image.enable_{how}_{what}": none(NO_COLOUR)
+        for how in ("random", "fixed")
+        for what in ("brightness", "contrast", "saturation", "hue")
+    },
+    "concepts.*.image.enable_random_circular_mask_shrink": none(words.NO_MASK),
+    "concepts.*.image.enable_random_mask_rotate_crop": none(words.NO_MASK),
+    "concepts.*.image.**": idle("belongs to a change of colours or angles"),
+    "concepts.*.validation_concept": none(NO_VALIDATION),
+    "concepts.*.type": JOINT,
+    "concepts.*.loss_weight": none("every folder counts the same; see repeats", 1, 1.0),
+    "concepts.*.image_variations": none("one crop of each picture is cached", 1),
+    "concepts.*.text_variations": JOINT,
+    "concepts.*.name": idle("the concept's name"),
+    "concepts.*.seed": idle("the job's seed counts"),
+    "concepts.*.__version": idle("the version of the configuration"),
+    "concepts.*.concept_stats.**": idle("what the page counted"),
+    "concepts.*.concept_stats": idle("what the page counted"),
+}
+
+MODELS = {
+    "STABLE_DIFFUSION_15": "sd15",
+    "STABLE_DIFFUSION_20": "sd2",
+    "STABLE_DIFFUSION_20_BASE": "sd2",
+    "STABLE_DIFFUSION_21": "sd2",
+    "STABLE_DIFFUSION_21_BASE": "sd2",
+    "STABLE_DIFFUSION_3": "sd3",
+    "STABLE_DIFFUSION_35": "sd3",
+    "STABLE_DIFFUSION_XL_10_BASE": "sdxl",
+    "FLUX_DEV_1": "flux",
+    "FLUX_2": "flux2",
+    "QWEN": "qwen_image",
+    "Z_IMAGE": "z_image",
+    "CHROMA_1": "chroma",
+    "HI_DREAM_FULL": "hidream",
+    "SANA": "sana",
+    "KREA_2": "krea2",
+    "ANIMA": "anima",
+    "HUNYUAN_VIDEO": "hunyuan_video",
+}
+
+
+def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
+    """The settings, the concepts and the samples, each from this file or its own."""
+    data = draft.source.data
+    if not isinstance(data, dict):
+        raise UserError(f"{draft.source.path}: expected one table; give the configuration, not the list of concepts")
+    yield from ((key, key, value) for key, value in flattened(data))
+    for name, prefix in (("concept_file_name", "concepts"), ("sample_definition_file_name", "samples")):
+        path = data.get(name)
+        if path and not data.get(prefix):
+            inner = draft.refer(name, str(path))
+            if isinstance(inner, list):
+                file = re.split(r"[/\\]", str(path))[-1]
+                yield from ((f"{file}: {key}", f"{prefix}.{key}", value) for key, value in flattened(inner))
+
+
+def combine(draft: Draft) -> None:
+    """Everything of a job."""
+    kind = str(draft.get("model_type") or "")
+    words.set_family(draft, "model_type", MODELS.get(kind, kind.lower()), f"model_type = {kind!r}")
+    if draft.get("training_method") in (None, "LORA"):
+        draft.mapped("training_method", {}, "a LoRA is trained")
+    else:
+        draft.none("training_method", "only LoRAs are trained here; a LoRA was written")
+        draft.need("adapter.rank", "theirs trained something else: choose the size of a LoRA")
+    part = _part(draft)
+    _set_path(draft, part)
+    words.set_dtype(draft, "train_dtype")
+    _set_storage(draft, part)
+    _set_adapter(draft)
+    _set_folders(draft)
+    per_epoch = _set_length_and_rate(draft, part)
+    _set_loss_and_timesteps(draft, part)
+    _set_memory(draft, part)
+    _set_previews(draft, per_epoch)
+    destination = draft.get("output_model_destination", text)
+    if destination:
+        words.set_name(draft, "output_model_destination", words.stem(destination), "the file's name")
+
+
+def _part(draft: Draft) -> str:
+    """The part of the model that is the denoiser: unet, transformer, or prior in older files."""
+    if draft.family in words.DIFFUSION:
+        return "unet"
+    return "transformer" if any(key.startswith("transformer.") for key in draft.given) else "prior"
+
+
+def _set_path(draft: Draft, part: str) -> None:
+    single = f"{part}.model_name"
+    if draft.has(single):
+        folder = draft.get("base_model_name", text)
+        draft.mapped("base_model_name", {"model.components": folder}, "the denoiser has a file of its own")
+        words.set_model_path(draft, single)
+    else:
+        words.set_model_path(draft, "base_model_name")
+    for other in PARTS:
+        draft.none(f"{other}.model_name", "another part", off=True)
+
+
+def _set_storage(draft: Draft, part: str) -> None:
+    keys = [f"{part}.weight_dtype", f"{part}_weight_dtype", "weight_dtype"]
+    used = next((key for key in keys if draft.has(key) and draft.given[key] != "NONE"), "")
+    if used:
+        words.set_storage(draft, [used], draft.given[used], "OneTrainer")
+    rest = [*keys, *(f"{other}.weight_dtype" for other in PARTS), "unet_weight_dtype", "prior_weight_dtype"]
+    draft.none(rest, f"{used or part} counts", off=True)
+
+
+def _set_adapter(draft: Draft) -> None:
+    kind = words.plain(draft.get("peft_type") or "lora")
+    kind = "dora" if kind == "lora" and words.on(draft.get("lora_decompose")) else kind
+    own = {words.plain(name): name for name in words.accepted("adapter.type")}
+    keys = ["peft_type", "lora_decompose"] if words.on(draft.get("lora_decompose")) else ["peft_type"]
+    if kind in own:
+        draft.mapped(keys, {"adapter.type": own[kind]})
+    else:
+        draft.none(keys, f"there is no {kind} here; a LoRA of this rank was written")
+        draft.set("adapter.type", "lora")
+        draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+    draft.none("lora_decompose", "off", off=True)
+    for part in PARTS:
+        if draft.has(f"{part}.train") and flag(draft.given[f"{part}.train"]):
+            draft.mapped(f"{part}.train", {}, "the denoiser is what is trained")
+        draft.none(f"{part}.train", "the denoiser is what is trained here")
+    dtype = draft.get("lora_weight_dtype")
+    if dtype:
+        ours = words.FILE_DTYPE(dtype)
+        draft.mapped("lora_weight_dtype", {"adapter.dtype": "fp32" if ours == "fp32" else "bf16"})
+    filters = ["layer_filter", "layer_filter_preset", "layer_filter_regex"]
+    names = draft.get("layer_filter", text)
+    if names and not words.on(draft.get("layer_filter_regex")):
+        draft.none(filters, f"parts of names ({names}) there; here adapter.targets takes endings such as 'to_q'")
+        draft.todo.append(f"adapter.targets: theirs adapts layers with {names} in their name; here the family's choice")
+    draft.none(filters, NO_PART, off=not names)
+
+
+def _set_folders(draft: Draft) -> None:
+    tables = sorted({m[0] for key in draft.given if (m := re.match(r"concepts\.\d+\.", key))})
+    kept: list[str] = []
+    for table in tables:
+        kind = str(draft.get(f"{table}type") or "STANDARD")
+        validation = words.on(draft.get(f"{table}validation_concept")) or kind == "VALIDATION"
+        disabled = draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"])
+        path = draft.get(f"{table}path", text)
+        if disabled or validation or kind == "PRIOR_PREDICTION" or not path:
+            reason = "the concept is off" if disabled else NO_VALIDATION if validation else words.NO_REG
+            draft.none([key for key in draft.given if key.startswith(table)], reason, off=disabled)
+            continue
+        kept.append(table)
+        at = f"dataset.folders.{len(draft.folders)}"
+        counted = f"{table}balancing" if draft.has(f"{table}balancing") else f"{table}repeats"
+        repeats = draft.get(counted, number) or 1.0
+        by_samples = draft.get(f"{table}balancing_strategy") == "SAMPLES"
+        deep = words.on(draft.get(f"{table}include_subdirectories"))
+        folder = words.look_into(draft, Folder(path, 1 if by_samples else max(1, round(repeats))), deep=deep)
+        draft.mapped(f"{table}path", {}, f"{at}.path")
+        if by_samples:
+            draft.none(counted, f"{repeats:g} samples of the concept an epoch there; {at}.repeats counts repeats here")
+        elif repeats == folder.repeats:
+            draft.mapped(counted, {}, f"{at}.repeats = {folder.repeats}")
+        else:
+            draft.differs(counted, {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
+        draft.none(f"{table}balancing_strategy", "belongs to balancing", off=not by_samples)
+        if deep:
+            draft.mapped(f"{table}include_subdirectories", {}, "subfolders are always searched")
+        elif draft.has(f"{table}include_subdirectories"):
+            draft.differs(f"{table}include_subdirectories", {}, "subfolders are always searched here")
+        source = draft.get(f"{table}text.prompt_source") or "sample"
+        if source == "sample":
+            draft.mapped(f"{table}text.prompt_source", {}, "captions are files beside the pictures")
+        else:
+            draft.none(f"{table}text.prompt_source", "captions are .txt or .caption files beside the pictures here")
+            draft.todo.append(f"{at}: captions come from {source!r} there; here from .txt files beside the pictures")
+        for name in ("type", "enabled"):
+            draft.mapped(f"{table}{name}", {}, "on")
+        draft.folders.append(folder)
+    draft.mapped(["concept_file_name"], {}, "read as well" if tables else "not here")
+    draft.none("concepts", "empty", off=True)
+    if not kept and draft.has("concept_file_name"):
+        draft.folders = [Folder("TODO")]
+        draft.need("dataset.folders", f"the folders of {draft.get('concept_file_name')}, which is not here")
+
+    def each(name: str) -> tuple[list[str], list[Any]]:
+        return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
+
+    if kept:
+        keys, values = each("image.enable_random_flip")
+        words.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
+        words.share(draft, *each("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
+        for name, setting, read in (
+            ("text.keep_tags_count", "dataset.keep_tokens", whole),
+            ("text.tag_delimiter", "dataset.tag_separator", lambda value: str(value).strip() or " "),
+            ("text.text_variations", "dataset.caption_variants", whole),
+        ):
+            keys, values = each(name)
+            if draft.settings.get("dataset.shuffle_tags"):
+                words.share(draft, keys, values, setting, read)
+            draft.none(keys, "means nothing without tag shuffling", off=True)
+        keys, values = each("text_variations")
+        if draft.settings.get("dataset.shuffle_tags"):
+            words.share(draft, keys, values, "dataset.caption_variants", whole)
+        draft.none(keys, "means nothing without tag shuffling", off=True)
+    dropped = draft.get("text_encoder.dropout_probability", number)
+    if dropped:
+        draft.mapped("text_encoder.dropout_probability", {"dataset.caption_dropout": dropped})
+    draft.none("text_encoder.dropout_probability", "off", off=True)
+    own = [f"{t}image.resolution_override" for t in kept if words.on(draft.get(f"{t}image.enable_resolution_override"))]
+    sizes = [str(draft.get("resolution") or ""), *(str(draft.given[key]) for key in own)]
+    values = [one.strip() for size in sizes for one in size.split(",") if one.strip()]
+    if values:
+        words.set_resolution(draft, ["resolution", *own], values)
+    switches = [f"{table}image.enable_resolution_override" for table in kept]
+    draft.none([*switches, *(f"{table}image.resolution_override" for table in kept)], "resolution counts", off=True)
+
+
+def _set_length_and_rate(draft: Draft, part: str) -> int | None:
+    """Steps, batch, rate and schedule; the steps of an epoch, where they are known."""
+    batch = positive(draft.get("batch_size") or 1)
+    devices = [one for one in str(draft.get("device_indexes") or "").split(",") if one.strip()]
+    processes = len(devices) if words.on(draft.get("multi_gpu")) and devices else 1
+    if processes > 1:
+        told = f"over all processes together here: {batch} x {processes}"
+        draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, told)
+    else:
+        draft.mapped("batch_size", {"train.batch_size": batch})
+    draft.none(["multi_gpu", "device_indexes"], "one process", off=True)
+    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = words.steps_per_epoch(draft, batch, accumulate, processes)
+    words.set_steps_from_epochs(draft, "epochs", positive(draft.get("epochs")), per_epoch, batch)
+    scaler = str(draft.get("learning_rate_scaler") or "NONE")
+    factors = {"BATCH": batch, "GRADIENT_ACCUMULATION": accumulate, "BOTH": batch * accumulate}
+    scale = math.sqrt(factors.get(scaler, 1))
+    rates = [f"{part}.learning_rate", f"{part}_learning_rate", "learning_rate"]
+    used = next((key for key in rates if draft.has(key)), "learning_rate")
+    name = "optimizer.optimizer" if draft.has("optimizer.optimizer") else "optimizer"
+    words.set_optimizer(draft, name, [used], draft.get(used, number), scale)
+    if scale != 1:
+        told = f"the rate times the root of {factors[scaler]}"
+        draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, told)
+    draft.mapped("learning_rate_scaler", {}, "the rate is not scaled")
+    others = [f"{other}.learning_rate" for other in PARTS] + ["unet_learning_rate", "prior_learning_rate"]
+    draft.none([*rates, *others], f"{used} counts for the denoiser", off=True)
+    warmup = draft.get("learning_rate_warmup_steps", number)
+    words.set_schedule(
+        draft,
+        "learning_rate_scheduler",
+        warmup_key="learning_rate_warmup_steps",
+        warmup=warmup,
+        cycles_key="learning_rate_cycles",
+        floor_key="learning_rate_min_factor",
+        floor=draft.get("learning_rate_min_factor", number),
+        constant_warms_up=True,
+    )
+    saved = "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it"
+    pairs = [
+        ("backup_after", "backup_after_unit"),
+        ("save_every", "save_every_unit"),
+        ("save_after", "save_after_unit"),
+    ]
+    done = False
+    for key, unit in pairs:
+        done = _set_every(draft, "checkpoint.every", key, unit, per_epoch, saved, done) or done
+    keep = draft.get("rolling_backup_count", whole)
+    if words.on(draft.get("rolling_backup")) and keep:
+        draft.mapped(["rolling_backup_count", "rolling_backup"], {"checkpoint.keep": max(2, keep)})
+    draft.none(["rolling_backup_count", "rolling_backup"], "the newest checkpoint.keep are always kept", off=True)
+    return per_epoch
+
+
+def _set_every(
+    draft: Draft, setting: str, key: str, unit_key: str, per_epoch: int | None, note: str, done: bool
+) -> bool:
+    """One of our "every so many steps" from a number and its unit; whether it was set."""
+    count, unit = draft.get(key, number), str(draft.get(unit_key) or "NEVER")
+    if not draft.has(key) and not draft.has(unit_key):
+        return False
+    if done or not count or unit in ("NEVER", "ALWAYS"):
+        draft.none([key, unit_key], f"another key is {setting}" if done else "off", off=True)
+        return False
+    if unit == "STEP":
+        draft.differs([key, unit_key], {setting: max(1, round(count))}, note)
+        return True
+    if unit == "EPOCH" and per_epoch:
+        told = f"every {count:g} x {per_epoch} steps; steps are counted here, not epochs"
+        draft.differs([key, unit_key], {setting: max(1, round(count * per_epoch))}, f"{told}. {note}" if note else told)
+        return True
+    draft.none([key, unit_key], f"{setting} counts steps, not {unit.lower()}s; its default was left")
+    return False
+
+
+def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
+    weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", number)
+    if weight == "MIN_SNR_GAMMA":
+        words.set_min_snr(draft, "loss_weight_strength", strength or 5.0)
+        draft.mapped("loss_weight_fn", {}, "objective.min_snr_gamma says it")
+    else:
+        off = weight in ("CONSTANT", "NONE")
+        draft.none("loss_weight_fn", "min_snr_gamma is the only weight here", off=off)
+        draft.none("loss_weight_strength", f"belongs to {weight}", off=True)
+    words.set_min_snr(draft, "min_snr_gamma")
+    keys = ["timestep_distribution", "timestep_shift", "dynamic_timestep_shifting", "noising_weight", "noising_bias"]
+    kind = str(draft.get("timestep_distribution") or "UNIFORM")
+    told = []
+    dynamic = words.on(draft.get("dynamic_timestep_shifting"))
+    shift: float | str = "auto" if dynamic else draft.get("timestep_shift", number) or 1.0
+    shape = "uniform" if kind == "UNIFORM" else "logit_normal"
+    if kind not in ("UNIFORM", "LOGIT_NORMAL"):
+        told.append(f"{kind} has no counterpart; logit_normal was written")
+    for key in ("noising_weight", "noising_bias"):
+        value = draft.get(key, number)
+        if value and kind != "UNIFORM":
+            told.append(f"{key} = {value:g} is always 0 here")
+    if draft.family in words.DIFFUSION and kind != "UNIFORM":
+        draft.none(keys, "noise levels are drawn uniformly here for a model that predicts noise")
+    words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+    draft.none(keys, "off", off=True)
+    guidance = f"{part}.guidance_scale"
+    if draft.has(guidance):
+        draft.mapped(guidance, {"objective.guidance": number(draft.given[guidance])})
+    draft.none([f"{other}.guidance_scale" for other in PARTS], "another part", off=True)
+
+
+def _set_memory(draft: Draft, part: str) -> None:
+    used = f"{part}.gradient_checkpointing" if draft.has(f"{part}.gradient_checkpointing") else "gradient_checkpointing"
+    value = draft.get(used)
+    if draft.has(used):
+        word = str(value).upper()
+        if word == "CPU_OFFLOADED":
+            told = "activations are recomputed, not moved to main memory"
+            draft.differs(used, {"memory.gradient_checkpointing": True}, told)
+        else:
+            draft.mapped(used, {"memory.gradient_checkpointing": word in ("ON", "TRUE")})
+    keys = ["gradient_checkpointing", *(f"{other}.gradient_checkpointing" for other in PARTS)]
+    draft.none(keys, "another part", off=True)
+    if words.on(draft.get("compile")):
+        draft.differs("compile", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+    draft.none("compile", "off", off=True)
+
+
+def _set_previews(draft: Draft, per_epoch: int | None) -> None:
+    tables = sorted({m[0] for key in draft.given if (m := re.match(r"samples\.\d+\.", key))})
+    pictures: list[dict[str, Any]] = []
+    keys: dict[str, str] = {}
+    for table in tables:
+        if draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"]):
+            draft.none([key for key in draft.given if key.startswith(table)], "the sample is off", off=True)
+            continue
+        names = {"prompt": "prompt", "negative_prompt": "negative", "width": "width", "height": "height"}
+        names |= {"seed": "seed", "diffusion_steps": "steps", "cfg_scale": "guidance"}
+        pictures.append({ours: draft.get(f"{table}{name}") for name, ours in names.items()})
+        keys |= {f"{table}{name}": ours.replace("prompt", "prompts") for name, ours in names.items()}
+        draft.mapped(f"{table}enabled", {}, "on")
+    if pictures:
+        words.set_previews(draft, keys, pictures)
+        _set_every(draft, "preview.every", "sample_after", "sample_after_unit", per_epoch, "", False)
+        draft.set("preview.at_start", False, "theirs draws after training has begun")
+    draft.mapped("sample_definition_file_name", {}, "read as well" if tables else "not here: no previews")
+    rest = ["sample_after", "sample_after_unit", "sample_skip_first", "samples"]
+    draft.none([*rest, *(key for key in draft.given if key.startswith("samples."))], "no previews", off=True)
+
+
+def recognise(source: Source) -> str:
+    """training_method with model_type, in JSON."""
+    data = source.data
+    if source.kind != "json" or not isinstance(data, dict):
+        return ""
+    return "training_method and model_type" if {"training_method", "model_type"} <= data.keys() else ""
+
+
+TOOL = Tool(
+    "onetrainer",
+    "OneTrainer of August 2026",
+    RULES,
+    {
+        "lora_rank": 16,
+        "lora_alpha": 1.0,
+        "learning_rate": 3e-6,
+        "optimizer": "ADAMW",
+        "learning_rate_scheduler": "CONSTANT",
+        "learning_rate_warmup_steps": 200,
+        "epochs": 100,
+        "batch_size": 1,
+        "train_dtype": "FLOAT_16",
+        "resolution": "512",
+        "timestep_distribution": "UNIFORM",
+        "timestep_shift": 1.0,
+    },
+    recognise,
+    flatten,
+    combine,
+)

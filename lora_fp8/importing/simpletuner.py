@@ -1,0 +1,666 @@
+"""SimpleTuner: config.json and its data backends. Facts: SimpleTuner of August 2026."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from . import words
+from .base import (
+    JOINT,
+    Draft,
+    Folder,
+    Rule,
+    Source,
+    Tool,
+    always,
+    flag,
+    flattened,
+    idle,
+    none,
+    number,
+    positive,
+    text,
+    to,
+    whole,
+)
+
+NO_VALIDATION = "there is no validation loss here"
+NO_CONTROL = "no control pictures are used here"
+NO_CLOUD = "pictures are read from folders of this machine"
+
+RULES: dict[str, Rule] = {
+    "model_type": JOINT,
+    "model_family": JOINT,
+    "model_flavour": JOINT,
+    "pretrained_model_name_or_path": JOINT,
+    "pretrained_transformer_model_name_or_path": JOINT,
+    "pretrained_unet_model_name_or_path": JOINT,
+    "pretrained_vae_model_name_or_path": none("the base's own VAE is used, or that of model.components"),
+    "pretrained_t5_model_name_or_path": none("the base's own encoders are used, or those of model.components"),
+    "revision": to("model.revision", text),
+    "variant": idle("the files of full precision come first"),
+    "prediction_type": none("the model's scheduler_config.json says what it predicts"),
+    "base_model_precision": JOINT,
+    "base_model_default_dtype": idle("model.dtype is the dtype of what is not quantized"),
+    "quantize_via": idle(),
+    **{f"text_encoder_{i}_precision": idle("text encoders are freed before training here") for i in range(1, 5)},
+    "mixed_precision": JOINT,
+    "lora_type": JOINT,
+    "lora_rank": JOINT,
+    "lora_alpha": JOINT,
+    "lora_dropout": to("adapter.dropout", number),
+    "lora_init_type": none("adapters start as peft's LoRA: A at random, B at zero", "default"),
+    "lora_format": none("export.formats says which key names are written", "diffusers"),
+    "init_lora": none(words.NO_START),
+    "use_dora": JOINT,
+    "lycoris_config": JOINT,
+    "init_lokr_norm": none("belongs to LoKr"),
+    "peft_lora_mode": none(words.NOT_HERE, "standard"),
+    "flux_lora_target": none("the layers of a family are adapted alike; adapter.targets names which"),
+    "fuse_qkv_projections": idle("q, k and v share one quantized input"),
+    "controlnet": none(NO_CONTROL),
+    "control": none(NO_CONTROL),
+    "train_text_encoder": none(words.NO_TEXT_ENCODER),
+    "text_encoder_lr": none(words.NO_TEXT_ENCODER),
+    "optimizer": JOINT,
+    "optimizer_config": JOINT,
+    "optimizer_beta1": to("optimizer.beta1", number),
+    "optimizer_beta2": to("optimizer.beta2", number),
+    "adam_beta1": to("optimizer.beta1", number),
+    "adam_beta2": to("optimizer.beta2", number),
+    "adam_weight_decay": to("optimizer.weight_decay", number),
+    "adam_epsilon": to("optimizer.eps", number),
+    "adam_bfloat16": idle("optimizer.rounding says how small updates are kept"),
+    "optimizer_release_gradients": none("gradients are summed in float32 and stepped together here"),
+    "optimizer_cpu_offload_method": none("the optimizer's state stays where the adapters are", "none"),
+    "optimizer_offload_gradients": idle(),
+    "fuse_optimizer": idle(),
+    "learning_rate": JOINT,
+    "lr_scale": JOINT,
+    "lr_scale_sqrt": JOINT,
+    "lr_scheduler": JOINT,
+    "lr_warmup_steps": JOINT,
+    "lr_num_cycles": JOINT,
+    "lr_power": JOINT,
+    "lr_end": JOINT,
+    "max_grad_norm": JOINT,
+    "grad_clip_method": JOINT,
+    "max_train_steps": JOINT,
+    "num_train_epochs": JOINT,
+    "ignore_final_epochs": idle("train.steps is the end"),
+    "train_batch_size": JOINT,
+    "num_processes": JOINT,
+    "gradient_accumulation_steps": to("train.accumulate", whole),
+    "gradient_checkpointing": to("memory.gradient_checkpointing", flag),
+    "gradient_checkpointing_interval": none("every block is recomputed", 1),
+    "seed": JOINT,
+    "seed_for_each_device": idle("noise belongs to the sample, whatever process draws it"),
+    "use_ema": none(words.NO_EMA),
+    **dict.fromkeys(
+        ("ema_decay", "ema_device", "ema_cpu_only", "ema_update_interval", "ema_foreach_disable", "ema_validation"),
+        idle("belongs to use_ema"),
+    ),
+    "snr_gamma": JOINT,
+    "use_soft_min_snr": none("min_snr_gamma is the only weight here"),
+    "loss_type": none("the loss is the mean squared error", "l2"),
+    "noise_offset": none(words.NO_NOISE),
+    "noise_offset_probability": idle("belongs to noise_offset"),
+    "input_perturbation": none(words.NO_NOISE),
+    "input_perturbation_steps": idle("belongs to input_perturbation"),
+    "rescale_betas_zero_snr": none("the model's scheduler_config.json says how it noises"),
+    "disable_segmented_timestep_sampling": idle("every timestep is drawn by itself"),
+    "flow_schedule_shift": JOINT,
+    "flow_schedule_auto_shift": JOINT,
+    "flow_sigmoid_scale": JOINT,
+    "flow_use_uniform_schedule": JOINT,
+    "flow_use_beta_schedule": none("timesteps are uniform or logit-normal here"),
+    "flow_beta_schedule_alpha": idle("belongs to flow_use_beta_schedule"),
+    "flow_beta_schedule_beta": idle("belongs to flow_use_beta_schedule"),
+    "flux_fast_schedule": none("timesteps are uniform or logit-normal here"),
+    "flux_guidance_mode": none("one guidance while training: objective.guidance", "constant"),
+    "flux_guidance_value": to("objective.guidance", number),
+    "flux_guidance_min": idle("belongs to flux_guidance_mode"),
+    "flux_guidance_max": idle("belongs to flux_guidance_mode"),
+    "flux_attention_masked_training": none("the pipeline's own attention is used"),
+    "t5_padding": none("captions are padded as the pipeline does"),
+    "tokenizer_max_length": none("the pipeline's own length is used"),
+    "caption_dropout_probability": to("dataset.caption_dropout", number),
+    "resolution": JOINT,
+    "resolution_type": JOINT,
+    "aspect_bucket_rounding": idle("buckets are multiples of dataset.bucket_step"),
+    "aspect_bucket_alignment": to("dataset.bucket_step", whole),
+    "minimum_image_size": none("small pictures are enlarged, or get smaller buckets: dataset.upscale"),
+    "maximum_image_size": none("pictures are scaled to their bucket"),
+    "target_downsample_size": none("pictures are scaled to their bucket"),
+    "disable_bucket_pruning": always("no picture is left out of an epoch"),
+    "caption_strategy": JOINT,
+    "instance_prompt": JOINT,
+    "data_backend_config": JOINT,
+    "data_backend_sampling": none("folders weigh by their pictures and repeats", "auto-weighting"),
+    "delete_unwanted_images": always("nothing of yours is ever deleted"),
+    "delete_problematic_images": always("nothing of yours is ever deleted"),
+    "output_dir": JOINT,
+    "tracker_run_name": JOINT,
+    "checkpoint_step_interval": JOINT,
+    "checkpointing_steps": JOINT,
+    "checkpoint_epoch_interval": JOINT,
+    "checkpoints_total_limit": JOINT,
+    "resume_from_checkpoint": none("`lora-fp8 resume` goes on with our own runs", "latest"),
+    "validation_prompt": JOINT,
+    "validation_prompt_library": none("prompts are written out here: preview.prompts"),
+    "user_prompt_library": none("prompts are written out here: preview.prompts"),
+    "validation_negative_prompt": JOINT,
+    "validation_guidance": JOINT,
+    "validation_guidance_real": none("one guidance for previews: preview.guidance", 1, 1.0),
+    "validation_guidance_rescale": none("guidance is not rescaled here"),
+    "validation_num_inference_steps": JOINT,
+    "validation_resolution": JOINT,
+    "validation_seed": JOINT,
+    "validation_steps": JOINT,
+    "validation_step_interval": JOINT,
+    "validation_epoch_interval": JOINT,
+    "validation_on_startup": JOINT,
+    "validation_disable": JOINT,
+    "num_validation_images": none("one preview for each prompt", 1),
+    **dict.fromkeys(
+        ("validation_torch_compile", "validation_torch_compile_mode", "validation_randomize", "validation_seed_source")
+        + ("validation_disable_unconditional", "validation_noise_scheduler", "validation_using_datasets")
+        + ("validation_num_video_frames", "validation_method", "validation_preview", "validation_preview_steps")
+        + ("validation_multigpu", "validation_no_cfg_until_timestep", "validation_adapter_path"),
+        idle("says how previews are drawn there"),
+    ),
+    **dict.fromkeys(
+        ("num_eval_images", "eval_steps_interval", "eval_epoch_interval", "eval_timesteps", "eval_dataset_pooling")
+        + ("eval_dataset_id", "evaluation_type", "pretrained_evaluation_model_name_or_path", "eval_loss_disable"),
+        idle(NO_VALIDATION),
+    ),
+    **dict.fromkeys(
+        ("report_to", "tracker_project_name", "logging_dir", "webhook_config", "webhook_reporting_interval")
+        + ("disable_benchmark", "print_filenames", "print_sampler_statistics"),
+        idle(words.LOGGING),
+    ),
+    "webhook_config.**": idle(words.LOGGING),
+    **dict.fromkeys(
+        ("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_token", "push_to_hub_background")
+        + ("model_card_private", "model_card_safe_for_work", "model_card_note", "publishing_config"),
+        none(words.UPLOAD),
+    ),
+    "publishing_config.**": none(words.UPLOAD),
+    **dict.fromkeys(
+        ("enable_group_offload", "ramtorch", "offload_during_startup", "offload_during_save", "musubi_blocks_to_swap"),
+        none(words.NO_SWAP),
+    ),
+    **dict.fromkeys(
+        ("group_offload_type", "group_offload_blocks_per_group", "group_offload_use_stream", "ramtorch_target_modules")
+        + ("group_offload_to_disk_path", "ramtorch_text_encoder", "ramtorch_vae"),
+        idle("belongs to offloading"),
+    ),
+    "attention_mechanism": always(words.ATTENTION),
+    "sageattention_usage": idle("belongs to attention_mechanism"),
+    "dynamo_backend": JOINT,
+    "dynamo_mode": idle("memory.compile = 'blocks' has one mode, and memory.cuda_graphs another"),
+    "dynamo_fullgraph": idle(),
+    "dynamo_dynamic": idle(),
+    "dynamo_use_regional_compilation": idle("memory.compile = 'blocks' is regional"),
+    **dict.fromkeys(
+        ("cache_dir", "cache_dir_text", "cache_dir_vae", "compress_disk_cache", "preserve_data_backend_cache")
+        + ("vae_cache_ondemand", "vae_cache_scan_behaviour", "vae_cache_disable", "skip_file_discovery")
+        + ("aspect_bucket_disable_rebuild", "override_dataset_config", "keep_vae_loaded", "ignore_missing_files"),
+        idle(words.OTHER_CACHE),
+    ),
+    **dict.fromkeys(
+        ("vae_batch_size", "vae_dtype", "vae_enable_tiling", "vae_enable_slicing", "vae_enable_patch_conv")
+        + ("write_batch_size", "read_batch_size", "image_processing_batch_size", "enable_multiprocessing")
+        + ("max_workers", "aws_max_pool_connections", "torch_num_threads", "dataloader_prefetch")
+        + ("dataloader_prefetch_qlen", "aspect_bucket_worker_count", "metadata_update_interval", "allow_tf32")
+        + ("disable_tf32", "set_grads_to_none", "i_know_what_i_am_doing", "accelerator_cache_clear_interval")
+        + (
+            "fully_unload_text_encoder",
+            "save_text_encoder",
+            "text_encoder_limit",
+            "disable_accelerator",
+            "num_machines",
+        )
+        + ("hub_download_timeout", "local_rank", "delete_model_after_load", "text_encoder_batch_size"),
+        idle(),
+    ),
+    "data.*.id": idle("the backend's name"),
+    "data.*.type": JOINT,
+    "data.*.dataset_type": JOINT,
+    "data.*.default": idle("belongs to caches"),
+    "data.*.disabled": JOINT,
+    "data.*.disable": JOINT,
+    "data.*.instance_data_dir": JOINT,
+    "data.*.repeats": JOINT,
+    "data.*.resolution": JOINT,
+    "data.*.resolution_type": JOINT,
+    "data.*.crop": JOINT,
+    "data.*.crop_style": none("pictures are cropped at the middle", "center", "centre"),
+    "data.*.crop_aspect": JOINT,
+    "data.*.crop_aspect_buckets": none("buckets are made from the resolution and max_aspect"),
+    "data.*.minimum_image_size": none("small pictures are enlarged, or get smaller buckets: dataset.upscale"),
+    "data.*.maximum_image_size": none("pictures are scaled to their bucket"),
+    "data.*.target_downsample_size": none("pictures are scaled to their bucket"),
+    "data.*.minimum_aspect_ratio": none("no picture is left out for its shape; dataset.max_aspect crops it"),
+    "data.*.maximum_aspect_ratio": none("no picture is left out for its shape; dataset.max_aspect crops it"),
+    "data.*.caption_strategy": JOINT,
+    "data.*.instance_prompt": JOINT,
+    "data.*.prepend_instance_prompt": JOINT,
+    "data.*.only_instance_prompt": JOINT,
+    "data.*.disable_multiline_split": none("lines of a caption are joined"),
+    "data.*.caption_shuffle.enable": JOINT,
+    "data.*.caption_shuffle.count": JOINT,
+    "data.*.caption_shuffle.position_start": JOINT,
+    "data.*.caption_shuffle.split_on": JOINT,
+    "data.*.caption_shuffle.**": idle("shuffles are drawn from the job's seed"),
+    "data.*.probability": none("folders weigh by their pictures and repeats", 1, 1.0),
+    "data.*.metadata_backend": none("pictures are read themselves", "discovery", "json"),
+    "data.*.is_regularisation_data": none(words.NO_REG),
+    "data.*.is_regularization_data": none(words.NO_REG),
+    "data.*.conditioning_data": none(NO_CONTROL),
+    "data.*.conditioning.**": none(NO_CONTROL),
+    "data.*.conditioning_type": none(NO_CONTROL),
+    "data.*.conditioning": none(NO_CONTROL),
+    "data.*.video.**": none("videos are not trained on here"),
+    "data.*.parquet.**": none("captions are .txt or .caption files beside the pictures here"),
+    **{
+        f"data.*.{name}": idle(words.OTHER_CACHE)
+        for name in ("cache_dir", "cache_dir_vae", "vae_cache_clear_each_epoch", "write_batch_size", "text_embeds")
+        + ("image_embeds", "preserve_data_backend_cache", "skip_file_discovery", "hash_filenames", "vae_cache_disable")
+    },
+    **{
+        f"data.*.aws_{name}": none(NO_CLOUD)
+        for name in ("bucket_name", "region_name", "endpoint_url", "access_key_id", "secret_access_key", "data_prefix")
+    },
+}
+
+FAMILIES = {
+    "sd1x": "sd15",
+    "legacy": "sd15",
+    "sd2x": "sd2",
+    "sdxl": "sdxl",
+    "sd3": "sd3",
+    "flux": "flux",
+    "flux2": "flux2",
+    "qwen_image": "qwen_image",
+    "z_image": "z_image",
+    "chroma": "chroma",
+    "lumina2": "lumina2",
+    "krea2": "krea2",
+    "kolors": "kolors",
+    "hidream": "hidream",
+    "sana": "sana",
+    "auraflow": "auraflow",
+    "anima": "anima",
+    "wan": "wan",
+    "ltxvideo": "ltx",
+}
+BASES = {
+    ("flux", ""): "black-forest-labs/FLUX.1-dev",
+    ("flux", "dev"): "black-forest-labs/FLUX.1-dev",
+    ("flux", "schnell"): "black-forest-labs/FLUX.1-schnell",
+    ("sdxl", ""): "stabilityai/stable-diffusion-xl-base-1.0",
+    ("sdxl", "base-1.0"): "stabilityai/stable-diffusion-xl-base-1.0",
+}
+"""What it downloads when a file names only the family and the flavour."""
+
+
+def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
+    """The settings, and the data backends with `data.` in front of their keys."""
+    data = draft.source.data
+    if isinstance(data, list):
+        yield from ((key, f"data.{key}", value) for key, value in flattened(data))
+        return
+    yield from ((key, key, value) for key, value in flattened(data))
+    plain = {str(key).removeprefix("--"): value for key, value in data.items()}
+    path = plain.get("data_backend_config")
+    inner = draft.refer("data_backend_config", str(path)) if path else None
+    if isinstance(inner, list):
+        name = re.split(r"[/\\]", str(path))[-1]
+        yield from ((f"{name}: {key}", f"data.{key}", value) for key, value in flattened(inner))
+
+
+def combine(draft: Draft) -> None:
+    """Everything of a job."""
+    if draft.has("model_family") or isinstance(draft.source.data, dict):
+        _set_model(draft)
+        _set_adapter(draft)
+        _set_precision(draft)
+    else:
+        words.set_family(draft, (), "", "the file holds only the pictures: import config.json beside it")
+        words.set_model_path(draft, "pretrained_model_name_or_path")
+        draft.defaults.clear()
+    _set_folders(draft)
+    if draft.defaults:
+        _set_length_and_rate(draft)
+        _set_timesteps(draft)
+        _set_previews(draft)
+        words.set_seed(draft, "seed")
+        _set_names(draft)
+
+
+def _set_model(draft: Draft) -> None:
+    kind = str(draft.get("model_family") or "")
+    flavour = str(draft.get("model_flavour") or "")
+    known = FAMILIES.get(kind, kind)
+    if known == "flux" and "kontext" in flavour:
+        known = "flux_kontext"
+    if known == "flux2" and "klein" in flavour:
+        known = "flux2_klein"
+    if known == "qwen_image" and "edit" in flavour:
+        known = "qwen_image_edit"
+    words.set_family(draft, "model_family", known, f"model_family = {kind!r}" if kind else "the file names none")
+    if draft.get("model_type") in (None, "lora"):
+        draft.mapped("model_type", {}, "a LoRA is trained")
+    else:
+        draft.none("model_type", "only LoRAs are trained here; a LoRA was written")
+        draft.need("adapter.rank", "theirs trained the whole model: choose the size of a LoRA")
+    parts = ["pretrained_transformer_model_name_or_path", "pretrained_unet_model_name_or_path"]
+    part = next((key for key in parts if draft.has(key)), "")
+    whole_model = "pretrained_model_name_or_path"
+    if part:
+        draft.mapped(whole_model, {"model.components": draft.get(whole_model, text) or ""})
+        words.set_model_path(draft, part)
+    elif draft.has(whole_model):
+        words.set_model_path(draft, whole_model)
+    elif (kind, flavour) in BASES:
+        draft.set("model.path", BASES[kind, flavour], "what SimpleTuner takes when no path is given")
+    else:
+        words.set_model_path(draft, whole_model)
+    draft.mapped("model_flavour", {}, "model.path says it")
+    draft.none(parts, "another part", off=True)
+
+
+def _set_adapter(draft: Draft) -> None:
+    kind = "lora"
+    if draft.get("lora_type") == "lycoris":
+        inner = draft.get("lycoris_config", text)
+        found = draft.refer("lycoris_config", inner) if inner else None
+        kind = words.plain(found.get("algo")) if isinstance(found, dict) else "lycoris"
+    elif words.on(draft.get("use_dora")):
+        kind = "dora"
+    own = {words.plain(name): name for name in words.accepted("adapter.type")}
+    keys = ["lora_type", "lycoris_config"] + (["use_dora"] if kind == "dora" else [])
+    if kind in own:
+        draft.mapped(keys, {"adapter.type": own[kind]})
+    else:
+        draft.none(keys, f"there is no {kind} here; a LoRA of this rank was written")
+        draft.set("adapter.type", "lora")
+        draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+    draft.none("use_dora", "off", off=True)
+    rank = draft.get("lora_rank", whole)
+    draft.mapped("lora_rank", {"adapter.rank": rank})
+    if draft.has("lora_alpha"):
+        draft.mapped("lora_alpha", {"adapter.alpha": draft.get("lora_alpha", number)})
+    else:
+        draft.set("adapter.alpha", float(rank), "not in the file: the rank, as there")
+
+
+def _set_precision(draft: Draft) -> None:
+    words.set_dtype(draft, "mixed_precision")
+    words.set_storage(draft, ["base_model_precision"], draft.get("base_model_precision"), "SimpleTuner")
+    backend = str(draft.get("dynamo_backend") or "no").lower()
+    if backend not in ("no", "none"):
+        draft.differs("dynamo_backend", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+    draft.none("dynamo_backend", "off", off=True)
+
+
+def _set_folders(draft: Draft) -> None:
+    tables = sorted(
+        {m[0] for key in draft.given if (m := re.match(r"data\.\d+\.", key))}, key=lambda key: int(key.split(".")[1])
+    )
+    kept: list[str] = []
+    for table in tables:
+        own = [key for key in draft.given if key.startswith(table)]
+        kind = str(draft.get(f"{table}dataset_type") or "image")
+        disabled = words.on(draft.get(f"{table}disabled")) or words.on(draft.get(f"{table}disable"))
+        path = draft.get(f"{table}instance_data_dir", text)
+        if kind in ("text_embeds", "image_embeds") or disabled:
+            draft.none(own, "the backend is off" if disabled else words.OTHER_CACHE, off=True)
+            continue
+        if kind != "image" or draft.get(f"{table}type") not in (None, "local") or not path:
+            draft.none(own, NO_CLOUD if kind == "image" else "only pictures are trained on here")
+            draft.todo.append(f"dataset.folders: the backend {draft.get(f'{table}id')!r} was left out")
+            continue
+        kept.append(table)
+        at = f"dataset.folders.{len(draft.folders)}"
+        # Theirs counts further showings: 0 shows each picture once.
+        repeats = max(0, whole(draft.get(f"{table}repeats") or 0)) + 1
+        folder = words.look_into(draft, Folder(path, repeats), deep=True)
+        draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
+        if draft.has(f"{table}repeats"):
+            told = f"{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them"
+            draft.differs(f"{table}repeats", {}, told)
+        _set_captions(draft, table, folder, at)
+        draft.none([f"{table}disabled", f"{table}disable"], "off", off=True)
+        draft.folders.append(folder)
+    draft.mapped("data_backend_config", {}, "read as well" if tables else "not here")
+    if draft.has("data_backend_config") and not tables:
+        draft.folders = [Folder("TODO")]
+        draft.need("dataset.folders", f"the folders of {draft.get('data_backend_config')}, which is not here")
+    _set_sizes(draft, kept)
+
+    def each(name: str) -> tuple[list[str], list[Any]]:
+        return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
+
+    keys, values = each("caption_shuffle.enable")
+    words.share(draft, keys, values, "dataset.shuffle_tags", flag)
+    separators = {"comma": ",", "space": " ", "period": "."}
+    for name, setting, read in (
+        ("caption_shuffle.count", "dataset.caption_variants", whole),
+        ("caption_shuffle.position_start", "dataset.keep_tokens", whole),
+        ("caption_shuffle.split_on", "dataset.tag_separator", lambda value: separators[str(value)]),
+    ):
+        keys, values = each(name)
+        if draft.settings.get("dataset.shuffle_tags"):
+            words.share(draft, keys, values, setting, read)
+        draft.none(keys, "means nothing without caption_shuffle", off=True)
+    draft.none(["caption_strategy", "instance_prompt"], "the backend says it", off=True)
+
+
+def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
+    strategy = str(draft.get(f"{table}caption_strategy") or draft.get("caption_strategy") or "filename")
+    prompt = str(draft.get(f"{table}instance_prompt") or draft.get("instance_prompt") or "")
+    key = f"{table}caption_strategy"
+    alone = strategy in ("instanceprompt", "instance_prompt") or words.on(draft.get(f"{table}only_instance_prompt"))
+    if alone:
+        folder.trigger, folder.trigger_is_caption = prompt, True
+        told = f"{at}.trigger, with missing_caption = 'trigger'; caption files beside the pictures are read too"
+        draft.differs([key, f"{table}instance_prompt", f"{table}only_instance_prompt"], {}, told)
+    elif strategy == "textfile":
+        draft.mapped(key, {}, ".txt files beside the pictures; their lines are joined here, and one caption each there")
+    else:
+        draft.none(key, f"captions come from {strategy} there, and from .txt files beside the pictures here")
+        draft.todo.append(f"{at}: write the captions as .txt files beside the pictures ({strategy} there)")
+    if words.on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
+        folder.trigger = prompt
+        told = f"{at}.trigger: put in front only where it is missing"
+        draft.differs([f"{table}prepend_instance_prompt", f"{table}instance_prompt"], {}, told)
+    rest = [f"{table}{name}" for name in ("instance_prompt", "prepend_instance_prompt", "only_instance_prompt")]
+    draft.none(rest, "not used", off=True)
+
+
+def _set_sizes(draft: Draft, tables: list[str]) -> None:
+    keys, sides = [], []
+    told: list[str] = []
+    for table in tables or [""]:
+        key = f"{table}resolution" if draft.has(f"{table}resolution") else "resolution"
+        value = draft.get(key, number)
+        kind = draft.get(f"{table}resolution_type") or draft.get("resolution_type") or "pixel_area"
+        if not value:
+            continue
+        keys.append(key)
+        if kind == "area":
+            sides.append(round(math.sqrt(value * 1e6) / 64) * 64)
+            told.append(f"{value:g} megapixels are the area of a square of {sides[-1]}")
+        else:
+            sides.append(round(value))
+        if kind == "pixel":
+            told.append("the shorter side there, the side of a square of the same area here")
+    if sides:
+        words.set_resolution(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(told)))
+    kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
+    draft.mapped(kinds, {}, "dataset.resolution is the side of the square with the training area")
+    draft.none("resolution", "the backends say it", off=True)
+    crops = [f"{table}crop" for table in tables]
+    square = [
+        words.on(draft.get(f"{table}crop")) and (draft.get(f"{table}crop_aspect") or "square") == "square"
+        for table in tables
+    ]
+    aspects = [f"{table}crop_aspect" for table in tables]
+    if any(square):
+        told = [] if all(square) else ["one value here for all folders"]
+        (draft.differs if told else draft.mapped)(
+            [*crops, *aspects], {"dataset.buckets": not all(square)}, "".join(told)
+        )
+    elif tables:
+        note = "pictures are cropped to their bucket, by less than one bucket_step where the bucket fits"
+        draft.differs([*crops, *aspects], {"dataset.buckets": True}, note)
+
+
+def _set_length_and_rate(draft: Draft) -> None:
+    batch, processes = positive(draft.get("train_batch_size") or 1), positive(draft.get("num_processes") or 1)
+    note = f"over all processes together here: {batch} x {processes}" if processes > 1 else ""
+    (draft.differs if note else draft.mapped)(
+        ["train_batch_size", "num_processes"], {"train.batch_size": batch * processes}, note
+    )
+    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = words.steps_per_epoch(draft, batch, accumulate, processes)
+    steps, epochs = whole(draft.get("max_train_steps") or 0), whole(draft.get("num_train_epochs") or 0)
+    if steps > 0:
+        draft.mapped("max_train_steps", {"train.steps": steps})
+        draft.none("num_train_epochs", "max_train_steps counts", off=True)
+    elif epochs > 0:
+        words.set_steps_from_epochs(draft, "num_train_epochs", epochs, per_epoch, batch)
+    draft.none(["max_train_steps", "num_train_epochs"], "another key counts", off=True)
+    scale, told = 1.0, ""
+    if words.on(draft.get("lr_scale")):
+        factor = processes * accumulate * batch
+        root = words.on(draft.get("lr_scale_sqrt"))
+        scale = math.sqrt(factor) if root else float(factor)
+        told = f"{'the root of ' if root else ''}{processes} processes x {accumulate} accumulated x {batch} in a batch"
+    rate = draft.get("learning_rate", number)
+    words.set_optimizer(draft, "optimizer", ["learning_rate"], rate, scale)
+    if scale != 1:
+        draft.mapped(["lr_scale", "lr_scale_sqrt"], {"optimizer.lr_scale": scale}, told)
+    draft.none(["lr_scale", "lr_scale_sqrt"], "off", off=True)
+    if draft.has("optimizer_config"):
+        words.set_optimizer_arguments(draft, "optimizer_config", str(draft.given["optimizer_config"]).split(","))
+    end = draft.get("lr_end", number)
+    words.set_schedule(
+        draft,
+        "lr_scheduler",
+        warmup_key="lr_warmup_steps",
+        warmup=draft.get("lr_warmup_steps", number),
+        cycles_key="lr_num_cycles",
+        power_key="lr_power",
+        floor_key="lr_end",
+        floor=min(1.0, end / rate) if end and rate and draft.has("lr_end") else None,
+    )
+    if draft.get("grad_clip_method") == "norm":
+        draft.mapped("grad_clip_method", {}, "gradients are clipped by their norm")
+        draft.mapped("max_grad_norm", {"train.max_grad_norm": draft.get("max_grad_norm", number)})
+    else:
+        told = (
+            "each gradient is cut at this value there; here the norm of all of them together, so the default was left"
+        )
+        draft.none(["grad_clip_method", "max_grad_norm"], told)
+    saved = "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it"
+    key = "checkpoint_step_interval" if draft.has("checkpoint_step_interval") else "checkpointing_steps"
+    words.set_every(draft, "checkpoint.every", key, "checkpoint_epoch_interval", per_epoch, saved)
+    draft.none(["checkpoint_step_interval", "checkpointing_steps"], "another key counts", off=True)
+    keep = draft.get("checkpoints_total_limit", whole)
+    if keep:
+        told = "" if keep >= 2 else "at least 2 here"
+        (draft.differs if told else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": max(2, keep)}, told)
+    key = "validation_step_interval" if draft.has("validation_step_interval") else "validation_steps"
+    words.set_every(draft, "preview.every", key, "validation_epoch_interval", per_epoch)
+    draft.none(["validation_step_interval", "validation_steps"], "another key counts", off=True)
+
+
+def _set_timesteps(draft: Draft) -> None:
+    words.set_min_snr(draft, "snr_gamma")
+    keys = ["flow_schedule_shift", "flow_schedule_auto_shift", "flow_sigmoid_scale", "flow_use_uniform_schedule"]
+    uniform = words.on(draft.get("flow_use_uniform_schedule"))
+    shift: float | str = draft.get("flow_schedule_shift", number) or 1.0
+    told = []
+    if words.on(draft.get("flow_schedule_auto_shift")):
+        shift = "auto"
+    scale = draft.get("flow_sigmoid_scale", number)
+    if scale not in (None, 1.0) and not uniform:
+        told.append(f"flow_sigmoid_scale = {scale:g} is always 1 here")
+    words.set_timesteps(draft, keys, "uniform" if uniform else "logit_normal", shift, "; ".join(told), exact=not told)
+
+
+def _set_previews(draft: Draft) -> None:
+    fields = {"validation_negative_prompt": "negative", "validation_guidance": "guidance", "validation_seed": "seed"}
+    fields |= {"validation_num_inference_steps": "steps"}
+    keys = ["validation_prompt", *fields, "validation_resolution"]
+    prompt = draft.get("validation_prompt", text)
+    if words.on(draft.get("validation_disable")) or not prompt:
+        draft.mapped("validation_disable", {}, "no prompts are written")
+        draft.none([*keys, "validation_on_startup"], "no previews", off=True)
+        return
+    picture = {"prompt": prompt} | {ours: draft.get(key) for key, ours in fields.items()}
+    size = re.match(r"(\d+)x(\d+)$|(\d+)(?:\.0)?$", str(draft.get("validation_resolution") or ""))
+    if size:
+        picture |= {"width": size[1] or size[3], "height": size[2] or size[3]}
+    told = ""
+    if "," in str(draft.get("validation_resolution") or ""):
+        told = "several validation_resolution: one size here, the training resolution"
+    own = fields | {"validation_prompt": "prompts", "validation_resolution": "width height"}
+    words.set_previews(draft, {key: own[key] for key in keys}, [picture], told)
+    first = words.on(draft.get("validation_on_startup"))
+    draft.mapped("validation_on_startup", {"preview.at_start": first})
+    draft.none("validation_disable", "off", off=True)
+
+
+def _set_names(draft: Draft) -> None:
+    path = str(draft.get("output_dir") or "")
+    parent, _, last = re.sub(r"[/\\]+$", "", path).replace("\\", "/").rpartition("/")
+    if draft.has("tracker_run_name"):
+        words.set_name(draft, "tracker_run_name")
+        draft.mapped("output_dir", {"output_dir": path or "runs"}, "a run folder of the job's name is made in it")
+    elif last:
+        words.set_name(draft, "output_dir", last, "the last part of output_dir")
+        draft.set("output_dir", parent or ".", "output_dir")
+
+
+def recognise(source: Source) -> str:
+    """model_family with a backend config, or a list of data backends."""
+    data = source.data
+    if source.kind != "json":
+        return ""
+    if isinstance(data, dict):
+        keys = {str(key).removeprefix("--") for key in data}
+        return "model_family" if "model_family" in keys and keys & {"data_backend_config", "model_type"} else ""
+    backends = isinstance(data, list) and data and all(isinstance(one, dict) and "id" in one for one in data)
+    return "a list of data backends" if backends and any("type" in one for one in data) else ""
+
+
+TOOL = Tool(
+    "simpletuner",
+    "SimpleTuner of August 2026",
+    RULES,
+    {
+        "lora_rank": 16,
+        "learning_rate": 4e-7,
+        "lr_scheduler": "sine",
+        "lr_warmup_steps": 500,
+        "lr_power": 0.8,
+        "train_batch_size": 4,
+        "num_train_epochs": 1,
+        "gradient_checkpointing": False,
+        "base_model_precision": "no_change",
+        "mixed_precision": "bf16",
+        "flow_schedule_shift": 3.0,
+        "max_grad_norm": 2.0,
+        "resolution": 1024,
+    },
+    recognise,
+    flatten,
+    combine,
+)

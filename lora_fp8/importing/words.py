@@ -1,0 +1,664 @@
+"""What all tools share: names of optimizers, schedules, storages and families, and the arithmetic of steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import PureWindowsPath
+from typing import Any, get_args
+
+from lora_fp8 import config, families
+from lora_fp8.data.images import CAPTIONS, EXTENSIONS
+
+from .base import Draft, Folder, Unfit, flag, listed, number, text, whole
+
+NO_TEXT_ENCODER = "text encoders are not trained here; only the denoiser is"
+NOT_HERE = "nothing like it here"
+ALWAYS_CACHED = "pictures and captions are always encoded beforehand, into dataset.cache_dir"
+OTHER_CACHE = "caches of other tools are not read; ours is made anew in dataset.cache_dir"
+ATTENTION = "attention is always torch's scaled_dot_product_attention"
+LOGGING = "events.jsonl and log.txt in the run folder hold everything; trackers are not fed"
+UPLOAD = "files are not uploaded"
+RESUMES = "their states cannot be read; `lora-fp8 resume` goes on with our own runs"
+NO_NOISE = "plain Gaussian noise is used here"
+NO_MASK = "every pixel counts the same here"
+NO_REG = "regularization pictures are not used here; give them as a folder of their own with captions"
+NO_EMA = "no moving average of the weights is kept here"
+NO_START = "training starts from a new adapter; an existing LoRA file cannot be gone on with"
+NO_SWAP = "blocks are not swapped to main memory; FP8 storage and gradient checkpointing are what saves memory here"
+NO_SAMPLER = "previews are drawn with the model's own scheduler"
+COMPONENTS = "a diffusers folder with the VAE, text encoders and tokenizers, which a single file lacks"
+
+FAMILY_NAMES = {
+    "sd15": ("sd15",),
+    "sd2": ("sd2", "sd21", "sd20"),
+    "sdxl": ("sdxl",),
+    "sd3": ("sd3", "sd35"),
+    "flux": ("flux", "flux1"),
+    "flux_kontext": ("flux_kontext", "kontext"),
+    "flux2": ("flux2",),
+    "flux2_klein": ("flux2_klein", "flux2"),
+    "qwen_image": ("qwen_image", "qwen"),
+    "qwen_image_edit": ("qwen_image_edit", "qwen_edit"),
+    "z_image": ("z_image", "zimage"),
+    "chroma": ("chroma",),
+    "lumina2": ("lumina2", "lumina"),
+    "krea2": ("krea2",),
+    "hidream": ("hidream",),
+    "sana": ("sana",),
+    "auraflow": ("auraflow",),
+    "kolors": ("kolors",),
+    "anima": ("anima",),
+    "wan": ("wan",),
+    "ltx": ("ltx",),
+    "hunyuan_video": ("hunyuan_video",),
+    "hunyuan_image": ("hunyuan_image",),
+}
+"""Architectures in the field's words -> the names that a family of ours may have; the first that exists is taken."""
+DIFFUSION = ("sd15", "sd2", "sd21", "sd20", "sdxl", "kolors")
+"""Families that predict noise or v: min-SNR means something to them, timestep shifts do not."""
+
+
+def accepted(setting: str) -> list[str]:
+    """The words that a setting of ours takes now, such as the optimizers that exist."""
+    section, _, name = setting.rpartition(".")
+    model: Any = config.Job.model_fields[section].annotation
+    found: list[str] = []
+
+    def look(annotation: Any) -> None:
+        for argument in get_args(annotation):
+            found.append(argument) if isinstance(argument, str) else look(argument)
+
+    look(model.model_fields[name].annotation)
+    return found
+
+
+def plain(name: Any) -> str:
+    """A name without case, dots, dashes and underscores, to compare."""
+    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+
+
+def choice(table: Mapping[str, str], what: str) -> Callable[[Any], str]:
+    """Reader for one of some words; anything else is `Unfit`."""
+
+    def read(value: Any) -> str:
+        found = table.get(plain(value))
+        if found is None:
+            raise Unfit(f"{value!r} has no counterpart among {what}")
+        return found
+
+    return read
+
+
+FILE_DTYPE = choice(
+    {
+        **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+        **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+        **dict.fromkeys(("fp32", "float32", "float", "no", "none"), "fp32"),
+    },
+    "bf16, fp16 and fp32",
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model
+
+
+def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> None:
+    """model.family from an architecture in the field's words; "" when the file does not say.
+
+    A name that the user gave (`Draft.family`) wins.
+    """
+    available = families.available()
+    if draft.family:
+        given = draft.family
+        draft.set("model.family", given, "--family")
+        draft.mapped(keys, {}, "--family was given")
+        if given not in available:
+            draft.need("model.family", f"{given!r} is not a family of this version; there are {', '.join(available)}")
+        return
+    if not kind:
+        draft.set("model.family", "TODO")
+        draft.need("model.family", f"{why}; there are {', '.join(available)}")
+        return
+    name = next((name for name in FAMILY_NAMES.get(kind, (kind,)) if name in available), "")
+    draft.family = name or kind
+    draft.mapped(keys, {"model.family": draft.family}, why)
+    draft.comments["model.family"] = [why]
+    if not name:
+        draft.need("model.family", f"this version has no family for {kind}; there are {', '.join(available)}")
+
+
+def family_of_name(path: str) -> str:
+    """The architecture that a well-known hub id or file name names; "" for any other."""
+    name = PureWindowsPath(path).name.lower()
+    for pattern, kind in (
+        (r"flux[._-]?2.*klein|klein", "flux2_klein"),
+        (r"flux[._-]?2", "flux2"),
+        (r"kontext", "flux_kontext"),
+        (r"flux", "flux"),
+        (r"qwen.*image.*edit", "qwen_image_edit"),
+        (r"qwen.*image", "qwen_image"),
+        (r"z[._-]?image", "z_image"),
+        (r"chroma", "chroma"),
+        (r"krea[._-]?2", "krea2"),
+        (r"stable-diffusion-3|sd3", "sd3"),
+        (r"sd_?xl|stable-diffusion-xl|pony|illustrious|noobai|animagine", "sdxl"),
+        (r"stable-diffusion-2|v2-1_", "sd2"),
+        (r"stable-diffusion-v1|v1-5|sd[._-]?v?1[._-]?5|sd15", "sd15"),
+    ):
+        if re.search(pattern, name):
+            return kind
+    return ""
+
+
+def set_model_path(draft: Draft, key: str, note: str = "") -> None:
+    """model.path as given; single files need model.components beside them."""
+    path = draft.get(key, text)
+    if not path:
+        draft.set("model.path", "TODO")
+        draft.need("model.path", "the base model: Hugging Face id, diffusers folder or .safetensors file")
+        return
+    draft.mapped(key, {"model.path": path}, note)
+    suffix = PureWindowsPath(path).suffix.lower()
+    if suffix in (".ckpt", ".pt", ".pth", ".bin", ".gguf"):
+        draft.need("model.path", f"{suffix} files are not opened here; give the model as .safetensors or a folder")
+    if (suffix in (".safetensors", ".sft", ".ckpt")) and "model.components" not in draft.settings:
+        draft.set("model.components", "")
+        draft.need("model.components", COMPONENTS)
+
+
+def set_dtype(draft: Draft, key: str) -> None:
+    """model.dtype from mixed precision."""
+    value = draft.get(key)
+    kind = plain(value)
+    if value is None:
+        draft.none(key, "empty", off=True)
+    elif kind in ("no", "none", "fp32", "float32", "tf32", "tfloat32"):
+        draft.mapped(key, {"model.dtype": "fp32"})
+    elif kind in ("bf16", "bfloat16", "fp8"):
+        draft.mapped(key, {"model.dtype": "bf16"})
+    elif kind in ("fp16", "float16"):
+        draft.differs(key, {"model.dtype": "bf16"}, "float16 is not used here: bf16, which needs no loss scaling")
+    else:
+        draft.none(key, f"{value!r} is no dtype that is known here")
+
+
+STORAGES = {
+    "own": ("nochange", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "none", "tfloat32"),
+    "fp8": ("float8", "fp8", "qfloat8", "float8e4m3fn", "float8wo", "fp8quanto", "fp8woquanto", "fp8uzquanto")
+    + ("fp8wotorchao", "float8e5m2", "ostrisfloat8"),
+    "fp8 matmul": ("fp8torchao", "fp8native", "floatw8a8", "w8a8fp8"),
+    "int8": ("int8", "qint8", "uint8", "int8quanto", "int8torchao", "int8sdnq", "intw8a8", "w8a8int8", "convrot8"),
+    "nf4": ("nf4", "nfloat4", "nf4bnb", "fp4bnb"),
+    "fewer": ("int4quanto", "int2quanto", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "qint4", "int4", "gguf")
+    + ("nvfp4", "convrot2", "convrot3", "convrot4", "convrot5", "convrot6", "convrot7", "uint4sdnq", "float6"),
+}
+
+
+def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scaled: bool = True) -> None:
+    """quantize.storage from another tool's name of it; the scales differ from tool to tool, which is told.
+
+    Args:
+        scaled: whether the tool's fp8 has a scale at all; some cast the weights as they are.
+    """
+    kind = next((kind for kind, words in STORAGES.items() if plain(word) in words), "")
+    if kind == "own":
+        plain_storage = "bf16" if draft.settings.get("model.dtype", "bf16") == "bf16" else "none"
+        note = "the base is not quantized; quantize.storage = 'fp8' would halve its memory"
+        draft.mapped(keys, {"quantize.storage": plain_storage}, note)
+    elif kind == "fp8":
+        draft.differs(
+            keys,
+            {"quantize.storage": "fp8"},
+            f"{tool} has one scale for a whole tensor; here each row has one, and modulation is held in int8"
+            if scaled
+            else f"{tool} casts the weights without a scale, so that small ones become zero; here each row has one. "
+            "quantize.scale = 'none' is the exact equivalent",
+        )
+    elif kind == "fp8 matmul":
+        draft.differs(
+            keys,
+            {"quantize.storage": "fp8", "quantize.compute": "fp8"},
+            f"{tool} multiplies in FP8 too, forward and backward; scales are one per row and per token here",
+        )
+    elif kind == "int8":
+        draft.differs(
+            keys, {"quantize.storage": "int8"}, f"blocks of 128 share a scale here; {tool} has one per row or tensor"
+        )
+    elif kind == "nf4":
+        draft.mapped(keys, {"quantize.storage": "nf4"})
+    elif kind == "fewer":
+        draft.differs(
+            keys,
+            {"quantize.storage": "nf4"},
+            f"{word!r} is not known here; nf4 (4 bits) is the smallest storage, and may take more memory or less",
+        )
+    else:
+        draft.none(keys, f"{word!r} is no storage that is known here; quantize.storage = 'fp8' was written")
+        draft.set("quantize.storage", "fp8")
+        draft.need("quantize.storage", f"choose one for {word!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer and schedule
+
+ALIKE = {
+    "pagedadamw8bit": ("adamw8bit", "its state is not paged to main memory here"),
+    "bnbadamw8bit": ("adamw8bit", ""),
+    "bnbadamw8bitpaged": ("adamw8bit", "its state is not paged to main memory here"),
+    "adamw8bitkahan": ("adamw8bit", "float32 masters (optimizer.rounding) take the place of Kahan summation"),
+    "aoadamw8bit": ("adamw8bit", "bitsandbytes' instead of torchao's"),
+    "adamw8": ("adamw8bit", "bitsandbytes' instead of a build of its own"),
+    "adam8bit": ("adamw8bit", "weight decay is decoupled here"),
+    "bnbadam8bit": ("adamw8bit", "weight decay is decoupled here"),
+    "aoadamw4bit": ("adamw8bit", "8 bits of state instead of 4"),
+    "aoadamwfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
+    "bnbadamw": ("adamw", ""),
+    "pagedadamw": ("adamw", "its state is not paged to main memory here"),
+    "pagedadamw32bit": ("adamw", "its state is not paged to main memory here"),
+    "adamwoptimi": ("adamw", "float32 masters (optimizer.rounding) take the place of Kahan summation"),
+    "optimiadamw": ("adamw", "float32 masters (optimizer.rounding) take the place of Kahan summation"),
+    "adamwbf16": ("adamw", "float32 masters (optimizer.rounding) take the place of stochastic rounding"),
+    "adam": ("adamw", "weight decay is decoupled here"),
+    "adamwadv": ("adamw", "its additions are not known here"),
+    "torchoptimadamw": ("adamw", ""),
+    "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
+}
+FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
+
+
+def set_optimizer(draft: Draft, name_key: str, rate_keys: Sequence[str], rate: Any, scale: float = 1.0) -> None:
+    """optimizer.name, lr and lr_scale, so that the rate of every step is the other tool's.
+
+    Args:
+        rate_keys: the keys that the rate came from.
+        rate: the rate; None where the file has none and the tool no default.
+        scale: what the tool multiplies it by (with the batch size, for example).
+    """
+    name = draft.get(name_key, text) or ""
+    kind = plain(name)
+    own = {plain(word): word for word in accepted("optimizer.name")}
+    finds = next((word for word in FINDS_ITS_RATE if word in kind), "")
+    if kind in own:
+        draft.mapped(name_key, {"optimizer.name": own[kind]})
+    elif kind in ALIKE:
+        ours, note = ALIKE[kind]
+        draft.differs(name_key, {"optimizer.name": ours}, note) if note else draft.mapped(
+            name_key, {"optimizer.name": ours}
+        )
+    elif kind:
+        draft.none(name_key, f"there is no {name} here; AdamW8bit was written instead")
+        draft.set("optimizer.name", "adamw8bit")
+    unlike = bool(kind) and kind not in own and kind not in ALIKE
+    if unlike and (finds or rate is None or not 0 < rate < 1):
+        draft.none(rate_keys, f"{name} finds its rate by itself; AdamW8bit needs one")
+        draft.set("optimizer.lr", 1e-4)
+        draft.need("optimizer.lr", f"a rate for AdamW8bit; {rate if rate is not None else 'the file'} was {name}'s")
+    elif rate is None:
+        draft.set("optimizer.lr", 1e-4)
+        draft.need("optimizer.lr", "the file has no learning rate")
+    else:
+        told = "" if scale == 1 else f"{rate:g} x {scale:g} = {rate * scale:g}, as there"
+        draft.mapped(rate_keys, {"optimizer.lr": rate}, told)
+        if unlike:
+            draft.need("optimizer.lr", f"this is {name}'s rate; AdamW8bit may need another")
+    # Ours would multiply the rate on an FP8 base by 1.4; nobody else's does.
+    draft.set("optimizer.lr_scale", "none" if scale == 1 else float(scale), "the rate is theirs, unscaled")
+    if scale != 1:
+        draft.comments["optimizer.lr_scale"] = [f"{rate} x {scale:g}: the rate as they scale it"]
+
+
+OPTIMIZER_ARGUMENTS = {
+    "weight_decay": ("optimizer.weight_decay", number),
+    "eps": ("optimizer.eps", number),
+    "beta1": ("optimizer.beta1", number),
+    "beta2": ("optimizer.beta2", number),
+}
+
+
+def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
+    """weight_decay, betas and eps out of ["weight_decay=0.1", "betas=0.9,0.99"] or "a=1 b=2"."""
+    if isinstance(arguments, str):
+        arguments = re.split(r"[ ;]+|,(?=\s*[A-Za-z_])", arguments.strip())
+    settings: dict[str, Any] = {}
+    left: list[str] = []
+    for argument in listed(arguments):
+        name, _, value = (part.strip().strip("\"'") for part in str(argument).partition("="))
+        try:
+            if name == "betas":
+                first, second = (number(part) for part in value.strip("()[] ").split(","))
+                settings |= {"optimizer.beta1": first, "optimizer.beta2": second}
+            elif name in OPTIMIZER_ARGUMENTS:
+                setting, read = OPTIMIZER_ARGUMENTS[name]
+                settings[setting] = read(value)
+            elif name:
+                left.append(str(argument))
+        except (Unfit, ValueError):
+            left.append(str(argument))
+    if left and settings:
+        draft.differs(key, settings, f"not known here: {', '.join(left)}")
+    elif left:
+        draft.none(key, "not known to the optimizers here")
+    else:
+        draft.mapped(key, settings)
+
+
+def set_schedule(
+    draft: Draft,
+    name_key: str,
+    *,
+    warmup_key: str = "",
+    warmup: float | None = None,
+    cycles_key: str = "",
+    power_key: str = "",
+    floor_key: str = "",
+    floor: float | None = None,
+    warmup_note: str = "",
+    constant_warms_up: bool = False,
+) -> None:
+    """schedule.name, warmup and min_lr.
+
+    Args:
+        warmup: steps, or a fraction below 1; None or 0 is none.
+        floor: the rate at the end as a fraction of the rate.
+        constant_warms_up: whether the tool's "constant" heeds the warm-up (diffusers' does not).
+    """
+    name = draft.get(name_key, text) or "constant"
+    kind = plain(name)
+    cycles = draft.get(cycles_key, number) if cycles_key else None
+    power = draft.get(power_key, number) if power_key else None
+    own = {plain(word): word for word in accepted("schedule.name")}
+    tail = [key for key in (cycles_key, power_key) if key]
+    spent: list[str] = []
+    if kind in ("cosinewithrestarts", "cosinewithhardrestarts") and kind not in own:
+        if cycles is None or cycles == 1:
+            draft.mapped([name_key, cycles_key], {"schedule.name": "cosine"}, "one cycle of restarts is the cosine")
+        else:
+            draft.differs(
+                [name_key, cycles_key], {"schedule.name": "cosine"}, f"one cosine, without {cycles:g} restarts"
+            )
+        spent = [cycles_key]
+    elif kind == "polynomial" and kind not in own:
+        if power is None or power == 1:
+            draft.mapped([name_key, power_key], {"schedule.name": "linear"}, "a polynomial of power 1 is the line")
+        else:
+            draft.differs([name_key, power_key], {"schedule.name": "linear"}, f"a line instead of power {power:g}")
+        spent = [power_key]
+    elif kind in ("constantwithwarmup", "constant") and "constant" in own:
+        draft.mapped(name_key, {"schedule.name": "constant"})
+    elif kind == "cosinewithminlr" and "cosine" in own:
+        draft.mapped(name_key, {"schedule.name": "cosine"})
+    elif kind == "sine":
+        draft.differs(name_key, {"schedule.name": "cosine"}, "a falling cosine instead of a sine that rises again")
+    elif kind in own:
+        draft.mapped(name_key, {"schedule.name": own[kind]})
+    else:
+        draft.none(name_key, f"there is no schedule {name!r} here; constant was written")
+        draft.set("schedule.name", "constant")
+        draft.need("schedule.name", f"choose one of {', '.join(own.values())} for {name!r}")
+    for key in tail:
+        if key not in spent:
+            draft.none(key, f"means nothing to {name}", off=True)
+    if warmup_key:
+        ignored = kind == "constant" and not constant_warms_up
+        if warmup and ignored:
+            draft.none(warmup_key, "'constant' does not warm up there, so it does not here", off=True)
+        elif warmup:
+            steps = float(warmup) if warmup < 1 else round(warmup)
+            draft.mapped(warmup_key, {"schedule.warmup": steps}, warmup_note)
+        else:
+            draft.mapped(warmup_key, {"schedule.warmup": 0})
+    if floor_key:
+        if floor and draft.settings.get("schedule.name") in ("cosine", "linear"):
+            draft.mapped(floor_key, {"schedule.min_lr": float(f"{floor:.12g}")})
+        else:
+            draft.none(floor_key, f"means nothing to {name}", off=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders and steps
+
+
+def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
+    """Count the pictures of a folder if it is here, and those without a caption.
+
+    Args:
+        deep: whether the other tool looks into subfolders. Ours does; pictures that only ours would find are told.
+    """
+    place = draft.find(folder.path)
+    if place is None or not place.is_dir():
+        return folder
+    every = sorted(p for p in place.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+    pictures = every if deep else [p for p in every if p.parent == place]
+    if len(pictures) < len(every):
+        draft.notes.append(
+            f"{folder.path}: {len(every) - len(pictures)} pictures in subfolders, which ours takes and theirs does not"
+        )
+    folder.images = len(pictures)
+    folder.captionless = sum(not any(p.with_suffix(end).is_file() for end in CAPTIONS) for p in pictures)
+    return folder
+
+
+def caption_by_trigger(folder: Folder, words: str) -> str:
+    """What becomes of the words that captions pictures without a caption file there; the remark for the report."""
+    if folder.images and folder.captionless == folder.images:
+        folder.trigger, folder.trigger_is_caption = words, True
+        return "no picture has a caption file, so it is the folder's trigger, and with missing_caption the caption"
+    return (
+        "the caption of pictures without one there; here dataset.missing_caption = 'trigger' with this as trigger, "
+        "which is put in front of the captions that lack it as well"
+    )
+
+
+def samples(draft: Draft) -> int | None:
+    """Pictures times repeats of all folders; None when one of them is not here."""
+    if not draft.folders or any(folder.images is None for folder in draft.folders):
+        return None
+    return sum((folder.images or 0) * folder.repeats for folder in draft.folders)
+
+
+def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
+    """Optimizer steps of one epoch as kohya's trainers count them; None when the pictures are not here.
+
+    Bucketing adds a partly filled batch per bucket when `batch` is above 1, which is not counted.
+    """
+    count = samples(draft)
+    if not count:
+        return None
+    return math.ceil(math.ceil(count / batch) / processes / accumulate)
+
+
+def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | None, batch: int) -> None:
+    """train.steps from epochs, by counting; a TODO where the pictures are not here."""
+    if per_epoch is None:
+        draft.none(key, f"train.steps counts steps; {epochs} epochs are not known without the pictures")
+        draft.need(
+            "train.steps",
+            f"{epochs} epochs = {epochs} x pictures x repeats / (train.batch_size x train.accumulate); "
+            "import again where the pictures are, or put the number in",
+        )
+        draft.set("train.steps", 1500)
+        return
+    note = f"{epochs} epochs x {per_epoch} steps of {samples(draft)} samples; steps are counted here, not epochs"
+    if batch > 1:
+        note += ", and each bucket's last batch may be smaller and add a step"
+    draft.differs(key, {"train.steps": epochs * per_epoch}, note)
+
+
+def set_every(
+    draft: Draft,
+    setting: str,
+    steps_key: str,
+    epochs_key: str,
+    per_epoch: int | None,
+    note: str = "",
+) -> None:
+    """checkpoint.every or preview.every from steps, or from epochs by counting."""
+    steps = whole(draft.get(steps_key) or 0) if steps_key else 0
+    epochs = whole(draft.get(epochs_key) or 0) if epochs_key else 0
+    if steps > 0:
+        account = draft.differs if note else draft.mapped
+        account(steps_key, {setting: steps}, note)
+        if epochs_key:
+            draft.none(epochs_key, f"{steps_key} counts", off=True)
+        return
+    if steps_key:
+        draft.none(steps_key, "off", off=True)
+    if epochs > 0 and per_epoch:
+        told = f"every {epochs} x {per_epoch} steps; steps are counted here, not epochs"
+        draft.differs(epochs_key, {setting: epochs * per_epoch}, f"{told}. {note}" if note else told)
+    elif epochs > 0:
+        draft.none(epochs_key, f"{setting} counts steps, and an epoch's are not known without the pictures")
+        draft.todo.append(f"{setting}: theirs is every {epochs} epochs; the default was left")
+    elif epochs_key:
+        draft.none(epochs_key, "off", off=True)
+
+
+def share(
+    draft: Draft, keys: Sequence[str], values: Sequence[Any], setting: str, read: Callable[[Any], Any], note: str = ""
+) -> None:
+    """One setting here for what the other tool sets for each folder.
+
+    Args:
+        keys: all keys that say it.
+        values: what holds for each folder; None where nothing is said.
+    """
+    try:
+        found = [None if value in (None, "") else read(value) for value in values]
+    except Unfit as error:
+        draft.none(keys, f"{setting} was not written: {error}")
+        return
+    given = [value for value in found if value is not None]
+    if not given:
+        draft.none(keys, "empty", off=True)
+        return
+    common = Counter(given).most_common(1)[0][0]
+    told = [note] if note else []
+    if len(set(found)) > 1:
+        told.append(f"one value here for all folders, the most frequent: {common!r}")
+    (draft.differs if told else draft.mapped)(keys, {setting: common}, "; ".join(told))
+
+
+def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
+    """dataset.resolution, the side of the square with the training area, from sides, "w,h" or [w, h].
+
+    Several resolutions become the largest, which is told.
+    """
+    sides: list[float] = []
+    for value in values:
+        parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
+        numbers = [whole(part) for part in parts]
+        if not numbers or min(numbers) <= 0 or len(numbers) > 2:
+            raise Unfit(f"{value!r} is no resolution")
+        sides.append(math.sqrt(numbers[0] * numbers[-1]))
+    side = max(sides)
+    told = [note] if note else []
+    if len(set(sides)) > 1:
+        told.append(f"one resolution here, the largest; theirs were {', '.join(f'{one:g}' for one in sides)}")
+    if side != int(side):
+        rounded = max(64, round(side / 64) * 64)
+        told.append(f"{values[0]} is an area of {side:.1f} squared; here the side of a square, {rounded}")
+        side = rounded
+    account = draft.differs if told else draft.mapped
+    account(keys, {"dataset.resolution": int(side)}, "; ".join(told))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Timesteps and previews
+
+
+def set_timesteps(
+    draft: Draft, keys: Sequence[str], shape: str, shift: float | str, note: str = "", exact: bool = True
+) -> None:
+    """objective.timesteps and shift; families that predict noise have neither."""
+    if draft.family in DIFFUSION:
+        draft.none(keys, f"means nothing to {draft.family}, which draws its timesteps uniformly", off=True)
+        return
+    account = draft.mapped if exact else draft.differs
+    account(keys, {"objective.timesteps": shape, "objective.shift": shift}, note)
+
+
+def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
+    """objective.min_snr_gamma, for families that have it."""
+    gamma = draft.get(key, number) if weight is None else weight
+    if not gamma:
+        draft.none(key, "off", off=True)
+    elif draft.family and draft.family not in DIFFUSION:
+        draft.none(key, f"flow-matching models such as {draft.family} have no such weight, there or here", off=True)
+    else:
+        draft.mapped(key, {"objective.min_snr_gamma": float(gamma)})
+
+
+def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mapping[str, Any]], note: str = "") -> None:
+    """preview.* from a list of pictures: {"prompt", "negative", "width", "height", "steps", "guidance", "seed"}.
+
+    Prompts are each their own; everything else is one value here for all of them.
+
+    Args:
+        keys: their key -> which of our preview settings it says, such as "width height"; "" is all of them.
+    """
+    prompts = [str(picture["prompt"]) for picture in pictures if picture.get("prompt")]
+    settings: dict[str, Any] = {"preview.prompts": prompts}
+    told = [note] if note else []
+    for name, limit in (("negative", text), ("steps", whole), ("guidance", number), ("seed", whole)):
+        values = [limit(picture[name]) for picture in pictures if picture.get(name) not in (None, "")]
+        if not values:
+            continue
+        settings[f"preview.{name}"] = values[0]
+        # Ours count seeds up from the first one.
+        expected = [values[0] + i for i in range(len(values))] if name == "seed" else [values[0]] * len(values)
+        if values != expected:
+            told.append(f"one {name} for all previews here" + (", counting up" if name == "seed" else ""))
+    for name in ("width", "height"):
+        values = [whole(picture[name]) for picture in pictures if picture.get(name) not in (None, "")]
+        if values:
+            settings[f"preview.{name}"] = round(values[0] / 16) * 16
+            if len(set(values)) > 1 or values[0] % 16:
+                told.append(f"one {name} for all previews here, a multiple of 16")
+    if settings.get("preview.seed", 0) < 0:
+        del settings["preview.seed"]
+        told.append("a negative seed means a random one there; previews here keep theirs")
+    account = draft.differs if told else draft.mapped
+    for key, names in keys.items():
+        own = {name: value for name, value in settings.items() if name.removeprefix("preview.") in names.split()}
+        account(key, own if names else settings, "; ".join(told))
+    for name, value in settings.items():
+        draft.settings.setdefault(name, value)
+
+
+def set_seed(draft: Draft, key: str) -> None:
+    """seed; nothing or -1 is a random one there, and 0 here."""
+    seed = draft.get(key, whole)
+    if seed is None:
+        draft.none(key, "empty", off=True)
+    elif seed < 0:
+        draft.none(key, "a random seed there; here 0, so that a run can be repeated")
+    elif seed > config.MAX_SEED:
+        draft.differs(key, {"seed": seed % (config.MAX_SEED + 1)}, f"at most {config.MAX_SEED} here: the remainder")
+    else:
+        draft.mapped(key, {"seed": seed})
+
+
+def set_name(draft: Draft, key: str, value: str | None = None, note: str = "") -> None:
+    """name, without what cannot be in a folder's name."""
+    given = draft.get(key, text) if value is None else value
+    if not given:
+        draft.none(key, "empty", off=True)
+        return
+    name = "".join("-" if c in "/\\" or not c.isprintable() else c for c in given).strip()[:120]
+    name = name if name not in ("", ".", "..") else "my-lora"
+    told = note if name == given else "; ".join(filter(None, (note, "without what cannot name a folder")))
+    (draft.mapped if name == given else draft.differs)(key, {"name": name}, told)
+
+
+def stem(path: str) -> str:
+    """The name in a path, which may be of Windows, without its suffix."""
+    return PureWindowsPath(path).stem
+
+
+def on(value: Any) -> bool:
+    """True for true and what reads as it; false for nothing."""
+    return value not in (None, "") and flag(value)

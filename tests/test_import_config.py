@@ -1,0 +1,913 @@
+"""Moving in: files of every tool in its own format -> our settings, with an account of every key.
+
+Judged by: the keys as tomllib, json and yaml read them here; transformers' schedules and the arithmetic of the other
+tools' documents, computed in the test; `config.loads`.
+"""
+
+import itertools
+import json
+import math
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from PIL import Image
+
+from lora_fp8 import cli, config, families, importing, optim
+from lora_fp8.config import UserError
+from lora_fp8.importing import base, words
+
+EXAMPLES = Path(__file__).parent / "data" / "import"
+PICTURES = {"10_zibo cat": (5, False), "plain": (7, True), "reg": (2, True)}
+TOOLS = {
+    "sd_scripts_flux.toml": "sd-scripts",
+    "sd_scripts_train.sh": "sd-scripts",
+    "sd_scripts_dataset.toml": "sd-scripts",
+    "kohya_ss_flux.json": "kohya_ss",
+    "lora_scripts_preset.toml": "lora-scripts",
+    "lora_scripts_sd.toml": "lora-scripts",
+    "musubi_qwen.toml": "musubi-tuner",
+    "musubi_dataset.toml": "musubi-tuner",
+    "diffusion_pipe_flux.toml": "diffusion-pipe",
+    "diffusion_pipe_dataset.toml": "diffusion-pipe",
+    "ai_toolkit_flux.yaml": "ai-toolkit",
+    "onetrainer_sdxl.json": "onetrainer",
+    "onetrainer_sd15_old.json": "onetrainer",
+    "simpletuner_flux.json": "simpletuner",
+    "simpletuner_backend.json": "simpletuner",
+}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples, with the folders of pictures that they name: 5 without captions, 7 with, 2 to leave out."""
+    root = tmp_path_factory.mktemp("import") / "files"
+    shutil.copytree(EXAMPLES, root)
+    for name, (count, captions) in PICTURES.items():
+        folder = root / "pictures" / name
+        folder.mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8)).save(folder / f"{i}.png")
+            if captions:
+                (folder / f"{i}.txt").write_text("a picture", encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def bring(here: Path) -> Callable[..., importing.Import]:
+    """bring("x.toml"): the import of one of the examples."""
+    return lambda name, **more: importing.import_file(here / name, **more)
+
+
+def settings(made: importing.Import) -> dict[str, Any]:
+    """What our file holds, as TOML reads it."""
+    return tomllib.loads(importing.to_toml(made))
+
+
+def entries(made: importing.Import) -> list[base.Entry]:
+    return [*made.mapped, *made.differs, *made.no_counterpart, *made.unknown]
+
+
+def keys(found: list[base.Entry]) -> set[str]:
+    return {entry.key for entry in found}
+
+
+def leaves(data: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of everything in a file that is not a table, read without the code under test."""
+    if isinstance(data, dict) and data:
+        for name, value in data.items():
+            yield from leaves(value, f"{prefix}{str(name).removeprefix('--')}.")
+    elif isinstance(data, list) and data and all(isinstance(one, dict) for one in data):
+        for i, value in enumerate(data):
+            yield from leaves(value, f"{prefix}{i}.")
+    else:
+        yield prefix.removesuffix(".").removeprefix("config.process.0.")
+
+
+def read(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+
+
+REFERRED = {
+    "sd_scripts_flux.toml": ["sd_scripts_dataset.toml"],
+    "musubi_qwen.toml": ["musubi_dataset.toml"],
+    "diffusion_pipe_flux.toml": ["diffusion_pipe_dataset.toml"],
+    "onetrainer_sdxl.json": ["onetrainer_concepts.json", "onetrainer_samples.json"],
+    "simpletuner_flux.json": ["simpletuner_backend.json"],
+}
+
+
+# ------------------------------------------------------------------------------------------------ whose file it is
+
+
+@pytest.mark.parametrize(("name", "tool"), TOOLS.items())
+def test_the_tool_is_recognised_from_the_file(bring: Callable[..., importing.Import], name: str, tool: str) -> None:
+    made = bring(name)
+    assert made.tool.name == tool and made.why and not made.why.startswith("--from")
+    assert set(TOOLS.values()) == set(importing.TOOLS)
+
+
+def test_a_file_that_could_be_of_two_tools_is_asked_about(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("network_dim = 8\nlearning_rate = 1e-4\nmax_train_steps = 100\n", encoding="utf-8")
+    with pytest.raises(UserError, match="sd-scripts or musubi-tuner; say which with --from"):
+        importing.import_file(path)
+    for tool in ("sd-scripts", "musubi-tuner"):
+        made = importing.import_file(path, tool)
+        assert made.tool.name == tool and settings(made)["adapter"]["rank"] == 8
+    with pytest.raises(UserError, match="--from kohya: not known; accepted: sd-scripts, kohya_ss"):
+        importing.import_file(path, "kohya")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.toml", "steps = 3", "not a settings file of a trainer"),
+        ("a.toml", "steps = ", "not valid TOML"),
+        ("a.json", '{"a": 1,}', "not valid JSON: line 1"),
+        ("a.yaml", "a: [1", "not valid YAML"),
+        ("a.json", "[1, 2]", "not a settings file of a trainer"),
+        ("a.ini", "[x]\ny=1", "expected a .toml, .json, .yaml"),
+        ("a.sh", "python cache.py --dit x", "no command in it runs a training script"),
+        ("a.yaml", "job: extension\nconfig: {process: []}", "expected one process"),
+        ("a.toml", "pretrained_model_name_or_path = 'x'\nlearning_rate = 'fast'", "'fast' is not a number"),
+    ],
+)
+def test_what_is_not_understood_is_one_line(tmp_path: Path, name: str, content: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        importing.import_file(path)
+    assert said in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    """A byte-order mark, CRLF, backslashes, and a .bat with ^ at the ends of its lines."""
+    text = 'pretrained_model_name_or_path = "E:\\\\models\\\\sd_xl_base_1.0.safetensors"\r\nnetwork_dim = 8\r\n'
+    for encoding in ("utf-8-sig", "utf-16"):
+        (tmp_path / "a.toml").write_bytes(text.encode(encoding))
+        made = settings(importing.import_file(tmp_path / "a.toml"))
+        assert made["model"]["path"] == "E:\\models\\sd_xl_base_1.0.safetensors" and made["adapter"]["rank"] == 8
+    command = (
+        'accelerate launch sdxl_train_network.py ^\r\n --pretrained_model_name_or_path="E:\\m\\a b.safetensors" ^\r\n'
+    )
+    (tmp_path / "b.bat").write_bytes(b"@echo off\r\n" + command.encode() + b" --network_dim 4 --fp8_base\r\n")
+    made = settings(importing.import_file(tmp_path / "b.bat"))
+    assert made["model"]["path"] == "E:\\m\\a b.safetensors" and made["adapter"]["rank"] == 4
+    assert made["model"]["family"] == "sdxl" and made["quantize"]["storage"] == "fp8"
+
+
+# -------------------------------------------------------------------------------------- what each of the files becomes
+
+WRITTEN: dict[str, dict[str, Any]] = {
+    "sd_scripts_flux.toml": {
+        "name": "my-flux-lora",
+        "output_dir": "output",
+        "seed": 42,
+        "model": {"family": "flux", "path": "models/flux1-dev.safetensors", "components": "", "dtype": "bf16"},
+        "quantize": {"storage": "fp8"},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 8.0},
+        "dataset": {
+            "resolution": 1024,
+            "buckets": True,
+            "bucket_step": 32,
+            "max_aspect": 3.0,
+            "flip": True,
+            "caption_dropout": 0.1,
+            "shuffle_tags": True,
+            "keep_tokens": 2,
+            "folders": [
+                {"path": "pictures/10_zibo cat", "repeats": 3, "trigger": "zibo cat"},
+                {"path": "pictures/plain"},
+            ],
+        },
+        # 5 x 3 + 7 = 22 samples, 11 batches of 2, 6 steps of 2 batches, 10 epochs
+        "train": {"steps": 60, "batch_size": 2, "accumulate": 2, "max_grad_norm": 1.0},
+        "optimizer": {
+            "name": "adamw8bit",
+            "lr": 2e-4,
+            "lr_scale": "none",
+            "weight_decay": 0.1,
+            "beta1": 0.9,
+            "beta2": 0.99,
+        },
+        "schedule": {"name": "cosine", "warmup": 0.05},
+        "objective": {"timesteps": "logit_normal", "shift": 3.1582, "guidance": 1.0},
+        "memory": {"gradient_checkpointing": True},
+        "preview": {
+            "prompts": ["a zibo cat on a table", "a zibo cat at night"],
+            "negative": "blurry, text",
+            "every": 250,
+            "at_start": False,
+            "steps": 24,
+            "guidance": 3.5,
+            "width": 1024,
+            "height": 768,
+            "seed": 7,
+        },
+        "checkpoint": {"every": 12},
+        "export": {"dtype": "bf16"},
+    },
+    "sd_scripts_train.sh": {
+        "name": "my lora-v2",
+        "output_dir": "output",
+        "seed": 1234567890123 % 2**32,
+        "model": {"family": "sdxl", "path": "stabilityai/stable-diffusion-xl-base-1.0", "dtype": "bf16"},
+        "quantize": {"storage": "bf16"},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
+        "dataset": {
+            "resolution": 1024,
+            "buckets": True,
+            "upscale": False,
+            "missing_caption": "trigger",
+            "shuffle_tags": True,
+            "keep_tokens": 1,
+            "folders": [{"path": "pictures/10_zibo cat", "repeats": 10, "trigger": "zibo cat"}],
+        },
+        # 50 samples on two GPUs, 4 epochs
+        "train": {"steps": 100, "batch_size": 2},
+        "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none", "weight_decay": 0.01},
+        "schedule": {"name": "cosine", "warmup": 0},
+        "objective": {"min_snr_gamma": 5.0},
+        "memory": {"gradient_checkpointing": False},
+        "checkpoint": {"every": 25},
+    },
+    "kohya_ss_flux.json": {
+        "name": "flux-page",
+        "output_dir": "E:\\output",
+        "seed": 42,
+        "model": {
+            "family": "flux",
+            "path": "E:\\models\\flux1\\flux1-dev.safetensors",
+            "components": "",
+            "dtype": "bf16",
+        },
+        "quantize": {"storage": "fp8"},
+        "adapter": {"type": "lora", "rank": 8, "alpha": 8.0, "dropout": 0.0},
+        "dataset": {
+            "resolution": 768,
+            "buckets": True,
+            "bucket_step": 64,
+            "max_aspect": 8.0,
+            "upscale": True,
+            "flip": False,
+            "caption_dropout": 0.0,
+            "shuffle_tags": False,
+            "folders": [{"path": "E:\\pictures"}],
+        },
+        "train": {"steps": 4000, "batch_size": 1, "accumulate": 1, "max_grad_norm": 0.5},
+        "optimizer": {"name": "adamw8bit", "lr": 4e-4, "lr_scale": "none"},
+        "schedule": {"name": "cosine", "warmup": 0.1},
+        "objective": {"timesteps": "logit_normal", "shift": 1.0, "guidance": 3.5},
+        "memory": {"gradient_checkpointing": True},
+        "preview": {
+            "prompts": ["a man with a funny hat", "a dog"],
+            "every": 200,
+            "at_start": False,
+            "steps": 20,
+            "width": 768,
+            "height": 768,
+        },
+        "checkpoint": {"every": 500},
+        "export": {"dtype": "bf16"},
+    },
+    "lora_scripts_preset.toml": {
+        "seed": 1337,
+        "model": {"family": "flux", "path": "./sd-models/flux1-dev.safetensors", "components": "", "dtype": "bf16"},
+        "quantize": {"storage": "fp8"},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
+        "dataset": {
+            "resolution": 768,
+            "buckets": True,
+            "bucket_step": 32,
+            "upscale": False,
+            "folders": [{"path": "./train/aki"}],
+        },
+        "train": {"steps": 1500, "batch_size": 1},
+        "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none", "weight_decay": 0.02},
+        "schedule": {"name": "cosine", "warmup": 0},
+        "objective": {"timesteps": "logit_normal", "shift": 1.0, "guidance": 1.0},
+        "memory": {"gradient_checkpointing": True},
+        "export": {"dtype": "bf16"},
+    },
+    "musubi_qwen.toml": {
+        "name": "my-qwen-lora",
+        "output_dir": "/data/output",
+        "seed": 42,
+        "model": {
+            "family": "qwen_image",
+            "path": "/models/qwen_image_bf16.safetensors",
+            "components": "",
+            "dtype": "bf16",
+        },
+        "quantize": {"storage": "fp8", "scale": "1x64"},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
+        "dataset": {
+            "resolution": 704,
+            "buckets": True,
+            "upscale": True,
+            "folders": [{"path": "pictures/10_zibo cat", "repeats": 2}, {"path": "pictures/plain"}],
+        },
+        # 5 x 2 + 7 = 17 samples, 4 epochs
+        "train": {"steps": 68, "batch_size": 1},
+        "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none"},
+        "schedule": {"name": "constant", "warmup": 50},
+        "objective": {"timesteps": "logit_normal", "shift": "auto"},
+        "memory": {"gradient_checkpointing": True},
+        "checkpoint": {"every": 17},
+    },
+    "diffusion_pipe_flux.toml": {
+        "name": "my_flux",
+        "output_dir": "/data/runs/my_flux",
+        "model": {"family": "flux", "path": "/models/FLUX.1-dev", "dtype": "bf16"},
+        "quantize": {"storage": "fp8"},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 32.0, "dtype": "bf16"},
+        "dataset": {
+            "resolution": 1024,
+            "buckets": True,
+            "max_aspect": 2.5,
+            "shuffle_tags": True,
+            "keep_tokens": 0,
+            "tag_separator": ",",
+            "caption_variants": 10,
+            "folders": [{"path": "pictures/10_zibo cat", "repeats": 5}, {"path": "pictures/plain"}],
+        },
+        # 5 x 5 + 7 = 32 samples, 16 batches of 2, 8 steps, 20 epochs
+        "train": {"steps": 160, "batch_size": 2, "accumulate": 2, "max_grad_norm": 1.0},
+        "optimizer": {
+            "name": "adamw8bit",
+            "lr": 2e-5,
+            "lr_scale": "none",
+            "weight_decay": 0.01,
+            "beta1": 0.9,
+            "beta2": 0.99,
+        },
+        "schedule": {"name": "constant", "warmup": 100},
+        "objective": {"timesteps": "logit_normal", "shift": "auto"},
+        "memory": {"gradient_checkpointing": True},
+        "checkpoint": {"every": 40},
+        "export": {"dtype": "bf16"},
+    },
+    "ai_toolkit_flux.yaml": {
+        "name": "my_first_flux_lora_v1",
+        "output_dir": "output",
+        "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "dtype": "bf16"},
+        "quantize": {"storage": "fp8"},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
+        "dataset": {
+            "resolution": 1024,
+            "trigger": "p3r5on",
+            "caption_dropout": 0.05,
+            "shuffle_tags": False,
+            "folders": [{"path": "pictures/plain"}],
+        },
+        "train": {"steps": 2000, "batch_size": 1, "accumulate": 4},
+        "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none", "eps": 1e-6},
+        "schedule": {"name": "constant", "warmup": 0},
+        "objective": {"timesteps": "logit_normal", "shift": 1.0},
+        "memory": {"gradient_checkpointing": True},
+        "preview": {
+            "prompts": ["p3r5on holding a sign", "a horse at a night club"],
+            "every": 250,
+            "steps": 20,
+            "guidance": 4.0,
+            "width": 1024,
+            "height": 1024,
+            "seed": 42,
+        },
+        "checkpoint": {"every": 250, "keep": 4},
+        "export": {"dtype": "fp16"},
+    },
+    "onetrainer_sdxl.json": {
+        "name": "my-sdxl-lora",
+        "model": {"family": "sdxl", "path": "stabilityai/stable-diffusion-xl-base-1.0", "dtype": "bf16"},
+        "quantize": {"storage": "fp8"},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0, "dtype": "fp32"},
+        "dataset": {
+            "resolution": 1024,
+            "buckets": True,
+            "flip": False,
+            "caption_dropout": 0.1,
+            "shuffle_tags": True,
+            "keep_tokens": 1,
+            "tag_separator": ",",
+            "folders": [{"path": "pictures/10_zibo cat", "repeats": 3}],
+        },
+        # 15 samples, 4 batches of 4, 2 steps, 30 epochs
+        "train": {"steps": 60, "batch_size": 4, "accumulate": 2, "max_grad_norm": 1.0},
+        "optimizer": {
+            "name": "adamw8bit",
+            "lr": 3e-4,
+            "lr_scale": math.sqrt(8),
+            "weight_decay": 0.02,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+        },
+        "schedule": {"name": "cosine", "warmup": 0.1, "min_lr": 0.05},
+        "objective": {"min_snr_gamma": 5.0},
+        "memory": {"gradient_checkpointing": True},
+        "preview": {
+            "prompts": ["a zibo cat"],
+            "negative": "blurry",
+            "every": 4,
+            "at_start": False,
+            "steps": 25,
+            "guidance": 6.5,
+            "width": 1024,
+            "height": 1024,
+            "seed": 42,
+        },
+        "checkpoint": {"every": 100},
+        "export": {"dtype": "bf16"},
+    },
+    "onetrainer_sd15_old.json": {
+        "name": "lora",
+        "model": {"family": "sd15", "path": "stable-diffusion-v1-5/stable-diffusion-v1-5", "dtype": "bf16"},
+        "quantize": {"storage": "bf16"},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 1.0},
+        "dataset": {"resolution": 512, "buckets": True, "folders": [{"path": "TODO"}]},
+        "train": {"steps": 1500, "batch_size": 4, "accumulate": 1},
+        "optimizer": {"name": "adamw", "lr": 2e-4, "lr_scale": "none", "weight_decay": 0.01},
+        "schedule": {"name": "constant", "warmup": 200},
+        "export": {"dtype": "fp16"},
+    },
+    "simpletuner_flux.json": {
+        "name": "my-flux",
+        "output_dir": "output",
+        "seed": 42,
+        "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "dtype": "bf16"},
+        "quantize": {"storage": "fp8", "compute": "fp8"},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
+        "dataset": {
+            "resolution": 1024,
+            "buckets": True,
+            "caption_dropout": 0.1,
+            "shuffle_tags": True,
+            "keep_tokens": 1,
+            "tag_separator": ",",
+            "caption_variants": 3,
+            "folders": [{"path": "pictures/10_zibo cat", "repeats": 3}],
+        },
+        # 5 pictures shown once and twice more: 15 samples, 8 batches of 2, 4 steps, 6 epochs
+        "train": {"steps": 24, "batch_size": 2, "accumulate": 2},
+        "optimizer": {"name": "adamw", "lr": 1e-4, "lr_scale": 2.0, "weight_decay": 0.02},
+        "schedule": {"name": "linear", "warmup": 23, "min_lr": 0.01},
+        "objective": {"timesteps": "logit_normal", "shift": 3.0},
+        "memory": {"gradient_checkpointing": True},
+        "preview": {
+            "prompts": ["zibo holds a sign"],
+            "every": 50,
+            "at_start": False,
+            "steps": 16,
+            "guidance": 3.5,
+            "width": 1024,
+            "height": 1024,
+            "seed": 42,
+        },
+        "checkpoint": {"every": 100, "keep": 5},
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written(bring: Callable[..., importing.Import], name: str) -> None:
+    assert settings(bring(name)) == WRITTEN[name]
+
+
+DATA = "sd_scripts_dataset.toml: datasets.0"
+REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that have no counterpart although they are on
+    "sd_scripts_flux.toml": (
+        f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"
+        f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
+        "|saving.save_every_n_epochs",
+        "dataset.resolution|model.clip_l|model.t5xxl|model.ae|network.network_args|dataset.max_token_length"
+        f"|{DATA}.subsets.2.image_dir|{DATA}.subsets.2.is_reg|{DATA}.subsets.1.color_aug|optimizer.text_encoder_lr"
+        "|training.blocks_to_swap|training.noise_offset|saving.sample_sampler|saving.huggingface_token",
+    ),
+    "sd_scripts_train.sh": (
+        "mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|optimizer_args|lr_scheduler"
+        "|lr_scheduler_num_cycles|save_every_n_epochs|seed|output_name",
+        "network_args|optimizer_type|learning_rate|full_fp16|huggingface_token",
+    ),
+    "kohya_ss_flux.json": (
+        "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
+        "wandb_api_key|max_grad_norm|clip_l|t5xxl|ae|huggingface_token",
+    ),
+    "lora_scripts_preset.toml": ("data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
+    "lora_scripts_sd.toml": (
+        "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso",
+        "network_module|lycoris_algo|conv_dim|conv_alpha|lokr_factor|network_train_unet_only|max_train_epochs"
+        "|save_every_n_epochs|sample_every_n_epochs|text_encoder_lr|sample_sampler|max_token_length|clip_skip",
+    ),
+    "musubi_qwen.toml": (
+        "musubi_dataset.toml: general.resolution|training.max_train_epochs|output.save_every_n_epochs"
+        "|training.timestep_sampling",
+        "vae|text_encoder|network_args|training.blocks_to_swap|musubi_dataset.toml: datasets.0.cache_directory"
+        "|musubi_dataset.toml: datasets.1.cache_directory",
+    ),
+    "diffusion_pipe_flux.toml": (
+        "model.transformer_dtype|micro_batch_size_per_gpu|epochs|optimizer.type|save_every_n_epochs"
+        "|diffusion_pipe_dataset.toml: resolutions|diffusion_pipe_dataset.toml: min_ar"
+        "|diffusion_pipe_dataset.toml: max_ar|diffusion_pipe_dataset.toml: num_ar_buckets",
+        "checkpoint_every_n_minutes|blocks_to_swap|diffusion_pipe_dataset.toml: directory.1.mask_path",
+    ),
+    "ai_toolkit_flux.yaml": (
+        "model.quantize|datasets.0.resolution|save.save_every|save.max_step_saves_to_keep",
+        "save.hf_repo_id|train.ema_config.use_ema|meta.name|meta.version",
+    ),
+    "onetrainer_sdxl.json": (
+        "unet.weight_dtype|onetrainer_concepts.json: 0.include_subdirectories|epochs|save_every|save_every_unit"
+        "|sample_after|sample_after_unit",
+        "backup_after|backup_after_unit|cache_dir|offset_noise_weight"
+        "|onetrainer_concepts.json: 0.image.enable_crop_jitter",
+    ),
+    "onetrainer_sd15_old.json": ("train_dtype", "epochs|cache_dir|train_text_encoder|offset_noise_weight"),
+    "simpletuner_flux.json": (
+        "base_model_precision|simpletuner_backend.json: 0.repeats|simpletuner_backend.json: 0.resolution"
+        "|simpletuner_backend.json: 0.crop|num_train_epochs|optimizer|optimizer_config|checkpoint_step_interval",
+        "|".join(
+            f"simpletuner_backend.json: {key}"
+            for key in ("1.id", "1.type", "1.aws_bucket_name", "1.aws_access_key_id", "1.aws_secret_access_key")
+            + ("1.repeats", "0.minimum_image_size")
+        )
+        + "|grad_clip_method|max_grad_norm|push_to_hub|hub_token",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_what_is_reported(bring: Callable[..., importing.Import], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = words.accepted
+    monkeypatch.setattr(words, "accepted", lambda key: ["lora"] if key == "adapter.type" else real(key))
+    made = bring(name)
+    differs, lacking = (set(group.split("|")) for group in REPORTED[name])
+    assert keys(made.differs) == differs
+    assert keys([entry for entry in made.no_counterpart if not entry.off]) == lacking
+    assert not made.unknown
+    assert all(entry.note for entry in [*made.differs, *made.no_counterpart])
+
+
+# ---------------------------------------------------------------------------------------------- no key is lost
+
+
+def expected_keys(here: Path, name: str) -> list[str]:
+    found = list(leaves(read(here / name)))
+    for other in REFERRED.get(name, []):
+        found += [f"{other}: {key}" for key in leaves(read(here / other))]
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in TOOLS if not name.endswith(".sh")])
+def test_every_key_is_accounted_for_exactly_once(bring: Callable[..., importing.Import], here: Path, name: str) -> None:
+    told = [entry.key for entry in entries(bring(name))]
+    extra = [key for key in told if key.startswith("additional_parameters: ")]
+    assert sorted(set(told) - set(extra)) == sorted(expected_keys(here, name))
+    assert len(told) == len(set(told))
+
+
+def test_every_option_of_a_command_is_accounted_for(bring: Callable[..., importing.Import], here: Path) -> None:
+    text = (here / "sd_scripts_train.sh").read_text(encoding="utf-8").split("accelerate launch")[1]
+    options = [word.split("=")[0].removeprefix("--") for word in text.split() if word.startswith("--")]
+    told = [entry.key for entry in entries(bring("sd_scripts_train.sh"))]
+    assert sorted(told) == sorted(options)
+
+
+def places(data: Any) -> Iterator[dict[str, Any]]:
+    """Every table of a file."""
+    if isinstance(data, dict):
+        yield data
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from places(value)
+
+
+@pytest.mark.parametrize("name", [name for name in TOOLS if not name.endswith(".sh")])
+def test_a_key_that_no_table_has_is_told(here: Path, name: str) -> None:
+    """In every table of every example. Tables that are nobody's business as a whole hold no surprise."""
+    source = base.read_source(here / name)
+    tool, why = importing.recognise(source)
+    told = 0
+    for table in places(source.data):
+        table["surprise_of_tomorrow"] = 7
+        made = importing.convert(source, tool, why)
+        del table["surprise_of_tomorrow"]
+        found = [entry for entry in entries(made) if entry.key.endswith("surprise_of_tomorrow")]
+        assert len(found) == 1 and found[0].value in ("7", base.HIDDEN)
+        told += found[0] in made.unknown
+    assert told >= 1
+
+
+@pytest.mark.parametrize("name", ["sd_scripts_flux.toml", "kohya_ss_flux.json", "onetrainer_sdxl.json"])
+def test_a_value_of_any_kind_is_accounted_for_or_refused(here: Path, name: str) -> None:
+    source = base.read_source(here / name)
+    tool, why = importing.recognise(source)
+    counts = {"accounted": 0, "refused": 0}
+    for table in list(places(source.data)):
+        for key, value in list(table.items()):
+            if isinstance(value, dict):
+                continue
+            for strange in ("", True, -1, "nonsense", ["a=b"]):
+                table[key] = strange
+                try:
+                    told = [entry.key for entry in entries(importing.convert(source, tool, why))]
+                    assert any(one.split(".")[-1] == key or one == key for one in told) and len(told) == len(set(told))
+                    counts["accounted"] += 1
+                except UserError as error:
+                    assert "\n" not in str(error)
+                    counts["refused"] += 1
+            table[key] = value
+    assert counts["accounted"] > 3 * counts["refused"] > 0
+
+
+@pytest.mark.parametrize("tool", importing.TOOLS.values(), ids=importing.TOOLS)
+def test_the_tables_name_settings_that_exist(tool: base.Tool) -> None:
+    for key, rule in tool.rules.items():
+        if rule.to:
+            section, _, name = rule.to.rpartition(".")
+            model = config.Job.model_fields[section].annotation if section else config.Job
+            assert name in model.model_fields, f"{tool.name}: {key} -> {rule.to}"
+        assert rule.kind not in ("none", "idle", "differs") or rule.note, f"{tool.name}: {key} says no reason"
+    unknown = [key for key in tool.defaults if tool.rule(key) is None]
+    assert not unknown and all(tool.rules.get(name) for name in tool.aliases.values())
+
+
+# --------------------------------------------------------------------------------------------- the same training
+
+
+def job_of(made: importing.Import) -> config.Job:
+    return config.loads(importing.to_toml(made))
+
+
+RATES = {
+    "sd_scripts_flux.toml": 2e-4,
+    "sd_scripts_train.sh": 1e-4,
+    "kohya_ss_flux.json": 4e-4,
+    "lora_scripts_preset.toml": 1e-4,
+    "diffusion_pipe_flux.toml": 2e-5,
+    "ai_toolkit_flux.yaml": 1e-4,
+    "onetrainer_sdxl.json": 3e-4 * math.sqrt(4 * 2),
+    "onetrainer_sd15_old.json": 2e-4,
+    "simpletuner_flux.json": 1e-4 * math.sqrt(1 * 2 * 2),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_effective_rate_is_theirs(bring: Callable[..., importing.Import], name: str) -> None:
+    """On FP8, where ours would otherwise multiply it by 1.4."""
+    job = job_of(bring(name))
+    assert job.optimizer.lr * optim.lr_factor(job.optimizer, "fp8") == pytest.approx(RATES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN])
+def test_our_file_loads(bring: Callable[..., importing.Import], name: str) -> None:
+    made = bring(name)
+    if made.settings["model"]["family"] not in families.available():
+        assert importing.problems(made) and any("model.family" in text for text in made.todo)
+        return
+    assert not importing.problems(made)
+    dumped = job_of(made).model_dump()
+    for section, values in made.settings.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if key != "folders":
+                assert dumped[section][key] == value
+
+
+def kohya(tmp_path: Path, text: str) -> importing.Import:
+    path = tmp_path / "kohya.toml"
+    model = 'pretrained_model_name_or_path = "black-forest-labs/FLUX.1-dev"\nnetwork_module = "networks.lora_flux"\n'
+    path.write_text(model + text, encoding="utf-8")
+    return importing.import_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "more"),
+    [
+        ("constant", 10, {}),
+        ("constant_with_warmup", 10, {}),
+        ("linear", 10, {}),
+        ("cosine", 0.1, {}),
+        ("cosine_with_restarts", 5, {"num_cycles": 1}),
+        ("polynomial", 0, {"power": 1.0, "lr_end": 0.0}),
+        ("cosine_with_min_lr", 10, {"min_lr_rate": 0.25}),
+    ],
+)
+def test_the_rate_of_every_step_is_that_of_their_schedule(
+    tmp_path: Path, name: str, warmup: float, more: dict[str, Any]
+) -> None:
+    lines = [f'lr_scheduler = "{name}"', f"lr_warmup_steps = {warmup}", "max_train_steps = 60", "learning_rate = 1e-3"]
+    theirs = {"num_cycles": "lr_scheduler_num_cycles", "power": "lr_scheduler_power"}
+    theirs["min_lr_rate"] = "lr_scheduler_min_lr_ratio"
+    lines += [f"{theirs[key]} = {value}" for key, value in more.items() if key in theirs]
+    job = kohya(tmp_path, "\n".join(lines))
+    found = config.loads(importing.to_toml(job))
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    steps = int(warmup * 60) if warmup < 1 else warmup
+    schedule = transformers.get_scheduler(name, optimizer, steps, 60, scheduler_specific_kwargs=more)
+    for step in range(60):
+        ours = optim.learning_rate(step, found.schedule, found.optimizer.lr, found.train.steps)
+        assert ours == pytest.approx(schedule.get_last_lr()[0], abs=1e-12), step
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("side", "small", "large"), [(512, 256, 1024), (1024, 256, 2048), (1024, 512, 1536), (768, 256, 1024)]
+)
+def test_the_widest_bucket_is_theirs(tmp_path: Path, side: int, small: int, large: int) -> None:
+    """kohya's buckets: all sides that are multiples of 64 between two limits, up to the area."""
+    sides = range(small, large + 1, 64)
+    theirs = {(w, min(large, side**2 // w // 64 * 64)) for w in sides}
+    widest = max(max(w / h, h / w) for w, h in theirs if h >= small)
+    limits = f"min_bucket_reso = {small}\nmax_bucket_reso = {large}\nenable_bucket = true\n"
+    made = kohya(tmp_path, f'resolution = "{side},{side}"\n{limits}')
+    assert settings(made)["dataset"]["max_aspect"] == pytest.approx(min(8, widest), rel=0.07)
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "shift"),
+    [
+        ("timestep_sampling = 'sigmoid'", "logit_normal", 1.0),
+        ("timestep_sampling = 'uniform'\ndiscrete_flow_shift = 2.0", "uniform", 1.0),
+        ("timestep_sampling = 'shift'\ndiscrete_flow_shift = 2.5", "logit_normal", 2.5),
+        ("timestep_sampling = 'flux_shift'", "logit_normal", "auto"),
+        ("timestep_sampling = 'sigma'\nweighting_scheme = 'none'\ndiscrete_flow_shift = 2.0", "uniform", 2.0),
+        ("timestep_sampling = 'sigma'\nweighting_scheme = 'logit_normal'", "logit_normal", 3.0),
+        ("", "uniform", 3.0),  # sd-scripts' defaults
+    ],
+)
+def test_kohyas_ways_to_draw_a_timestep(tmp_path: Path, given: str, shape: str, shift: float | str) -> None:
+    found = settings(kohya(tmp_path, given))["objective"]
+    assert (found["timesteps"], found["shift"]) == (shape, shift)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "where"),
+    [
+        ("fp8_base = true", {"storage": "fp8"}, "differs"),
+        ("fp8_base_unet = true", {"storage": "fp8"}, "differs"),
+        ("fp8_base = true\nfp8_scaled = true", {"storage": "fp8", "scale": "1x64"}, "mapped"),
+        ("fp8_base = false", {"storage": "bf16"}, ""),
+    ],
+)
+def test_kohyas_fp8(tmp_path: Path, given: str, expected: dict[str, str], where: str) -> None:
+    made = kohya(tmp_path, f"mixed_precision = 'bf16'\n{given}")
+    assert settings(made)["quantize"] == expected
+    if where:
+        found = {entry.key: entry for entry in getattr(made, where)}[given.split(" =")[0]]
+        assert where == "mapped" or "quantize.scale = 'none' is the exact equivalent" in found.note
+    # The exact equivalent that the line names is one that our config takes.
+    assert config.loads(importing.to_toml(made), ["quantize.scale='none'"] if where == "differs" else [])
+
+
+def test_an_optimizer_that_finds_its_rate_leaves_a_todo(tmp_path: Path) -> None:
+    made = kohya(tmp_path, "optimizer_type = 'Prodigy'\nlearning_rate = 1.0\nmixed_precision = 'bf16'")
+    assert "lr = 0.0001  # TODO: a rate for AdamW8bit; 1.0 was Prodigy's" in importing.to_toml(made)
+    assert not importing.problems(made)
+
+
+def test_kohyas_defaults_are_written_where_ours_differ(tmp_path: Path) -> None:
+    """A file that says nothing still trains at rank 4, alpha 1 and a rate of 2e-6 there."""
+    made = kohya(tmp_path, "")
+    found = settings(made)
+    assert found["adapter"] == {"type": "lora", "rank": 4, "alpha": 1.0}
+    assert (found["optimizer"]["lr"], found["train"]["steps"], found["dataset"]["buckets"]) == (2e-6, 1600, False)
+    assert {"network_dim", "network_alpha", "learning_rate", "max_train_steps"} <= keys(made.defaults)
+
+
+def test_folders_named_10_name(here: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "set" / "4_zibo cat"
+    shutil.copytree(here / "pictures" / "plain", folder)
+    shutil.copytree(here / "pictures" / "plain", tmp_path / "set" / "no number")
+    made = kohya(tmp_path, 'train_data_dir = "set"\nmax_train_epochs = 3\ntrain_batch_size = 2')
+    assert made.settings["dataset"]["folders"] == [{"path": "set/4_zibo cat", "repeats": 4}]
+    assert made.settings["train"]["steps"] == 3 * math.ceil(7 * 4 / 2)
+    assert any("no number" in note for note in made.notes)
+    missing = kohya(tmp_path, 'train_data_dir = "elsewhere"\nmax_train_epochs = 3')
+    assert "[[dataset.folders]]  # TODO: one [[dataset.folders]] for each subfolder" in importing.to_toml(missing)
+    assert any(text.startswith("train.steps: 3 epochs") for text in missing.todo)
+
+
+def test_prompt_files_of_every_kind(tmp_path: Path) -> None:
+    def of(name: str, content: str) -> dict[str, Any]:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        return settings(kohya(tmp_path, f'sample_prompts = "{name}"\nsample_every_n_steps = 9'))["preview"]
+
+    rows = [{"prompt": "a -- b", "negative_prompt": "c", "width": 512, "height": 640, "seed": 3, "sample_steps": 7}]
+    expected = {"prompts": ["a -- b"], "negative": "c", "every": 9, "at_start": False, "steps": 7, "width": 512}
+    expected |= {"height": 640, "seed": 3}
+    assert of("p.json", json.dumps(rows)) == expected
+    table = "[prompt]\nwidth = 512\nheight = 640\nsample_steps = 7\n[[prompt.subset]]\nprompt = 'a -- b'\nseed = 3\n"
+    assert of("p.toml", table + "negative_prompt = 'c'\n") == expected
+    assert of("p.txt", "# no\na -- b --n c --w 512 --h 640 --d 3 --s 7 --l 1\n\n") == expected
+
+
+# -------------------------------------------------------------------------------------------------- TODOs and secrets
+
+
+def test_what_the_file_does_not_say_keeps_ours_from_loading(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("pretrained_model_name_or_path = 'models/mine.safetensors'\nnetwork_dim = 8\n", encoding="utf-8")
+    made = importing.import_file(path)
+    assert 'family = "TODO"  # TODO: the file does not say' in importing.to_toml(made)
+    assert any(line.startswith("model.family: unknown family 'TODO'") for line in importing.problems(made))
+    chosen = importing.import_file(path, family="sdxl")
+    assert settings(chosen)["model"]["family"] == "sdxl" and not importing.problems(chosen)
+    named = tmp_path / "b.toml"
+    named.write_text("pretrained_model_name_or_path = 'x/sd_xl_base_1.0.safetensors'\n", encoding="utf-8")
+    found = importing.import_file(named)
+    assert settings(found)["model"]["family"] == "sdxl" and any("check it" in text for text in found.todo)
+
+
+def everything_said(made: importing.Import) -> str:
+    return "\n".join([importing.to_toml(made), *importing.report(made), json.dumps(importing.to_json(made))])
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_no_token_is_shown(bring: Callable[..., importing.Import], name: str) -> None:
+    said = everything_said(bring(name))
+    assert "canary" not in said.lower() and "0123456789abcdef0123" not in said
+    if name in ("sd_scripts_flux.toml", "onetrainer_sdxl.json", "simpletuner_flux.json"):
+        assert base.HIDDEN in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "my_new_api_key = 'CANARY'",
+        "hf_token = 'CANARY'",
+        "nested = {auth_token = 'CANARY'}",
+        "training_comment = 'hf_CANARYcanaryCANARYcanary'",
+        "metadata_description = 'see https://me:CANARY@example.org/x'",
+        "logging_dir = 'x --wandb_api_key CANARY y'",
+        "something = 'password=CANARY'",
+    ],
+)
+def test_a_token_anywhere_is_hidden(tmp_path: Path, line: str) -> None:
+    said = everything_said(kohya(tmp_path, line))
+    assert "CANARY" not in said and base.HIDDEN in said
+
+
+def test_what_only_looks_like_a_token_is_shown(tmp_path: Path) -> None:
+    folder = "models--a--b/snapshots/0123456789abcdef0123456789abcdef01234567"
+    text = f"keep_tokens = 3\nshuffle_caption = true\nmax_token_length = 225\noutput_dir = '{folder}'\n"
+    made = kohya(tmp_path, text)
+    assert base.HIDDEN not in everything_said(made) and settings(made)["output_dir"] == folder
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """ask(...): `lora-fp8 import-config ...` -> exit code, what it printed, what it complained of."""
+
+    def ask(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["lora-fp8", "import-config", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return int(end.value.code or 0), out, err
+
+    return ask
+
+
+def test_the_command(
+    ask: Callable[..., tuple[int, str, str]], here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = ask(here / "ai_toolkit_flux.yaml")
+    written = tmp_path / "ai_toolkit_flux.lora-fp8.toml"
+    assert (code, err) == (0, "") and f"{written.name} written" in out
+    assert config.load(written).train.steps == 2000
+    for title in ("mapped (", "differs in meaning (4)", "no counterpart (4)", "not in the file, so ai-toolkit's own"):
+        assert title in out
+    before = written.read_bytes()
+    code, out, err = ask(here / "ai_toolkit_flux.yaml")
+    assert code == 2 and "exists already" in err and not out and written.read_bytes() == before
+    code, out, err = ask(here / "lora_scripts_preset.toml", "--output", "deep/er/x.toml", "--json")
+    answer = json.loads(out)
+    assert code == 0 and answer["tool"] == "lora-scripts" and answer["output"] == "deep/er/x.toml" and answer["loads"]
+    assert answer["todo"] and answer["settings"] == settings(importing.import_file(here / "lora_scripts_preset.toml"))
+    counts = [len(answer[name]) for name in ("mapped", "differs", "no_counterpart", "unknown")]
+    assert sum(counts) == len(expected_keys(here, "lora_scripts_preset.toml")) and not counts[3]
+    code, out, err = ask(here / "prompts.txt")
+    assert code == 2 and not out and err.count("\n") == 1 and not (tmp_path / "prompts.lora-fp8.toml").exists()
+
+
+def test_the_names_of_families_do_not_overlap() -> None:
+    """Of the names that a family may have, one kind's first choice is never another kind's."""
+    first = [names[0] for names in words.FAMILY_NAMES.values()]
+    assert len(first) == len(set(first))
+    spelled = list(itertools.chain.from_iterable(words.FAMILY_NAMES.values()))
+    assert all(name in spelled for name in families.available() if not name.startswith("_"))
