@@ -1,20 +1,24 @@
 """Seconds and memory of a training step: this project's modes beside what a user would take instead, in one run.
 
-    python scripts/bench_step.py --small                                  a few minutes on a CPU
-    python scripts/bench_step.py --models flux --peak-tflops 989          full size, on a GPU
+    python scripts/bench_step.py --size small              on a CPU; most of the time goes into compiling
+    python scripts/bench_step.py --models flux             full size, on a GPU
+    python scripts/bench_step.py --plan H200               full size, on no GPU at all: bytes, FLOPs and floors only
 
 The networks are diffusers' own classes with random weights, the adapters the same everywhere (LoRA, bf16), the loss a
-mean square, the optimizer torch's AdamW on the adapters. Each candidate is timed once per round and the rounds are
-interleaved, so that what else the machine does hits all alike. A candidate that raises is a row with its error.
+mean square, the optimizer torch's AdamW on the adapters. A candidate that raises is a row with its error.
 
-Writes benchmarks/step_<machine>.md and .json.
+The rounds are interleaved, every second one backwards. Where all candidates fit beside each other (any size but full),
+each turn is followed by one of our bf16 step, and the ratio is of these two: what else the machine does hits both.
 
-The floor is calculated, from rates that this run measures on this machine; see `floor`. What is not in it: norms, other
-elementwise work, the adapters' own GEMMs (about 1 %), launches.
+Writes benchmarks/step_<machine>.md and .json; `--plan` writes benchmarks/step_plan_<chip>.md.
+
+The floor is calculated, from rates that this run measures on this machine (`--plan`: the chip's data sheet); see
+`floor`. What is not in it: norms, other elementwise work, the adapters' own GEMMs (about 1 %), launches.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import gc
 import importlib.metadata
@@ -26,71 +30,74 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lora_fp8 import adapters, config, families, memory, precision  # noqa: E402
+from lora_fp8 import adapters, config, families, memory, optim, precision  # noqa: E402
 
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
-QWEN_TARGETS = (
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
-)
-KEEP = {  # what stays in bf16 in our modes; of the families, where there is one
-    "qwen": (("img_in", "txt_in", "time_text_embed", "norm_out", "^proj_out"), ("img_mod", "txt_mod")),
-}
+META = torch.device("meta")
+PIXELS = {"full": [512, 1024], "small": [256], "tiny": [64]}
+FAMILIES = {"sdxl": "sdxl", "flux": "flux", "qwen": "qwen_image"}
 
 
 # -- networks of the large models' shapes ------------------------------------------------------------------------------
 
 
-def network(model: str, small: bool) -> nn.Module:
-    """The denoiser on the meta device; small: the layers' shapes shrunk, and a few blocks of them."""
+def network(model: str, size: str) -> nn.Module:
+    """The denoiser on the meta device. full: the real one; small, tiny: fewer and narrower blocks of the same kinds."""
     import diffusers
 
     with init_empty_weights():  # keeps the tensors that a constructor computes
         if model == "sdxl":
-            sizes = {"block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10)}
-            if small:
-                sizes = {"block_out_channels": (160, 320, 640), "transformer_layers_per_block": (1, 1, 2)}
+            widths, depths = {
+                "full": ((320, 640, 1280), (1, 2, 10)),
+                "small": ((128, 256, 512), (1, 1, 1)),
+                "tiny": ((64, 64, 128), (1, 1, 1)),
+            }[size]
             return diffusers.UNet2DConditionModel(
-                **sizes,
+                block_out_channels=widths,
+                transformer_layers_per_block=depths,
                 sample_size=128,
                 down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
                 up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                layers_per_block=1 if small else 2,
-                attention_head_dim=tuple(width // 64 or 1 for width in sizes["block_out_channels"]),
+                layers_per_block=2 if size == "full" else 1,
+                attention_head_dim=tuple(width // 64 for width in widths),
                 cross_attention_dim=2048,
                 use_linear_projection=True,
                 addition_embed_type="text_time",
                 addition_time_embed_dim=256,
                 projection_class_embeddings_input_dim=2816,
             )
+        heads = {"full": 24, "small": 6, "tiny": 1}[size]
         if model == "flux":
-            sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 12} if small else {}
-            return diffusers.FluxTransformer2DModel(guidance_embeds=True, **sizes)
-        sizes = {"num_layers": 2, "num_attention_heads": 12} if small else {}
-        return diffusers.QwenImageTransformer2DModel(**sizes)
+            layers = {} if size == "full" else {"num_layers": 1, "num_single_layers": 1}
+            return diffusers.FluxTransformer2DModel(guidance_embeds=True, num_attention_heads=heads, **layers)
+        layers = {} if size == "full" else {"num_layers": 2 if size == "small" else 1}
+        return diffusers.QwenImageTransformer2DModel(num_attention_heads=heads, **layers)
 
 
-def inputs(model: str, pixels: int, small: bool, device: torch.device) -> dict[str, Any]:
-    """What the denoiser takes for one square picture: the real models' token counts, shorter texts if small."""
+def inputs(model: str, pixels: int, size: str, device: torch.device) -> dict[str, Any]:
+    """What the denoiser takes for one square picture: the real models' token counts, shorter texts if not full."""
     side = pixels // 16
     text = {"sdxl": 77, "flux": 512, "qwen": 256}[model]
-    text = min(text, 120) if small else text
+    text = min(text, {"full": 512, "small": 120, "tiny": 32}[size])
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -130,120 +137,157 @@ def random_weights(denoiser: nn.Module, device: torch.device) -> Any:
             yield name, tensor.fill_(1.0 if name.endswith("weight") and "norm" in name else 0.0)
 
 
-def targets(model: str) -> tuple[str, ...]:
-    return QWEN_TARGETS if model == "qwen" else families.get(model).adapter_targets
+def fill_(denoiser: nn.Module, model: str, size: str, device: torch.device) -> nn.Module:
+    """Random weights into a denoiser as `precision.quantize_` leaves it; on the meta device their shapes and dtypes."""
+    if device == META:
+        return denoiser.to(device=device, dtype=BF16)
+    precision.fill_(denoiser, random_weights(network(model, size), device), BF16, device)
+    return denoiser
+
+
+def adapted(denoiser: nn.Module, model: str) -> list[str]:
+    """The layers that get a LoRA: the family's choice."""
+    family = families.get(FAMILIES[model])
+    return [
+        name
+        for name, _ in denoiser.named_modules()
+        if any(f".{name}".endswith(f".{one}") for one in family.adapter_targets)
+        and not any(precision.name_matches(name, one) for one in family.adapter_exclude)
+    ]
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+Build = Callable[[str, str, torch.device], nn.Module]
+"""(model, size, device) -> the denoiser with adapters; on the meta device without values."""
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One way to hold and multiply the base."""
 
     name: str
-    build: Callable[[str, bool, torch.device], nn.Module]
-    floor: str
+    build: Build
+    rule: str
     """which rule of `floor` applies"""
+    weight_bytes: float
+    """per weight, as held"""
     compile: bool = False
     checkpointing: bool = False
+    cuda_graphs: bool = False
     autocast: bool = False
 
     @property
+    def ours(self) -> bool:
+        return self.name.startswith("ours")
+
+    @property
     def title(self) -> str:
-        return self.name + " + compile" * self.compile + " + checkpointing" * self.checkpointing
+        switches = " + compile" * self.compile + " + CUDA graphs" * self.cuda_graphs
+        return self.name + switches + " + checkpointing" * self.checkpointing
 
 
-def ours(**settings: Any) -> Callable[[str, bool, torch.device], nn.Module]:
-    def build(model: str, small: bool, device: torch.device) -> nn.Module:
-        denoiser = network(model, small)
-        keep, modulation = KEEP.get(model) or (families.get(model).keep_precise, families.get(model).modulation)
-        section = config.Quantize(**settings)
-        plan = precision.quantize_(denoiser, section, keep, BF16, modulation)
-        precision.fill_(denoiser, random_weights(network(model, small), device), BF16, device)
-        precision.set_compute_(denoiser, plan, section)
+def ours(**settings: Any) -> Build:
+    section = config.Quantize(**settings)
+
+    def build(model: str, size: str, device: torch.device) -> nn.Module:
+        if device != META and (text := precision.problem(section, device)):
+            raise config.UserError(text)
+        denoiser = network(model, size)
+        family = families.get(FAMILIES[model])
+        plan = precision.quantize_(denoiser, section, family.keep_precise, BF16, family.modulation)
+        precision.set_compute_(fill_(denoiser, model, size, device), plan, section)
         return with_adapters(denoiser, model)
 
     return build
 
 
-def plain(model: str, small: bool, device: torch.device) -> nn.Module:
-    denoiser = network(model, small)
+def plain(model: str, size: str, device: torch.device) -> nn.Module:
+    denoiser = network(model, size)
     precision.quantize_(denoiser, config.Quantize(storage="bf16"), (), BF16)
-    precision.fill_(denoiser, random_weights(network(model, small), device), BF16, device)
-    return denoiser
+    return fill_(denoiser, model, size, device)
 
 
 def with_adapters(denoiser: nn.Module, model: str) -> nn.Module:
     """The same LoRA everywhere, by peft; B is not zero, or half of the backward would multiply zeros."""
-    excluded = () if model == "qwen" else families.get(model).adapter_exclude
-    wanted = [
-        name
-        for name, _ in denoiser.named_modules()
-        if any(f".{name}".endswith(f".{one}") for one in targets(model))
-        and not any(precision.name_matches(name, one) for one in excluded)
-    ]
-    adapters.inject(denoiser, config.Adapter(rank=16, alpha=16), wanted, seed=0)
+    adapters.inject(denoiser, config.Adapter(rank=16, alpha=16), adapted(denoiser, model), seed=0)
     for name, parameter in adapters.parameters(denoiser):
-        if "lora_B" in name:
+        if "lora_B" in name and not parameter.is_meta:
             parameter.data.normal_(std=0.01, generator=torch.Generator(parameter.device).manual_seed(0))
     return denoiser
 
 
-def layerwise_casting(model: str, small: bool, device: torch.device) -> nn.Module:
-    denoiser = plain(model, small, device)
+def peft_bf16(model: str, size: str, device: torch.device) -> nn.Module:
+    return with_adapters(plain(model, size, device), model)
+
+
+def layerwise_casting(model: str, size: str, device: torch.device) -> nn.Module:
+    denoiser = plain(model, size, device)
     denoiser.enable_layerwise_casting(storage_dtype=E4M3, compute_dtype=BF16)
     return with_adapters(denoiser, model)
 
 
-def torchao_training(model: str, small: bool, device: torch.device) -> nn.Module:
+def torchao_training(model: str, size: str, device: torch.device) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    denoiser = plain(model, small, device)
+    denoiser = plain(model, size, device)
     emulate = device.type == "cpu"  # as its own tests do where there are no FP8 tensor cores
+    padded = model == "sdxl"  # its weight gradient, which nobody needs here, sums over 77 tokens of text
     convert_to_float8_training(
         denoiser,
-        config=Float8LinearConfig(emulate=emulate),
+        config=Float8LinearConfig(emulate=emulate, pad_inner_dim=padded),
         module_filter_fn=lambda module, name: not any(side % 16 for side in module.weight.shape),
     )
     return with_adapters(denoiser, model)
 
 
-def torchao_weight_only(model: str, small: bool, device: torch.device) -> nn.Module:
+def torchao_weight_only(model: str, size: str, device: torch.device) -> nn.Module:
     from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
-    denoiser = plain(model, small, device)
+    denoiser = plain(model, size, device)
     quantize_(denoiser, Float8WeightOnlyConfig())
     return with_adapters(denoiser, model)
 
 
-def kohya_cast(model: str, small: bool, device: torch.device) -> nn.Module:
+def kohya_cast(model: str, size: str, device: torch.device) -> nn.Module:
     """sd-scripts' fp8_base: linear weights cast without a scale, and autocast turns them to bf16 at each use."""
-    denoiser = plain(model, small, device)
+    denoiser = plain(model, size, device)
     for module in denoiser.modules():
         if type(module) is nn.Linear:
             module.to(E4M3)
     return with_adapters(denoiser, model)
 
 
+OURS = [
+    ("ours bf16", ours(storage="bf16"), "bf16", 2.0),
+    ("ours fp8 row upcast", ours(storage="fp8"), "upcast", 1.0),
+    ("ours fp8 row fp8", ours(storage="fp8", compute="fp8"), "fp8", 1.0),
+    ("ours fp8 row fp8_forward", ours(storage="fp8", compute="fp8_forward"), "fp8_forward", 1.0),
+    ("ours fp8 unscaled upcast", ours(storage="fp8", scale="none"), "upcast", 1.0),
+    ("ours int8 upcast", ours(storage="int8"), "upcast", 1.03),
+    ("ours nf4 upcast", ours(storage="nf4"), "upcast", 0.52),
+    ("ours fp8 row fp8, triton", ours(storage="fp8", compute="fp8", kernels="triton"), "fp8", 1.0),
+    ("ours fp8 row upcast, torchao", ours(storage="fp8", backend="torchao"), "kept", 1.0),
+]
+PEERS = [
+    ("diffusers + peft bf16", peft_bf16, "bf16", 2.0),
+    ("diffusers layerwise casting", layerwise_casting, "kept", 1.0),
+    ("torchao float8 training", torchao_training, "cast", 2.0),
+    ("torchao float8 weight-only", torchao_weight_only, "kept", 1.0),
+    ("kohya unscaled cast", kohya_cast, "kept", 1.0),
+]
+
+
 def candidates() -> list[Candidate]:
-    modes = [
-        ("ours bf16", ours(storage="bf16"), "bf16"),
-        ("ours fp8 row upcast", ours(storage="fp8"), "upcast"),
-        ("ours fp8 row fp8", ours(storage="fp8", compute="fp8"), "fp8"),
-        ("ours fp8 row fp8_forward", ours(storage="fp8", compute="fp8_forward"), "fp8_forward"),
-        ("ours int8 upcast", ours(storage="int8"), "upcast"),
-        ("ours nf4 upcast", ours(storage="nf4"), "upcast"),
-    ]
-    switches = [(compile_, keep) for keep in (False, True) for compile_ in (False, True)]
-    found = [Candidate(*mode, *switch) for switch in switches for mode in modes]
-    bf16 = lambda *place: with_adapters(plain(*place), place[0])  # noqa: E731
-    for compile_, checkpointing in switches:
-        found.append(Candidate("diffusers + peft bf16", bf16, "bf16", compile_, checkpointing))
-        found.append(Candidate("diffusers layerwise casting", layerwise_casting, "upcast", compile_, checkpointing))
-        found.append(Candidate("torchao float8 training", torchao_training, "fp8", compile_, checkpointing))
-        found.append(Candidate("torchao float8 weight-only", torchao_weight_only, "upcast", compile_, checkpointing))
-        found.append(Candidate("kohya unscaled cast", kohya_cast, "upcast", compile_, checkpointing, autocast=True))
+    found = []
+    for modes in (OURS, PEERS):
+        for checkpointing in (False, True):
+            for compile_ in (False, True):
+                for name, *how in modes:
+                    found.append(Candidate(name, *how, compile_, checkpointing, autocast=name.startswith("kohya")))
+    for name, *how in OURS[:3]:
+        found.append(Candidate(name, *how, compile=True, cuda_graphs=True))
     return found
 
 
@@ -252,14 +296,16 @@ def candidates() -> list[Candidate]:
 
 @dataclass
 class Row:
-    """What was measured of one candidate."""
+    """What was measured of one candidate. Times are (seconds, seconds of CPU time) of each step, turn by turn."""
 
     candidate: Candidate
-    turns: list[list[float]] = field(default_factory=list)
-    """seconds of each step, round by round"""
+    turns: list[list[tuple[float, float]]] = field(default_factory=list)
+    beside: list[list[tuple[float, float]]] = field(default_factory=list)
+    """our bf16 step right after each turn"""
     error: str = ""
     held_bytes: int = 0
     peak_bytes: int = 0
+    weight_error: float | None = None
     gemms: int | None = None
     decoded_bytes: int | None = None
 
@@ -267,39 +313,53 @@ class Row:
 class Trainer:
     """A candidate's denoiser, ready to step."""
 
-    def __init__(self, candidate: Candidate, model: str, pixels: int, small: bool, device: torch.device) -> None:
+    def __init__(self, candidate: Candidate, model: str, pixels: int, size: str, device: torch.device) -> None:
         self.device, self.candidate = device, candidate
-        self.denoiser = candidate.build(model, small, device).train()
-        ours_ = candidate.name.startswith("ours")
         section = config.Memory(
-            gradient_checkpointing=candidate.checkpointing, compile="blocks" if candidate.compile and ours_ else "off"
+            gradient_checkpointing=candidate.checkpointing,
+            compile="blocks" if candidate.compile and candidate.ours else "off",
+            cuda_graphs=candidate.cuda_graphs,
         )
+        if text := memory.problem(section, device):
+            raise config.UserError(text)
+        self.denoiser = candidate.build(model, size, device).train()
         memory.apply_(self.denoiser, section)
-        if candidate.compile and not ours_:
+        if candidate.compile and not candidate.ours:
             self.denoiser.compile_repeated_blocks()  # diffusers' way, as its users call it
-        self.inputs = inputs(model, pixels, small, device)
+        self.inputs = inputs(model, pixels, size, device)
         self.parameters = [parameter for _, parameter in adapters.parameters(self.denoiser)]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5)
 
-    def step(self) -> None:
+    def forward_backward(self) -> None:
         cast = torch.autocast(self.device.type, BF16) if self.candidate.autocast else contextlib.nullcontext()
         with cast:
             answer = self.denoiser(**self.inputs, return_dict=False)[0]
         answer.float().square().mean().backward()
+
+    def step(self) -> None:
+        self.forward_backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def timed(self) -> float:
+    def timed(self) -> tuple[float, float]:
+        """(seconds, seconds of CPU time) of a step."""
         wait(self.device)
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         self.step()
         wait(self.device)
-        return time.perf_counter() - started
+        return time.perf_counter() - started, time.process_time() - worked
 
-    def base_weights(self) -> list[tuple[int, int]]:
-        """(N, K) of each linear layer that adapters stand beside."""
-        layers = [module.get_base_layer() for module in adapters.modules(self.denoiser).values()]
-        return [(one.out_features, one.in_features) for one in layers if isinstance(one, nn.Linear)]
+    def base_layers(self) -> dict[str, nn.Linear]:
+        """The linear layers that adapters stand beside."""
+        layers = {name: module.get_base_layer() for name, module in adapters.modules(self.denoiser).items()}
+        return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+
+    def held_bytes(self) -> int:
+        return sum(map(num_bytes, [*self.denoiser.parameters(), *self.denoiser.buffers()]))
+
+    def optimizer_bytes(self) -> int:
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(value.nbytes for value in states if isinstance(value, Tensor))
 
 
 def wait(device: torch.device) -> None:
@@ -324,13 +384,12 @@ class BaseGemms(TorchDispatchMode):
         return out
 
 
-def inspect(trainer: Trainer, row: Row) -> None:
-    """GEMMs with base weights, decoded weights kept for backward, and bytes: one step each, not timed."""
-    shapes = trainer.base_weights()
+def inspect(trainer: Trainer, row: Row, model: str, size: str) -> None:
+    """GEMMs with base weights, decoded weights kept for backward, bytes and error: one step each, not timed."""
+    shapes = [(one.out_features, one.in_features) for one in trainer.base_layers().values()]
     known = {frozenset(shape) for shape in shapes}
-    owned = [*trainer.denoiser.parameters(), *trainer.denoiser.buffers()]
-    row.held_bytes = sum(map(num_bytes, owned))
-    pointers = {address(one) for one in owned}
+    row.held_bytes = trainer.held_bytes()
+    pointers = {address(one) for one in (*trainer.denoiser.parameters(), *trainer.denoiser.buffers())}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -351,7 +410,21 @@ def inspect(trainer: Trainer, row: Row) -> None:
         trainer.step()
         row.peak_bytes = torch.cuda.max_memory_allocated(trainer.device)
     else:
-        row.peak_bytes = row.held_bytes + peak_on_cpu(trainer.step)
+        row.peak_bytes = row.held_bytes + trainer.optimizer_bytes() + peak_on_cpu(trainer.step)
+    row.weight_error = weight_error(trainer, model, size)
+
+
+def weight_error(trainer: Trainer, model: str, size: str) -> float:
+    """Relative rms error of the weights as they are held between steps, over all layers with adapters."""
+    layers, error, total = trainer.base_layers(), 0.0, 0.0
+    for name, exact in random_weights(network(model, size), trainer.device):
+        if (layer := layers.get(name.removesuffix(".weight"))) is None or not name.endswith(".weight"):
+            continue
+        held = layer.weight.detach()
+        held = held.dequantize() if hasattr(held, "dequantize") and type(held) is not Tensor else held
+        error += (held.float() - exact.float()).square().sum().item()
+        total += exact.float().square().sum().item()
+    return (error / total) ** 0.5
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -363,7 +436,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 def address(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # a subclass without a storage of its own
         return id(tensor)
 
@@ -383,9 +456,9 @@ def peak_on_cpu(step: Callable[[], None]) -> int:
 # -- the calculated floor ----------------------------------------------------------------------------------------------
 
 
-def rates(model: str, small: bool, pixels: int, device: torch.device) -> dict[str, float]:
+def rates(model: str, size: str, pixels: int, device: torch.device) -> dict[str, float]:
     """FLOP/s and bytes/s that this machine reaches on these shapes, one operation at a time; the best of a few."""
-    width = {"sdxl": 640 if small else 1280, "flux": 1536 if small else 3072, "qwen": 1536 if small else 3072}[model]
+    width = {"full": 1280, "small": 512, "tiny": 128}[size] if model == "sdxl" else network(model, size).inner_dim
     tokens = (pixels // 16) ** 2
     head = 64 if model == "sdxl" else 128
     a, w = (
@@ -398,7 +471,7 @@ def rates(model: str, small: bool, pixels: int, device: torch.device) -> dict[st
     one = torch.ones((), device=device)
     a8, w8 = a.to(E4M3), w.to(E4M3)
     needs = [tensor.clone().requires_grad_() for tensor in (q, q, q)]
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend = F.scaled_dot_product_attention
     out = attend(*needs)
     grad = torch.randn_like(out)
     gemm, attention = 2 * tokens * width * 4 * width, 4 * tokens * tokens * width
@@ -448,90 +521,324 @@ class Work:
 
 FLOOR_RULES = (
     "forward and gradient for x of each linear layer and convolution (with checkpointing the forward twice), no "
-    "gradient for frozen weights; attention forward, and 2.5 times its FLOPs backward; upcast reads and writes 5 bytes "
-    "per weight and use (e4m3 in, bf16 out and in again); fp8 moves 2 bytes per weight to transpose it for the "
-    "backward. At the rates measured in this run, without overlap"
+    "gradient for frozen weights; attention forward, and 2.5 times its FLOPs backward. Bytes moved per weight beside "
+    "those of the GEMM: decoding reads it as held, writes and reads 2 bytes, at each use (in what keeps decoded "
+    "weights: at each forward, and 2 bytes read in the backward); fp8 transposes 2 bytes for the backward; a cast of "
+    "bf16 to fp8 reads 2 and writes 1 at each use. Without overlap"
 )
 
 
-def floor(rule: str, checkpointing: bool, work: Work, rate: dict[str, float]) -> float | None:
-    """Seconds that a step takes at least; see `FLOOR_RULES`."""
+def floor(rule: str, weight_bytes: float, checkpointing: bool, work: Work, rate: dict[str, float]) -> float | None:
+    """Seconds that a step takes at least; see `FLOOR_RULES`. None where the device has no rate for it."""
     forwards = 2 if checkpointing else 1
-    seconds = work.convolution * (forwards + 1) / rate["gemm_bf16"]
-    seconds += work.attention * (forwards / rate["attention_forward"] + 2.5 / rate["attention_backward"])
-    in_fp8 = {"fp8": forwards + 1, "fp8_forward": forwards}.get(rule, 0)
+    in_fp8 = {"fp8": forwards + 1, "cast": forwards + 1, "fp8_forward": forwards}.get(rule, 0)
     if in_fp8 and not rate["gemm_fp8"]:
         return None
+    seconds = work.convolution * (forwards + 1) / rate["gemm_bf16"]
+    seconds += work.attention * (forwards / rate["attention_forward"] + 2.5 / rate["attention_backward"])
     seconds += work.linear * (in_fp8 / rate["gemm_fp8"] if in_fp8 else 0)
     seconds += work.linear * (forwards + 1 - in_fp8) / rate["gemm_bf16"]
-    decodes = {"upcast": forwards + 1, "fp8_forward": 1}.get(rule, 0)
-    moved = work.parameters * (5 * decodes + (2 if rule == "fp8" else 0))
-    return seconds + moved / rate["bytes"]
+    decoded = weight_bytes + 4
+    moved = {
+        "bf16": 0,
+        "upcast": decoded * (forwards + 1),
+        "kept": decoded * forwards + 2,
+        "fp8": 2,
+        "fp8_forward": decoded,
+        "cast": 3 * (forwards + 1),
+    }[rule]
+    return seconds + work.parameters * moved / rate["bytes"]
 
 
-def measure_work(model: str, pixels: int, small: bool, device: torch.device) -> Work:
-    trainer = Trainer(candidates()[0], model, pixels, small, device)
-    counted = lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)  # noqa: E731
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which torch 2.13's counter does not know
-    with FlopCounterMode(display=False, custom_mapping={kernel: counted}) as counter, torch.no_grad():
-        trainer.denoiser(**trainer.inputs, return_dict=False)
+def measure_work(model: str, pixels: int, size: str) -> Work:
+    """Counted on the meta device."""
+    denoiser = plain(model, size, META)
+    with as_on_a_gpu(), FlopCounterMode(display=False) as counter, torch.no_grad():
+        denoiser(**inputs(model, pixels, size, META), return_dict=False)
     by_name = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
 
     def total(*words: str) -> float:
         return float(sum(value for key, value in by_name.items() if any(word in key for word in words)))
 
     attention, convolution = total("attention"), total("convolution")
-    if not attention:  # a kernel that the counter does not know
-        raise RuntimeError(f"no attention was counted: {by_name}")
     linear = float(sum(by_name.values())) - attention - convolution
-    return Work(linear, convolution, attention, sum(n * k for n, k in trainer.base_weights()))
+    layers = [denoiser.get_submodule(name) for name in adapted(denoiser, model)]
+    return Work(linear, convolution, attention, sum(one.weight.numel() for one in layers if isinstance(one, nn.Linear)))
+
+
+# -- a step without a device -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """What the meta device has not: attention in one fused kernel, and autocast (of kohya's weights)."""
+    plain_linear = F.linear
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            raise NotImplementedError("none of these networks has grouped queries")
+        if attn_mask is None:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        wide = (*query.shape[:3], key.shape[2])
+        bias = torch.empty(attn_mask.shape, dtype=query.dtype, device=query.device).expand(wide)
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.dtype == E4M3:
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return plain_linear(x, weight, bias)
+
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(F, "linear", linear),
+    ):
+        yield
+
+
+class Tally(TorchDispatchMode):
+    """FLOPs, and the most bytes alive at one time of what is allocated while it is on; on the meta device too.
+
+    (torch's FlopCounterMode would hold on to tensors, which then count as alive.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # what the tensors inside of a subclass do is seen below it
+        kwargs = kwargs or {}
+        self._see((args, kwargs), new=False)
+        out = func(*args, **kwargs)
+        self._see(out, new=True)
+        if formula := flop_registry.get(func._overloadpacket):
+            self.flops += formula(*args, **kwargs, out_val=out)
+        return out
+
+    def _see(self, tree: Any, new: bool) -> None:
+        for tensor in tree_leaves(tree):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, num_bytes = storage._cdata, storage.nbytes() if new else 0
+            if key in self._known:
+                continue
+            self._known.add(key)
+            self.now += num_bytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, num_bytes)
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.now -= num_bytes
+
+
+def dry(candidate: Candidate, model: str, pixels: int, size: str) -> dict[str, Any]:
+    """A step on the meta device: every shape, dtype and layout is checked as in a real one, and nothing computed.
+
+    Bytes are those of a step after the first. FLOPs are all that are done: adapters, recomputation, wasted gradients.
+    """
+    candidate = dataclasses.replace(candidate, compile=False, cuda_graphs=False, autocast=False)
+    trainer = Trainer(candidate, model, pixels, size, META)
+    held = trainer.held_bytes()
+    with as_on_a_gpu(), Tally() as tally:
+        trainer.forward_backward()
+    trainer.optimizer.step()
+    state = trainer.optimizer_bytes()
+    return {"held_bytes": held, "state_bytes": state, "peak_bytes": held + state + tally.most, "flops": tally.flops}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """NVIDIA's data sheets: dense FLOP/s with float32 accumulation, bytes/s and bytes of memory."""
+
+    bf16: float
+    fp8: float
+    bandwidth: float
+    memory: float
+
+    def rates(self) -> dict[str, float]:
+        found = dict.fromkeys(("gemm_bf16", "attention_forward", "attention_backward"), self.bf16)
+        return found | {"gemm_fp8": self.fp8, "bytes": self.bandwidth}
+
+
+CHIPS = {
+    "H100": Chip(989.4e12, 1978.9e12, 3.35e12, 80e9),  # SXM
+    "H200": Chip(989.4e12, 1978.9e12, 4.8e12, 141e9),
+    "RTX 4090": Chip(165.2e12, 330.3e12, 1.008e12, 24e9),
+}
+
+
+def plan(chip: str, model: str, pixels: int, args: argparse.Namespace) -> list[str]:
+    """Lines of markdown: each candidate's dry step."""
+    work = measure_work(model, pixels, args.size)
+    lines = [
+        *heading(model, pixels, args.size, work),
+        "",
+        "| candidate | base held, GB | AdamW state, GB | peak, GB | fits | TFLOP of a step | floor, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in chosen(args.candidates):
+        if one.compile:
+            continue
+        print(f"{model} {pixels}: {one.title}", flush=True)
+        least = floor(one.rule, one.weight_bytes, one.checkpointing, work, CHIPS[chip].rates())
+        try:
+            found = dry(one, model, pixels, args.size)
+        except Exception as error:  # as in `measure`: a peer's failure is a result
+            lines.append(f"| {one.title} | {in_few_words(error)} | | | | | |")
+            continue
+        held, state, peak = (found[key] / 1e9 for key in ("held_bytes", "state_bytes", "peak_bytes"))
+        fits = "yes" if found["peak_bytes"] < CHIPS[chip].memory else "no"
+        lines.append(
+            f"| {one.title} | {held:.2f} | {state:.2f} | {peak:.2f} | {fits} | {found['flops'] / 1e12:.3g} | "
+            f"{1e3 * least:.3g} |"
+        )
+    return lines
+
+
+def plan_head(chip: str, command: str) -> list[str]:
+    of = CHIPS[chip]
+    return [
+        f"# Seconds per step, calculated: {chip}",
+        "",
+        f"{today()}; " + ", ".join(f"{key} {value}" for key, value in versions().items()) + ".",
+        f"`{command}`",
+        "",
+        "Nothing here was measured on a GPU. Every candidate made a step on the meta device, which checks shapes, "
+        "dtypes and the layouts that FP8 kernels need, and counts FLOPs and bytes; what is compiled was not tried, and "
+        "moves fewer bytes. Batch 1, LoRA rank 16 in bf16, AdamW states in bf16.",
+        f"Floor: {FLOOR_RULES}, at the data sheet's peak: {of.bf16 / 1e12:.0f} TFLOP/s bf16, {of.fp8 / 1e12:.0f} fp8, "
+        f"{of.bandwidth / 1e12:.2f} TB/s. No kernel reaches these. fits: in {of.memory / 1e9:.0f} GB.",
+        "",
+    ]
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def measure(model: str, pixels: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    work, rate = measure_work(model, pixels, args.small, device), rates(model, args.small, pixels, device)
-    chosen = [one for one in candidates() if any(re.fullmatch(pattern, one.title) for pattern in args.candidates)]
-    rows = [Row(one) for one in chosen]
-    alive: dict[str, Trainer] = {}
-    for number in range(args.rounds):
-        for row in rows:
-            if row.error:
-                continue
-            name = row.candidate.title
-            try:
-                trainer = alive.get(name) or Trainer(row.candidate, model, pixels, args.small, device)
-                if name not in alive:
-                    for _ in range(args.warmup):
-                        trainer.step()
-                if number == 0:
-                    inspect(trainer, row)
-                trainer.step()  # the caches are another candidate's
-                row.turns.append([trainer.timed() for _ in range(args.repeats)])
-                if args.small:  # all fit beside each other
-                    alive[name] = trainer
-            except Exception as error:  # a peer's failure is a result
-                row.error = in_few_words(error)
-            trainer = None
-            if not args.small:
-                gc.collect()
-                torch.cuda.empty_cache() if device.type == "cuda" else None
-            print(
-                f"{model} {pixels} round {number + 1}: {name}: {row.error or f'{row.turns[-1][-1]:.3f} s'}", flush=True
-            )
-    alive.clear()
-    torch._dynamo.reset()
-    gc.collect()
-    bf16 = next((row for row in rows if row.candidate.title == "ours bf16" and not row.error), None)
-    return {
-        "model": model,
-        "pixels": pixels,
-        "small": args.small,
-        "work": vars(work),
-        "rates": rate,
-        "rows": [summary(row, bf16, work, rate, args) for row in rows],
-    }
+def chosen(patterns: Sequence[str]) -> list[Candidate]:
+    return [one for one in candidates() if any(re.fullmatch(pattern, one.title) for pattern in patterns)]
+
+
+def turn(trainer: Trainer, repeats: int) -> list[tuple[float, float]]:
+    trainer.step()  # the caches are another candidate's
+    return [trainer.timed() for _ in range(repeats)]
+
+
+class Measurement:
+    """The rows of one model at one picture size."""
+
+    def __init__(self, model: str, pixels: int, args: argparse.Namespace, device: torch.device) -> None:
+        self.model, self.pixels, self.args, self.device = model, pixels, args, device
+        self.rows = [Row(one) for one in chosen(args.candidates)]
+        self.work = measure_work(model, pixels, args.size)
+        self.rates = rates(model, args.size, pixels, device)
+        self.peak, self.peak_source = peak_flops(args.peak_tflops, device, self.rates)
+        self.optimizers = optimizer_bytes(model, args.size, device)
+
+    def run(self, compiled: bool, save: Callable[[], None]) -> None:
+        """All rounds of what is compiled, or of what is not.
+
+        Args:
+            save: called after each turn.
+        """
+        rows = [row for row in self.rows if row.candidate.compile == compiled]
+        resident = self.args.size != "full"  # all fit beside each other
+        reference = self._trainer(candidates()[0]) if resident and rows else None
+        alive: dict[str, Trainer] = {}
+        for number in range(self.args.rounds):
+            for row in rows if number % 2 == 0 else rows[::-1]:
+                if row.error:
+                    continue
+                name = row.candidate.title
+                try:
+                    if (trainer := alive.get(name)) is None:
+                        trainer = self._trainer(row.candidate)
+                    if not row.turns:
+                        inspect(trainer, row, self.model, self.args.size)
+                    if resident:
+                        alive[name] = trainer
+                    own = turn(trainer, self.args.repeats)
+                    if reference:
+                        row.beside.append(turn(reference, self.args.repeats))
+                    row.turns.append(own)
+                except Exception as error:  # a peer's failure is a result
+                    row.error = in_few_words(error)
+                    alive.pop(name, None)
+                trainer = None
+                if not resident:
+                    gc.collect()
+                    torch.cuda.empty_cache() if self.device.type == "cuda" else None
+                told = row.error or f"{row.turns[-1][-1][0]:.3f} s"
+                print(f"{self.model} {self.pixels} round {number + 1}: {name}: {told}", flush=True)
+                save()
+        alive.clear()
+        torch._dynamo.reset()
+        gc.collect()
+
+    def _trainer(self, candidate: Candidate) -> Trainer:
+        torch._dynamo.pgo.reset_code_state()  # which shapes vary is learned anew, as in a process of its own
+        trainer = Trainer(candidate, self.model, self.pixels, self.args.size, self.device)
+        for _ in range(self.args.warmup):
+            trainer.step()
+        return trainer
+
+    def result(self) -> dict[str, Any]:
+        bf16 = next((row for row in self.rows if row.candidate.title == "ours bf16" and not row.error), None)
+        return {
+            "model": self.model,
+            "pixels": self.pixels,
+            "size": self.args.size,
+            "work": vars(self.work),
+            "rates": self.rates,
+            "peak_flops": self.peak,
+            "peak_source": self.peak_source,
+            "optimizer_bytes_per_value": self.optimizers,
+            "rows": [summary(row, bf16, self.work, self.rates, self.peak) for row in self.rows],
+        }
+
+
+def peak_flops(given: float | None, device: torch.device, rate: dict[str, float]) -> tuple[float, str]:
+    """What the MFU is a share of, in FLOP/s, and where that is from."""
+    if given:
+        return given * 1e12, "--peak-tflops"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if not any(word in name for word in ("PCIe", "NVL")):  # smaller chips of the same name
+        for chip, of in CHIPS.items():
+            if chip in name:
+                return of.bf16, f"{chip}'s data sheet"
+    return rate["gemm_bf16"], "the bf16 GEMM measured in this run"
+
+
+def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, float]:
+    """Bytes per adapter value that each optimizer holds between steps, beside the bf16 adapter: masters and moments."""
+    denoiser = with_adapters(plain(model, size, META), model)
+    shapes = {name: one.shape for name, one in adapters.parameters(denoiser)}
+    values = sum(shape.numel() for shape in shapes.values())
+    found = {}
+    for name in ("adamw", "adamw8bit"):
+        for rounding in ("master", "stochastic"):
+            params = [
+                (key, nn.Parameter(torch.zeros(shape, dtype=BF16, device=device))) for key, shape in shapes.items()
+            ]
+            optimizer = optim.build(params, config.Optimizer(name=name, rounding=rounding), base_storage="fp8", seed=0)
+            optimizer.step({key: torch.ones(shape, device=device) for key, shape in shapes.items()}, 1e-4, 0)
+            found[f"{name}, {rounding}"] = optimizer.num_bytes() / values
+    return found
 
 
 def in_few_words(error: Exception) -> str:
@@ -539,60 +846,83 @@ def in_few_words(error: Exception) -> str:
         name = (error.name or str(error)).split(".")[0]
         return "not installed" if importlib.util.find_spec(name) is None else f"ImportError: {str(error)[:120]}"
     text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, config.UserError):
+        return text.split(";")[0]
     text = re.sub(r"(/[\w.\-]+){2,}", lambda path: path[0].rsplit("/", 1)[-1], text)
-    return f"{type(error).__name__}: {text[:120]}"
+    return f"{type(error).__name__}: {text[:160]}"
 
 
-def summary(row: Row, bf16: Row | None, work: Work, rate: dict[str, float], args: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"candidate": row.candidate.title, "error": row.error, "turns": row.turns}
-    if row.error:
+def summary(row: Row, bf16: Row | None, work: Work, rate: dict[str, float], peak: float) -> dict[str, Any]:
+    error = row.error or ("" if row.turns else "not reached: the run ended before its turn")
+    found: dict[str, Any] = {"candidate": row.candidate.title, "error": error, "turns": row.turns}
+    if error:
         return found
-    seconds = [one for turn in row.turns for one in turn]
+    seconds = [one for own in row.turns for one, _ in own]
     median = statistics.median(seconds)
-    # Against the same round's bf16: what else the machine does changes from round to round.
-    pairs = zip(row.turns, bf16.turns, strict=True) if bf16 else ()
-    ratios = [statistics.median(own) / statistics.median(other) for own, other in pairs]
+    # Against the bf16 steps right after it; else those of the same round.
+    beside = row.beside or (bf16.turns if bf16 else [])
+
+    def ratios(which: int) -> list[float]:
+        middle = lambda steps: statistics.median(one[which] for one in steps)  # noqa: E731
+        return [middle(own) / middle(other) for own, other in zip(row.turns, beside, strict=False)]
+
+    one = row.candidate
     return found | {
+        "beside": row.beside,
         "median": median,
         "fastest": min(seconds),
         "slowest": max(seconds),
-        "ratio": statistics.median(ratios) if ratios else None,
-        "ratios": ratios,
-        "floor": floor(row.candidate.floor, row.candidate.checkpointing, work, rate),
+        "ratios": ratios(0),
+        "ratio": statistics.median(ratios(0)) if beside else None,
+        "cpu_ratio": statistics.median(ratios(1)) if beside else None,
+        "floor": floor(one.rule, one.weight_bytes, one.checkpointing, work, rate),
         "held_bytes": row.held_bytes,
         "peak_bytes": row.peak_bytes,
+        "weight_error": row.weight_error,
         "gemms": row.gemms,
         "decoded_bytes": row.decoded_bytes,
-        "mfu": work.model_flops / median / (args.peak_tflops * 1e12) if args.peak_tflops else None,
+        "mfu": work.model_flops / median / peak,
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    work, rate = result["work"], result["rates"]
-    lines = [
-        f"## {result['model']}, {result['pixels']} px{', small' if result['small'] else ''}",
+def heading(model: str, pixels: int, size: str, work: Work) -> list[str]:
+    return [
+        f"## {model}, {pixels} px{'' if size == 'full' else f', {size}'}",
         "",
-        f"A forward: {work['linear'] / 1e12:.3f} TFLOP in linear layers, {work['convolution'] / 1e12:.3f} in "
-        f"convolutions, {work['attention'] / 1e12:.3f} in attention; {work['parameters'] / 1e6:.0f} M weights beside "
+        f"A forward: {work.linear / 1e12:.3f} TFLOP in linear layers, {work.convolution / 1e12:.3f} in "
+        f"convolutions, {work.attention / 1e12:.3f} in attention; {work.parameters / 1e6:.0f} M weights beside "
         "adapters.",
-        "Measured rates: " + ", ".join(f"{key} {value / 1e9:.0f} G/s" for key, value in rate.items()) + ".",
+    ]
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        *heading(result["model"], result["pixels"], result["size"], Work(**result["work"])),
+        "Measured rates: " + ", ".join(f"{key} {value / 1e9:.0f} G/s" for key, value in result["rates"].items()) + ".",
+        f"MFU: share of {result['peak_flops'] / 1e12:.3g} TFLOP/s ({result['peak_source']}).",
+        "Optimizer, bytes per adapter value: "
+        + ", ".join(f"{key} {value:.2f}" for key, value in result["optimizer_bytes_per_value"].items())
+        + ".",
         "",
-        "| candidate | s/step | fastest - slowest | x ours bf16, same round | floor, s | held, MB | peak, MB | MFU | "
-        "base GEMMs | decoded kept, MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| candidate | s/step | fastest - slowest | x ours bf16 | its range | in CPU time | floor, s | held, MB | "
+        "peak, MB | weight error | MFU | base GEMMs | decoded kept, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        if "median" not in row:
-            lines.append(f"| {row['candidate']} | {row['error'].replace('|', '/')} | | | | | | | | |")
+        if row["error"]:
+            lines.append(f"| {row['candidate']} | {row['error'].replace('|', '/')} |" + " |" * 11)
             continue
         cells = [
             row["candidate"],
             f"{row['median']:.3f}",
             f"{row['fastest']:.3f} - {row['slowest']:.3f}",
             shown(row["ratio"], "{:.2f}"),
+            f"{min(row['ratios']):.2f} - {max(row['ratios']):.2f}" if row["ratios"] else "-",
+            shown(row["cpu_ratio"], "{:.2f}"),
             shown(row["floor"], "{:.3f}"),
             f"{row['held_bytes'] / 1e6:.0f}",
             f"{row['peak_bytes'] / 1e6:.0f}",
+            shown(row["weight_error"], "{:.2%}"),
             shown(row["mfu"], "{:.1%}"),
             shown(row["gemms"], "{}"),
             shown(row["decoded_bytes"] and row["decoded_bytes"] / 1e6, "{:.0f}"),
@@ -611,7 +941,10 @@ def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
         *([f"Conditions: {facts['note']}"] if facts["note"] else []),
         "",
         f"Batch 1, LoRA rank 16 in bf16, random weights; median of {facts['rounds']} rounds of {facts['repeats']} "
-        f"steps, interleaved. Peak memory: {facts['memory']}. Floor: {FLOOR_RULES}.",
+        "steps, interleaved. x ours bf16: against our bf16 step right after each turn (full size: of the same round), "
+        "median and range over the rounds; its own row shows the noise. Held: base and adapters. Peak memory: "
+        f"{facts['memory']}. Weight error: relative rms, as held. Floor: {FLOOR_RULES}, at the rates measured in this "
+        "run.",
         "",
     ]
     return "\n".join(head) + "\n" + "\n\n".join(map(table, results)) + "\n"
@@ -640,48 +973,85 @@ def versions() -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=("sdxl", "flux", "qwen"), default=["sdxl", "flux", "qwen"])
-    parser.add_argument("--pixels", nargs="+", type=int, help="sides of the picture (512 and 1024; 256 if small)")
-    parser.add_argument("--small", action="store_true", help="fewer and narrower blocks, shorter texts: for a CPU")
+    parser.add_argument("--models", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--pixels", nargs="+", type=int, help="sides of the picture (512 and 1024; small 256, tiny 64)")
+    parser.add_argument(
+        "--size", choices=tuple(PIXELS), default="full", help="small, tiny: fewer and narrower blocks, shorter texts"
+    )
     parser.add_argument("--candidates", nargs="+", default=[".*"], help="regular expressions of whole names")
+    parser.add_argument(
+        "--plan", choices=tuple(CHIPS), help="measure nothing: a dry step of each, and this chip's floor"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how often each candidate has its turn")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn")
-    parser.add_argument(
-        "--peak-tflops", type=float, help="the device's bf16 peak, for the MFU; without it there is none"
-    )
+    parser.add_argument("--peak-tflops", type=float, help="what the MFU is a share of (the data sheet's bf16 peak)")
     parser.add_argument("--machine", help="name in the file name (the processor's)")
     parser.add_argument("--note", default="", help="what to say of the conditions")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
+    if unknown := [pattern for pattern in args.candidates if not chosen([pattern])]:
+        parser.error(f"--candidates {unknown[0]!r} matches none of: {', '.join(one.title for one in candidates())}")
+    command = shlex.join(["python", "scripts/bench_step.py", *given])
+    args.out.mkdir(parents=True, exist_ok=True)
+    quiet()
+    if args.plan:
+        lines = plan_head(args.plan, command)
+        for model in args.models:
+            for pixels in args.pixels or PIXELS[args.size]:
+                lines += [*plan(args.plan, model, pixels, args), ""]
+                text = "\n".join(lines)
+                (args.out / f"step_plan_{slug(args.plan)}.md").write_text(text, encoding="utf-8")
+        print(text)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = machine_name(device)
-    slug = args.machine or re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    cpu_memory = "base, adapters and optimizer state, and the most given out at once by torch's allocator in a step"
     facts = {
         "machine": name,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": today(),
         "versions": versions(),
-        "command": shlex.join(["python", "scripts/bench_step.py", *sys.argv[1:]]),
+        "command": command,
         "note": args.note,
         "rounds": args.rounds,
         "repeats": args.repeats,
-        "peak_tflops": args.peak_tflops,
-        "memory": "CUDA allocator" if device.type == "cuda" else "weights held + most given out by torch's allocator",
+        "memory": "CUDA allocator" if device.type == "cuda" else cpu_memory,
     }
     torch._dynamo.config.recompile_limit = 256
-    results: list[dict[str, Any]] = []
-    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"step_{slug(args.machine or name)}"
+    measurements: list[Measurement] = []
+
+    def save() -> None:
+        """After each turn: whatever ends the run, what was measured is there."""
+        results = [one.result() for one in measurements]
+        path.with_suffix(".md").write_text(page(facts, results), encoding="utf-8")
+        path.with_suffix(".json").write_text(json.dumps(facts | {"results": results}, indent=1), encoding="utf-8")
+
     for model in args.models:
-        for pixels in args.pixels or ([256] if args.small else [512, 1024]):
-            results.append(measure(model, pixels, args, device))
-            text = page(facts, results)  # after each: whatever ends the run, what was measured is there
-            (args.out / f"step_{slug}.md").write_text(text, encoding="utf-8")
-            (args.out / f"step_{slug}.json").write_text(
-                json.dumps(facts | {"results": results}, indent=1), encoding="utf-8"
-            )
-    print(text)
+        for pixels in args.pixels or PIXELS[args.size]:
+            measurements.append(Measurement(model, pixels, args, device))
+            measurements[-1].run(compiled=False, save=save)
+    for one in measurements:  # last, as compiling takes minutes each
+        one.run(compiled=True, save=save)
+    print(page(facts, [one.result() for one in measurements]))
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def quiet() -> None:
+    """diffusers warns of each cast of a whole model, which is what happens here all the time."""
+    from diffusers.utils import logging
+
+    logging.set_verbosity_error()
 
 
 if __name__ == "__main__":
