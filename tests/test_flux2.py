@@ -1,16 +1,19 @@
 """FLUX.2 and the models with its VAE: single files are told apart, and read as diffusers reads them."""
 
+import json
+
 import diffusers
 import pytest
 import torch
 from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file, save_file
-from test_families import make
+from test_families import make, write_header
 
 from lora_fp8 import families, naming
 from lora_fp8.families.base import PREFIXES
 
-CONVERTERS = {"flux2": single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers}
+FLUX2 = single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers
+CONVERTERS = {"flux2": FLUX2, "flux2_klein": FLUX2}
 
 
 def native_shapes(Family, denoiser_config=None):
@@ -83,3 +86,35 @@ def test_the_last_norm_gets_no_adapter():
     assert "norm_out.linear" in dict(denoiser.named_modules())
     with pytest.raises(families.UserError, match="norm_out"):
         Family.adapter_names(denoiser, ["^norm_out.linear"])
+
+
+def test_klein_is_read_in_both_sizes(tmp_path):
+    """The sizes are the file's own, whatever config.json says; a text encoder of the other size is refused."""
+    Family = families.get("flux2_klein")
+    nine = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288}
+    shapes = native_shapes(Family, Family.reference_config | nine)
+    write_header(tmp_path / "nine.safetensors", shapes)
+    Family.tiny(tmp_path / "base")
+    config = tmp_path / "base" / "transformer" / "config.json"
+    config.write_text(json.dumps(Family.reference_config | {"_class_name": Family.denoiser_class}), encoding="utf-8")
+    family = make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
+    with pytest.raises(families.UserError, match="takes 12288 features of a token, the text encoder in .* gives 48"):
+        family.empty_denoiser()
+    config = tmp_path / "base" / "text_encoder" / "config.json"
+    config.write_text(json.dumps({"hidden_size": 4096}), encoding="utf-8")
+    family = make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
+    expected = family.empty_denoiser().state_dict()
+    assert sum(tensor.numel() for tensor in expected.values()) == pytest.approx(9e9, rel=0.02)
+    assert family.convert_checkpoint(shapes).keys() == expected.keys()
+
+
+def test_distilled_klein_is_told_and_drawn_without_guidance(tmp_path):
+    Family = families.get("flux2_klein")
+    Family.tiny(tmp_path)
+    assert make(Family, tmp_path).warnings == [] and make(Family, tmp_path).usual_guidance() == 4.0
+    index = tmp_path / "model_index.json"
+    told = json.loads(index.read_text(encoding="utf-8")) | {"is_distilled": True}
+    index.write_text(json.dumps(told), encoding="utf-8")
+    family = make(Family, tmp_path)
+    assert "is_distilled" in family.warnings[0] and family.usual_guidance() == 1.0
+    assert family.pipeline(None).config.is_distilled

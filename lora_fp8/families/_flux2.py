@@ -73,22 +73,19 @@ def has_guidance(header: Header) -> bool:
     return "guidance_in.in_layer.weight" in native_header(header)
 
 
-def sizes(header: Header) -> dict[str, Any]:
-    """The entries of the released models' config.json that differ between them, as a single file has them."""
+def sizes(header: Header, head_dim: int) -> dict[str, int]:
+    """The entries of config.json in which the released models differ, as a single file has them."""
     native = native_header(header)
     width, joint = native["txt_in.weight"]
-    numbers = {name: 1 + max(_numbers(native, name)) for name in ("double_blocks", "single_blocks")}
+    single, double = (
+        len({key.split(".")[1] for key in native if key.startswith(f"{kind}_blocks.")}) for kind in ("single", "double")
+    )
     return {
-        "num_layers": numbers["double_blocks"],
-        "num_single_layers": numbers["single_blocks"],
-        "num_attention_heads": width // 128,
+        "num_layers": double,
+        "num_single_layers": single,
+        "num_attention_heads": width // head_dim,
         "joint_attention_dim": joint,
-        "guidance_embeds": has_guidance(header),
     }
-
-
-def _numbers(native: Header, blocks: str) -> list[int]:
-    return [int(key.split(".")[1]) for key in native if key.startswith(f"{blocks}.")]
 
 
 def with_last_norm(found: Conversion) -> Conversion:

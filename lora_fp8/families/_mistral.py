@@ -9,7 +9,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import Mistral3Config, PreTrainedTokenizerFast
 
-_INNER = "a photo of cat dog red blue the that about image descriptions structured responses object attribution".split()
+# With the words of FLUX.2's system message, which would else be most of what the miniature reads.
+_INNER = (
+    "a photo of cat dog red blue the are an AI that reasons about image descriptions You give structured responses "
+    "focusing on object relationships and actions without speculation"
+).split()
 _MARKS = ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 _CHAT = (
     "{{ bos_token }}{% for message in messages %}"

@@ -127,7 +127,7 @@ class Family(ModelFamily):
 
     @classmethod
     def _tiny_pipeline(cls) -> Flux2Pipeline:
-        tokenizer = _mistral.tokenizer(192)  # the system message takes more than half of them
+        tokenizer = _mistral.tokenizer(128)  # the system message takes 42 of them
         text = _mistral.mistral3(tokenizer, num_layers=30)
         return Flux2Pipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
