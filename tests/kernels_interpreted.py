@@ -159,11 +159,11 @@ def test_epilogue_takes_a_transposed_factor_and_one_scale():
 
 def test_nothing_is_written_beside_the_result():
     rows, columns = 70, 145
-    memory = torch.full((rows * columns + 4096,), 7.0)
-    sums = memory[2048 : 2048 + rows * columns].view(rows, columns)
+    memory = torch.full((rows * columns + 2 * 16384,), 7.0)  # more than a tile beyond the last row
+    sums = memory[16384:-16384].view(rows, columns)
     sums.normal_()
     kernels.epilogue(sums, **parts_of_epilogue(rows, columns, 4, torch.float32), scaling=1.0, dtype=torch.float32)
-    assert (memory[:2048] == 7).all() and (memory[-2048:] == 7).all() and not (sums == 7).any()
+    assert (memory[:16384] == 7).all() and (memory[-16384:] == 7).all() and not (sums == 7).any()
 
 
 # -- a layer and its adapter -------------------------------------------------------------------------------------------

@@ -156,6 +156,17 @@ def test_without_effect_is_a_warning(settings, why):
     assert f"quantize.kernels had no effect: {why}" in plan.warnings
 
 
+def test_a_dry_step_on_the_meta_device_runs_none(monkeypatch):
+    monkeypatch.setattr(kernels, "quantize_rows", None)
+    model = nn.Sequential(nn.Linear(32, 32, device="meta"))
+    section = config.Quantize(compute="fp8", fp8_min_features=0, kernels="triton")
+    precision.quantize_(model, section, (), torch.float32)
+    adapters.inject(model, config.Adapter(rank=4, dtype="fp32"), ["0"], seed=0)
+    x = torch.empty(4, 32, device="meta", requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.shape == (4, 32) and adapters.num_fused(model) == 0
+
+
 def test_without_them_the_adapters_are_pefts_own():
     for kind, fused in (("torch", False), ("triton", True)):
         model = nn.Sequential(nn.Linear(32, 32))
