@@ -78,7 +78,7 @@ class TorchaoLinear(FrozenLinear):
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(weight_NK.to(self.compute_dtype), requires_grad=False)
         kind = Float8WeightOnlyConfig if self.form.storage == "fp8" else Int8WeightOnlyConfig
-        # Without set_inductor_config=False torchao lowers the precision of every float32 matmul in the process.
+        # Without set_inductor_config=False torchao changes how torch.compile tunes everything in the process.
         quantize_(linear, kind(granularity=GRANULARITIES[self.form.scale], set_inductor_config=False))
         held = linear.weight
         if self.form.storage == "fp8" and held.device.type != "meta" and (held.scale == 0).any():
