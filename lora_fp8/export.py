@@ -365,7 +365,7 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
         "ss_network_args": "{}",
         "ss_network_dropout": facts.dropout,
         "ss_base_model_version": family.kohya_base_version,
-        "ss_v2": "False",
+        "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),  # A1111 sorts by it
         "ss_output_name": slug(facts.name),
         "ss_sd_model_name": basename(facts.base_name),
         "ss_learning_rate": facts.learning_rate,

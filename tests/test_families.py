@@ -392,6 +392,7 @@ def test_objective_is_the_pipelines_scheduler(Family, family, pipeline):
         x = x0 + scheduler.sigmas[start] * noise
         scheduler._step_index = None
     for t in scheduler.timesteps[start:]:
+        t_B = t_B if flow else t.long().expand(2)  # v is another at each t, noise and velocity are not
         x = scheduler.step(objective.target(x0, noise, t_B), t, x).prev_sample
     # Diffusion samplers end a little before t = 0 (the abar of the first timestep), flow matching ends at it.
     torch.testing.assert_close(x, x0, atol=1e-5 if flow else 0.1, rtol=1e-3)

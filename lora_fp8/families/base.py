@@ -498,24 +498,36 @@ class ModelFamily(ABC):
         if index.is_file():
             found = str(_files.read_json(index).get("_class_name"))
             if found != self.pipeline_class:
-                other = next((f for f in _families() if f.pipeline_class == found), None)
+                other = self._family_of(found)
                 what = f"{other.title} ({found})" if other else f"made for {found}"
                 raise UserError(self._other_architecture(str(self.folder), what, other))
         elif not self.checkpoint:
             raise UserError(f"{self.folder} is not a diffusers folder (it has no model_index.json)")
-        expected = {self.denoiser_name: self.config_marks | {"_class_name": self.denoiser_class}}
+        foreign = self._foreign_mark(self.folder)
+        if foreign:
+            other = self._family_of(self.pipeline_class)
+            advice = f"; set model.family = {other.name!r} for {other.title}" if other else ""
+            raise UserError(f"{self.folder} is not {self.title}: {foreign}{advice}")
+
+    @classmethod
+    def _foreign_mark(cls, folder: Path) -> str:
+        """The first entry of a folder's configs that this architecture does not have, in words; "" where all fit."""
+        expected = {cls.denoiser_name: cls.config_marks | {"_class_name": cls.denoiser_class}}
         # A VAE of another kind, or with a normalisation of its own, would give latents that the denoiser does not know.
-        expected["vae"] = self.vae_marks | {"_class_name": self.vae_class}
+        expected["vae"] = cls.vae_marks | {"_class_name": cls.vae_class}
         for part, marks in expected.items():
-            path = self.folder / part / "config.json"
+            path = folder / part / "config.json"
             found = _files.read_json(path) if path.is_file() else marks
             for key, value in marks.items():
                 # An entry that is absent was written before it existed, and has its default, which is "no" or "none".
                 if (found.get(key) or None) != (value or None):
-                    raise UserError(
-                        f"{self.folder} is not {self.title}: {part}/config.json says {key} = {found.get(key)!r}, "
-                        f"expected {value!r}"
-                    )
+                    return f"{part}/config.json says {key} = {found.get(key)!r}, expected {value!r}"
+        return ""
+
+    def _family_of(self, pipeline_class: str) -> type[ModelFamily] | None:
+        """The family that a folder with this pipeline is of: some share one, and the denoiser's config tells."""
+        sharing = [family for family in _families() if family.pipeline_class == pipeline_class]
+        return next((family for family in sharing if not family._foreign_mark(self.folder)), None)
 
     def _check_unquantized(self) -> None:
         """That no part of the folder was saved with a quantization of diffusers or transformers."""

@@ -1,7 +1,7 @@
 """Stable Diffusion 1.x: a UNet of 0.86 B parameters, conditioned on CLIP ViT-L/14, trained to predict the noise.
 
 Rombach et al. 2022, "High-Resolution Image Synthesis with Latent Diffusion Models". Fine-tunes with v_prediction are
-read from the scheduler's config. SD 2.x shares the pipeline class but not the network (`config_marks`).
+read from the scheduler's config. SD 2.x shares the pipeline class but not the network (`config_marks`); it is `sd2.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,104 @@
+"""Stable Diffusion 2, and fine-tunes of the UNets that predict v: what the contract of all families does not ask."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import PROMPTS, full_size_shapes, ldm_names, ldm_vae, load_denoiser, make, open_clip, write_header
+
+from lora_fp8 import config, families
+from lora_fp8.config import UserError
+from lora_fp8.families import _files
+
+NOOBAI = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def single_file(folder, path):
+    """The miniature as one file as Stability AI published it: LDM's UNet and VAE, and OpenCLIP."""
+    unet = load_file(folder / "unet" / "diffusion_pytorch_model.safetensors")
+    names = ldm_names(unet, layers_per_block=1)
+    tensors = {names[name]: tensor for name, tensor in unet.items()}
+    tensors |= ldm_vae(load_file(folder / "vae" / "diffusion_pytorch_model.safetensors"))
+    text = open_clip(load_file(folder / "text_encoder" / "model.safetensors"))
+    tensors |= {key.replace("conditioner.embedders.1.", "cond_stage_model."): t for key, t in text.items()}
+    save_file(tensors, path)
+
+
+def test_a_single_file_is_the_same_model_and_does_not_tell_what_it_predicts(tmp_path):
+    Family = families.get("sd2")
+    Family.tiny(tmp_path / "base")
+    single_file(tmp_path / "base", tmp_path / "one.safetensors")
+    whole = make(Family, tmp_path / "base")
+    whole.load_encoders()
+    expected = load_denoiser(whole).state_dict()
+    for weights in (tmp_path / "base").glob("*/*.safetensors"):
+        weights.unlink()
+    one = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
+    one.load_encoders()
+    loaded = load_denoiser(one).state_dict()
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[k], expected[k]) for k in expected)
+    for mine, theirs in zip(one.encode_prompts(PROMPTS), whole.encode_prompts(PROMPTS), strict=True):
+        assert torch.equal(mine["prompt_embeds"], theirs["prompt_embeds"])
+    pixels = torch.rand(1, 3, *Family.tiny_hw)
+    assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
+    (told,) = one.warnings
+    assert "'v_prediction' is taken from" in told and whole.warnings == []
+    assert one.modelspec_architecture == "stable-diffusion-v2-768-v"
+    edit(tmp_path / "base" / "scheduler" / "scheduler_config.json", prediction_type="epsilon")
+    base = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
+    assert "'epsilon'" in base.warnings[0] and base.modelspec_architecture == "stable-diffusion-v2-512"
+
+
+def test_a_full_size_file_is_read_whole_and_is_nobody_elses(tmp_path):
+    Family = families.get("sd2")
+    shapes = full_size_shapes("sd2")
+    assert [name for name in families.available() if families.get(name).recognises(shapes)] == ["sd2"]
+    first = "model.diffusion_model.input_blocks.0.0.weight"
+    assert not Family.recognises({**shapes, first: (320, 9, 3, 3)})  # inpainting
+    assert not Family.recognises({**shapes, "model.diffusion_model.label_emb.0.0.weight": (1280, 2048)})  # unCLIP
+    Family.tiny(tmp_path / "rest")
+    (tmp_path / "rest" / "unet" / "config.json").unlink()
+    write_header(tmp_path / "big.safetensors", shapes)
+    family = make(Family, tmp_path / "big.safetensors", components=str(tmp_path / "rest"))
+    expected = family.empty_denoiser().state_dict()
+    conversion = family.convert_checkpoint(_files.read_header(tmp_path / "big.safetensors"))
+    assert conversion.keys() == expected.keys()
+    assert all(shapes[key] == tuple(expected[name].shape) for name, (key, _) in conversion.items())
+    assert len(Family.adapter_names(family.empty_denoiser())) == 192
+
+
+@pytest.mark.parametrize("chosen", ["sd15", "sdxl"])
+def test_a_folder_of_sd2_is_named_though_sd15_shares_its_pipeline(chosen, tmp_path):
+    families.get("sd2").tiny(tmp_path)
+    with pytest.raises(UserError, match="model.family = 'sd2'"):
+        make(families.get(chosen), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd2", "sdxl"])
+def test_v_prediction_with_zero_terminal_snr_is_the_samplers(name, tmp_path):
+    """NoobAI and its like: of the true v, the model's own sampler makes the image, from pure noise as well."""
+    Family = families.get(name)
+    Family.tiny(tmp_path)
+    edit(tmp_path / "scheduler" / "scheduler_config.json", _class_name="EulerDiscreteScheduler", **NOOBAI)
+    family = make(Family, tmp_path)
+    objective = Family.objective(family.scheduler_config(), config.Objective())
+    x0, noise = (torch.randn(2, 4, 8, 12, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    for index in (0, 4, 9):
+        scheduler = family.pipeline(None).scheduler
+        assert isinstance(scheduler, diffusers.EulerDiscreteScheduler)
+        scheduler.set_timesteps(10)
+        t = scheduler.timesteps[index]
+        t_B = t.long().expand(2)
+        sample = x0 + scheduler.sigmas[index] * noise
+        noisy = objective.add_noise(x0, noise, t_B)
+        # Euler's first sigma stands for infinity and is 4096, so that a trace of the image is left in it.
+        torch.testing.assert_close(scheduler.scale_model_input(sample, t), noisy, rtol=1e-3, atol=2e-3)
+        assert index or (t_B[0] == 999 and torch.equal(noisy, noise))
+        answer = scheduler.step(objective.target(x0, noise, t_B), t, sample)
+        torch.testing.assert_close(answer.pred_original_sample, x0, rtol=1e-3, atol=2e-3)
