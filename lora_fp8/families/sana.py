@@ -1,9 +1,9 @@
 """Sana: a DiT of 0.6 or 1.6 B parameters with linear attention, on latents of a 32nd of the image's sides.
 
-Xie et al. 2024, "SANA: Efficient High-Resolution Image Synthesis with Linear Diffusion Transformers". A deep compression
-autoencoder gives 32 channels; the feed-forward layers are convolutions, nearly half of all parameters; and Gemma 2 reads
-the prompt behind a long instruction (sect. 2.3), of which the denoiser sees the first and the last token only. Trained
-with flow matching and drawn with DPM-Solver++.
+Xie et al. 2024, "SANA: Efficient High-Resolution Image Synthesis with Linear Diffusion Transformers". A deep
+compression autoencoder gives 32 channels; the feed-forward layers are convolutions, nearly half of all parameters; and
+Gemma 2 reads the prompt behind a long instruction (sect. 2.3), of which the denoiser sees the first and the last token
+only. Trained with flow matching and drawn with DPM-Solver++.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""A miniature of Llama 3 and its tokenizer."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TOKENS = 64
+"""Fewer than are read of a real prompt, for speed; the families follow what the tokenizer says."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE, as in Llama 3, that knows no words but their beginnings: <|begin_of_text|> in front."""
+    letters, space = sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġ"
+    pieces = [*letters, *(space + letter for letter in letters), "<|begin_of_text|>", "<|end_of_text|>"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[(space, letter) for letter in letters]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.post_processor = TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", vocab["<|begin_of_text|>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token="<|begin_of_text|>",
+        eos_token="<|end_of_text|>",
+        model_max_length=TOKENS,
+        padding_side="right",
+    )
+
+
+def text(vocab: PreTrainedTokenizerFast, *, width: int = 32) -> LlamaForCausalLM:
+    """A two-layer Llama 3."""
+    settings = LlamaConfig(
+        vocab_size=len(vocab),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.3,  # as large as after training: at the default, words hardly tell in so few layers
+        bos_token_id=vocab.bos_token_id,
+        eos_token_id=vocab.eos_token_id,
+    )
+    return LlamaForCausalLM(settings)

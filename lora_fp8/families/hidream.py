@@ -1,0 +1,204 @@
+"""HiDream-I1: a sparse DiT of 17 B parameters, conditioned on two CLIPs, T5-XXL and every layer of Llama 3.1 8B.
+
+Cai et al. 2025, "HiDream-I1: A High-Efficient Image Generative Foundation Model with Sparse Diffusion Transformer".
+Double-stream blocks, then single-stream ones; each reads another layer of Llama beside T5. The feed-forward of image
+tokens is a mixture of four experts, of which two are chosen for each token, and one that is always used. The denoiser's
+answer is the velocity towards the image, the negative of the scheduler's.
+
+What to know before training:
+
+* Adapters are on attention, the feed-forward of text tokens and the shared experts. The routed experts get none: they
+  are 10 of the 17 B parameters, and each sees only a part of the tokens.
+* diffusers computes the routed experts without gradients unless the model is in training mode, and in that mode it
+  gives its answer back as patches, which `predict` puts together. `force_inference_output` in the denoiser's config
+  would cut the gradient off, so it is taken back.
+* An image that is not square is padded to the largest number of patches, as in diffusers' pipeline: it costs as much as
+  1024 x 1024.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, HiDreamImagePipeline, HiDreamImageTransformer2DModel, UniPCMultistepScheduler
+from torch import Tensor, nn
+
+from lora_fp8.config import UserError
+from lora_fp8.objectives import FlowMatching
+
+from . import _llama, _miniature
+from ._files import Header
+from .base import Cond, ModelFamily, native_header
+
+FEED_FORWARD = ("w1", "w2", "w3")
+
+
+class Family(ModelFamily):
+    name = "hidream"
+    title = "HiDream-I1"
+    pipeline_class = "HiDreamImagePipeline"
+    denoiser_class = "HiDreamImageTransformer2DModel"
+    denoiser_name = "transformer"
+    text_parts = {
+        "tokenizer": "CLIPTokenizer",
+        "text_encoder": "CLIPTextModelWithProjection",
+        "tokenizer_2": "CLIPTokenizer",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "tokenizer_3": "T5TokenizerFast",
+        "text_encoder_3": "T5EncoderModel",
+        "tokenizer_4": "PreTrainedTokenizerFast",
+        "text_encoder_4": "LlamaForCausalLM",
+    }
+    judge_length_by = ("tokenizer_4",)  # the largest vocabulary, and so the longest text; the CLIPs give one vector
+    objective = FlowMatching
+    adapter_targets = (
+        *(f"attn1.to_{x}{stream}" for stream in ("", "_t") for x in ("q", "k", "v", "out")),
+        *(f"{ff}.{layer}" for ff in ("ff_t", "shared_experts") for layer in FEED_FORWARD),
+    )
+    keep_precise = ("x_embedder", "t_embedder", "p_embedder", "caption_projection", "final_layer")
+    modulation = ("block.adaLN_modulation",)
+    bucket_multiple = 16
+    native_resolution = 1024
+    default_guidance = 5.0
+    modelspec_architecture = "hidream-i1"
+    kohya_base_version = "hidream_i1"
+    kohya_naming = ""
+    layouts = ("diffusers", "comfy")
+    reference_config = {
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 16,
+        "caption_channels": [4096, 4096],
+        "axes_dims_rope": [64, 32, 32],
+        "llama_layers": [*range(32), *([31] * 16)],
+    }
+    # diffusers has taken over the original's names.
+    native_layers = tuple(
+        (part, part)
+        for part in (
+            *("x_embedder", "t_embedder", "p_embedder", "caption_projection"),
+            *("double_stream_blocks", "single_stream_blocks", "final_layer"),
+        )
+    )
+    tiny_hw = (112, 144)
+
+    def denoiser_config(self) -> dict[str, Any]:
+        return ModelFamily.denoiser_config(self) | {"force_inference_output": False}
+
+    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
+        with torch.no_grad():
+            t5_BLD, _, llama_NBLD, _, pooled_BD, _ = self.text_pipeline.encode_prompt(
+                prompts,
+                device=self.device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=self.max_sequence_length,
+            )
+        rows = zip(llama_NBLD.transpose(0, 1), t5_BLD, pooled_BD, strict=True)
+        names = ("prompt_embeds", "t5_embeds", "pooled_prompt_embeds")
+        return [{name: row.to(self.dtype).clone() for name, row in zip(names, one, strict=True)} for one in rows]
+
+    def token_limit(self, name: str) -> int:
+        return min(128, self.tokenizer(name).model_max_length)
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens that a prompt is padded or cut to; what the pipeline calls so. The padding is attended to."""
+        return self.token_limit("tokenizer_4")
+
+    def predict(
+        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
+    ) -> Tensor:
+        to = {"device": noisy_BCHW.device, "dtype": self.dtype}
+        patch, (height, width) = denoiser.config.patch_size, noisy_BCHW.shape[-2:]
+        rows, columns = height // patch, width // patch
+        if rows != columns and rows * columns > denoiser.max_seq:
+            raise UserError(
+                f"dataset.resolution: a bucket that is not square has at most {denoiser.max_seq} patches in "
+                f"{self.title}, and one has {rows} x {columns}; lower it to {self.native_resolution}"
+            )
+        answer = denoiser(
+            hidden_states=noisy_BCHW.to(self.dtype),
+            timesteps=t_B.to(noisy_BCHW.device) * 1000,
+            encoder_hidden_states_t5=cond["t5_embeds"].to(**to),
+            encoder_hidden_states_llama3=cond["prompt_embeds"].to(**to).transpose(0, 1),
+            pooled_embeds=cond["pooled_prompt_embeds"].to(**to),
+            return_dict=False,
+        )[0]
+        if denoiser.training:  # (B, C, S, patch * patch), with what was padded at the end
+            answer = answer[:, :, : rows * columns].unflatten(3, (patch, patch)).unflatten(2, (rows, columns))
+            answer = answer.transpose(3, 4).reshape(noisy_BCHW.shape)
+        return -answer
+
+    def seq_len(self, latent_hw: tuple[int, int]) -> int:
+        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
+
+    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        inputs = {}
+        for prefix, one in (("", cond), ("negative_", negative)):
+            if one is not None:
+                inputs[f"{prefix}prompt_embeds_llama3"] = one["prompt_embeds"][:, None]
+                inputs[f"{prefix}prompt_embeds_t5"] = one["t5_embeds"][None]
+                inputs[f"{prefix}pooled_prompt_embeds"] = one["pooled_prompt_embeds"][None]
+        return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
+
+    def caveats(self) -> list[str]:
+        if "LCM" not in str(self.scheduler_config().get("_class_name")):
+            return []
+        return [
+            "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes bit "
+            "by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate; set "
+            "preview.guidance = 1.0"
+        ]
+
+    @classmethod
+    def recognises(cls, header: Header) -> bool:
+        native = native_header(header)
+        marks = ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")
+        return all(mark in native for mark in marks)
+
+    @classmethod
+    def tiny(cls, folder: Path, seed: int = 0) -> None:
+        with _miniature.seeded(seed):
+            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
+
+    @classmethod
+    def _tiny_pipeline(cls) -> HiDreamImagePipeline:
+        clip, t5, llama = _miniature.clip_tokenizer(), _miniature.t5_tokenizer(), _llama.tokenizer()
+        transformer = HiDreamImageTransformer2DModel(
+            patch_size=8,  # the pipeline draws at an area of 128 x 128 latents, whatever it is asked for
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            caption_channels=[32, 32],
+            text_emb_dim=64,
+            axes_dims_rope=(4, 6, 6),
+            llama_layers=[0, 1, 1],
+        )
+        return HiDreamImagePipeline(
+            scheduler=UniPCMultistepScheduler(
+                flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero"
+            ),
+            vae=AutoencoderKL(
+                block_out_channels=(8,),
+                latent_channels=4,
+                norm_num_groups=4,
+                mid_block_add_attention=False,
+                scaling_factor=0.3611,
+                shift_factor=0.1159,
+                use_quant_conv=False,
+                use_post_quant_conv=False,
+            ),
+            text_encoder=_miniature.clip_text(clip, projection=32),
+            tokenizer=clip,
+            text_encoder_2=_miniature.clip_text(clip, projection=32),
+            tokenizer_2=clip,
+            text_encoder_3=_miniature.t5_text(t5),
+            tokenizer_3=t5,
+            text_encoder_4=_llama.text(llama),
+            tokenizer_4=llama,
+            transformer=transformer,
+        )

@@ -1,0 +1,62 @@
+"""HiDream-I1 in training: the routed experts pass gradients on, and patches are put together as in inference."""
+
+import json
+
+import pytest
+import torch
+
+from lora_fp8 import config, families, precision
+
+
+def hidream(tmp_path):
+    Family = families.get("hidream")
+    Family.tiny(tmp_path)
+    family = Family(config.Model(family="hidream", path=str(tmp_path)), device="cpu", dtype=torch.float32)
+    family.load_encoders()
+    denoiser = family.empty_denoiser()
+    precision.fill_(denoiser, family.denoiser_tensors(), torch.float32, "cpu")
+    return family, denoiser
+
+
+def test_training_mode_answers_as_inference_does_and_learns_through_the_experts(tmp_path):
+    family, denoiser = hidream(tmp_path)
+    denoiser.requires_grad_(True)
+    cond = family.collate(family.encode_prompts(["a cat", "a dog"]))
+    t_B = torch.tensor([0.3, 0.8])
+    for hw in ((48, 32), (64, 64)):  # padded to the most patches, and not
+        noisy = torch.randn(2, 4, *hw, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        answers = [family.predict(denoiser.train(mode), noisy, t_B, cond) for mode in (False, True)]
+        torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
+        answers[1].square().sum().backward()
+        for number in range(4):
+            expert = denoiser.double_stream_blocks[0].block.ff_i.experts[number].w1.weight
+            assert expert.grad is not None and expert.grad.norm() > 0
+            expert.grad = None
+    # by differences: the gradient of the whole is that of the function, in which no part is held constant
+    noisy = torch.randn(2, 4, 48, 32, dtype=torch.float64)
+    family.dtype, denoiser = torch.float64, denoiser.double()
+    way = torch.randn_like(noisy)
+
+    def loss(x):
+        return family.predict(denoiser, x, t_B, cond).square().sum()
+
+    (slope,) = torch.autograd.grad(loss(noisy.requires_grad_()), noisy)
+    with torch.no_grad():
+        rise = (loss(noisy + 1e-4 * way) - loss(noisy - 1e-4 * way)) / 2e-4
+    torch.testing.assert_close((slope * way).sum(), rise, rtol=2e-3, atol=1e-6)
+
+
+def test_a_bucket_with_too_many_patches_is_refused(tmp_path):
+    family, denoiser = hidream(tmp_path)
+    cond = family.collate(family.encode_prompts(["a cat"]))
+    with pytest.raises(config.UserError, match=r"at most 256 patches.*one has 18 x 16; lower it to 1024"):
+        family.predict(denoiser, torch.zeros(1, 4, 144, 128), torch.tensor([0.5]), cond)
+
+
+def test_what_is_distilled_is_told(tmp_path):
+    Family = families.get("hidream")
+    Family.tiny(tmp_path)
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({"_class_name": "FlowMatchLCMScheduler", "shift": 6.0}), encoding="utf-8")
+    (warning,) = Family(config.Model(family="hidream", path=str(tmp_path)), device="cpu", dtype=torch.float32).warnings
+    assert "distilled" in warning and "preview.guidance = 1.0" in warning
