@@ -13,7 +13,11 @@ from lora_fp8 import families, naming
 from lora_fp8.families.base import PREFIXES
 
 FLUX2 = single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers
-CONVERTERS = {"flux2": FLUX2, "flux2_klein": FLUX2}
+CONVERTERS = {
+    "flux2": FLUX2,
+    "flux2_klein": FLUX2,
+    "ernie_image": single_file_utils.convert_ernie_image_transformer_checkpoint_to_diffusers,
+}
 
 
 def native_shapes(Family, denoiser_config=None):
@@ -118,3 +122,20 @@ def test_distilled_klein_is_told_and_drawn_without_guidance(tmp_path):
     family = make(Family, tmp_path)
     assert "is_distilled" in family.warnings[0] and family.usual_guidance() == 1.0
     assert family.pipeline(None).config.is_distilled
+
+
+@pytest.mark.parametrize("mark", ["folder", "config", "file"])
+def test_distilled_ernie_is_told_and_drawn_without_guidance(mark, tmp_path):
+    Family = families.get("ernie_image")
+    folder = tmp_path / ("ERNIE-Image-Turbo" if mark == "folder" else "base")
+    Family.tiny(folder)
+    path = folder / "transformer" / "config.json"
+    if mark == "config":
+        told = json.loads(path.read_text(encoding="utf-8")) | {"use_lora": False}
+        path.write_text(json.dumps(told), encoding="utf-8")
+    family = make(Family, folder)
+    if mark == "file":
+        assert family.warnings == [] and family.usual_guidance() == 4.0
+        written(Family, folder, tmp_path / "ernie-image-turbo.safetensors")
+        family = make(Family, tmp_path / "ernie-image-turbo.safetensors", components=str(folder))
+    assert "ERNIE-Image-Turbo" in family.warnings[0] and family.usual_guidance() == 1.0
