@@ -63,6 +63,8 @@ def convert(source: Source, tool: Tool, why: str, family: str = "") -> Import:
         tool.combine(draft)
     except Unfit as error:
         raise UserError(f"{source.path}: {hide(str(error))}") from None
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
     return draft.finish()
 
 

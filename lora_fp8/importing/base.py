@@ -231,8 +231,8 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
 
-def read_source(path: Path) -> Source:
-    """Read TOML, JSON, YAML or the command in a script. Raises UserError; its messages quote nothing of the file."""
+def read_text(path: Path) -> str:
+    """A text file in UTF-8, or UTF-16 with a byte-order mark. Raises UserError."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -242,9 +242,14 @@ def read_source(path: Path) -> Source:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        content = raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+        return raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+
+
+def read_source(path: Path) -> Source:
+    """Read TOML, JSON, YAML or the command in a script. Raises UserError; its messages quote nothing of the file."""
+    content = read_text(path)
     suffix = path.suffix.lower()
     if re.search(r"\S+\.py\b[\"']?\s+.*--\w", _joined(content)) and suffix not in (".toml", ".json", ".yaml", ".yml"):
         return _read_command(path, content)
@@ -261,7 +266,9 @@ def read_source(path: Path) -> Source:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise UserError(f"{path}: not valid YAML: {getattr(error, 'problem', '') or 'cannot be read'}{where}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply") from None
+    except ValueError as error:
         raise UserError(f"{path}: not valid TOML: {hide(str(error))}") from None
     raise UserError(
         f"{path}: expected a .toml, .json, .yaml or .yml file, or a script with the command that starts the training"

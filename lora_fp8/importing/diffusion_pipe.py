@@ -331,12 +331,12 @@ def _set_length_and_rate(draft: Draft) -> None:
     told.append("over all processes together here; multiply by the number of GPUs that you used")
     draft.differs(keys, {"train.batch_size": batch}, "; ".join(told))
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = words.steps_per_epoch(draft, batch, accumulate)
+    per_epoch = _steps_per_epoch(draft, batch * accumulate)
     if draft.has("max_steps"):
         draft.mapped("max_steps", {"train.steps": draft.get("max_steps", whole)})
         draft.none("epochs", "max_steps counts", off=True)
     elif draft.has("epochs"):
-        words.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, batch)
+        words.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, 1)
     rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
     words.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
     draft.none(["optimizer.lr", "model.unet_lr"], f"{rate} counts for the denoiser", off=True)
@@ -359,6 +359,13 @@ def _set_length_and_rate(draft: Draft) -> None:
         per_epoch,
         "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it",
     )
+
+
+def _steps_per_epoch(draft: Draft, samples_per_step: int) -> int | None:
+    """Theirs shows each picture at each resolution, and drops what does not fill a step."""
+    count = words.samples(draft)
+    resolutions = len(draft.get("data.resolutions", listed) or [1])
+    return max(1, count * resolutions // samples_per_step) if count else None
 
 
 def _batch(draft: Draft) -> tuple[int, list[str]]:

@@ -33,6 +33,7 @@ from .base import (
     parse_options,
     positive,
     read_source,
+    read_text,
     text,
     to,
     whole,
@@ -654,7 +655,7 @@ def set_precision(draft: Draft) -> None:
             ["fp8_scaled", *cast],
             {"quantize.storage": "fp8", "quantize.scale": "1x64"},
             "a scale for each 64 weights of a row, as there; modulation is held in int8 (quantize.modulation), and "
-            "scale = 'auto', one for each row, is as exact and takes less",
+            "scale = 'auto', one for each row, takes less and is nearly as exact",
         )
     elif cast:
         draft.differs(
@@ -791,11 +792,12 @@ def _set_aspect(draft: Draft) -> None:
     first = (subsets(draft) or [""])[0]
     narrow = whole(effective(draft, first, "min_bucket_reso") or 256)
     wide = whole(effective(draft, first, "max_bucket_reso") or 1024)
-    aspect = min(8.0, max(1.0, min(wide, side * side // narrow) / narrow))
+    step = draft.settings.get("dataset.bucket_step", 64)
+    tall = min(wide, side * side // narrow // step * step)
     draft.differs(
         [*small, *large] or ["min_bucket_reso", "max_bucket_reso"],
-        {"dataset.max_aspect": aspect},
-        f"the widest bucket there is {min(wide, side * side // narrow)} x {narrow}; here buckets keep the whole area",
+        {"dataset.max_aspect": min(8.0, max(1.0, tall / narrow))},
+        f"the widest bucket there is {tall} x {narrow}; here buckets keep the whole area, and 8 is the limit",
     )
 
 
@@ -876,7 +878,10 @@ def set_noise(draft: Draft) -> None:
     words.set_min_snr(draft, "min_snr_gamma")
     flow = ["timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "training_shift", "weighting_scheme"]
     flow += ["logit_mean", "logit_std", "model_prediction_type", "guidance_scale"]
-    if draft.family in words.DIFFUSION or not draft.family:
+    if not draft.family:
+        draft.none(flow, "depends on the family, which the file does not say")
+        return
+    if draft.family in words.DIFFUSION:
         draft.none(flow, "means nothing to a model that predicts noise", off=True)
         return
     method = str(draft.get("timestep_sampling") or "sigma")
@@ -998,7 +1003,7 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
             draft.notes.append(f"sample_prompts = {given!r} is not here: put it beside {draft.source.path.name}")
             return [], []
         if place.suffix.lower() == ".txt":
-            lines = place.read_text(encoding="utf-8-sig").splitlines()
+            lines = read_text(place).splitlines()
         else:
             return _prompt_tables(read_source(place).data), []
     pictures, left = [], []
@@ -1111,6 +1116,8 @@ SD_SCRIPTS = Tool(
         "max_train_steps": 1600,
         "train_batch_size": 1,
         "enable_bucket": False,
+        "min_bucket_reso": 256,
+        "max_bucket_reso": 1024,
         "keep_tokens": 0,
         "gradient_checkpointing": False,
         "timestep_sampling": "sigma",
@@ -1151,6 +1158,8 @@ LORA_SCRIPTS = Tool(
         "resolution": "512,512",
         "enable_bucket": True,
         "bucket_no_upscale": True,
+        "min_bucket_reso": 256,
+        "max_bucket_reso": 1024,
         "keep_tokens": 0,
         "max_train_epochs": 10,
         "gradient_checkpointing": False,

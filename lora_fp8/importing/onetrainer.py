@@ -354,6 +354,8 @@ def combine(draft: Draft) -> None:
     else:
         draft.none("training_method", "only LoRAs are trained here; a LoRA was written")
         draft.need("adapter.rank", "theirs trained something else: choose the size of a LoRA")
+    if not any(draft.has(key) for key in ("text_encoder.train", "train_text_encoder")):
+        draft.notes.append("theirs trains the text encoders too unless the file says otherwise; ours never does")
     part = _part(draft)
     _set_path(draft, part)
     words.set_dtype(draft, "train_dtype")

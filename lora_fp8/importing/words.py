@@ -24,7 +24,7 @@ UPLOAD = "files are not uploaded"
 RESUMES = "their states cannot be read; `lora-fp8 resume` goes on with our own runs"
 NO_NOISE = "plain Gaussian noise is used here"
 NO_MASK = "every pixel counts the same here"
-NO_REG = "regularization pictures are not used here; give them as a folder of their own with captions"
+NO_REG = "regularization pictures are not used here, nor counted in an epoch; make them a folder of their own"
 NO_EMA = "no moving average of the weights is kept here"
 NO_START = "training starts from a new adapter; an existing LoRA file cannot be gone on with"
 NO_SWAP = "blocks are not swapped to main memory; FP8 storage and gradient checkpointing are what saves memory here"
@@ -213,7 +213,7 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
         draft.differs(
             keys,
             {"quantize.storage": "fp8"},
-            f"{tool} has one scale for a whole tensor; here each row has one, and modulation is held in int8"
+            f"e4m3 as there; {tool} has scales of its own kind, here each row has one, and modulation is held in int8"
             if scaled
             else f"{tool} casts the weights without a scale, so that small ones become zero; here each row has one. "
             "quantize.scale = 'none' is the exact equivalent",
@@ -482,7 +482,7 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
         )
         draft.set("train.steps", 1500)
         return
-    note = f"{epochs} epochs x {per_epoch} steps of {samples(draft)} samples; steps are counted here, not epochs"
+    note = f"{epochs} epochs x {per_epoch} steps, from {samples(draft)} samples; steps are counted here, not epochs"
     if batch > 1:
         note += ", and each bucket's last batch may be smaller and add a step"
     draft.differs(key, {"train.steps": epochs * per_epoch}, note)
