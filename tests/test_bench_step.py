@@ -46,7 +46,7 @@ def test_two_rows_and_a_reason(bench, tmp_path):
     assert list(rows) == [*wanted, "ours bf16 + compile + CUDA graphs"]
     for name in wanted:
         cells = [cell.rstrip("%") for cell in rows[name] if " - " not in cell]
-        assert len(cells) == 10 and all(math.isfinite(float(cell)) for cell in cells)
+        assert len(cells) == 11 and all(math.isfinite(float(cell)) for cell in cells)
     assert "has no CUDA graphs" in rows["ours bf16 + compile + CUDA graphs"][0]
 
     (result,) = json.loads((tmp_path / "step_a-machine.json").read_text(encoding="utf-8"))["results"]
