@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lora_fp8 import config, families, naming
 from lora_fp8.families.base import PREFIXES
 
-NAMED = ("lumina2", "sana", "hidream")
+NAMED = ("lumina2", "sana", "hidream", "wan")
 """Families whose table says all of a published file."""
 
 BESIDE = {
@@ -22,7 +22,7 @@ BESIDE = {
 }
 """Tensors of the published files that no network of diffusers has."""
 
-JUDGED = ("lumina2", "sana", "hidream")
+JUDGED = ("lumina2", "sana", "hidream", "wan")
 """Families whose single files diffusers converts by names and rows."""
 
 
