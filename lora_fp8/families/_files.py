@@ -168,7 +168,7 @@ def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     parts = list(parts)
-    allowed = ["model_index.json"]
+    allowed = ["model_index.json", "modular_model_index.json"]
     for part in parts:
         allowed += [f"{part}/*.{suffix}" for suffix in ("json", "txt", "jinja", "model", "safetensors")]
     try:

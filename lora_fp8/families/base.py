@@ -110,7 +110,8 @@ class ModelFamily(ABC):
     denoiser_name: ClassVar[str]
     """"unet" or "transformer": subfolder, pipeline attribute, and prefix of the keys in diffusers' LoRA files."""
     text_parts: ClassVar[dict[str, str]]
-    """Subfolder -> class in transformers, of tokenizers and text encoders, under the names the pipeline uses."""
+    """Subfolder -> class in transformers (or diffusers), of tokenizers and of what makes conditioning of their tokens,
+    under the names the pipeline uses."""
     judge_length_by: ClassVar[tuple[str, ...]] = ("tokenizer",)
     """Those of the tokenizers whose limit decides what of a prompt is lost."""
     objective: ClassVar[type[Objective]]
@@ -153,6 +154,8 @@ class ModelFamily(ABC):
     """Key layouts that LoRA files of this architecture are written in, the one that most programs read in front."""
     reference_config: ClassVar[dict[str, Any]] = {}
     """Denoiser config of the released model, for single files whose components folder has no denoiser config."""
+    index_name: ClassVar[str] = "model_index.json"
+    """The file that says which pipeline a folder is made for."""
     pipeline_options: ClassVar[dict[str, Any]] = {}
     """Arguments with which the pipeline is made."""
     call_options: ClassVar[dict[str, Any]] = {}
@@ -203,6 +206,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:
         """Save a complete random miniature in the diffusers layout; sides of linears are multiples of 16."""
+
+    @classmethod
+    def pipeline_type(cls) -> Any:
+        """The class of the pipeline: diffusers' own, unless that is of a kind that cannot be called with embeddings."""
+        return getattr(diffusers, cls.pipeline_class)
 
     def without_negative(self, empty: Cond) -> Cond | None:
         """What the pipeline takes where nobody gives a negative prompt, for `pipeline_inputs`.
@@ -299,18 +307,28 @@ class ModelFamily(ABC):
     def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
         """The prompts of which `encode_prompts` cuts off the end. Needs the tokenizers only, which it loads itself."""
         found: dict[str, Overlong] = {}
-        for name in self.judge_length_by if prompts else ():
-            tokenizer = self.tokenizer(name)
-            limit = self.token_limit(name) - tokenizer.num_special_tokens_to_add()
-            read = [self.as_read(prompt) for prompt in prompts]
-            texts = [before + text for before, text in read]
-            tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            for prompt, (before, _), text, spans in zip(prompts, read, texts, tokens["offset_mapping"], strict=True):
-                num_lost = len(spans) - limit
-                if num_lost > 0 and (prompt not in found or num_lost > found[prompt].num_lost):
-                    own = limit - sum(end <= len(before) for _, end in spans)
-                    found[prompt] = Overlong(prompt, text[max(len(before), spans[limit][0]) :], num_lost, own)
+        for name in self.judge_length_by:
+            for prompt, cut in self.cut_by(name, prompts).items():
+                if prompt not in found or cut.num_lost > found[prompt].num_lost:
+                    found[prompt] = cut
         return list(found.values())
+
+    def cut_by(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
+        """The prompts of which the encoder of this tokenizer does not read the end."""
+        if not prompts:
+            return {}
+        tokenizer = self.tokenizer(name)
+        limit = self.token_limit(name) - tokenizer.num_special_tokens_to_add()
+        read = [self.as_read(prompt) for prompt in prompts]
+        texts = [before + text for before, text in read]
+        tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found: dict[str, Overlong] = {}
+        for prompt, (before, _), text, spans in zip(prompts, read, texts, tokens["offset_mapping"], strict=True):
+            if len(spans) > limit:
+                own = limit - sum(end <= len(before) for _, end in spans)
+                lost = text[max(len(before), spans[limit][0]) :]
+                found[prompt] = Overlong(prompt, lost, len(spans) - limit, own)
+        return found
 
     def seq_len(self, latent_hw: tuple[int, int]) -> int:
         """Image tokens that the denoiser sees: what a resolution-dependent shift depends on."""
@@ -478,7 +496,8 @@ class ModelFamily(ABC):
                     found = sorted(p for p in (self.folder / name).iterdir() if p.suffix in kinds)
                     files += [(f"{name}/{p.name}", p) for p in found]
                 else:
-                    files += self._config_and_weights(name, "model", from_checkpoint=self._has_text(name))
+                    stem = self._text_class(name)[1]
+                    files += self._config_and_weights(name, stem, from_checkpoint=self._has_text(name))
         else:
             raise ValueError(f"encoder_identity({what!r}): 'vae' or 'text'")
         return _files.digest(files)
@@ -494,7 +513,7 @@ class ModelFamily(ABC):
         if self.checkpoint:
             if not self.recognises(self._header):
                 raise UserError(self._other_architecture(str(self.checkpoint), *describe_checkpoint(self._header)))
-        index = self.folder / "model_index.json"
+        index = self.folder / self.index_name
         if index.is_file():
             found = str(_files.read_json(index).get("_class_name"))
             if found != self.pipeline_class:
@@ -502,7 +521,7 @@ class ModelFamily(ABC):
                 what = f"{other.title} ({found})" if other else f"made for {found}"
                 raise UserError(self._other_architecture(str(self.folder), what, other))
         elif not self.checkpoint:
-            raise UserError(f"{self.folder} is not a diffusers folder (it has no model_index.json)")
+            raise UserError(f"{self.folder} is not a diffusers folder (it has no {self.index_name})")
         foreign = self._foreign_mark(self.folder)
         if foreign:
             other = self._family_of(self.pipeline_class)
@@ -570,7 +589,7 @@ class ModelFamily(ABC):
             if not (part / "config.json").is_file():
                 missing.append(f"{name}/config.json")
             if not self._has_text(name):
-                needed[name] = "model"
+                needed[name] = self._text_class(name)[1]
         for name, stem in needed.items():
             found = _files.weight_files(self.folder / name, stem)
             weights += [(name, path) for path in found]
@@ -590,7 +609,14 @@ class ModelFamily(ABC):
             raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
 
     def _is_tokenizer(self, name: str) -> bool:
-        return name.startswith("tokenizer")
+        return "tokenizer" in name
+
+    def _text_class(self, name: str) -> tuple[Any, str]:
+        """The class of a text part, and what its weights are called: some are networks of diffusers."""
+        wanted = self.text_parts[name]
+        if hasattr(transformers, wanted):
+            return getattr(transformers, wanted), "model"
+        return getattr(diffusers, wanted), "diffusion_pytorch_model"
 
     def _denoiser_files(self) -> list[Path]:
         return _files.weight_files(self.folder / self.denoiser_name, "diffusion_pytorch_model")
@@ -614,17 +640,17 @@ class ModelFamily(ABC):
     def _load_text_part(self, name: str) -> Any:
         if self._is_tokenizer(name):
             return self.tokenizer(name)
-        cls = getattr(transformers, self.text_parts[name])
+        cls, stem = self._text_class(name)
         if self._has_text(name):
             encoder = self._convert_text(cls, name)
         else:
-            encoder = self._from_pretrained(cls, name, "model", dtype=self.dtype)
+            encoder = self._from_pretrained(cls, name, stem, dtype=self.dtype)
         return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
 
     def _assemble(self, **parts: Any) -> diffusers.DiffusionPipeline:
         """The pipeline with these parts and None for the others; options as the model's model_index.json has them."""
-        cls = getattr(diffusers, self.pipeline_class)
-        index_path = self.folder / "model_index.json"
+        cls = self.pipeline_type()
+        index_path = self.folder / self.index_name
         index = _files.read_json(index_path) if index_path.is_file() else {}
         arguments: dict[str, Any] = {}
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
