@@ -1,11 +1,15 @@
-"""Qwen-Image, Z-Image, Krea 2: names in the original code as diffusers converts them, and which are distilled."""
+"""Qwen-Image, Z-Image, Krea 2, Anima: names in the original code as diffusers converts them, which are distilled, and
+a pipeline of our own held against diffusers' modular one.
+"""
 
 import json
+from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils, single_file_utils
+from diffusers.models.transformers import transformer_cosmos
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, make
 
@@ -14,8 +18,21 @@ from lora_fp8.families import _qwen, krea2
 from lora_fp8.families.base import PREFIXES
 from lora_fp8.objectives import FlowMatching
 
+PREFIX = "model.diffusion_model."
+
+
+def bare(tensors):
+    return {key.removeprefix(PREFIX): t for key, t in tensors.items()}
+
+
+def cosmos(tensors):
+    tensors = {f"net.{key}": t for key, t in bare(tensors).items() if not key.startswith("llm_adapter.")}
+    return single_file_utils.convert_cosmos_transformer_checkpoint_to_diffusers(tensors)
+
+
 CONVERTERS = {
-    "qwen_image": lambda tensors: {key.removeprefix("model.diffusion_model."): t for key, t in tensors.items()},
+    "qwen_image": bare,
+    "anima": cosmos,
     "z_image": single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers,
     "krea2": single_file_utils.convert_krea2_transformer_checkpoint_to_diffusers,
 }
@@ -30,6 +47,8 @@ def native_tensors(Family, denoiser):
         native[original] = torch.cat([denoiser[member] for member in members])
         if original.endswith(".mod.lin"):
             native[original] = native[original].flatten()
+    if Family.name == "anima":  # the first tensor of the conditioner, which such files hold as well
+        native["llm_adapter.embed.weight"] = torch.zeros(1, 1)
     return native
 
 
@@ -53,9 +72,9 @@ def test_a_single_file_is_read_as_diffusers_reads_it(name, tmp_path):
     Family.tiny(tmp_path / "base")
     weights = tmp_path / "base" / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
     expected = {key: torch.randn(tensor.shape) for key, tensor in load_file(weights).items()}  # norms are all ones
-    tensors = {f"model.diffusion_model.{key}": t for key, t in native_tensors(Family, expected).items()}
+    tensors = {f"{PREFIX}{key}": t for key, t in native_tensors(Family, expected).items()}
     if name == "z_image":
-        tensors["model.diffusion_model.norm_final.weight"] = torch.zeros(48)  # some files have it, and no network
+        tensors[f"{PREFIX}norm_final.weight"] = torch.zeros(48)  # some files have it, and no network
     save_file(tensors, tmp_path / "one.safetensors")
     found = dict(make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base")).denoiser_tensors())
     theirs = CONVERTERS[name](dict(tensors))
@@ -68,7 +87,7 @@ def test_adapted_layers_are_called_as_diffusers_converter_of_loras_expects(name)
     Family = families.get(name)
     denoiser = full_size(Family)
     layers = Family.adapter_names(denoiser)
-    assert len(layers) == {"qwen_image": 60 * 12 - 4, "z_image": 30 * 7, "krea2": 28 * 8}[name]
+    assert len(layers) == {"qwen_image": 60 * 12 - 4, "z_image": 30 * 7, "krea2": 28 * 8, "anima": 28 * 10}[name]
     if name == "z_image":  # its converter knows the layers of diffusers only: see `layouts` of the family
         native = layers
     else:
@@ -158,3 +177,59 @@ def test_krea2_turbo_is_trained_with_the_shift_that_it_draws_with(tmp_path, monk
         pipeline("a cat", height=16, width=width, num_inference_steps=1, guidance_scale=0.0, output_type="latent")
         objective = FlowMatching(family.scheduler_config(), config.Objective())
         assert objective.mu(family.seq_len((8, width // 2))) == pytest.approx(told[-1])
+
+
+# -- Anima -----------------------------------------------------------------------------------------------------------
+
+
+class Torchvision:
+    """What the transformer of Anima calls in torchvision, which is not among the dependencies: a nearest resize."""
+
+    InterpolationMode = SimpleNamespace(NEAREST="nearest")
+    functional = SimpleNamespace(resize=lambda x, size, interpolation: torch.nn.functional.interpolate(x, size))
+
+
+def test_anima_is_drawn_as_diffusers_modular_pipeline_draws_it(tmp_path, monkeypatch):
+    """From text to latents and pixels, with guidance and without; prompts of two lengths."""
+    Family = families.get("anima")
+    Family.tiny(tmp_path)
+    modular = diffusers.AnimaModularPipeline.from_pretrained(str(tmp_path), local_files_only=True)
+    modular.load_components()
+    modular.set_progress_bar_config(disable=True)
+    monkeypatch.setattr(transformer_cosmos, "transforms", Torchvision, raising=False)
+    assert modular.transformer.config.concat_padding_mask
+    mine = Family.pipeline_type().from_pretrained(tmp_path)
+    mine.set_progress_bar_config(disable=True)
+    height, width = Family.tiny_hw
+    for prompt in PROMPTS:
+        for guidance in (1.0, 4.0):
+            options = {"prompt": prompt, "height": height, "width": width, "num_inference_steps": 3}
+            modular.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=guidance))
+            generator = torch.Generator().manual_seed(0)
+            state = modular(**options, generator=generator, output_type="pt")
+            generator = torch.Generator().manual_seed(0)
+            latents = mine(**options, guidance_scale=guidance, generator=generator, output_type="latent").images
+            torch.testing.assert_close(latents, state.get("latents")[:, :, 0], rtol=1e-4, atol=1e-5)
+            generator = torch.Generator().manual_seed(0)
+            pixels = mine(**options, guidance_scale=guidance, generator=generator, output_type="pt").images
+            torch.testing.assert_close(pixels, state.get("images"), rtol=1e-4, atol=1e-5)
+
+
+def test_the_conditioner_of_anima_comes_from_the_file_that_holds_it(tmp_path):
+    Family = families.get("anima")
+    Family.tiny(tmp_path / "base")
+    Family.tiny(tmp_path / "other", seed=1)
+    stem = "diffusion_pytorch_model.safetensors"
+    transformer, conditioner = (load_file(tmp_path / "other" / p / stem) for p in ("transformer", "text_conditioner"))
+    tensors = {f"net.{key}": t for key, t in native_tensors(Family, transformer).items()}
+    tensors |= {f"net.llm_adapter.{key}": t for key, t in conditioner.items()}
+    tensors["net.pos_embedder.seq"] = torch.arange(64)
+    save_file(tensors, tmp_path / "one.safetensors")
+    for part in ("transformer", "text_conditioner"):
+        (tmp_path / "base" / part / stem).unlink()
+    one = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
+    found = dict(one.denoiser_tensors())
+    assert found.keys() == transformer.keys() and all(torch.equal(found[key], transformer[key]) for key in found)
+    one.load_encoders()
+    loaded = one.text_pipeline.text_conditioner.state_dict()
+    assert loaded.keys() == conditioner.keys() and all(torch.equal(loaded[key], conditioner[key]) for key in loaded)

@@ -6,6 +6,7 @@ with numbers from its config.json, where other VAEs have one factor.
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def tokenizer() -> Qwen2Tokenizer:
     """Byte-level BPE with a few merges, Qwen's marks of a conversation, and its chat template."""
     pieces = sorted(ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
-    for word in (*(f"Ġ{word}" for word in _INNER), *_FIRST):
+    for word in (*(f"Ġ{word}" for word in (*_INNER, *string.punctuation, *string.ascii_letters)), *_FIRST):
         whole = word[0]
         for letter in word[1:]:
             if (whole, letter) not in merges:

@@ -1,0 +1,142 @@
+"""A pipeline for Anima with the usual interface, from diffusers' parts.
+
+diffusers has Anima as a modular pipeline only: blocks that are called with texts, and not with embeddings that were
+encoded before. This is the same loop (a test holds the two against each other) as an ordinary pipeline.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import (
+    AnimaModularPipeline,
+    AnimaTextConditioner,
+    AutoencoderKLQwenImage,
+    CosmosTransformer3DModel,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+)
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.loaders import AnimaLoraLoaderMixin
+from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
+from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+from transformers import Qwen2Tokenizer, Qwen3Model, T5TokenizerFast
+
+from . import _qwen
+
+
+def answer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> Tensor:
+    """One call of the transformer, on videos of one frame. -> the velocity BCHW
+
+    It was made for pictures with borders, of which one more channel tells; whole pictures have zeros there. diffusers
+    would resize those with torchvision.
+    """
+    noisy_BCFHW = torch.nn.functional.pad(noisy_BCHW, (0, 0, 0, 0, 0, 1))[:, :, None]
+    found = denoiser(hidden_states=noisy_BCFHW, timestep=t_B, encoder_hidden_states=embeds_BLD, return_dict=False)
+    return found[0][:, :, 0]
+
+
+def without_borders_(denoiser: CosmosTransformer3DModel) -> CosmosTransformer3DModel:
+    """Makes the transformer take the channel of the borders from its caller; see `answer`."""
+    denoiser.register_to_config(concat_padding_mask=False)
+    return denoiser
+
+
+class AnimaPipeline(DiffusionPipeline, AnimaLoraLoaderMixin):
+    """Draws with Anima, from texts or from what `encode_prompt` made of them."""
+
+    def __init__(
+        self,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        vae: AutoencoderKLQwenImage,
+        text_encoder: Qwen3Model,
+        tokenizer: Qwen2Tokenizer,
+        t5_tokenizer: T5TokenizerFast,
+        text_conditioner: AnimaTextConditioner,
+        transformer: CosmosTransformer3DModel,
+    ):
+        super().__init__()
+        self.register_modules(
+            scheduler=scheduler,
+            vae=vae,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            t5_tokenizer=t5_tokenizer,
+            text_conditioner=text_conditioner,
+            transformer=transformer and without_borders_(transformer),
+        )
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> AnimaPipeline:
+        """The whole pipeline from a folder of the modular one. `options` as in diffusers, such as `dtype`."""
+        modular = AnimaModularPipeline.from_pretrained(str(folder), local_files_only=True)
+        options.pop("local_files_only", None)
+        modular.load_components(**options)
+        names = ("scheduler", "vae", "text_encoder", "tokenizer", "t5_tokenizer", "text_conditioner", "transformer")
+        return cls(**{name: getattr(modular, name) for name in names})
+
+    @torch.no_grad()
+    def encode_prompt(self, prompt: str, max_sequence_length: int = 512) -> Tensor:
+        """One text as the transformer takes it: zeros behind its tokens. -> (1, L, D)
+
+        Qwen3 reads it, and T5's tokens of the same text ask Qwen3's states through the conditioner.
+        """
+        read = AnimaTextEncoderStep.encode_prompt(
+            self, [prompt], prepare_unconditional_embeds=False, max_sequence_length=max_sequence_length
+        )
+        return self.text_conditioner(
+            source_hidden_states=read["qwen_prompt_embeds"].to(self.text_conditioner.dtype),
+            target_input_ids=read["t5_input_ids"],
+            target_attention_mask=read["t5_attention_mask"],
+            source_attention_mask=read["qwen_attention_mask"],
+        )
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        negative_prompt: str = "",
+        height: int = 1024,
+        width: int = 1024,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 4.0,
+        generator: torch.Generator | None = None,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        max_sequence_length: int = 512,
+        output_type: str = "pil",
+    ) -> ImagePipelineOutput:
+        """Draw; the arguments are those of diffusers' other pipelines. Guidance of 1 is to draw without a negative."""
+        if prompt_embeds is None:
+            texts = [prompt] if isinstance(prompt, str) else prompt or []
+            prompt_embeds = torch.cat([self.encode_prompt(text, max_sequence_length) for text in texts])
+        guided = guidance_scale > 1
+        if guided and negative_prompt_embeds is None:
+            negative_prompt_embeds = self.encode_prompt(negative_prompt, max_sequence_length)
+        device, dtype = self._execution_device, self.transformer.dtype
+        embeds_BLD = prompt_embeds.to(device, dtype)
+        if guided:
+            negative_BLD = negative_prompt_embeds.to(device, dtype).expand(len(embeds_BLD), -1, -1)
+        scale = 2 ** len(self.vae.temperal_downsample)
+        shape = (len(embeds_BLD), self.vae.config.z_dim, height // scale, width // scale)
+        latents_BCHW = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
+        sigmas = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        self.scheduler.set_timesteps(sigmas=sigmas, device=device)
+        self.scheduler.set_begin_index(0)
+        for t in self.progress_bar(self.scheduler.timesteps):
+            t_B = t.expand(len(embeds_BLD)).to(dtype) / self.scheduler.config.num_train_timesteps
+            noisy_BCHW = latents_BCHW.to(dtype)
+            pred_BCHW = answer(self.transformer, noisy_BCHW, t_B, embeds_BLD)
+            if guided:
+                away_BCHW = answer(self.transformer, noisy_BCHW, t_B, negative_BLD)
+                pred_BCHW = away_BCHW + guidance_scale * (pred_BCHW - away_BCHW)
+            latents_BCHW = self.scheduler.step(pred_BCHW, t, latents_BCHW, return_dict=False)[0]
+        if output_type == "latent":
+            return ImagePipelineOutput(images=latents_BCHW)
+        pixels_BCHW = _qwen.decode(self.vae, latents_BCHW.to(self.vae.dtype))
+        return ImagePipelineOutput(images=VaeImageProcessor().postprocess(pixels_BCHW, output_type=output_type))
