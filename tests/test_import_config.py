@@ -166,6 +166,25 @@ def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
     assert made["model"]["family"] == "sdxl" and made["quantize"]["storage"] == "fp8"
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.sh", ["rank=24  # of the adapter", 'export MODEL="my models/a.safetensors"', "$rank", "${MODEL}"]),
+        ("a.ps1", ["$rank = 24 # 网络维度", '$model = "my models/a.safetensors"', "$rank", "$model"]),
+        ("a.bat", ["set rank=24", 'set "MODEL=my models/a.safetensors"', "%rank%", "%MODEL%"]),
+    ],
+)
+def test_variables_of_a_script_are_put_in(tmp_path: Path, name: str, lines: list[str]) -> None:
+    rank, model = lines[2:]
+    command = f'accelerate launch sdxl_train_network.py --network_dim={rank} "--pretrained_model_name_or_path={model}" '
+    extra = "%extra%" if name == "a.bat" else "$extra"
+    (tmp_path / name).write_text("\n".join([*lines[:2], f"{command}--seed 7 {extra}"]), encoding="utf-8")
+    made = importing.import_file(tmp_path / name)
+    found = settings(made)
+    assert (found["adapter"]["rank"], found["model"]["path"], found["seed"]) == (24, "my models/a.safetensors", 7)
+    assert any(note.startswith(extra) for note in made.notes)
+
+
 # -------------------------------------------------------------------------------------- what each of the files becomes
 
 WRITTEN: dict[str, dict[str, Any]] = {

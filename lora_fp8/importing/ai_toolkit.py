@@ -249,6 +249,7 @@ ARCHITECTURES = {
     "chroma": "chroma",
     "lumina2": "lumina2",
     "krea2": "krea2",
+    "ernieimage": "ernie_image",
     "hidream": "hidream",
     "wan21": "wan",
     "wan2214b": "wan",

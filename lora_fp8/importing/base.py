@@ -280,18 +280,32 @@ def _joined(content: str) -> str:
     return re.sub(r"[ \t]*[\\^`][ \t]*\r?\n[ \t]*", " ", content)
 
 
+ASSIGNMENTS = {
+    ".bat": re.compile(r'set\s+"?(?P<name>\w+)=(?P<value>[^"]*)"?$', re.IGNORECASE),
+    ".cmd": re.compile(r'set\s+"?(?P<name>\w+)=(?P<value>[^"]*)"?$', re.IGNORECASE),
+    ".ps1": re.compile(r"\$(?P<name>\w+)\s*=\s*(?P<value>\"[^\"]*\"|'[^']*'|[^\s#;]+)\s*(?:[#;].*)?$"),
+}
+ASSIGNMENT = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>\"[^\"]*\"|'[^']*'|[^\s#;]*)\s*(?:[#;].*)?$")
+VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?|%([A-Za-z_]\w*)%")
+
+
 def _read_command(path: Path, content: str) -> Source:
-    """The training command of a script as {option: value}."""
-    windows = path.suffix.lower() in (".bat", ".cmd", ".ps1")
+    """The training command of a script as {option: value}, with the variables that the script sets put in."""
+    suffix = path.suffix.lower()
     commands: list[tuple[str, list[str]]] = []
+    variables: dict[str, str] = {}
     other = 0
     for line in _joined(content).splitlines():
         line = line.strip()
         if not line or line.startswith(("#", "::", "REM ", "rem ", "@echo", "echo ")):
             continue
+        assignment = ASSIGNMENTS.get(suffix, ASSIGNMENT).match(line)
+        if assignment:
+            variables[assignment["name"].lower()] = assignment["value"].strip("\"'")
+            continue
         try:
             # A backslash is an escape in sh, and a part of a path in a Windows script.
-            words = _windows_words(line) if windows else shlex.split(line, comments=True)
+            words = _windows_words(line) if suffix in ASSIGNMENTS else shlex.split(line, comments=True)
         except ValueError as error:
             raise UserError(f"{path}: a command cannot be read: {error}") from None
         scripts = [i for i, word in enumerate(words) if re.search(r"train\w*\.py$", word)]
@@ -305,7 +319,12 @@ def _read_command(path: Path, content: str) -> Source:
         raise UserError(f"{path}: {len(commands)} training commands; give a file with one")
     script, words = commands[0]
     notes = [f"{path.name} has other commands too ({other} lines), which were not read"] if other else []
-    return Source(path, "command", parse_options(words), script, notes)
+    words = [VARIABLE.sub(lambda m: variables.get((m[1] or m[2]).lower(), m[0]), word) for word in words]
+    options = parse_options([word for word in words if not VARIABLE.fullmatch(word)])
+    unset = sorted({m[0] for word in words for m in VARIABLE.finditer(word)})
+    if unset:
+        notes.append(f"{', '.join(unset)}: what the script puts in there is not known, and was not read")
+    return Source(path, "command", options, script, notes)
 
 
 def _windows_words(line: str) -> list[str]:

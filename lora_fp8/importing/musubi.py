@@ -90,6 +90,7 @@ SCRIPTS = {
     "fpack": "framepack",
     "kandinsky5": "kandinsky5",
     "krea2": "krea2",
+    "ernie_image": "ernie_image",
     "hidream_o1": "hidream",
     "ideogram4": "ideogram4",
 }

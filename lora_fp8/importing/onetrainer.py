@@ -326,6 +326,7 @@ MODELS = {
     "SANA": "sana",
     "KREA_2": "krea2",
     "ANIMA": "anima",
+    "ERNIE": "ernie_image",
     "HUNYUAN_VIDEO": "hunyuan_video",
 }
 

@@ -295,6 +295,7 @@ FAMILIES = {
     "sana": "sana",
     "auraflow": "auraflow",
     "anima": "anima",
+    "ernie": "ernie_image",
     "wan": "wan",
     "ltxvideo": "ltx",
 }

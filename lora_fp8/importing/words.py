@@ -51,6 +51,7 @@ FAMILY_NAMES = {
     "auraflow": ("auraflow",),
     "kolors": ("kolors",),
     "anima": ("anima",),
+    "ernie_image": ("ernie_image", "ernie"),
     "wan": ("wan",),
     "ltx": ("ltx",),
     "hunyuan_video": ("hunyuan_video",),
@@ -123,7 +124,8 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
         draft.set("model.family", "TODO")
         draft.need("model.family", f"{why}; there are {', '.join(available)}")
         return
-    name = next((name for name in FAMILY_NAMES.get(kind, (kind,)) if name in available), "")
+    spelled = {plain(name): name for name in available}
+    name = next((spelled[plain(n)] for n in (*FAMILY_NAMES.get(kind, ()), kind) if plain(n) in spelled), "")
     draft.family = name or kind
     draft.mapped(keys, {"model.family": draft.family}, why)
     draft.comments["model.family"] = [why]
