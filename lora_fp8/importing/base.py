@@ -231,7 +231,7 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
 
-def read_text(path: Path) -> str:
+def decoded(path: Path) -> str:
     """A text file in UTF-8, or UTF-16 with a byte-order mark. Raises UserError."""
     try:
         raw = path.read_bytes()
@@ -249,7 +249,7 @@ def read_text(path: Path) -> str:
 
 def read_source(path: Path) -> Source:
     """Read TOML, JSON, YAML or the command in a script. Raises UserError; its messages quote nothing of the file."""
-    content = read_text(path)
+    content = decoded(path)
     suffix = path.suffix.lower()
     if re.search(r"\S+\.py\b[\"']?\s+.*--\w", _joined(content)) and suffix not in (".toml", ".json", ".yaml", ".yml"):
         return _read_command(path, content)

@@ -23,6 +23,7 @@ from .base import (
     Source,
     Tool,
     always,
+    decoded,
     flag,
     flattened,
     idle,
@@ -33,7 +34,6 @@ from .base import (
     parse_options,
     positive,
     read_source,
-    read_text,
     text,
     to,
     whole,
@@ -1003,7 +1003,7 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
             draft.notes.append(f"sample_prompts = {given!r} is not here: put it beside {draft.source.path.name}")
             return [], []
         if place.suffix.lower() == ".txt":
-            lines = read_text(place).splitlines()
+            lines = decoded(place).splitlines()
         else:
             return _prompt_tables(read_source(place).data), []
     pictures, left = [], []
