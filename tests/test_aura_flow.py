@@ -1,0 +1,51 @@
+"""AuraFlow: what the contract of all families does not ask. The judge of single files is diffusers' converter."""
+
+import diffusers
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import convert_auraflow_transformer_checkpoint_to_diffusers
+from test_families import make, write_header
+
+from lora_fp8 import families, naming
+from lora_fp8.config import UserError
+from lora_fp8.families import _files
+
+
+@pytest.mark.parametrize("positions", [4096, 9216])
+def test_full_size_files_are_read_as_diffusers_reads_them(positions, tmp_path):
+    Family = families.get("aura_flow")
+    told = Family.reference_config | {"pos_embed_max_size": positions}
+    with torch.device("meta"):
+        denoiser = diffusers.AuraFlowTransformer2DModel.from_config(told)
+    rows = {name: tuple(tensor.shape) for name, tensor in denoiser.state_dict().items()}
+    shapes = {naming.to_native(Family.native_layers, name)[0]: shape for name, shape in rows.items()}
+    assert len(shapes) == len(rows)
+    assert [name for name in families.available() if families.get(name).recognises(shapes)] == ["aura_flow"]
+    write_header(tmp_path / "big.safetensors", shapes)
+    Family.tiny(tmp_path / "rest")
+    (tmp_path / "rest" / "transformer" / "config.json").unlink()
+    family = make(Family, tmp_path / "big.safetensors", components=str(tmp_path / "rest"))
+    assert family.denoiser_config() == told
+    generator = torch.Generator().manual_seed(0)
+    # Only the rows of a matrix matter to its conversion: one column each.
+    small = {key: (*shape[:1], *(1 for _ in shape[1:])) for key, shape in shapes.items()}
+    tensors = {key: torch.randint(0, 2**31, shape, generator=generator) for key, shape in small.items()}
+    conversion = family.convert_checkpoint(_files.read_header(tmp_path / "big.safetensors"))
+    mine = {new: change(tensors[key]) if change else tensors[key] for new, (key, change) in conversion.items()}
+    theirs = convert_auraflow_transformer_checkpoint_to_diffusers(dict(tensors))
+    assert mine.keys() == theirs.keys() == rows.keys()
+    assert all(torch.equal(mine[new], theirs[new]) for new in theirs)
+    assert len(Family.adapter_names(denoiser)) == 4 * 14 + 32 * 7
+    with pytest.raises(UserError):
+        Family.adapter_names(denoiser, ["^norm_out.linear"])
+
+
+def test_an_image_beyond_the_positions_is_one_line(tmp_path):
+    """diffusers takes other positions then, silently."""
+    Family = families.get("aura_flow")
+    Family.tiny(tmp_path)
+    family = make(Family, tmp_path)
+    denoiser = family.empty_denoiser()
+    cond = {"prompt_embeds": torch.zeros(1, 32, 48)}
+    with pytest.raises(UserError, match="positions for 32 patches a side .512 pixels., and an image has 33"):
+        family.predict(denoiser, torch.zeros(1, 4, 8, 66), torch.ones(1), cond)
