@@ -7,8 +7,9 @@
       train      batch -> loss -> backward -> clip -> step; every so often: log, checkpoint, preview, stop?
       finish     the LoRA files, and the proof that they do what training did
 
-Functions and one small `State`; what a checkpoint must hold is exactly what is in it. Everything random is keyed by
-what it is for (seed, purpose, step, sample), so a resumed run draws the same numbers as one that was never interrupted.
+Functions and one small `State` (in `resume`); what a checkpoint must hold is exactly what is in it. Everything random
+is keyed by what it is for (seed, purpose, step, sample), so a resumed run draws the same numbers as one that was never
+interrupted.
 All processes do every stage; the main one alone writes the run folder, and tells the user how it ended.
 """
 
@@ -19,7 +20,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from . import adapters, checkpoint, config, families, memory, optim, precision, sample
+from . import adapters, config, families, memory, optim, precision, sample
 from .config import Job, UserError, UserErrors
 from .data import images
 from .data.loader import Batch
@@ -37,15 +37,8 @@ from .measure import moved_layers
 from .objectives import Objective
 from .prepare import DTYPES, Data, Loaded, cache, load, plan, resolve_auto
 from .processes import Elsewhere, Gradients, Processes
+from .resume import State, last_good, same_step, save_checkpoint, take_up
 from .run import Run, RunFailure, Stopped, StopSignal
-
-
-@dataclass
-class State:
-    """What moves while training; with the tensors of adapter, optimizer and exchange it is the whole checkpoint."""
-
-    step: int = 0
-    compute: str = ""  # the matmul that quantize.compute = "auto" has settled on
 
 
 def run(
@@ -117,7 +110,7 @@ def _stages(
                 moved = moved_layers(job, family, data, run, processes, resume)
                 loaded = load(job, family, run, processes, moved)
                 state = take_up(job, family, data, loaded, run, resume)
-                _same_step(state, run, processes)
+                same_step(state, run, processes)
                 if resume and processes.is_main:
                     run.write_config(config.dumps(job))  # accepted only now
                 _stop_if_asked(run, stop)
@@ -349,86 +342,6 @@ def accumulate_(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# checkpoints
-
-
-def save_checkpoint(
-    job: Job,
-    family: ModelFamily,
-    data: Data,
-    loaded: Loaded,
-    state: State,
-    residuals: dict[str, Tensor],
-    run: Run,
-) -> None:
-    """One whole bundle at this step.
-
-    Raises:
-        RunFailure: the disk refused, or the update left a value that is not finite; earlier bundles are untouched.
-    """
-    tensors, scalars = loaded.optimizer.state()
-    adapter = adapters.state(loaded.denoiser)
-    for name, tensor in (adapter | tensors).items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise RunFailure(
-                f"step {state.step}: the update left {name} not finite, so nothing was saved; {_last(run)}. "
-                "Try a lower optimizer.lr or optimizer.weight_decay, or a larger optimizer.eps"
-            )
-    tensors |= loaded.amax.tensors() | residuals
-    content = {
-        "step": state.step,
-        "compute": state.compute,
-        "moved": loaded.moved,
-        "optimizer": scalars,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-    content |= checkpoint.remember(job, family.base_identity(), data.fingerprint)
-    path = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=job.checkpoint.keep)
-    run.log_event("checkpoint", step=state.step, path=str(path.relative_to(run.path)))
-
-
-def take_up(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Run, resume: bool) -> State:
-    """Where to begin: at 0, or where the newest whole checkpoint ends."""
-    if not resume:
-        return State()
-    found, skipped = checkpoint.latest(run.checkpoints)
-    for line in skipped:
-        run.log_event("warning", text=line)
-    if found is None:
-        run.log_event("warning", text="there is no checkpoint yet; training begins at step 0")
-        return State()
-    now = checkpoint.remember(job, family.base_identity(), data.fingerprint)
-    refused, told = checkpoint.compare(found.state, now)
-    if refused:
-        raise UserErrors(refused, f"{found.path} cannot go on with another")
-    for text in told:
-        run.log_event("warning", text=text)
-    if found.step > job.train.steps:
-        raise UserError(
-            f"{found.path} is at step {found.step}, but train.steps is {job.train.steps}; raise train.steps to go on"
-        )
-    adapters.load_state_(loaded.denoiser, found.adapter)
-    tensors = dict(found.optimizer)
-    loaded.amax.load_({name: tensors.pop(name) for name in list(tensors) if name.startswith("amax.")})
-    residuals = {name: tensors.pop(name) for name in list(tensors) if name.startswith("residual.")}
-    for text in loaded.exchange.load_(residuals):
-        run.log_event("warning", text=text)
-    loaded.optimizer.load_state(tensors, found.state["optimizer"])
-    run.log_event("resume", step=found.step, checkpoint=found.path.name)
-    return State(found.step, found.state.get("compute", ""))
-
-
-def _same_step(state: State, run: Run, processes: Processes) -> None:
-    steps = processes.gather(state.step)
-    if len(set(steps)) > 1:
-        raise RunFailure(
-            f"the processes would begin at different steps ({', '.join(map(str, steps))}): not all of them see the "
-            f"checkpoints in {run.path.resolve()}; put output_dir on a disk that all machines share"
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # smaller things
 
 
@@ -485,12 +398,9 @@ def _files(batch: Batch, losses_B: Tensor) -> str:
 def _not_finite(step: int, loss: float, norm: float, faults: list[str], run: Run) -> str:
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     where = "; ".join(faults) or "no single file (the gradient overflowed)"
-    return f"step {step}: {what} is not finite; {where}; nothing was updated; {_last(run)}. Try a lower optimizer.lr"
-
-
-def _last(run: Run) -> str:
-    newest = checkpoint.newest(run.checkpoints)
-    return f"last good checkpoint: {newest.name}" if newest else "no checkpoint yet"
+    return (
+        f"step {step}: {what} is not finite; {where}; nothing was updated; {last_good(run)}. Try a lower optimizer.lr"
+    )
 
 
 def _key(text: str) -> int:

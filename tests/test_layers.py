@@ -1,7 +1,7 @@
 """The architecture, held by tests: imports go down only, heavy libraries stay in their rooms, no code runs from files.
 
 5    cli  train_lora.py  scripts
-4.5  demo.show            4    train            3.5  prepare  finish  (measure above them)
+4.5  demo.show            4    train            3.5  prepare  finish  (resume, measure above them)
 3    memory sample checkpoint export verify processes exchange data.cache data.loader
 2    families/*             1.5  importing.*
 1    objectives precision adapters optim layouts data.images data.colour data.buckets demo.pictures demo.measure
@@ -32,6 +32,7 @@ LAYERS = {
     + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py")),
     3.0: "memory sample checkpoint export verify processes exchange data.cache data.loader",
     3.5: "prepare finish",
+    3.625: "resume",
     3.75: "measure",
     4.0: "train",
     4.5: "demo.show",
