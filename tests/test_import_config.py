@@ -848,6 +848,15 @@ def test_what_the_file_does_not_say_keeps_ours_from_loading(tmp_path: Path) -> N
     assert settings(found)["model"]["family"] == "sdxl" and any("check it" in text for text in found.todo)
 
 
+def test_a_base_that_is_not_opened_is_told(tmp_path: Path) -> None:
+    for name in ("flux1-dev.sft", "old.ckpt", "small.gguf"):
+        path = tmp_path / "a.toml"
+        path.write_text(f"pretrained_model_name_or_path = 'models/{name}'\nv2 = false\n", encoding="utf-8")
+        made = importing.import_file(path, family="sd15")
+        assert settings(made)["model"]["path"] == f"models/{name}"
+        assert any(text.startswith("model.path: ") for text in made.todo), name
+
+
 def everything_said(made: importing.Import) -> str:
     return "\n".join([importing.to_toml(made), *importing.report(made), json.dumps(importing.to_json(made))])
 

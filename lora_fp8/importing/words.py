@@ -167,6 +167,8 @@ def set_model_path(draft: Draft, key: str, note: str = "") -> None:
     suffix = PureWindowsPath(path).suffix.lower()
     if suffix in (".ckpt", ".pt", ".pth", ".bin", ".gguf"):
         draft.need("model.path", f"{suffix} files are not opened here; give the model as .safetensors or a folder")
+    if suffix == ".sft":
+        draft.need("model.path", "a .sft file is a .safetensors file, and is opened under that name: rename it")
     if (suffix in (".safetensors", ".sft", ".ckpt")) and "model.components" not in draft.settings:
         draft.set("model.components", "")
         draft.need("model.components", COMPONENTS)
@@ -293,7 +295,7 @@ def set_optimizer(draft: Draft, name_key: str, rate_keys: Sequence[str], rate: A
         )
     elif kind:
         draft.none(name_key, f"there is no {name} here; AdamW8bit was written instead")
-        draft.set("optimizer.name", "adamw8bit")
+        draft.set("optimizer.name", "adamw8bit", f"instead of {name}")
     unlike = bool(kind) and kind not in own and kind not in ALIKE
     if unlike and (finds or rate is None or not 0 < rate < 1):
         draft.none(rate_keys, f"{name} finds its rate by itself; AdamW8bit needs one")
