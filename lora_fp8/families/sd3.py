@@ -48,7 +48,6 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 7.0
-    modelspec_architecture = "stable-diffusion-3"
     kohya_base_version = "sd3"
     kohya_naming = "native"
     layouts = ("diffusers", "comfy", "kohya")
@@ -100,6 +99,14 @@ class Family(ModelFamily):
         ("final_layer.linear", "proj_out"),
         ("final_layer.adaLN_modulation.1", "norm_out.linear"),
     )
+
+    @property
+    def modelspec_architecture(self) -> str:
+        """Each size has a name of its own."""
+        config = self.denoiser_config()
+        if not config.get("qk_norm"):
+            return "stable-diffusion-3-medium"
+        return f"stable-diffusion-3-5-{'medium' if config.get('dual_attention_layers') else 'large'}"
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
