@@ -88,6 +88,8 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     Raises:
         Stopped: somebody asked for it. RunFailure: see `Cache.fill`.
     """
+    if job.preview.prompts and job.preview.guidance != "auto":
+        family.guidance_inputs(job.preview.guidance)  # what the family cannot do is refused before anything is encoded
     run.log_event("stage", stage="cache")
     section = job.dataset
     buckets = place(job, examples)

@@ -325,7 +325,7 @@ def test_denoiser_answers_as_inside_the_diffusers_pipeline(Family, family, denoi
     """Steps of the real pipeline are recorded and asked again through `predict`: prompts, timestep, ids, sizes."""
     seen = []  # what the denoiser was given and what came of it, as the scheduler sees both
     flow = issubclass(Family.objective, FlowMatching)
-    guidance = 1.0 if Family.uses_negative else 2.5
+    guidance = 1.0 if Family.uses_negative or Family.default_guidance == 1.0 else 2.5
 
     def record_call(module, args, kwargs, output):
         seen.append((args[0] if args else kwargs["hidden_states"], output[0]))

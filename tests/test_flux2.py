@@ -6,10 +6,11 @@ import diffusers
 import pytest
 import torch
 from diffusers.loaders import single_file_utils
+from diffusers.pipelines.ideogram4 import pipeline_ideogram4
 from safetensors.torch import load_file, save_file
 from test_families import make, write_header
 
-from lora_fp8 import families, naming
+from lora_fp8 import config, families, naming, train
 from lora_fp8.families.base import PREFIXES
 
 FLUX2 = single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers
@@ -18,6 +19,7 @@ CONVERTERS = {
     "flux2_klein": FLUX2,
     "ernie_image": single_file_utils.convert_ernie_image_transformer_checkpoint_to_diffusers,
 }
+NAMES = (*CONVERTERS, "ideogram4")
 
 
 def native_shapes(Family, denoiser_config=None):
@@ -71,7 +73,46 @@ def test_a_file_is_recognised_by_one_family_and_read_as_diffusers_reads_it(name,
     assert all(torch.equal(mine[new], theirs[new]) for new in theirs)
 
 
-@pytest.mark.parametrize("name", CONVERTERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lora_in_the_original_naming_is_one_to_diffusers(name):
+    """Of every layer that the family adapts, at full size; the judge is the pipeline's own reading of LoRA files."""
+    Family = families.get(name)
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
+    layers = Family.adapter_names(denoiser)
+    state = {}
+    for native, members in dict(naming.to_native(Family.native_layers, layer) for layer in layers).items():
+        state[f"diffusion_model.{native}.lora_A.weight"] = torch.zeros(1, 1)
+        state[f"diffusion_model.{native}.lora_B.weight"] = torch.zeros(len(members), 1)
+    read = getattr(diffusers, Family.pipeline_class).lora_state_dict(state)
+    assert read.keys() == {f"transformer.{layer}.lora_{x}.weight" for layer in layers for x in "AB"}
+
+
+def test_ideogram4_is_recognised_at_full_size():
+    Family = families.get("ideogram4")
+    for prefix in PREFIXES:
+        header = {prefix + key: shape for key, shape in native_shapes(Family).items()}
+        assert [other for other in families.available() if families.get(other).recognises(header)] == ["ideogram4"]
+
+
+def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
+    """Quantiles of many draws against the pipeline's own schedule, at 1024 x 768 pixels."""
+    objective = families.get("ideogram4").objective({}, config.Objective())
+    drawn = objective.sample_t([torch.Generator().manual_seed(i) for i in range(4000)], 64 * 48)
+    mu = pipeline_ideogram4._resolution_aware_mu(1024, 768, base_mu=0.0)
+    steps = pipeline_ideogram4._logit_normal_sigmas(10, mu, std=1.5)[1:]
+    quantiles = torch.quantile(drawn, torch.linspace(0.9, 0.1, 9))
+    torch.testing.assert_close(quantiles, steps, atol=0.02, rtol=0)
+
+
+def test_guidance_that_ideogram4_cannot_give_is_refused_before_anything_is_encoded(job, monkeypatch):
+    monkeypatch.setattr(families.get("ideogram4"), "load_encoders", lambda self: pytest.fail("too late"))
+    mine = job("preview.prompts=['a cat']", "preview.guidance=4.0", "export.formats=['diffusers']", family="ideogram4")
+    with pytest.raises(families.UserError, match=r"preview.guidance = 4.0: .* accepted: 1.0 or 'auto'"):
+        train.run(mine)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_single_file_is_the_same_model(name, tmp_path):
     Family = families.get(name)
     Family.tiny(tmp_path / "base")
@@ -99,13 +140,13 @@ def test_klein_is_read_in_both_sizes(tmp_path):
     shapes = native_shapes(Family, Family.reference_config | nine)
     write_header(tmp_path / "nine.safetensors", shapes)
     Family.tiny(tmp_path / "base")
-    config = tmp_path / "base" / "transformer" / "config.json"
-    config.write_text(json.dumps(Family.reference_config | {"_class_name": Family.denoiser_class}), encoding="utf-8")
+    path = tmp_path / "base" / "transformer" / "config.json"
+    path.write_text(json.dumps(Family.reference_config | {"_class_name": Family.denoiser_class}), encoding="utf-8")
     family = make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
     with pytest.raises(families.UserError, match="takes 12288 features of a token, the text encoder in .* gives 48"):
         family.empty_denoiser()
-    config = tmp_path / "base" / "text_encoder" / "config.json"
-    config.write_text(json.dumps({"hidden_size": 4096}), encoding="utf-8")
+    path = tmp_path / "base" / "text_encoder" / "config.json"
+    path.write_text(json.dumps({"hidden_size": 4096}), encoding="utf-8")
     family = make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
     expected = family.empty_denoiser().state_dict()
     assert sum(tensor.numel() for tensor in expected.values()) == pytest.approx(9e9, rel=0.02)

@@ -6,6 +6,7 @@ batch norm that the VAE keeps for it. The blocks' timestep modulation is shared:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,18 +100,28 @@ def _halves_swapped(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def encode(vae: nn.Module, pixels_BCHW: Tensor, eps: float) -> Tensor:
+def encode(
+    vae: nn.Module,
+    pixels_BCHW: Tensor,
+    eps: float,
+    patches: Callable[[Tensor], Tensor] = Flux2Pipeline._patchify_latents,
+) -> Tensor:
     """Pixels in [-1, 1] -> normalised patches as channels: the mode of the posterior. `eps`: of the batch norm."""
-    latents_BCHW = Flux2Pipeline._patchify_latents(vae.encode(pixels_BCHW).latent_dist.mode())
+    latents_BCHW = patches(vae.encode(pixels_BCHW).latent_dist.mode())
     mean_1C11, std_1C11 = _statistics(vae, eps)
     return (latents_BCHW - mean_1C11) / std_1C11
 
 
 @torch.no_grad()
-def decode(vae: nn.Module, latents_BCHW: Tensor, eps: float) -> Tensor:
+def decode(
+    vae: nn.Module,
+    latents_BCHW: Tensor,
+    eps: float,
+    whole: Callable[[Tensor], Tensor] = Flux2Pipeline._unpatchify_latents,
+) -> Tensor:
     """The inverse of `encode`: normalised patches -> pixels in about [-1, 1]."""
     mean_1C11, std_1C11 = _statistics(vae, eps)
-    return vae.decode(Flux2Pipeline._unpatchify_latents(latents_BCHW * std_1C11 + mean_1C11), return_dict=False)[0]
+    return vae.decode(whole(latents_BCHW * std_1C11 + mean_1C11), return_dict=False)[0]
 
 
 def _statistics(vae: nn.Module, eps: float) -> tuple[Tensor, Tensor]:
@@ -166,4 +177,5 @@ def vae() -> AutoencoderKLFlux2:
     )
     made.bn.running_mean.normal_()
     made.bn.running_var.uniform_(0.3, 3.0)
+    made.bn.running_var[0] = 0.01  # so small that the epsilon shows
     return made
