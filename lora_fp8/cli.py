@@ -158,7 +158,16 @@ def plan(
 
     family = families.get(job.model.family)(job.model, device="cpu", dtype=prepare.DTYPES[job.model.dtype])
     found = prepare.plan(job, family)
-    print(json.dumps(found.to_json(), ensure_ascii=False, indent=1) if as_json else found.table())
+    notes = []
+    if job.quantize.sensitivity == "auto" and found.quantized:
+        notes.append(
+            "quantize.sensitivity = 'auto': a training first measures these layers on its pictures, and holds those "
+            f"above {job.quantize.sensitivity_bound:g} in int8 or bf16; `lora-fp8 precision {config_file}` measures now"
+        )
+    if as_json:
+        print(json.dumps(found.to_json() | {"notes": notes}, ensure_ascii=False, indent=1))
+    else:
+        print("\n".join([found.table(), *notes]))
 
 
 @app.command()

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from lora_fp8 import cli, config, run, train
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo")
+COMMANDS = ("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "resize", "merge", "cache", "demo")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 RUN = "import sys; sys.argv[0] = 'lora-fp8'; from lora_fp8.cli import main; main()"
 
@@ -194,6 +194,16 @@ def test_check_finds_all_five_faults_before_torch_is_even_loaded(
         assert len(found) == 5, found
         for name, words in FAULTS.items():
             assert [line for line in found if str(five_faults / name) in line and words in line], (name, found)
+
+
+def test_plan_tells_that_sensitivity_will_move_layers(
+    ask: Callable[..., Answer], job_file: Callable[..., Path]
+) -> None:
+    plain, path = ask("plan", job_file()), job_file("quantize.sensitivity='auto'", "quantize.sensitivity_bound=0.02")
+    assert plain.code == 0 and "sensitivity" not in plain.out
+    assert "layers on its pictures, and holds those above 0.02 in int8 or bf16" in ask("plan", path).out
+    (note,) = json.loads(ask("plan", path, "--json").out)["notes"]
+    assert f"lora-fp8 precision {path}" in note
 
 
 def test_training_refuses_the_same_five_before_it_makes_a_run(
