@@ -1,0 +1,308 @@
+"""`lora-fp8 merge`: several LoRAs as one LoRA, or LoRAs into the weights of a base model.
+
+LoRAs with LoRAs, without loss: the A's are stacked, the B's, each times its weight and scale, stand side by side, so
+that B @ A is the weighted sum of the deltas and the rank is the sum of the ranks. Averaging A's and B's of different
+LoRAs instead, as some tools do, gives products of one's A with the other's B.
+
+Into a base model, streamed: the new file has the old one's header (names, dtypes, order), and each tensor is copied or
+gets its delta in float32 and is rounded once. No more than one tensor is held.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import config, export, families
+from ..config import UserError
+from ..families import _files
+from ..run import sync_folder, write_synced
+from . import pairs, resize
+from .pairs import STALE, Lora, Pair
+
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def weighted(text: str) -> tuple[Path, float]:
+    """A file and its weight from `file:0.7`; without a weight 1.
+
+    Raises:
+        UserError: a weight that is no finite number.
+    """
+    if Path(text).exists():
+        return Path(text), 1.0
+    name, colon, number = text.rpartition(":")
+    try:
+        weight = float(number) if colon and name else 1.0
+    except ValueError:
+        return Path(text), 1.0  # the colon is part of the name; whoever reads the file says that it is not there
+    if abs(weight) == float("inf") or weight != weight or weight == 0:
+        raise UserError(f"{text}: a weight is a finite number other than 0, as in {name}:0.7")
+    return Path(name if colon and name else text), weight
+
+
+def concatenate(loras: Sequence[Lora], weights: Sequence[float]) -> dict[str, Pair]:
+    """Pairs whose deltas are the weighted sums of the LoRAs' deltas, in float32.
+
+    Raises:
+        UserError: a layer that is not of one shape in all of them.
+    """
+    parts: dict[str, list[tuple[Pair, float]]] = {}
+    for lora, weight in zip(loras, weights, strict=True):
+        for module, pair in lora.pairs.items():
+            parts.setdefault(module, []).append((pair, weight))
+    merged = {}
+    for module, found in parts.items():
+        shapes = {pair.shape for pair, _ in found}
+        if len(shapes) > 1:
+            told = " and ".join(str(list(shape)) for shape in sorted(shapes))
+            raise UserError(f"{module} is {told}: these LoRAs are not of one architecture")
+        a = torch.cat([pair.a.float() for pair, _ in found])
+        b = torch.cat([pair.b.float() * (pair.scale * weight) for pair, weight in found], 1)
+        merged[module] = Pair(a, b)
+    return merged
+
+
+def merge(
+    sources: Sequence[tuple[Path, float]], output: Path, *, rank: int, energy: float, dtype: str
+) -> resize.Report | None:
+    """Write the weighted sum of LoRA files as one.
+
+    Args:
+        rank, energy: resize the sum, as `resize.shrink` does; 0 and 0 keep it exact, at the sum of the ranks.
+        dtype: "bf16", "fp16", "fp32"; empty is the widest of the files'.
+
+    Returns:
+        What resizing did, or None.
+
+    Raises:
+        UserError: fewer than two files, other layouts or shapes, or an output that exists.
+    """
+    if len(sources) < 2:
+        raise UserError("name two LoRA files or more, such as a.safetensors:0.7 b.safetensors:0.5")
+    loras = [pairs.read(path) for path, _ in sources]
+    of_one_naming([path for path, _ in sources], loras)
+    widest = max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits)
+    held = pairs.dtype_of(dtype, widest)
+    found = concatenate(loras, [weight for _, weight in sources])
+    report = None
+    if rank or energy:
+        pairs.check_size(rank, energy)
+        found, report = resize.shrink(found, rank, energy, uniform=False)
+    told = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
+    about = {**pairs.named(output), "modelspec.merged_from": told, "lora_fp8_tool": f"merge of {told}"}
+    whole = replace(loras[0], pairs=found, metadata=in_common(loras))
+    pairs.write(whole, output, held, about)
+    return report
+
+
+def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
+    """That files call layers and halves alike.
+
+    Raises:
+        UserError: two layouts, or no layer in common by name.
+    """
+    for path, lora in zip(paths[1:], loras[1:], strict=True):
+        # A LoRA of the text encoder alone and one of the denoiser share no layer, and are of one layout.
+        alike = {_kind(module) for module in loras[0].pairs} & {_kind(module) for module in lora.pairs}
+        if lora.halves != loras[0].halves or not alike:
+            ours, theirs = next(iter(loras[0].pairs)), next(iter(lora.pairs))
+            raise UserError(
+                f"{paths[0].name} has layers such as {ours}{loras[0].halves[0]}, {path.name} such as "
+                f"{theirs}{lora.halves[0]}: files of one layout can be merged; export both in the same one"
+            )
+
+
+def _kind(module: str) -> str:
+    """How a layer's name begins: "lora" for kohya's, else the part before the first dot."""
+    return "lora" if module.startswith("lora_") else module.partition(".")[0]
+
+
+def in_common(loras: Sequence[Lora]) -> dict[str, str]:
+    """The metadata that all files have alike: what a merged file may still say of itself."""
+    first, *others = (lora.metadata for lora in loras)
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+
+
+# -- into a base model
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What merging into a base did: layers that changed, and the files written."""
+
+    layers: int
+    files: list[Path]
+
+
+def into(
+    sources: Sequence[tuple[Path, float]], base: str, output: Path, *, family_name: str = "", components: str = ""
+) -> Merged:
+    """Write a base model whose weights hold the LoRAs.
+
+    Args:
+        base: diffusers folder or hub id (the output is a whole diffusers folder), or a single .safetensors file.
+        family_name: architecture; empty takes it from the first LoRA's metadata.
+        components: as `model.components`, for a single file.
+
+    Raises:
+        UserError: another architecture, a quantized base, a layer that the base lacks, or an output that exists.
+    """
+    if output.exists():
+        raise UserError(f"{output}: exists already; choose another name with --output")
+    loras = [export.read(path) for path, _ in sources]
+    known = {families.get(name).kohya_base_version: name for name in families.available()}
+    family_name = family_name or known.get(loras[0][1].get("ss_base_model_version", ""), "")
+    if not family_name:
+        accepted = " | ".join(families.available())
+        raise UserError(f"{sources[0][0]} does not say its architecture; name it with --family ({accepted})")
+    section = config.Model(family=family_name, path=base, components=components)
+    family = families.get(family_name)(section, device="cpu", dtype=torch.float32)
+    deltas: dict[str, list[tuple[Pair, float]]] = {}
+    for (tensors, _), (_, weight) in zip(loras, sources, strict=True):
+        state, scaling = export.from_layout(tensors, family, family.denoiser_config())
+        for module in export.modules(state):
+            pair = Pair(state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], scaling[module])
+            deltas.setdefault(f"{module}.weight", []).append((pair, weight))
+    places = _places(family)
+    if lost := sorted(name.removesuffix(".weight") for name in deltas.keys() - places.keys()):
+        raise UserError(f"{base} has no layer {export.first_few(lost)}: the LoRA is for another model")
+    for name, found in deltas.items():
+        if wrong := next((pair.shape for pair, _ in found if pair.shape != places[name].shape), None):
+            raise UserError(
+                f"{name} is {list(places[name].shape)} in {base} and {list(wrong)} in the LoRA: it is for another model"
+            )
+    files = sorted({place.file for place in places.values()})
+    for path in files:
+        _refuse_quantized(path)
+
+    changes: dict[Path, dict[str, list[tuple[_Place, list[tuple[Pair, float]]]]]] = {path: {} for path in files}
+    for name, found in deltas.items():
+        place = places[name]
+        changes[place.file].setdefault(place.key, []).append((place, found))
+    told = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
+    if family.checkpoint:
+        targets = {family.checkpoint: output}
+        _make_folder(output.parent)
+    else:
+        part = family.folder / family.denoiser_name
+        _copy_without_weights(family.folder, part, output)
+        targets = {path: output / family.denoiser_name / path.name for path in files}
+    for source, target in targets.items():
+        _rewrite(source, target, changes[source], {"modelspec.merged_from": told})
+    return Merged(len(deltas), list(targets.values()))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a diffusers tensor is: file, name there, shape in diffusers, and which rows of what is there."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    rows: Callable[[Tensor], Tensor] | None = None
+
+
+def _places(family: Any) -> dict[str, _Place]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in family.empty_denoiser().state_dict().items()}
+    if family.checkpoint:
+        header = _files.read_header(family.checkpoint)
+        made = family.convert_checkpoint(header)
+        return {
+            name: _Place(family.checkpoint, key, shapes[name], rows)
+            for name, (key, rows) in made.items()
+            if name in shapes
+        }
+    found = _files.weight_files(family.folder / family.denoiser_name, "diffusion_pytorch_model")
+    return {name: _Place(path, name, shape) for path in found for name, shape in _files.read_header(path).items()}
+
+
+def _refuse_quantized(path: Path) -> None:
+    entries, _ = _files.read_entries(path)
+    wrong = {name: entry.dtype for name, entry in entries.items() if entry.dtype not in PLAIN}
+    weights = sorted(name for name, kind in wrong.items() if kind not in ("I64", "I32", "BOOL"))
+    if weights:
+        raise UserError(
+            f"{path} holds {weights[0]} in {wrong[weights[0]]}: a LoRA's small changes would be rounded away there; "
+            "merge into the same model in bf16, fp16 or fp32, and quantize the result"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror})") from None
+
+
+def _copy_without_weights(folder: Path, part: Path, output: Path) -> None:
+    """A diffusers folder without the denoiser's weights; those of variants that are not read go with them."""
+
+    def left_out(place: str, names: list[str]) -> list[str]:
+        weights = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")
+        return [name for name in names if Path(place) == part and name.endswith(weights)]
+
+    try:
+        shutil.copytree(folder, output, ignore=left_out)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror or error})") from None
+
+
+def _rewrite(
+    source: Path,
+    target: Path,
+    changes: Mapping[str, Sequence[tuple[_Place, Sequence[tuple[Pair, float]]]]],
+    about: Mapping[str, str],
+) -> None:
+    """Copy a safetensors file tensor by tensor, with the deltas in those that have one; whole or not at all."""
+    header = export.read_header(source)
+    metadata = {key: value for key, value in header.metadata.items() if key not in STALE} | dict(about)
+    head = json.dumps({"__metadata__": metadata, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(source, "rb") as read, write_synced(temporary) as write:
+            write.write(len(head).to_bytes(8, "little") + head)
+            for name, entry in sorted(header.entries.items(), key=lambda item: item[1]["data_offsets"]):
+                begin, end = entry["data_offsets"]
+                read.seek(header.data_begin + begin)
+                if name not in changes:
+                    _copy(read, write, end - begin)
+                    continue
+                data = bytearray(read.read(end - begin))
+                held = torch.frombuffer(data, dtype=PLAIN[entry["dtype"]]).reshape(entry["shape"])
+                for place, found in changes[name]:
+                    _add_(held, place, found)
+                write.write(data)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror})") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(target.parent)
+
+
+def _copy(read: Any, write: Any, size: int) -> None:
+    for begin in range(0, size, 1 << 24):
+        write.write(read.read(min(1 << 24, size - begin)))
+
+
+def _add_(held: Tensor, place: _Place, found: Sequence[tuple[Pair, float]]) -> None:
+    """Add the deltas to a tensor as the file holds it, in float32; a fused one gets them in its own rows."""
+    total = sum(pair.delta() * weight for pair, weight in found)
+    assert isinstance(total, Tensor)
+    wide = torch.promote_types(held.dtype, torch.float32)
+    if place.rows is None:
+        held.copy_(held.to(wide) + total.reshape(held.shape))
+        return
+    # Which rows the family takes, and in what order, asked with the rows' numbers in place of their values.
+    numbers = torch.arange(held.shape[0]).reshape(-1, *(1 for _ in held.shape[1:]))
+    rows = place.rows(numbers).flatten()
+    total = total.reshape(len(rows), *held.shape[1:])
+    held[rows] = (held[rows].to(wide) + total).to(held.dtype)

@@ -1,0 +1,328 @@
+"""The tools on LoRA files, judged by dense linear algebra (torch.linalg.svd), by diffusers, and by addition."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_families import original_layout
+
+from lora_fp8 import cli, config, families
+from lora_fp8.families import _files
+
+RANK = 6
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """A command through `lora_fp8.cli.main`, in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["lora-fp8", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """ask("resize", file, ...) -> (exit code, stdout, stderr)."""
+
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run(monkeypatch, *arguments)
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        return code, told.out, told.err
+
+    return ask
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lora_for(layers: dict[str, tuple[int, ...]], rank: int = RANK, seed: int = 0) -> dict[str, torch.Tensor]:
+    """lora_A and lora_B for layers by their weights' shapes; columns of falling size, as training leaves them."""
+    state = {}
+    for i, (name, (out, num_in, *kernel)) in enumerate(layers.items()):
+        fall = 0.5 ** torch.arange(rank)
+        a = random(rank, num_in, *kernel, seed=seed + 2 * i) * 0.1
+        b = random(out, rank, seed=seed + 2 * i + 1) * fall
+        state[f"{name}.lora_A.weight"] = a
+        state[f"{name}.lora_B.weight"] = b.reshape(out, rank, *(1 for _ in kernel))
+    return state
+
+
+def as_kohya(state: dict[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
+    """Under kohya's words for the halves, with an alpha for each layer."""
+    made = {}
+    for name, tensor in state.items():
+        made[name.replace("lora_A", "lora_down").replace("lora_B", "lora_up")] = tensor
+        made[name.partition(".lora_")[0] + ".alpha"] = torch.tensor(alpha)
+    return made
+
+
+def deltas(path: Path) -> dict[str, torch.Tensor]:
+    """What a file does, by the formats' definition: B @ A * alpha / rank, as dense matrices in float64."""
+    tensors = load_file(path)
+    found = {}
+    for name, tensor in tensors.items():
+        for down, up in (("lora_A", "lora_B"), ("lora_down", "lora_up")):
+            if name.endswith(f".{down}.weight"):
+                module = name.removesuffix(f".{down}.weight")
+                b = tensors[f"{module}.{up}.weight"].double().flatten(1)
+                alpha = tensors.get(f"{module}.alpha", torch.tensor(float(tensor.shape[0])))
+                found[module] = b @ tensor.double().flatten(1) * (float(alpha) / tensor.shape[0])
+    return found
+
+
+def ranks(path: Path) -> dict[str, int]:
+    halves = ("lora_A.weight", "lora_down.weight")
+    return {name: len(tensor) for name, tensor in load_file(path).items() if name.endswith(halves)}
+
+
+def rel(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((tensor.double() - reference.double()).norm() / reference.double().norm())
+
+
+LAYERS = {"lora_unet_a": (24, 40), "lora_unet_b": (40, 16), "lora_te1_conv": (16, 8, 3, 3), "lora_unet_small": (4, 40)}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file in kohya's layout with alpha 3 at rank 6: linears, a convolution, a layer with less rows than rank."""
+    path = tmp_path / "lora.safetensors"
+    save_file(as_kohya(lora_for(LAYERS), 3.0), path, {"ss_base_model_version": "sd_v1", "sshs_model_hash": "stale"})
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------- resize
+
+
+@pytest.mark.parametrize("rank", [1, 4, 64])
+def test_resized_is_the_best_that_the_dense_svd_gives(ask: Callable, file: Path, tmp_path: Path, rank: int) -> None:
+    out = tmp_path / "small.safetensors"
+    code, said, _ = ask("resize", file, "--rank", rank, "--dtype", "fp32", "--output", out, "--json")
+    assert code == 0
+    rows = {row["module"]: row for row in json.loads(said)["layers"]}
+    small = deltas(out)
+    for module, delta in deltas(file).items():
+        u, s, v = torch.linalg.svd(delta, full_matrices=False)
+        best = u[:, :rank] * s[:rank] @ v[:rank]
+        assert rel(small[module], best) < 1e-5, module
+        assert rows[module]["kept"] == pytest.approx(float(s[:rank].square().sum() / s.square().sum()), abs=1e-9)
+    assert ranks(out)["lora_unet_a.lora_down.weight"] == min(rank, RANK)
+    assert ranks(out)["lora_unet_small.lora_down.weight"] == min(rank, 4)  # no layer has more than its side
+    assert load_file(out)["lora_te1_conv.lora_down.weight"].shape[1:] == (8, 3, 3)
+
+
+def test_energy_gives_each_layer_the_rank_it_needs(ask: Callable, file: Path, tmp_path: Path) -> None:
+    own, same, capped = (tmp_path / f"{name}.safetensors" for name in ("own", "same", "capped"))
+    assert ask("resize", file, "--energy", 0.95, "--output", own)[0] == 0
+    assert ask("resize", file, "--energy", 0.95, "--uniform", "--output", same)[0] == 0
+    assert ask("resize", file, "--energy", 0.95, "--rank", 1, "--output", capped)[0] == 0
+    needed = {}
+    for module, delta in deltas(file).items():
+        shares = torch.linalg.svdvals(delta).square()
+        needed[module] = int((shares.cumsum(0) / shares.sum() < 0.95).sum()) + 1
+    assert len(set(needed.values())) > 1
+    assert {name.partition(".")[0]: rank for name, rank in ranks(own).items()} == needed
+    assert set(ranks(same).values()) == {max(needed.values())}
+    assert set(ranks(capped).values()) == {1}
+
+
+def test_the_new_file_says_what_it_is(ask: Callable, file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "lora-resized.safetensors"
+    assert ask("resize", file, "--rank", 2)[0] == 0
+    with safe_open(out, "pt") as opened:
+        metadata = opened.metadata()
+    assert metadata["ss_base_model_version"] == "sd_v1" and metadata["ss_network_dim"] == "2"
+    assert metadata["ss_output_name"] == "lora-resized" and metadata["sshs_model_hash"] != "stale"
+    assert {float(t) for name, t in load_file(out).items() if name.endswith(".alpha")} == {2.0}
+    assert ask("resize", file, "--rank", 2)[0] == 2  # the place is taken, and nothing is replaced
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x.dora_scale": torch.ones(2)}, "x.dora_scale is not part of a plain LoRA"),
+        ({"x.lora_down.weight": torch.ones(2, 3)}, "not the other half"),
+        ({"x.alpha": torch.ones(())}, "has alpha and no weights"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(
+    ask: Callable, file: Path, tmp_path: Path, change: dict[str, torch.Tensor], words: str
+) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file(load_file(file) | change, path)
+    code, _, said = ask("resize", path, "--rank", 2)
+    assert code == 2 and words in said
+    assert not (tmp_path / "other-resized.safetensors").exists()
+
+
+def test_sizes_and_files_that_mean_nothing(ask: Callable, file: Path, tmp_path: Path) -> None:
+    loha = tmp_path / "loha.safetensors"
+    save_file({"lora_unet_a.hada_w1_a": torch.ones(2, 2)}, loha)
+    zero = tmp_path / "zero.safetensors"
+    save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, zero)
+    for arguments, words in {
+        (file,): "--rank 16 or --energy",
+        (file, "--rank", -1): "at least 1",
+        (file, "--energy", 1.5): "between 0 and 1",
+        (file, "--rank", 2, "--dtype", "fp8"): "bf16, fp16, fp32",
+        (loha, "--rank", 2): "hada_w1_a",
+        (zero, "--rank", 2): "nothing to keep",
+        (tmp_path / "absent.safetensors", "--rank", 2): "no such file",
+    }.items():
+        code, _, said = ask("resize", *arguments)
+        assert code == 2 and words in said and said.count("\n") == 1, (arguments, said)
+
+
+# ---------------------------------------------------------------------------------------------------------------- merge
+
+
+def test_merged_loras_are_the_weighted_sum(ask: Callable, file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    layers = {"lora_unet_a": (24, 40), "lora_te1_conv": (16, 8, 3, 3), "lora_unet_only": (8, 8)}
+    save_file(as_kohya(lora_for(layers, rank=4, seed=100), 8.0), other, {"ss_base_model_version": "sd_v1", "x": "y"})
+    out = tmp_path / "both.safetensors"
+    code, _, said = ask("merge", f"{file}:0.7", f"{other}:-0.5", "--output", out)
+    assert code == 0, said
+    one, two, both = deltas(file), deltas(other), deltas(out)
+    assert both.keys() == one.keys() | two.keys()
+    for module, delta in both.items():
+        wanted = 0.7 * one.get(module, 0 * delta) - 0.5 * two.get(module, 0 * delta)
+        assert rel(delta, wanted) < 1e-6, module
+    assert ranks(out)["lora_unet_a.lora_down.weight"] == RANK + 4
+    with safe_open(out, "pt") as opened:
+        metadata = opened.metadata()
+    assert metadata["ss_base_model_version"] == "sd_v1" and "x" not in metadata
+    assert metadata["modelspec.merged_from"] == "lora.safetensors:0.7, other.safetensors:-0.5"
+
+    small = tmp_path / "small.safetensors"
+    assert ask("merge", f"{file}:0.7", f"{other}:-0.5", "--rank", 3, "--dtype", "fp32", "--output", small)[0] == 0
+    u, s, v = torch.linalg.svd(both["lora_unet_a"], full_matrices=False)
+    assert rel(deltas(small)["lora_unet_a"], u[:, :3] * s[:3] @ v[:3]) < 1e-5
+
+
+def test_loras_that_do_not_go_together(ask: Callable, file: Path, tmp_path: Path) -> None:
+    peft, wide, out = (tmp_path / f"{name}.safetensors" for name in ("peft", "wide", "out"))
+    save_file(lora_for({"unet.a": (24, 40)}), peft)
+    save_file(as_kohya(lora_for({"lora_unet_a": (48, 40)}), 1.0), wide)
+    for arguments, words in {
+        (file,): "two LoRA files or more",
+        (file, peft): "files of one layout",
+        (file, wide): "not of one architecture",
+        (f"{file}:nan", wide): "finite number",
+        (f"{file}:x", wide): "no such file",
+        (file, wide, "--family", "sd15"): "--into BASE",
+    }.items():
+        code, _, said = ask("merge", *arguments, "--output", out)
+        assert code == 2 and words in said and not out.exists(), (arguments, said)
+
+
+def denoiser_layers(family: str, folder: Path) -> dict[str, tuple[int, ...]]:
+    """The weights' shapes of the layers that get an adapter."""
+    cls = families.get(family)
+    made = cls(config.Model(family=family, path=str(folder)), device="cpu", dtype=torch.float32).empty_denoiser()
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+    return {name: shapes[f"{name}.weight"] for name in cls.adapter_names(made)}
+
+
+def diffusers_lora(family: str, folder: Path, path: Path) -> Path:
+    cls = families.get(family)
+    state = lora_for(denoiser_layers(family, folder))
+    save_file(
+        {f"{cls.denoiser_name}.{name}": tensor for name, tensor in state.items()},
+        path,
+        {"ss_base_model_version": cls.kohya_base_version},
+    )
+    return path
+
+
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_merged_into_a_folder_as_diffusers_fuses_it(
+    ask: Callable, tiny: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    base, cls = tiny(family), families.get(family)
+    lora = diffusers_lora(family, base, tmp_path / "lora.safetensors")
+    out = tmp_path / "merged"
+    code, said, wrong = ask("merge", f"{lora}:0.7", "--into", base, "--output", out)
+    assert code == 0, wrong
+    pipe = getattr(diffusers, cls.pipeline_class).from_pretrained(base)
+    untouched = {k: v.clone() for k, v in getattr(pipe, cls.denoiser_name).state_dict().items()}
+    pipe.load_lora_weights(str(tmp_path), weight_name=lora.name)
+    pipe.fuse_lora(lora_scale=0.7)
+    pipe.unload_lora_weights()
+    fused = getattr(pipe, cls.denoiser_name).state_dict()
+    merged = getattr(getattr(diffusers, cls.pipeline_class).from_pretrained(out), cls.denoiser_name).state_dict()
+    assert merged.keys() == fused.keys()
+    for name, tensor in fused.items():
+        assert torch.allclose(merged[name], tensor, rtol=1e-5, atol=1e-6), name
+    changed = {name for name in merged if not torch.equal(merged[name], untouched[name])}
+    assert len(changed) == len(denoiser_layers(family, base)) and f"{len(changed)} layers changed" in said
+
+
+def test_shards_stay_and_bf16_is_rounded_once(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(tiny("sd15"))
+    pipe.unet.to(torch.bfloat16)
+    pipe.save_pretrained(base, max_shard_size="200KB")
+    lora = diffusers_lora("sd15", base, tmp_path / "lora.safetensors")
+    out = tmp_path / "merged"
+    assert ask("merge", lora, "--into", base, "--output", out)[0] == 0
+    shards = sorted(path.name for path in (base / "unet").glob("*.safetensors"))
+    assert len(shards) > 2 and sorted(path.name for path in (out / "unet").glob("*.safetensors")) == shards
+    before, after = ({}, {})
+    for name in shards:
+        before |= load_file(base / "unet" / name)
+        after |= load_file(out / "unet" / name)
+    gains = {f"{module.removeprefix('unet.')}.weight": delta for module, delta in deltas(lora).items()}
+    for name, tensor in before.items():
+        if name not in gains:
+            assert torch.equal(after[name], tensor), name
+            continue
+        exact = tensor.double() + gains[name].reshape(tensor.shape)
+        assert after[name].dtype == torch.bfloat16
+        # half a step of bf16's last bit is up to 2^-8 of the value; a delta rounded before it is added would be further
+        assert ((after[name].double() - exact).abs() <= exact.abs() * 2**-8 + 1e-7).all(), name
+
+
+def test_merged_into_a_single_file_in_its_own_names(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """FLUX's original names, where q, k and v are rows of one tensor; read back through the family's own reading."""
+    base = tiny("flux")
+    family = families.get("flux")(config.Model(family="flux", path=str(base)), device="cpu", dtype=torch.float32)
+    checkpoint = tmp_path / "flux.safetensors"
+    save_file(original_layout(families.get("flux"), base), checkpoint)
+    lora = diffusers_lora("flux", base, tmp_path / "lora.safetensors")
+    out = tmp_path / "merged.safetensors"
+    code, _, said = ask("merge", lora, "--into", checkpoint, "--components", base, "--output", out)
+    assert code == 0, said
+    model = config.Model(family="flux", path=str(out), components=str(base))
+    after = dict(families.get("flux")(model, device="cpu", dtype=torch.float32).denoiser_tensors())
+    gains = {f"{module.removeprefix('transformer.')}.weight": delta for module, delta in deltas(lora).items()}
+    for name, tensor in family.denoiser_tensors():
+        wanted = tensor.double() + gains.get(name, torch.zeros(())).reshape(tensor.shape if name in gains else ())
+        assert torch.allclose(after[name].double(), wanted, atol=1e-6), name
+
+
+def test_bases_that_cannot_take_a_lora(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    lora = diffusers_lora("sd15", tiny("sd15"), tmp_path / "lora.safetensors")
+    out = tmp_path / "merged"
+    quantized = tmp_path / "quantized"
+    diffusers.StableDiffusionPipeline.from_pretrained(tiny("sd15")).save_pretrained(quantized)
+    (weights,) = _files.weight_files(quantized / "unet", "diffusion_pytorch_model")
+    held = load_file(weights)
+    save_file({n: t.to(torch.float8_e4m3fn) if "to_q" in n else t for n, t in held.items()}, weights)
+    code, _, said = ask("merge", lora, "--into", quantized, "--output", out)
+    assert code == 2 and "F8_E4M3" in said and "bf16, fp16 or fp32" in said
+    code, _, said = ask("merge", lora, "--into", tiny("sdxl"), "--family", "sdxl", "--output", out)
+    assert code == 2 and "for another model" in said, said
+    code, _, said = ask("merge", lora, "--into", tiny("sdxl"), "--output", out)
+    assert code == 2 and "model.family = 'sd15'" in said, said
+    assert not out.exists()
