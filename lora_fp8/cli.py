@@ -26,6 +26,7 @@ app = typer.Typer(
 
 SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Override one setting, such as train.steps=500. Repeatable.")
 JSON = typer.Option(False, "--json", help="Answer in JSON.")
+DTYPE = typer.Option("", help="bf16, fp16 or fp32; empty is that of the files.")
 
 
 def main() -> None:
@@ -291,6 +292,55 @@ def verify(
     print(json.dumps(report.to_json(), indent=1) if as_json else "\n".join(report.lines()))
     if not report.ok:
         sys.exit(3)
+
+
+@app.command()
+def resize(
+    file: Path = typer.Argument(..., metavar="FILE", help="A LoRA .safetensors file of any program."),
+    output: Path | None = typer.Option(None, help="The file to write; FILE's name with -resized, beside it."),
+    rank: int = typer.Option(0, help="Rank of each layer, at most; 0 leaves it to --energy."),
+    energy: float = typer.Option(0.0, help="Share of each layer's squared norm to keep, such as 0.98."),
+    uniform: bool = typer.Option(False, help="All layers at the largest rank that one of them needs."),
+    dtype: str = DTYPE,
+    as_json: bool = JSON,
+) -> None:
+    """Write a LoRA at a smaller rank, each layer the nearest to the old one that there is, and tell what is kept."""
+    from .tools import resize as room
+
+    output = output or file.with_name(f"{file.stem}-resized.safetensors")
+    report = room.resize(file, output, rank=rank, energy=energy, uniform=uniform, dtype=dtype)
+    if as_json:
+        print(json.dumps(report.to_json() | {"output": str(output)}, ensure_ascii=False, indent=1))
+        return
+    print("\n".join([*report.lines(), f"{output} written"]))
+
+
+@app.command()
+def merge(
+    files: list[str] = typer.Argument(..., metavar="FILE:WEIGHT...", help="LoRA files, such as a.safetensors:0.7."),
+    output: Path = typer.Option(..., help="The file (or, for a diffusers folder, the folder) to write."),
+    into: str = typer.Option("", metavar="BASE", help="Write a base model with the LoRAs in it: folder, file, hub id."),
+    family: str = typer.Option("", help="Architecture of BASE; empty reads it from the first LoRA."),
+    components: str = typer.Option("", help="Diffusers folder beside BASE, where that is a single file."),
+    rank: int = typer.Option(0, help="Resize the merged LoRA to this rank; 0 keeps it exact, at the sum of the ranks."),
+    energy: float = typer.Option(0.0, help="Resize the merged LoRA to this share of each layer's squared norm."),
+    dtype: str = DTYPE,
+) -> None:
+    """Add up LoRAs into one LoRA, or into the weights of a base model."""
+    from . import config
+    from .tools import merge as room
+
+    sources = [room.weighted(text) for text in files]
+    if into:
+        if rank or energy or dtype:
+            raise config.UserError("--rank, --energy and --dtype are about a merged LoRA; with --into there is none")
+        done = room.into(sources, into, output, family_name=family, components=components)
+        print("\n".join([f"{done.layers} layers changed", *(f"{path} written" for path in done.files)]))
+        return
+    if family or components:
+        raise config.UserError("--family and --components are about a base model; name it with --into BASE")
+    report = room.merge(sources, output, rank=rank, energy=energy, dtype=dtype)
+    print("\n".join([*(report.lines() if report else []), f"{output} written"]))
 
 
 @app.command()
