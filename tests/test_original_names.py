@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lora_fp8 import config, families, naming
 from lora_fp8.families.base import PREFIXES
 
-NAMED = ("lumina2", "sana", "hidream", "wan")
+NAMED = ("lumina2", "sana", "hidream", "wan", "hunyuan_video")
 """Families whose table says all of a published file."""
 
 BESIDE = {
@@ -22,8 +22,16 @@ BESIDE = {
 }
 """Tensors of the published files that no network of diffusers has."""
 
-JUDGED = ("lumina2", "sana", "hidream", "wan")
+JUDGED = ("lumina2", "sana", "hidream", "wan", "hunyuan_video")
 """Families whose single files diffusers converts by names and rows."""
+
+
+ASIDE = {
+    "hunyuan_video": {
+        f"norm_out.linear.{kind}": f"final_layer.adaLN_modulation.1.{kind}" for kind in ("weight", "bias")
+    },
+}
+"""Tensors that a family converts by itself, as their rows stand in another order: its halves are swapped."""
 
 
 def full_size(Family):
@@ -36,7 +44,8 @@ def full_size(Family):
 def native_shapes(Family, shapes):
     """Names and shapes of a published file."""
     groups = {}
-    for name in shapes:
+    aside = ASIDE.get(Family.name, {})
+    for name in shapes.keys() - aside:
         found = naming.to_native(Family.native_layers, name)
         assert found, f"{Family.name}: {name} has no name in the original"
         native, members = found
@@ -45,7 +54,8 @@ def native_shapes(Family, shapes):
     header = {}
     for native, members in groups.items():
         rows = sum(shapes[member][0] for member in members)
-        header[native] = (rows, *shapes[members[0]][1:]) if shapes[members[0]] else ()
+        header[native] = (rows, *shapes[members[0]][1:])
+    header |= {native: shapes[name] for name, native in aside.items()}
     return header | BESIDE.get(Family.name, {})
 
 
@@ -98,8 +108,8 @@ def test_a_single_file_is_the_same_model(name, tmp_path):
     Family.tiny(tmp_path / "base")
     tensors = load_file(tmp_path / "base" / Family.denoiser_name / "diffusion_pytorch_model.safetensors")
     tensors = {key: torch.randn(tensor.shape) for key, tensor in tensors.items()}  # norms are all ones else
-    written = {}
-    for ours in tensors:
+    written = {native: tensors[ours].roll(len(tensors[ours]) // 2, 0) for ours, native in ASIDE.get(name, {}).items()}
+    for ours in tensors.keys() - ASIDE.get(name, {}):
         native, members = naming.to_native(Family.native_layers, ours)
         written[native] = torch.cat([tensors[member] for member in members])
     written |= {key: torch.zeros(shape) for key, shape in BESIDE.get(name, {}).items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -10,12 +12,20 @@ TOKENS = 64
 """Fewer than are read of a real prompt, for speed; the families follow what the tokenizer says."""
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, as in Llama 3, that knows no words but their beginnings: <|begin_of_text|> in front."""
+def tokenizer(known: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, as in Llama 3: <|begin_of_text|> in front.
+
+    Args:
+        known: words that are one token each behind a blank; of all others only the beginnings are.
+    """
     letters, space = sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġ"
-    pieces = [*letters, *(space + letter for letter in letters), "<|begin_of_text|>", "<|end_of_text|>"]
+    merges = {(space, letter): None for letter in letters}
+    for word in known:
+        for end in range(1, len(word)):
+            merges[space + word[:end], word[end]] = None
+    pieces = [*letters, *map("".join, merges), "<|begin_of_text|>", "<|end_of_text|>"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    inner = Tokenizer(models.BPE(vocab=vocab, merges=[(space, letter) for letter in letters]))
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.post_processor = TemplateProcessing(
@@ -25,21 +35,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=inner,
         bos_token="<|begin_of_text|>",
         eos_token="<|end_of_text|>",
+        pad_token="<|end_of_text|>",
         model_max_length=TOKENS,
         padding_side="right",
     )
 
 
-def text(vocab: PreTrainedTokenizerFast, *, width: int = 32) -> LlamaForCausalLM:
-    """A two-layer Llama 3."""
+def text(vocab: PreTrainedTokenizerFast, *, width: int = 32, layers: int = 2) -> LlamaForCausalLM:
+    """A Llama 3 of a few layers."""
     settings = LlamaConfig(
         vocab_size=len(vocab),
         hidden_size=width,
         intermediate_size=2 * width,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        initializer_range=0.3,  # as large as after training: at the default, words hardly tell in so few layers
+        initializer_range=0.15,  # as large as after training: at the default, words hardly tell in so few layers
         bos_token_id=vocab.bos_token_id,
         eos_token_id=vocab.eos_token_id,
     )
