@@ -43,6 +43,9 @@ def guarded(action: Callable[[], Any]) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # Where torchao is installed, peft imports it, and it tells of kernels that it has for other machines.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     try:
         action()
     except UserError as error:
