@@ -347,6 +347,73 @@ def merge(
 
 
 @app.command()
+def extract(
+    base: str = typer.Argument(..., metavar="BASE", help="The model before: diffusers folder, single file, hub id."),
+    tuned: str = typer.Argument(..., metavar="TUNED", help="The model after, of the same architecture."),
+    output: Path = typer.Option(..., help="The LoRA file to write."),
+    family: str = typer.Option(..., help="Architecture of both."),
+    components: str = typer.Option("", help="Diffusers folder beside single files."),
+    rank: int = typer.Option(0, help="Rank of each layer, at most; 0 leaves it to --energy."),
+    energy: float = typer.Option(0.0, help="Share of each layer's squared difference to keep, such as 0.95."),
+    layers: list[str] = typer.Option([], help="Endings of layers' names, or all; none: what a LoRA is trained on."),
+    layout: str = typer.Option("", help="Key layout of the file; empty is what most programs read."),
+    dtype: str = typer.Option("bf16", help="bf16, fp16 or fp32."),
+    as_json: bool = JSON,
+) -> None:
+    """Write the difference of two models as a LoRA."""
+    from .tools import extract as room
+
+    report = room.extract(
+        base,
+        tuned,
+        output,
+        family_name=family,
+        components=components,
+        rank=rank,
+        energy=energy,
+        layers=layers,
+        layout=layout,
+        dtype=dtype,
+        progress=lambda line: print(line, file=sys.stderr),
+    )
+    if as_json:
+        print(json.dumps(report.to_json() | {"output": str(output)}, ensure_ascii=False, indent=1))
+        return
+    print("\n".join([*report.lines(), f"{output} written"]))
+
+
+@app.command()
+def ema(
+    sources: list[Path] = typer.Argument(..., metavar="RUN | FILE...", help="A run, or LoRA files, oldest first."),
+    average: str = typer.Option(
+        "factors",
+        help="factors: the mean of A and of B, for saves of one run, which share a basis. delta: the mean of what the "
+        "files do, resized to their rank; for files of different runs.",
+    ),
+    half_life: float = typer.Option(0.0, help="Steps (files: places) after which one weighs half; 0 weighs all alike."),
+    last: int = typer.Option(0, help="Of a run: only so many of the newest checkpoints; 0 is all that it kept."),
+    rank: int = typer.Option(0, help="Of files, with --average delta: the rank; 0 is theirs."),
+    output: Path | None = typer.Option(None, help="Of files: the file to write. A run's go to export/average/."),
+    dtype: str = DTYPE,
+) -> None:
+    """Average a run's checkpoints, or LoRA files, after training."""
+    from . import config
+    from .tools import average as room
+
+    if len(sources) == 1:
+        if rank or dtype or output:
+            raise config.UserError("--rank, --dtype and --output are of files; a run's average is written as its files")
+        by_step, paths = room.run(sources[0], what=average, half_life=half_life, last=last)
+        print("\n".join([*(f"{share:7.2%}  step {step}" for step, share in by_step.items()), *map(str, paths)]))
+        return
+    if last or output is None:
+        raise config.UserError("files: --output says where to write; --last is of a run, name fewer files instead")
+    shares, report = room.files(sources, output, what=average, half_life=half_life, rank=rank, dtype=dtype)
+    lines = [f"{share:7.2%}  {path}" for share, path in zip(shares, sources, strict=True)]
+    print("\n".join([*lines, *(report.lines()[-1:] if report else []), f"{output} written"]))
+
+
+@app.command()
 def cache(
     folder: Path = typer.Argument(Path("cache"), help="The cache folder: dataset.cache_dir of your runs."),
     prune_unused_days: float | None = typer.Option(None, metavar="N", help="Delete what no run used for N days."),

@@ -130,6 +130,18 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
     found = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
     if found is None:
         raise UserError(f"{folder}: there is no checkpoint to export yet")
+    return export_adapter(run, job, found.adapter, found.step, run.export / f"step-{step:06d}" if step else run.export)
+
+
+def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, target: Path) -> list[Path]:
+    """Write LoRA files of a run's adapter into `target`, with what is to be said of the run at this step.
+
+    Args:
+        adapter: internal naming, at the job's alpha / rank.
+
+    Raises:
+        RunFailure: the disk refused, or the adapter is broken.
+    """
     family = families.get(job.model.family)(job.model, device="cpu", dtype=DTYPES[job.model.dtype])
     job = resolve_auto(job, type(family))
     scanned = images.scan(job.dataset)
@@ -140,10 +152,9 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
             "what the file tells of the training data is incomplete",
             file=sys.stderr,
         )
-    facts = _facts(job, family, scanned.examples, place(job, scanned.examples), found.step)
-    target = run.export / f"step-{step:06d}" if step else run.export
+    facts = _facts(job, family, scanned.examples, place(job, scanned.examples), step)
     try:
-        return export.write(found.adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
+        return export.write(adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
     except OSError as error:
         raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
 

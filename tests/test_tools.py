@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_families import original_layout
 
-from lora_fp8 import cli, config, families
+from lora_fp8 import cli, config, export, families, verify
 from lora_fp8.families import _files
+from lora_fp8.tools import extract
 
 RANK = 6
 
@@ -326,3 +327,171 @@ def test_bases_that_cannot_take_a_lora(ask: Callable, tiny: Callable[[str], Path
     code, _, said = ask("merge", lora, "--into", tiny("sdxl"), "--output", out)
     assert code == 2 and "model.family = 'sd15'" in said, said
     assert not out.exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- extract
+
+
+def shifted(tiny: Callable[[str], Path], family: str, folder: Path, gains: dict[str, torch.Tensor]) -> Path:
+    """A miniature with these added to its denoiser's weights, saved by diffusers."""
+    cls = families.get(family)
+    pipe = getattr(diffusers, cls.pipeline_class).from_pretrained(tiny(family))
+    state = getattr(pipe, cls.denoiser_name).state_dict()
+    for name, gain in gains.items():
+        state[name] += gain.reshape(state[name].shape).float()
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("family", "layout"), [("sd15", "kohya"), ("flux", "diffusers")])
+def test_extracted_is_the_lora_that_was_added(
+    ask: Callable, tiny: Callable[[str], Path], tmp_path: Path, family: str, layout: str
+) -> None:
+    base, prefix = tiny(family), families.get(family).denoiser_name
+    lora = diffusers_lora(family, base, tmp_path / "lora.safetensors")
+    added = {f"{module.removeprefix(f'{prefix}.')}.weight": delta for module, delta in deltas(lora).items()}
+    tuned = shifted(tiny, family, tmp_path / "tuned", added)
+    out = tmp_path / "found.safetensors"
+    ways = ("--family", family, "--rank", RANK, "--dtype", "fp32", "--layout", layout, "--output", out)
+    code, said, wrong = ask("extract", base, tuned, *ways, "--json")
+    assert code == 0, wrong
+    cls = families.get(family)
+    denoiser = cls(config.Model(family=family, path=str(base)), device="cpu", dtype=torch.float32).denoiser_config()
+    state, scaling = export.from_layout(load_file(out), cls, denoiser)
+    found = {n.removesuffix(".lora_A.weight") for n in state if n.endswith("A.weight")}
+    assert {f"{name}.weight" for name in found} == added.keys()
+    for name in found:
+        a, b = state[f"{name}.lora_A.weight"].flatten(1), state[f"{name}.lora_B.weight"].flatten(1)
+        assert rel(b @ a * scaling[name], added[f"{name}.weight"]) < 1e-3, name
+    told = json.loads(said)
+    assert told["left_out"] == [] and all(row["kept"] > 1 - 1e-6 for row in told["layers"])
+    assert "of" in wrong and f"{len(found)} of" in wrong  # progress, a line for each layer
+    assert verify.check_file(out).ok  # the header is whole, and says the architecture
+
+
+def test_what_differs_and_is_not_extracted_is_told(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    added = {"conv_in.weight": random(32, 4, 3, 3, seed=1), "conv_in.bias": random(32, seed=2)}
+    query = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.weight"
+    added[query] = random(32, 32, seed=3)
+    tuned = shifted(tiny, "sd15", tmp_path / "tuned", added)
+    one, every = tmp_path / "one.safetensors", tmp_path / "every.safetensors"
+    ways = ("--family", "sd15", "--energy", "0.9", "--json")
+    code, said, _ = ask("extract", tiny("sd15"), tuned, *ways, "--output", one)
+    told = json.loads(said)
+    assert code == 0 and told["left_out"] == ["conv_in.bias", "conv_in.weight"]
+    sizes = {name: float(gain.square().sum()) for name, gain in added.items()}
+    assert told["outside"] == pytest.approx(1 - sizes[query] / sum(sizes.values()), rel=1e-3)
+    shares = torch.linalg.svdvals(added[query]).square()
+    assert told["layers"][0]["rank"] == int((shares.cumsum(0) / shares.sum() < 0.9).sum()) + 1
+    code, said, _ = ask("extract", tiny("sd15"), tuned, *ways, "--layers", "all", "--output", every)
+    assert code == 0 and json.loads(said)["left_out"] == ["conv_in.bias"]
+
+
+def test_a_large_difference_by_the_randomised_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same singular values as the dense SVD, and the share kept is of the whole, not of what was looked at."""
+    monkeypatch.setattr(extract, "EXACT", 64)
+    fall = torch.diag(0.8 ** torch.arange(200.0))
+    matrix = torch.linalg.qr(random(300, 200, seed=1))[0] @ fall @ torch.linalg.qr(random(200, 200, seed=2))[0]
+    before = torch.get_rng_state()
+    found = extract.spectrum(matrix, 8)
+    assert len(found.values) == 16 and torch.equal(torch.get_rng_state(), before)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    pair = found.pair(8)
+    error, best = (matrix - pair.delta()).norm(), s[8:].norm()
+    assert error < 1.01 * best
+    assert (
+        found.rank_for(0.5, float(matrix.square().sum()))
+        == int((s.square().cumsum(0) / s.square().sum() < 0.5).sum()) + 1
+    )
+
+
+def test_models_that_cannot_be_compared(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    wide = tmp_path / "wide"
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(tiny("sd15"))
+    pipe.unet = diffusers.UNet2DConditionModel.from_config({**pipe.unet.config, "block_out_channels": (64, 64)})
+    pipe.save_pretrained(wide)
+    out = tmp_path / "out.safetensors"
+    for other, more, words in (
+        (wide, ("--rank", 4), "not of one architecture"),
+        (tiny("sdxl"), ("--rank", 4), "model.family = 'sd15'"),
+        (tiny("sd15"), ("--rank", 4), "nothing to extract"),
+        (tiny("sd15"), (), "--rank 16 or --energy"),
+        (tiny("sd15"), ("--rank", 4, "--layers", "nowhere"), "'nowhere'"),
+    ):
+        code, _, said = ask("extract", tiny("sd15"), other, "--family", "sd15", *more, "--output", out)
+        assert code == 2 and words in said and not out.exists(), (words, said)
+
+
+# ------------------------------------------------------------------------------------------------------------------ ema
+
+
+def test_the_two_averages_of_files(ask: Callable, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    for i, path in enumerate(paths):
+        save_file(as_kohya(lora_for(LAYERS, seed=50 * i), 3.0), path, {"ss_base_model_version": "sd_v1", "i": str(i)})
+    whole, factors, half = (tmp_path / f"{name}.safetensors" for name in ("whole", "factors", "half"))
+    assert ask("ema", *paths, "--average", "delta", "--rank", 3 * RANK, "--dtype", "fp32", "--output", whole)[0] == 0
+    assert ask("ema", *paths, "--output", factors)[0] == 0
+    assert ask("ema", *paths, "--average", "delta", "--half-life", 1, "--dtype", "fp32", "--output", half)[0] == 0
+    mean = {name: sum(deltas(path)[name] for path in paths) / 3 for name in deltas(paths[0])}
+    later = {
+        name: sum(share * deltas(path)[name] for path, share in zip(paths, (1 / 7, 2 / 7, 4 / 7), strict=True))
+        for name in mean
+    }
+    held = [load_file(path) for path in paths]
+    for name, delta in mean.items():
+        assert rel(deltas(whole)[name], delta) < 1e-6, name
+        u, s, v = torch.linalg.svd(later[name], full_matrices=False)
+        assert rel(deltas(half)[name], u[:, :RANK] * s[:RANK] @ v[:RANK]) < 1e-5, name  # the files' rank
+        a = sum(one[f"{name}.lora_down.weight"].flatten(1).double() for one in held) / 3
+        b = sum(one[f"{name}.lora_up.weight"].flatten(1).double() for one in held) / 3
+        assert rel(deltas(factors)[name], b @ a * 3.0 / RANK) < 1e-6, name
+        assert rel(deltas(factors)[name], delta) > 0.1  # another thing, which is why both are offered
+
+
+def test_files_that_cannot_be_averaged(ask: Callable, file: Path, tmp_path: Path) -> None:
+    other, rank = tmp_path / "other.safetensors", tmp_path / "rank.safetensors"
+    save_file(as_kohya(lora_for({"lora_unet_a": (24, 40)}), 3.0), other)
+    save_file(as_kohya(lora_for(LAYERS, rank=2), 3.0), rank)
+    out = tmp_path / "out.safetensors"
+    for arguments, words in {
+        (file, other, "--output", out): "not all of the files have",
+        (file, rank, "--output", out): "--average delta",
+        (file, file, "--output", out, "--half-life", -1): "--half-life",
+        (file, file, "--output", out, "--average", "mean"): "factors, delta",
+        (file, file, "--output", out, "--rank", 2): "--average delta",
+        (file, file): "--output",
+        (tmp_path,): "not a run folder",
+    }.items():
+        code, _, said = ask("ema", *arguments)
+        assert code == 2 and words in said and not out.exists(), (words, said)
+
+
+def test_the_average_of_a_run_is_a_file_of_the_run(ask: Callable, job: Callable, tmp_path: Path) -> None:
+    path, folder = tmp_path / "job.toml", tmp_path / "runs" / "lora"
+    settings = (
+        "preview.prompts=[]",
+        "checkpoint.keep=2",
+        "export.formats=['kohya']",
+        "export.dtype=fp32",
+        "adapter.alpha=2.0",
+    )
+    path.write_text(config.dumps(job(*settings)), encoding="utf-8")
+    assert ask("train", path)[0] == 0
+    code, said, wrong = ask("ema", folder, "--half-life", 2)
+    assert code == 0 and "33.33%  step 4" in said and "66.67%  step 6" in said, said + wrong
+    (written,) = (folder / "export" / "average").iterdir()
+    assert ask("export", folder, "--step", 4)[0] == 0
+    (four,), (six,) = ((folder / "export" / "step-000004").iterdir(), (folder / "export").glob("*.safetensors"))
+    one, two, mean = load_file(four), load_file(six), load_file(written)
+    assert mean.keys() == two.keys()
+    for name, tensor in mean.items():
+        assert torch.allclose(tensor, one[name] / 3 + two[name] * 2 / 3, rtol=1e-5, atol=1e-8), name
+    both = {name: deltas(four)[name] / 3 + deltas(six)[name] * 2 / 3 for name in deltas(six)}
+    assert ask("ema", folder, "--half-life", 2, "--average", "delta")[0] == 0  # the nearest pair of the run's rank
+    for name, delta in both.items():
+        u, s, v = torch.linalg.svd(delta, full_matrices=False)
+        assert rel(deltas(written)[name], u[:, :4] * s[:4] @ v[:4]) < 1e-4, name
+    assert verify.check_file(written).ok
+    code, _, said = ask("ema", folder, "--last", 1)
+    assert code == 2 and "checkpoint.keep" in said

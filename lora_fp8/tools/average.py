@@ -1,0 +1,147 @@
+"""`lora-fp8 ema`: the average of a run's checkpoints, or of LoRA files, after training.
+
+Two averages, which are not the same:
+
+* "delta": the mean of what the files do, mean(B_i @ A_i). It has the sum of the ranks; the best pair of the wanted rank
+  is written, and how much of the mean's energy that keeps is told.
+* "factors": mean(B_i) @ mean(A_i). Its delta is the mean of all B_i @ A_j, also of i != j. Checkpoints of one run share
+  a basis and move little between saves, and there this is the usual average (and what an EMA while training gives). Of
+  two runs it means nothing: their bases have nothing to do with each other.
+
+With a half-life, older ones weigh less: half as much for each `half_life` steps (of a run) or places in the list (of
+files) that they lie behind the newest. Without one all weigh the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import checkpoint, config, export, finish, verify
+from ..config import UserError
+from ..run import Run, RunFailure
+from . import merge, pairs, resize
+from .pairs import Lora, Pair
+
+WHAT = ("factors", "delta")
+
+
+def weights(ages: Sequence[float], half_life: float) -> list[float]:
+    """Shares that sum to 1 of things so old; the newest is 0 old. A half-life of 0 weighs all the same.
+
+    Raises:
+        UserError: a negative half-life.
+    """
+    if half_life < 0 or not math.isfinite(half_life):
+        raise UserError(f"--half-life {half_life:g}: steps (or places) after which one weighs half; 0 weighs all alike")
+    plain = [0.5 ** (age / half_life) if half_life else 1.0 for age in ages]
+    return [value / sum(plain) for value in plain]
+
+
+def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -> tuple[Lora, resize.Report | None]:
+    """The average of LoRAs of one layout.
+
+    Args:
+        what: "factors" or "delta"; see the module's text.
+        rank: of "delta"; 0 is the largest of the files'.
+
+    Raises:
+        UserError: other layers, and for "factors" other ranks or strengths.
+    """
+    if what not in WHAT:
+        raise UserError(f"--average {what!r}: accepted are {', '.join(WHAT)}")
+    first = loras[0]
+    for lora in loras[1:]:
+        if lora.pairs.keys() != first.pairs.keys():
+            odd = sorted(lora.pairs.keys() ^ first.pairs.keys())
+            raise UserError(f"{export.first_few(odd)}: a layer that not all of the files have; they cannot be averaged")
+    if what == "delta":
+        made, report = resize.shrink(merge.concatenate(loras, shares), rank or first.rank, 0.0, uniform=False)
+        return replace(first, pairs=made, metadata=merge.in_common(loras)), report
+    if rank:
+        raise UserError("--rank is of --average delta: the average of the factors has the rank that they have")
+    made = {}
+    for module, pair in first.pairs.items():
+        found = [lora.pairs[module] for lora in loras]
+        kinds = {(one.a.shape, one.b.shape, one.scale) for one in found}
+        if len(kinds) > 1:
+            raise UserError(f"{module} is not of one rank and strength in all files; use --average delta")
+        a = _sum([one.a for one in found], shares)
+        made[module] = Pair(a, _sum([one.b for one in found], shares), pair.scale)
+    return replace(first, pairs=made, metadata=merge.in_common(loras)), None
+
+
+def _sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    return sum(
+        (tensor.double() * share for tensor, share in zip(tensors, shares, strict=True)), torch.zeros(())
+    ).float()
+
+
+def files(
+    sources: Sequence[Path], output: Path, *, what: str, half_life: float, rank: int, dtype: str
+) -> tuple[list[float], resize.Report | None]:
+    """Write the average of LoRA files, given from the oldest to the newest.
+
+    Returns:
+        The weights, and what resizing did.
+
+    Raises:
+        UserError: fewer than two files, layers or layouts that differ, or an output that exists.
+    """
+    if len(sources) < 2:
+        raise UserError("name a run folder, or two LoRA files or more, from the oldest to the newest")
+    loras = [pairs.read(path) for path in sources]
+    merge.of_one_naming(sources, loras)
+    held = pairs.dtype_of(dtype, max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits))
+    shares = weights([len(loras) - 1 - i for i in range(len(loras))], half_life)
+    made, report = mean(loras, shares, what, rank)
+    told = f"average of {what}, half-life {half_life:g}: {', '.join(path.name for path in sources)}"
+    pairs.write(made, output, held, {**pairs.named(output), "lora_fp8_tool": told})
+    return shares, report
+
+
+def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[int, float], list[Path]]:
+    """Write the average of a run's checkpoints, as the run's own files are written, into export/average/.
+
+    Args:
+        last: how many of the newest checkpoints; 0 is all that the run has kept (`checkpoint.keep`).
+
+    Returns:
+        The weights by step, and the files, which `verify.check_file` has passed.
+
+    Raises:
+        UserError: no run, or fewer than two checkpoints.
+        RunFailure: a checkpoint is not whole, or a file does not pass.
+    """
+    opened = Run.open(folder)
+    job = config.load(opened.config_file, [])
+    matches = [(checkpoint.NAME.match(path.name), path) for path in opened.checkpoints.glob("step-*")]
+    found = sorted((int(match[1]), path) for match, path in matches if match)
+    found = found[-last:] if last else found
+    if last < 0 or len(found) < 2:
+        kept = f"{len(found)} checkpoint(s) to average, two are needed"
+        raise UserError(f"{folder}: {kept}; checkpoint.keep says how many a run keeps, --last how many are taken")
+    held = [checkpoint.read(path) for _, path in found]
+    scale = job.adapter.alpha / job.adapter.rank
+    loras = []
+    for one in held:
+        names = export.modules(one.adapter)
+        halves = pairs.HALVES[0]
+        made = {name: Pair(one.adapter[name + halves[0]], one.adapter[name + halves[1]], scale) for name in names}
+        loras.append(Lora(made, halves, False, torch.float32))
+    newest = held[-1].step
+    shares = weights([newest - one.step for one in held], half_life)
+    average, _ = mean(loras, shares, what, 0)
+    state = {}
+    for name, pair in average.pairs.items():
+        # What the run's own files say of rank and alpha holds of these, too: B is the one of that strength.
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = pair.a, pair.b * (pair.scale / scale)
+    written = finish.export_adapter(opened, job, state, newest, opened.export / "average")
+    for path in written:
+        report = verify.check_file(path, family_name=job.model.family)
+        if not report.ok:
+            raise RunFailure(f"{path}: {'; '.join(report.failed())}")
+    return {one.step: share for one, share in zip(held, shares, strict=True)}, written
