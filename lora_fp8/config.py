@@ -255,8 +255,10 @@ class Checkpoint(Section):
 class Export(Section):
     """The LoRA file."""
 
-    formats: list[Literal["diffusers", "kohya"]] = setting(
-        ["diffusers", "kohya"], "Key layouts to write: kohya is read by A1111, Forge, ComfyUI and InvokeAI."
+    formats: list[Literal["auto", "diffusers", "comfy", "kohya"]] = setting(
+        ["auto"],
+        "Key layouts to write, a file each: kohya is read by A1111, Forge, ComfyUI and InvokeAI, comfy by ComfyUI; "
+        "auto is what most programs read of this architecture.",
     )
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", "Dtype in the file.")
     title: str = setting("", "Display name in the file; empty means the job's name.")
@@ -585,7 +587,9 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         if getattr(job.preview, key) % 16:
             say(f"preview.{key}", f"must be a multiple of 16 pixels, got {getattr(job.preview, key)}")
     if not job.export.formats:
-        say("export.formats", "is empty; accepted: diffusers | kohya")
+        say("export.formats", "is empty; accepted: auto | diffusers | comfy | kohya")
+    if "auto" in job.export.formats and len(job.export.formats) > 1:
+        say("export.formats", "auto chooses the layouts and cannot stand beside others")
     if len(set(job.export.formats)) != len(job.export.formats):
         say("export.formats", "names a format twice")
     if len(set(job.preset)) != len(job.preset):

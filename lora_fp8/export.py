@@ -328,7 +328,9 @@ def _refuse_broken(tensors: Mapping[str, Tensor], what: str) -> None:
 
 # -- metadata
 
+COMFYUI = "https://github.com/comfyanonymous/ComfyUI"
 IMPLEMENTATIONS = {  # ModelSpec's word for whose module names a file has
+    "native": COMFYUI,
     "diffusers_underscored": "diffusers",
     "sgm_unet": "https://github.com/Stability-AI/generative-models",
     "bfl_flux": "https://github.com/black-forest-labs/flux",
@@ -347,7 +349,7 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{family.modelspec_architecture}/lora",
-        "modelspec.implementation": IMPLEMENTATIONS[naming] if layout == "kohya" else "diffusers",
+        "modelspec.implementation": {"diffusers": "diffusers", "comfy": COMFYUI}.get(layout) or IMPLEMENTATIONS[naming],
         "modelspec.implementation_version": f"lora_fp8/{__version__}",
         "modelspec.title": section.title or facts.name,
         "modelspec.resolution": f"{width}x{height}",

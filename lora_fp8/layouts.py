@@ -1,36 +1,46 @@
 """The key layouts of LoRA files: from the one internal naming to the names that other programs read, and back.
 
 Inside, an adapter is a dict of `<diffusers module path>.lora_A.weight` (r, in[, kh, kw]) and `....lora_B.weight`
-(out, r[, 1, 1]), and a scaling (alpha / rank), for all modules or module by module. Outside there are two layouts:
+(out, r[, 1, 1]), and a scaling (alpha / rank), for all modules or module by module. Outside there are three layouts:
 
-* `diffusers`: `unet.` or `transformer.` + module path + `.lora_A/.lora_B.weight`. The scaling is multiplied into B (in
-  float32) and no alpha is written: it is the only form that diffusers, ComfyUI and the hosts read with the same
-  strength.
+* `diffusers`: `unet.` or `transformer.` + module path + `.lora_A/.lora_B.weight`.
+* `comfy`: `diffusion_model.` + the layer's name in the original code + `.lora_A/.lora_B.weight`. ComfyUI resolves it
+  for every architecture, and diffusers for most of the newer ones.
 * `kohya`: `lora_unet_<name>.lora_down/.lora_up.weight` and `.alpha`, read by A1111, Forge, ComfyUI, InvokeAI, Draw
   Things and diffusers. The weights are written as they were trained and alpha is the true alpha, so nothing is rounded.
+
+In the first two the scaling is multiplied into B (in float32) and no alpha is written: it is the only form that
+diffusers, ComfyUI and the hosts read with the same strength.
 
 How kohya's tools call a module depends on the architecture; a family says which rule holds in `kohya_naming`:
 
     diffusers_underscored   SD 1.5: the diffusers path with _ for .
     sgm_unet                SDXL: block names of the original UNet (input_blocks_4_1_...), inner names as in diffusers
-    bfl_flux                FLUX: names of the original transformer, where q, k, v (and the MLP's input) are one layer
+    native                  the names of the original code (`native_layers`) with _ for .
+    bfl_flux                the same, of layers inside the blocks only
 
-Several LoRAs become the LoRA of their fused layer without loss: the A's are stacked, the B's stand in a block diagonal,
-the rank is the sum of the ranks, and alpha grows with the rank. Members that were not trained are rows of zeros.
+Where the original code holds several layers as one (q, k and v), several LoRAs become the LoRA of the fused layer
+without loss: the A's are stacked, the B's stand in a block diagonal, the rank is the sum of the ranks, and alpha grows
+with the rank. Members that were not trained are rows of zeros.
 
-Pure functions of tensors and names; files are the matter of `export`. Source: kohya-ss/sd-scripts' names.
+Pure functions of tensors and names; files are the matter of `export`. What `to_layout` and `from_layout` take and give
+stays as it is: other tools build on them. Sources: kohya-ss/sd-scripts' names; ComfyUI's rule for them.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import naming
 from .config import UserError
 
-LAYOUTS = ("diffusers", "kohya")
+LAYOUTS = ("diffusers", "comfy", "kohya")
+HALVES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
+"""The two matrices in kohya's words, and in those of the others."""
 
 
 def first_few(names: list[str]) -> str:
@@ -71,27 +81,23 @@ def to_layout(
     Raises:
         UserError: an incomplete pair, or a module that the layout has no name for.
     """
+    prefix, name_of, _ = _rule(family, denoiser_config, layout)
+    down, up = HALVES if layout == "kohya" else HALVES.values()
+    pairs: dict[str, Pair] = {}
+    for module in modules(state):
+        a, b, scale = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], _scale_of(scaling, module)
+        baked = layout != "kohya" and scale != 1
+        pairs[module] = (a, b.float() * scale, 1.0) if baked else (a, b, scale)
     out: dict[str, Tensor] = {}
-    names = modules(state)
-    pairs = {m: (state[f"{m}.lora_A.weight"], state[f"{m}.lora_B.weight"], _scale_of(scaling, m)) for m in names}
-    if layout == "diffusers":
-        for module, (a, b, scale) in pairs.items():
-            out[f"{family.denoiser_name}.{module}.lora_A.weight"] = a
-            out[f"{family.denoiser_name}.{module}.lora_B.weight"] = b if scale == 1 else b.float() * scale
-        return out
-    if layout != "kohya":
-        raise UserError(f"{layout!r}: unknown layout; there are {', '.join(LAYOUTS)}")
-    to_kohya, members_of = _naming(family)
-    groups = {to_kohya(module, denoiser_config): None for module in names}
-    for group in groups:
-        members = members_of(group, denoiser_config)
+    for group, members in dict(name_of(module) for module in pairs).items():
         if len(members) == 1:
             a, b, scale = pairs[members[0]]
         else:
-            a, b, scale = fuse([pairs.get(m) for m in members], [_flux_rows(m, denoiser_config) for m in members])
-        out[f"lora_unet_{group}.lora_down.weight"] = a
-        out[f"lora_unet_{group}.lora_up.weight"] = b
-        out[f"lora_unet_{group}.alpha"] = torch.tensor(scale * a.shape[0], dtype=torch.float32)
+            a, b, scale = fuse([pairs.get(m) for m in members], _rows(members, pairs, family, denoiser_config))
+        out[f"{prefix}{group}.{down}"] = a
+        out[f"{prefix}{group}.{up}"] = b
+        if layout == "kohya":
+            out[f"{prefix}{group}.alpha"] = torch.tensor(scale * a.shape[0], dtype=torch.float32)
     return out
 
 
@@ -100,66 +106,80 @@ def from_layout(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The inverse of `to_layout`: a file's tensors in the internal naming, and each module's alpha / rank.
 
-    Files of other programs are read as well: a fused layer whose B is not block diagonal is given to all of its members
-    with the same A, which changes nothing. Where alpha is missing it equals the rank, as every client has it.
+    Files of other programs are read as well: both words for the two matrices, and alpha, in every layout; a fused layer
+    whose B is not block diagonal is given to all of its members with the same A, which changes nothing. Where alpha is
+    missing it equals the rank, as every client has it.
 
     Args:
-        layout: "diffusers" or "kohya"; found from the names where it is None.
+        layout: one of `LAYOUTS`; found from the names where it is None.
 
     Raises:
-        UserError: names of neither layout, or incomplete pairs.
+        UserError: names of no layout, of no layer of this base, or incomplete pairs.
     """
     layout = layout or detect_layout(tensors, family)
+    prefix, _, members_of = _rule(family, denoiser_config, layout)
+    renamed: dict[str, Tensor] = {}
+    alphas: dict[str, float] = {}
+    foreign = []
+    for name, tensor in tensors.items():
+        group, kind = _parted(name)
+        if not group.startswith(prefix) or not kind:
+            foreign.append(name)
+        elif kind == "alpha":
+            alphas[group.removeprefix(prefix)] = float(tensor)
+        else:
+            renamed[f"{group.removeprefix(prefix)}.{HALVES.get(kind, kind)}"] = tensor
+    if foreign:
+        names = first_few(sorted(foreign))
+        raise UserError(f"{names}: not names that a LoRA of the {family.denoiser_name} has in the {layout} layout")
     state: dict[str, Tensor] = {}
     scaling: dict[str, float] = {}
-    if layout == "diffusers":
-        prefix = family.denoiser_name + "."
-        foreign = sorted(name for name in tensors if not name.startswith(prefix))
-        if foreign:
-            raise UserError(f"{first_few(foreign)}: not names of a {family.denoiser_name} LoRA in the diffusers layout")
-        state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        return state, dict.fromkeys(modules(state), 1.0)
-    _, members_of = _naming(family)
-    halves = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
-    renamed = {}
-    for name, tensor in tensors.items():
-        group, _, kind = name.partition(".")
-        if not group.startswith("lora_unet_") or kind not in (*halves, "alpha"):
-            raise UserError(f"{name}: not a name of the kohya layout that a LoRA of the denoiser has")
-        if kind != "alpha":
-            renamed[f"{group}.{halves[kind]}"] = tensor
-    for group in modules(renamed):
+    groups = modules(renamed)
+    if stray := sorted(alphas.keys() - set(groups)):
+        raise UserError(f"{first_few(stray)}: alpha without weights")
+    for group in groups:
         a, b = renamed[f"{group}.lora_A.weight"], renamed[f"{group}.lora_B.weight"]
-        alpha = tensors.get(f"{group}.alpha")
-        scale = 1.0 if alpha is None else float(alpha) / a.shape[0]
-        members = members_of(group.removeprefix("lora_unet_"), denoiser_config)
-        rows = [b.shape[0]] if len(members) == 1 else [_flux_rows(m, denoiser_config) for m in members]
+        members = members_of(group)
+        rows = [b.shape[0]] if len(members) == 1 else _rows(members, {}, family, denoiser_config)
         if sum(rows) != b.shape[0]:
-            raise UserError(f"{group}: lora_up has {b.shape[0]} rows; this base has {sum(rows)}")
+            raise UserError(f"{prefix}{group}: the LoRA has {b.shape[0]} rows; this base has {sum(rows)}")
         for member, pair in zip(members, split(a, b, rows), strict=True):
             if pair is not None:
                 state[f"{member}.lora_A.weight"], state[f"{member}.lora_B.weight"] = pair
-                scaling[member] = scale
-    alphas = [name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")]
-    stray = sorted(group for group in alphas if f"{group}.lora_down.weight" not in tensors)
-    if stray:
-        raise UserError(f"{first_few(stray)}: alpha without weights")
+                scaling[member] = alphas[group] / a.shape[0] if group in alphas else 1.0
     return state, scaling
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """What a tensor's name says of its layer, and which of the two matrices (or alpha) it is; "" for neither."""
+    for kind in (*HALVES, *HALVES.values(), "alpha"):
+        if name.endswith(f".{kind}"):
+            return name.removesuffix(f".{kind}"), kind
+    return name, ""
 
 
 def detect_layout(tensors: Iterable[str], family: Any) -> str:
     """Which layout a file has, from its names.
 
     Raises:
-        UserError: neither; the message names what was found.
+        UserError: none; the message names what was found.
     """
     names = list(tensors)
-    if any(name.startswith("lora_unet_") for name in names):
-        return "kohya"
-    if any(name.startswith(family.denoiser_name + ".") for name in names):
-        return "diffusers"
+    known = [layout for layout in LAYOUTS if _has_layout(family, layout)]
+    for layout in known:
+        if any(name.startswith(_prefix(family, layout)) for name in names):
+            return layout
     found = names[0] if names else "an empty file"
-    raise UserError(f"{found}: not a LoRA for {family.title} (expected lora_unet_... or {family.denoiser_name}....)")
+    expected = " or ".join(f"{_prefix(family, layout)}..." for layout in known)
+    raise UserError(f"{found}: not a LoRA for {family.title} (expected {expected})")
+
+
+def _has_layout(family: Any, layout: str) -> bool:
+    return {"diffusers": True, "comfy": bool(family.native_layers), "kohya": family.kohya_naming in NAMINGS}[layout]
+
+
+def _prefix(family: Any, layout: str) -> str:
+    return {"diffusers": f"{family.denoiser_name}.", "comfy": "diffusion_model.", "kohya": "lora_unet_"}[layout]
 
 
 def _scale_of(scaling: Mapping[str, float] | float, module: str) -> float:
@@ -222,22 +242,27 @@ def split(a: Tensor, b: Tensor, rows: list[int]) -> list[tuple[Tensor, Tensor] |
 
 
 def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout: str) -> str | None:
-    """Why diffusers itself cannot load this layout for this base, or None where it can.
-
-    Only the bundled miniatures are meant: diffusers 0.42 has the sizes of FLUX.1 written into its converter of kohya
-    names.
-    """
-    if layout == "kohya" and family.kohya_naming == "bfl_flux":
-        width = _flux_width(denoiser_config)
-        if width != 3072:
-            return f"diffusers converts kohya's FLUX names at width 3072 only, this base has {width}"
-        sizes = FLUX_DEFAULTS | dict(denoiser_config)
-        if sizes["num_layers"] > 19 or sizes["num_single_layers"] > 38:
-            return "diffusers converts kohya's FLUX names for 19 + 38 blocks, this base has more"
+    """Why diffusers itself cannot load this layout for this base, or None where it can."""
+    if layout not in family.layouts_of_diffusers:
+        return f"diffusers does not read the {layout} layout of {family.title}"
+    if layout == "diffusers" or not family.converter_width:
+        return None
+    # Miniatures and models with blocks added: diffusers 0.42 has the sizes of the released model in its converters.
+    sizes = FLUX_DEFAULTS | dict(denoiser_config)
+    width = sizes["num_attention_heads"] * sizes["attention_head_dim"]
+    if width != family.converter_width:
+        return f"diffusers converts these names at width {family.converter_width} only, this base has {width}"
+    if family.kohya_naming == "bfl_flux" and (sizes["num_layers"] > 19 or sizes["num_single_layers"] > 38):
+        return "diffusers converts kohya's FLUX names for 19 + 38 blocks, this base has more"
     return None
 
 
-# -- kohya's names: for each rule, (module path -> kohya name) and (kohya name -> module paths), without lora_unet_
+FLUX_DEFAULTS = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 19, "num_single_layers": 38}
+"""What diffusers takes where a config.json leaves it out."""
+
+
+# -- names: each rule is two functions. There: module path -> name in the layout, and all modules which that stands for.
+# Back: that name -> module paths. Without the prefix and what comes behind the layer.
 
 # Words of diffusers' UNet paths that hold an underscore themselves: all other underscores of a kohya name were dots.
 COMPOUNDS = (
@@ -252,11 +277,14 @@ def _dotted(kohya: str) -> str:
     return "".join(part if part in COMPOUNDS else part.replace("_", ".") for part in parts)
 
 
-def _underscored_to_kohya(module: str, denoiser_config: Mapping[str, Any]) -> str:
-    return module.replace(".", "_")
+Named = tuple[str, tuple[str, ...]]  # a name in a layout, and the modules which it stands for
 
 
-def _underscored_members(kohya: str, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
+def _underscored_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
+    return module.replace(".", "_"), (module,)
+
+
+def _underscored_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     return (_dotted(kohya),)
 
 
@@ -283,7 +311,6 @@ UNET_DEFAULTS: dict[str, Any] = {
     "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
     "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
 }
-FLUX_DEFAULTS = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 19, "num_single_layers": 38}
 
 
 def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
@@ -315,19 +342,16 @@ def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _sgm_to_kohya(module: str, denoiser_config: Mapping[str, Any]) -> str:
+def _sgm_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
     for path, name in sgm_blocks(denoiser_config).items():
         if module == path or module.startswith(path + "."):
             inner = module[len(path) + 1 :]
             inner = SGM_RESNET.get(inner, inner)
-            return (f"{name}.{inner}" if inner else name).replace(".", "_")
-    raise UserError(
-        f"{module}: kohya's layout has no name for this layer; "
-        "leave it out of adapter.targets, or kohya out of export.formats"
-    )
+            return (f"{name}.{inner}" if inner else name).replace(".", "_"), (module,)
+    raise UserError(f"{module}: kohya's layout has no name for this layer; {LEAVE_OUT}")
 
 
-def _sgm_members(kohya: str, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
+def _sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     resnet = {name.replace(".", "_"): path for path, name in SGM_RESNET.items()}
     for path, name in sgm_blocks(denoiser_config).items():
         name = name.replace(".", "_")
@@ -342,68 +366,83 @@ def _sgm_members(kohya: str, denoiser_config: Mapping[str, Any]) -> tuple[str, .
     raise UserError(f"lora_unet_{kohya}: no layer of this base has that name")
 
 
-# Layers of one block, by their names in the original FLUX; the order of the members is their order in the fused layer.
-FLUX_DOUBLE = {
-    "img_mod_lin": ("norm1.linear",),
-    "img_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "img_attn_proj": ("attn.to_out.0",),
-    "img_mlp_0": ("ff.net.0.proj",),
-    "img_mlp_2": ("ff.net.2",),
-    "txt_mod_lin": ("norm1_context.linear",),
-    "txt_attn_qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "txt_attn_proj": ("attn.to_add_out",),
-    "txt_mlp_0": ("ff_context.net.0.proj",),
-    "txt_mlp_2": ("ff_context.net.2",),
-}
-FLUX_SINGLE = {
-    "modulation_lin": ("norm.linear",),
-    "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-    "linear2": ("proj_out",),
-}
-FLUX_BLOCKS = (
-    ("double_blocks", "transformer_blocks", FLUX_DOUBLE),
-    ("single_blocks", "single_transformer_blocks", FLUX_SINGLE),
-)
+def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
+    found = naming.to_native(family.native_layers, module)
+    if found is None:
+        raise UserError(f"{module}: this layer has no name in {family.title}'s original code; {LEAVE_OUT}")
+    return found
 
 
-def _flux_to_kohya(module: str, denoiser_config: Mapping[str, Any]) -> str:
-    for theirs, ours, layers in FLUX_BLOCKS:
-        match = re.fullmatch(rf"{ours}\.(\d+)\.(.+)", module)
-        for name, members in layers.items():
-            if match and match[2] in members:
-                return f"{theirs}_{match[1]}_{name}"
-    # diffusers drops or swaps what kohya files hold outside of the blocks: the file would not do what was trained
-    raise UserError(
-        f"{module}: kohya's FLUX layout holds layers inside the blocks only; "
-        "leave it out of adapter.targets, or kohya out of export.formats"
-    )
+def _native_members(native: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
+    found = naming.from_native(family.native_layers, native)
+    if found is None:
+        raise UserError(f"diffusion_model.{native}: no layer of {family.title} has that name")
+    return found
 
 
-def _flux_members(kohya: str, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
-    for theirs, ours, layers in FLUX_BLOCKS:
-        match = re.fullmatch(rf"{theirs}_(\d+)_(\w+)", kohya)
-        if match and match[2] in layers:
-            return tuple(f"{ours}.{match[1]}.{member}" for member in layers[match[2]])
-    raise UserError(f"lora_unet_{kohya}: no layer of this base has that name")
+def _native_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
+    native, members = _to_native(module, family, denoiser_config)
+    return native.replace(".", "_"), members
 
 
-def _flux_width(denoiser_config: Mapping[str, Any]) -> int:
-    sizes = FLUX_DEFAULTS | dict(denoiser_config)
-    return sizes["num_attention_heads"] * sizes["attention_head_dim"]
+def _native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
+    # Which of the underscores were dots is told by the base's own layers only.
+    known = _underscored(family.native_layers, tuple(family.layer_shapes(denoiser_config)))
+    if kohya not in known:
+        raise UserError(f"lora_unet_{kohya}: no layer of this base has that name")
+    return known[kohya]
 
 
-def _flux_rows(module: str, denoiser_config: Mapping[str, Any]) -> int:
-    return _flux_width(denoiser_config) * (4 if module.endswith(".proj_mlp") else 1)  # FLUX's MLP is four times as wide
+@cache
+def _underscored(rows: tuple[naming.Row, ...], layers: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    found = (naming.to_native(rows, layer) for layer in layers)
+    return {one[0].replace(".", "_"): one[1] for one in found if one}
 
 
+def _bfl_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
+    native, members = _to_native(module, family, denoiser_config)
+    if not native.startswith(("double_blocks.", "single_blocks.")):
+        # diffusers drops or swaps what kohya files hold outside of the blocks: the file would not do what was trained
+        raise UserError(f"{module}: kohya's FLUX layout holds layers inside the blocks only; {LEAVE_OUT}")
+    return native.replace(".", "_"), members
+
+
+LEAVE_OUT = "leave it out of adapter.targets, or the layout out of export.formats"
 NAMINGS = {
     "diffusers_underscored": (_underscored_to_kohya, _underscored_members),
     "sgm_unet": (_sgm_to_kohya, _sgm_members),
-    "bfl_flux": (_flux_to_kohya, _flux_members),
+    "native": (_native_to_kohya, _native_kohya_members),
+    "bfl_flux": (_bfl_to_kohya, _native_kohya_members),
 }
 
 
-def _naming(family: Any) -> tuple[Callable[..., str], Callable[..., tuple[str, ...]]]:
-    if family.kohya_naming not in NAMINGS:
-        raise UserError(f"{family.title} has no kohya layout; set export.formats = ['diffusers']")
-    return NAMINGS[family.kohya_naming]
+def _rule(
+    family: Any, denoiser_config: Mapping[str, Any], layout: str
+) -> tuple[str, Callable[[str], Named], Callable[[str], tuple[str, ...]]]:
+    """A layout's prefix, and the two functions of its rule.
+
+    Raises:
+        UserError: there is no such layout, or the family has none of the kind.
+    """
+    if layout not in LAYOUTS:
+        raise UserError(f"{layout!r}: unknown layout; there are {', '.join(LAYOUTS)}")
+    if layout == "diffusers":
+        return _prefix(family, layout), lambda module: (module, (module,)), lambda name: (name,)
+    if not _has_layout(family, layout):
+        raise UserError(f"{family.title} has no {layout} layout; set export.formats = ['diffusers']")
+    to_name, members = NAMINGS[family.kohya_naming] if layout == "kohya" else (_to_native, _native_members)
+    return (
+        _prefix(family, layout),
+        lambda module: to_name(module, family, denoiser_config),
+        lambda name: members(name, family, denoiser_config),
+    )
+
+
+def _rows(
+    members: Iterable[str], pairs: Mapping[str, Pair], family: Any, denoiser_config: Mapping[str, Any]
+) -> list[int]:
+    """Output features of a fused layer's members; of those without a LoRA the denoiser tells."""
+    return [
+        pairs[member][1].shape[0] if member in pairs else family.layer_shapes(denoiser_config)[member][0]
+        for member in members
+    ]

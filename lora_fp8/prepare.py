@@ -72,7 +72,15 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
         raise UserError(
             f"dataset.resolution = {resolution}: {Family.title} needs a multiple of {Family.bucket_multiple}"
         )
-    return job.model_copy(update={"dataset": job.dataset.model_copy(update=updates)})
+    section = job.export
+    if section.formats == ["auto"]:
+        section = section.model_copy(update={"formats": list(Family.recommended_layouts())})
+    if unknown := [layout for layout in section.formats if layout not in Family.layouts]:
+        raise UserError(
+            f"export.formats = {unknown}: {Family.title} has no such layout; accepted: auto | "
+            f"{' | '.join(Family.layouts)}"
+        )
+    return job.model_copy(update={"dataset": job.dataset.model_copy(update=updates), "export": section})
 
 
 def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Size, list[bucketing.Placed]]:

@@ -21,9 +21,9 @@ error is above the fixed bar, the bar is measured: the file's own adapter is mad
 with. The precise question is `delta`: it compares weights, and no arithmetic of the denoiser blurs it.
 
 Nothing of training is reused but the probe and the trained tensors: the clean pipeline's denoiser is a plain diffusers
-model without a module of this package, and the file goes through diffusers' own conversion. That conversion has the
-sizes of FLUX.1 written into it, so a bundled miniature's kohya file is renamed by `export.from_layout` first, and the
-report says so.
+model without a module of this package, and the file goes through diffusers' own conversion. Not every layout that other
+programs read has one there, and kohya's of FLUX.1 has the sizes of the released model written into it: such a file is
+renamed by `export.from_layout` first, and the report says so.
 
 Shapes: B batch, C channels, H height, W width (latents); r rank.
 """

@@ -105,14 +105,16 @@ def make_job(
     gc.freeze()
 
     def make(folder: Path, *overrides: str, family: str = "sd15") -> config.Job:
-        paths = (
+        two = [layout for layout in ("diffusers", "kohya") if layout in families.get(family).layouts]
+        given = (
+            f"export.formats={two}",
             f"output_dir='{folder / 'runs'}'",
             f"dataset.cache_dir='{cache}'",
             f"dataset.folders=[{{path='{pictures}'}}]",
             f"model.family='{family}'",
             f"model.path='{tiny(family)}'",
         )
-        return config.loads(JOB, [*paths, *overrides])
+        return config.loads(JOB, [*given, *overrides])
 
     return make
 

@@ -143,9 +143,9 @@ def test_sdxl_names_of_convolutions_and_embeddings_are_reversible(full_size):
     family, denoiser = families.get("sdxl"), full_size("sdxl")
     layers = adapted(denoiser, lambda path: True)
     to_kohya, members = export.NAMINGS["sgm_unet"]
-    names = {path: to_kohya(path, denoiser.config) for path in layers}
+    names = {path: to_kohya(path, family, denoiser.config)[0] for path in layers}
     assert len(set(names.values())) == len(layers)
-    assert all(members(kohya, denoiser.config) == (path,) for path, kohya in names.items())
+    assert all(members(kohya, family, denoiser.config) == (path,) for path, kohya in names.items())
     in_blocks = [path for path in layers if any(p in path for p in ("resnets", "attentions", "samplers"))]
     assert len(in_blocks) == 788  # sd-scripts with conv_dim
     assert names["up_blocks.0.upsamplers.0.conv"] == "output_blocks_2_2_conv"
@@ -212,7 +212,7 @@ def test_a_config_may_leave_out_what_diffusers_has_a_default_for(full_size):
 
 
 def test_a_family_without_kohya_names_says_so():
-    family = SimpleNamespace(title="New", denoiser_name="transformer", kohya_naming="")
+    family = SimpleNamespace(title="New", denoiser_name="transformer", kohya_naming="", native_layers=())
     with pytest.raises(UserError, match=r"New has no kohya layout; set export.formats = \['diffusers'\]"):
         export.to_layout(random_state({"x": (4, 4, ())}), 1.0, family, {}, "kohya")
 
@@ -312,6 +312,7 @@ def facts(**changes):
 
 def write(folder, state=None, **section):
     state = random_state(LAYERS, rank=3) if state is None else state
+    section = {"formats": ["diffusers", "kohya"]} | section
     return export.write(state, 1.7 / 3, families.get("sd15"), {}, config.Export(**section), facts(), folder)
 
 
@@ -362,10 +363,11 @@ for name in ("mid_block.attentions.0.proj_in", "up_blocks.1.attentions.0.proj_ou
     state[name + ".lora_A.weight"] = torch.randn(3, 33, generator=generator)
     state[name + ".lora_B.weight"] = torch.randn(31, 3, generator=generator)
 family = SimpleNamespace(denoiser_name="unet", kohya_naming="diffusers_underscored", kohya_base_version="sd_v1")
+family.native_layers = ()
 family.modelspec_architecture = "stable-diffusion-v1"
 cats = export.FolderFacts.count("cats", ["a, b, c", "c, b", "d, e, a", "f"])
 facts = export.ExportFacts("x", 1, 3, 1.7, 1e-4, 0, (512, 512), folders=(cats,), buckets={(64, 64): 1, (32, 96): 2})
-export.write(state, 1.7 / 3, family, {}, config.Export(), facts, Path(sys.argv[1]))
+export.write(state, 1.7 / 3, family, {}, config.Export(formats=["diffusers", "kohya"]), facts, Path(sys.argv[1]))
 """
 
 

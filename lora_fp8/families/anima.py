@@ -71,6 +71,7 @@ class Family(ModelFamily):
     kohya_base_version = "anima"
     kohya_naming = "native"
     layouts = ("comfy", "diffusers", "kohya")
+    layouts_of_diffusers = ("diffusers", "comfy")
     native_layers = (
         *_block(),
         ("x_embedder.proj.1", "patch_embed.proj"),

@@ -24,11 +24,13 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -150,8 +152,14 @@ class ModelFamily(ABC):
     """Text encoder -> prefix of its keys in a single-file checkpoint that carries it."""
     native_layers: ClassVar[tuple[naming.Row, ...]] = ()
     """The denoiser's layers in the naming in which the model was first published, and in diffusers': see `naming`."""
-    layouts: ClassVar[tuple[str, ...]] = ("diffusers", "kohya")
+    layouts: ClassVar[tuple[str, ...]] = ("kohya", "diffusers")
     """Key layouts that LoRA files of this architecture are written in, the one that most programs read in front."""
+    layouts_of_diffusers: ClassVar[tuple[str, ...]] = ("diffusers", "comfy", "kohya")
+    """Those of `layouts` that diffusers' pipeline loads whole; tests hold it against what the pipeline does."""
+    converter_width: ClassVar[int] = 0
+    """The width of the released model, if diffusers' converter of other layouts has it written into it."""
+    auto_layouts: ClassVar[tuple[str, ...]] = ()
+    """What export.formats = ["auto"] writes; empty: the first of `layouts`, and one for diffusers if that is none."""
     reference_config: ClassVar[dict[str, Any]] = {}
     """Denoiser config of the released model, for single files whose components folder has no denoiser config."""
     index_name: ClassVar[str] = "model_index.json"
@@ -345,6 +353,17 @@ class ModelFamily(ABC):
         """Full names of layers that get no adapter whoever asks: nothing reads their answer, so that they would never
         learn, or a LoRA of theirs would be another one in the model's original naming."""
         return set()
+
+    @classmethod
+    def layer_shapes(cls, denoiser_config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+        """{module path: shape of its weight} of a denoiser with this config, of linears and convolutions."""
+        return _layer_shapes(cls.denoiser_class, json.dumps(dict(denoiser_config), sort_keys=True, default=str))
+
+    @classmethod
+    def recommended_layouts(cls) -> tuple[str, ...]:
+        """The layouts that export.formats = ["auto"] stands for."""
+        first = cls.layouts[0]
+        return cls.auto_layouts or ((first,) if first in cls.layouts_of_diffusers else (first, "diffusers"))
 
     @classmethod
     def adapter_names(cls, denoiser: nn.Module, targets: Sequence[str] = ()) -> list[str]:
@@ -691,6 +710,14 @@ class ModelFamily(ABC):
 def _is_component(entry: Any) -> bool:
     """Whether an entry of model_index.json names a part of the pipeline, as [library, class] or [null, null]."""
     return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
+
+
+@cache
+def _layer_shapes(denoiser_class: str, denoiser_config: str) -> Mapping[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, denoiser_class).from_config(json.loads(denoiser_config))
+    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return {path: tuple(layer.weight.shape) for path, layer in denoiser.named_modules() if isinstance(layer, layers)}
 
 
 def padded(conds: Sequence[Cond], name: str) -> Cond:

@@ -52,6 +52,9 @@ class Family(ModelFamily):
     kohya_base_version = "chroma"
     kohya_naming = "bfl_flux"
     layouts = ("diffusers", "comfy", "kohya")
+    layouts_of_diffusers = ("diffusers", "kohya")
+    converter_width = 3072
+    auto_layouts = ("diffusers", "kohya")  # Forge reads kohya's
     reference_config = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38}
     native_layers = (
         *(

@@ -15,7 +15,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from lora_fp8 import config
+from lora_fp8 import config, naming
 from lora_fp8.objectives import FlowMatching
 
 from . import _miniature
@@ -54,6 +54,50 @@ class Family(ModelFamily):
     modelspec_architecture = "flux-1-dev"
     kohya_base_version = "flux1"
     kohya_naming = "bfl_flux"
+    layouts = ("diffusers", "kohya", "comfy")
+    layouts_of_diffusers = ("diffusers", "kohya")
+    converter_width = 3072
+    auto_layouts = ("diffusers", "kohya")  # Forge reads kohya's
+    native_layers = (
+        *(
+            row
+            for stream, q, k, v, out, added, ff in (
+                ("img", "to_q", "to_k", "to_v", "to_out.0", "", "ff"),
+                ("txt", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "added_", "ff_context"),
+            )
+            for row in (
+                (f"double_blocks.#.{stream}_attn.qkv", " ".join(f"transformer_blocks.#.attn.{x}" for x in (q, k, v))),
+                (f"double_blocks.#.{stream}_attn.proj", f"transformer_blocks.#.attn.{out}"),
+                *(
+                    (
+                        f"double_blocks.#.{stream}_attn.norm.{name}_norm.scale",
+                        f"transformer_blocks.#.attn.norm_{added}{x}.weight",
+                    )
+                    for name, x in (("query", "q"), ("key", "k"))
+                ),
+                (f"double_blocks.#.{stream}_mlp.0", f"transformer_blocks.#.{ff}.net.0.proj"),
+                (f"double_blocks.#.{stream}_mlp.2", f"transformer_blocks.#.{ff}.net.2"),
+            )
+        ),
+        ("double_blocks.#.img_mod.lin", "transformer_blocks.#.norm1.linear"),
+        ("double_blocks.#.txt_mod.lin", "transformer_blocks.#.norm1_context.linear"),
+        ("single_blocks.#.modulation.lin", "single_transformer_blocks.#.norm.linear"),
+        (
+            "single_blocks.#.linear1",
+            " ".join(f"single_transformer_blocks.#.{x}" for x in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
+        ),
+        ("single_blocks.#.linear2", "single_transformer_blocks.#.proj_out"),
+        ("single_blocks.#.norm.query_norm.scale", "single_transformer_blocks.#.attn.norm_q.weight"),
+        ("single_blocks.#.norm.key_norm.scale", "single_transformer_blocks.#.attn.norm_k.weight"),
+        *(
+            (f"{name}_in.{side}_layer", f"time_text_embed.{ours}_embedder.linear_{i}")
+            for name, ours in (("time", "timestep"), ("vector", "text"), ("guidance", "guidance"))
+            for i, side in ((1, "in"), (2, "out"))
+        ),
+        ("txt_in", "context_embedder"),
+        ("img_in", "x_embedder"),
+        ("final_layer.linear", "proj_out"),
+    )
     reference_config = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38}
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
@@ -162,45 +206,6 @@ class Family(ModelFamily):
         )
 
 
-# -- the layout of the original checkpoint ----------------------------------------------------------------------------
-# diffusers has a converter, but it needs all 24 GB in memory at once, and knows one width only. These are the same
-# rules as a table that can be streamed; a test holds them against diffusers' converter.
-_TOP = {
-    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
-    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
-    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
-    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
-    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
-    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
-    "txt_in": "context_embedder",
-    "img_in": "x_embedder",
-    "final_layer.linear": "proj_out",
-}
-_DOUBLE = {
-    "img_mod.lin": "norm1.linear",
-    "txt_mod.lin": "norm1_context.linear",
-    "img_attn.qkv": "attn.to_q attn.to_k attn.to_v",
-    "txt_attn.qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
-    "img_attn.norm.query_norm": "attn.norm_q",
-    "img_attn.norm.key_norm": "attn.norm_k",
-    "txt_attn.norm.query_norm": "attn.norm_added_q",
-    "txt_attn.norm.key_norm": "attn.norm_added_k",
-    "img_attn.proj": "attn.to_out.0",
-    "txt_attn.proj": "attn.to_add_out",
-    "img_mlp.0": "ff.net.0.proj",
-    "img_mlp.2": "ff.net.2",
-    "txt_mlp.0": "ff_context.net.0.proj",
-    "txt_mlp.2": "ff_context.net.2",
-}
-_SINGLE = {
-    "modulation.lin": "norm.linear",
-    "linear1": "attn.to_q attn.to_k attn.to_v proj_mlp",
-    "linear2": "proj_out",
-    "norm.query_norm": "attn.norm_q",
-    "norm.key_norm": "attn.norm_k",
-}
-
-
 def _without_prefix(header: Header) -> Header:
     return {key.removeprefix("model.diffusion_model."): shape for key, shape in header.items()}
 
@@ -216,24 +221,20 @@ def _shift_scale_swapped(tensor: Tensor) -> Tensor:
 
 
 def bfl_conversion(header: Header) -> Conversion:
-    """Every tensor of the transformer: its name in diffusers, its key in the file, and which rows of it."""
+    """Every tensor of the transformer: its name in diffusers, its key in the file, and which rows of it.
+
+    diffusers has a converter, but it needs all 24 GB in memory at once, and knows one width only.
+    """
     conversion: Conversion = {}
     for key, shape in header.items():
-        module, _, kind = key.removeprefix("model.diffusion_model.").rpartition(".")
-        kind = {"scale": "weight"}.get(kind, kind)
-        group, _, rest = module.partition(".")
-        index, _, layer = rest.partition(".")
-        if group == "double_blocks":
-            names = [f"transformer_blocks.{index}.{n}" for n in _DOUBLE.get(layer, "").split()]
-        elif group == "single_blocks":
-            names = [f"single_transformer_blocks.{index}.{n}" for n in _SINGLE.get(layer, "").split()]
-        elif module == "final_layer.adaLN_modulation.1":
+        native = key.removeprefix("model.diffusion_model.")
+        module, _, kind = native.rpartition(".")
+        if module == "final_layer.adaLN_modulation.1":
             conversion[f"norm_out.linear.{kind}"] = (key, _shift_scale_swapped)
             continue
-        else:
-            names = _TOP.get(module, "").split()
+        names = naming.from_native(Family.native_layers, native) or ()
         if len(names) == 1:
-            conversion[f"{names[0]}.{kind}"] = (key, None)
+            conversion[names[0]] = (key, None)
             continue
         # Fused rows: q, k and v take the model's width each, the single blocks' MLP what is left.
         width = shape[0] // 3
@@ -242,5 +243,5 @@ def bfl_conversion(header: Header) -> Conversion:
             width = header[f"{prefix}linear2.weight"][0]
         for i, name in enumerate(names):
             stop = shape[0] if i == len(names) - 1 else (i + 1) * width
-            conversion[f"{name}.{kind}"] = (key, _rows(i * width, stop))
+            conversion[name] = (key, _rows(i * width, stop))
     return conversion

@@ -92,7 +92,8 @@ class Family(ModelFamily):
     kohya_base_version = "hunyuan_video"
     kohya_naming = "native"
     layouts = ("comfy", "diffusers", "kohya")
-    layouts_of_diffusers = ("diffusers",)  # its converter of the original names counts on a width of 3072
+    layouts_of_diffusers = ("diffusers", "comfy")
+    converter_width = 3072
     call_options = {"num_frames": 1}
     reference_config = {"num_layers": 20, "num_single_layers": 40}
     native_layers = (

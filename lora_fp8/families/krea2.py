@@ -65,6 +65,7 @@ class Family(ModelFamily):
     kohya_base_version = "krea2"
     kohya_naming = "native"
     layouts = ("comfy", "diffusers", "kohya")
+    layouts_of_diffusers = ("diffusers", "comfy")
     native_layers = (
         *_block("blocks", "transformer_blocks"),
         *_block("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks"),

@@ -70,6 +70,7 @@ class Family(ModelFamily):
     kohya_naming = "native"
     # diffusers reads the original names only of LoRAs that have every linear of the blocks, modulation included.
     layouts = ("diffusers", "comfy", "kohya")
+    layouts_of_diffusers = ("diffusers",)
     reference_config = {"cap_feat_dim": 2304}
     native_layers = (
         ("x_embedder", "x_embedder"),

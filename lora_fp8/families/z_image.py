@@ -61,6 +61,7 @@ class Family(ModelFamily):
     # ComfyUI reads the names of diffusers too; with those of the original, q, k and v are one layer, which diffusers
     # does not take apart.
     layouts = ("diffusers", "comfy", "kohya")
+    layouts_of_diffusers = ("diffusers", "kohya")
     native_layers = (
         *(row for name in ("layers", "noise_refiner", "context_refiner") for row in _block(name)),
         ("x_embedder", "all_x_embedder.2-1"),

@@ -1,0 +1,265 @@
+"""Every layout of every family: ComfyUI's names, diffusers' own loader, there and back, and what auto chooses.
+
+Judges are diffusers' pipelines (`lora_state_dict` of each) and names written out here from the original code. The
+denoisers are the released ones, on the meta device; the LoRAs on them are real, of small rank.
+"""
+
+import re
+from collections import Counter
+from functools import cache
+
+import diffusers
+import pytest
+import torch
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+
+from lora_fp8 import config, families, layouts, prepare
+from lora_fp8.config import UserError
+from lora_fp8.verify import delta_error
+
+torch.set_num_threads(1)
+
+
+@cache
+def full_size(name):
+    """(denoiser on the meta device, its config) of the released model."""
+    Family = families.get(name)
+    with torch.device("meta"):
+        denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
+    return denoiser, dict(denoiser.config)
+
+
+def random_lora(denoiser, names, rank=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name in names:
+        out, inner, *kernel = denoiser.get_submodule(name).weight.shape
+        r = rank(name) if callable(rank) else rank
+        state[f"{name}.lora_A.weight"] = torch.randn(r, inner, *kernel, generator=generator)
+        state[f"{name}.lora_B.weight"] = torch.randn(out, r, *(1 for _ in kernel), generator=generator)
+    return state
+
+
+def pair(state, module, scale):
+    return state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], scale
+
+
+CASES = [(name, layout) for name in families.available() for layout in families.get(name).layouts]
+
+
+def read_by_diffusers(name, tensors, denoiser):
+    """{module: (A, B, scaling)} as diffusers' pipeline of the family understands a file, or what went wrong."""
+    Family = families.get(name)
+    options = {"unet_config": denoiser.config} if name == "sdxl" else {}
+    try:
+        converted = Family.pipeline_type().lora_state_dict(dict(tensors), **options)
+    except (KeyError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    converted, alphas = converted if isinstance(converted, tuple) else (converted, None)
+    prefix = Family.denoiser_name + "."
+    if foreign := [key for key in converted if not key.startswith(prefix)]:
+        return f"left over: {foreign[:2]}"
+    converted = {key.removeprefix(prefix): tensor for key, tensor in converted.items()}
+    if alphas:  # of UNets: it comes beside the weights, here one for all; elsewhere it is multiplied in
+        converted = convert_unet_state_dict_to_peft(converted)
+        (alpha,) = set(map(float, alphas.values()))
+        assert 2 * len(alphas) == len(converted)
+    scale = alpha / 2 if alphas else 1.0
+    return {module: pair(converted, module, scale) for module in layouts.modules(converted)}
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_diffusers_reads_what_is_said_to_be_read_and_nothing_else(name, layout):
+    """At full size, every adapted layer: no key is left over, and each delta is the trained one."""
+    Family = families.get(name)
+    denoiser, denoiser_config = full_size(name)
+    names = Family.adapter_names(denoiser)
+    state = random_lora(denoiser, names, rank=2)
+    tensors = layouts.to_layout(state, 0.75, Family, denoiser_config, layout)
+    found = read_by_diffusers(name, tensors, denoiser)
+    reads = isinstance(found, dict) and found.keys() == set(names)
+    assert reads == (layout in Family.layouts_of_diffusers), found if isinstance(found, str) else sorted(found)[:3]
+    assert reads == (layouts.unread_by_diffusers(Family, denoiser_config, layout) is None)
+    if reads:
+        for module in names[:: max(1, len(names) // 60)]:
+            assert delta_error(found[module], pair(state, module, 0.75)) < 1e-5, module
+
+
+@pytest.mark.parametrize("name", families.available())
+def test_every_layout_to_every_other_and_back_loses_nothing(name):
+    """Of a third of the layers, ranks and scalings drawn at random, so that fused layers lack members or mix them."""
+    Family = families.get(name)
+    denoiser, denoiser_config = full_size(name)
+    generator = torch.Generator().manual_seed(7)
+    names = Family.adapter_names(denoiser)
+    chosen = [n for n in names if torch.rand((), generator=generator) < 0.34 and len(names) > 3][:40]
+    ranks = {n: 1 + int(torch.randint(3, (), generator=generator)) for n in chosen}
+    state = random_lora(denoiser, chosen, ranks.__getitem__)
+    scaling = {n: 0.25 + float(torch.rand((), generator=generator)) for n in chosen}
+    for first in Family.layouts:
+        for second in Family.layouts:
+            once = layouts.to_layout(state, scaling, Family, denoiser_config, first)
+            assert layouts.detect_layout(once, Family) == first
+            there, scales = layouts.from_layout(once, Family, denoiser_config)
+            twice = layouts.to_layout(there, scales, Family, denoiser_config, second)
+            back, scales = layouts.from_layout(twice, Family, denoiser_config)
+            assert layouts.modules(back) == sorted(chosen)
+            for module in chosen:
+                error = delta_error(pair(back, module, scales[module]), pair(state, module, scaling[module]))
+                assert error < 1e-6, (first, second, module)
+
+
+# -- ComfyUI
+
+
+BFL = {
+    *(f"double_blocks.#.{s}_{x}" for s in ("img", "txt") for x in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")),
+    *("single_blocks.#.linear1", "single_blocks.#.linear2"),
+}
+NEXT_DIT = {"attention.qkv", "attention.out", *(f"feed_forward.w{i}" for i in (1, 2, 3))}
+JOINT = {
+    f"joint_blocks.#.{s}_block.{x}" for s in ("x", "context") for x in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+}
+COMFYUI = {
+    "flux": (BFL, 19 * 8 + 38 * 2),
+    "chroma": (BFL, 19 * 8 + 38 * 2),
+    "flux2": (BFL, 8 * 8 + 48 * 2),
+    "flux2_klein": (BFL, 5 * 8 + 20 * 2),
+    # 3.5 medium: its first 13 blocks have a second attention, and the last block's text is only looked at
+    "sd3": (JOINT | {f"joint_blocks.#.x_block.attn2.{x}" for x in ("qkv", "proj")}, 24 * 8 + 13 * 2 - 3),
+    "lumina2": (
+        {f"{block}.#.{x}" for block in ("layers", "noise_refiner", "context_refiner") for x in NEXT_DIT},
+        (26 + 2 + 2) * 5,
+    ),
+    "z_image": ({f"layers.#.{x}" for x in NEXT_DIT}, 30 * 5),
+    "qwen_image": (
+        {f"transformer_blocks.#.attn.to_{x}" for x in ("q", "k", "v", "out.0", "add_out")}
+        | {f"transformer_blocks.#.attn.add_{x}_proj" for x in "qkv"}
+        | {f"transformer_blocks.#.{s}_mlp.net.{x}" for s in ("img", "txt") for x in ("0.proj", "2")},
+        60 * 12 - 4,
+    ),
+    "krea2": (
+        {f"blocks.#.attn.{x}" for x in ("wq", "wk", "wv", "wo", "gate")}
+        | {f"blocks.#.mlp.{x}" for x in ("gate", "up", "down")},
+        28 * 8,
+    ),
+    "ernie_image": (
+        {f"layers.#.self_attention.to_{x}" for x in ("q", "k", "v", "out.0")}
+        | {f"layers.#.mlp.{x}" for x in ("gate_proj", "up_proj", "linear_fc2")},
+        36 * 7,
+    ),
+    "wan": (
+        {f"blocks.#.{attn}.{x}" for attn in ("self_attn", "cross_attn") for x in "qkvo"}
+        | {"blocks.#.ffn.0", "blocks.#.ffn.2"},
+        40 * 10,
+    ),
+    "anima": (
+        {f"blocks.#.{attn}.{x}_proj" for attn in ("self_attn", "cross_attn") for x in ("q", "k", "v", "output")}
+        | {"blocks.#.mlp.layer1", "blocks.#.mlp.layer2"},
+        28 * 10,
+    ),
+    "aura_flow": (
+        {f"double_layers.#.attn.w{i}{x}" for i in (1, 2) for x in "qkvo"}
+        | {f"single_layers.#.attn.w1{x}" for x in "qkvo"}
+        | {f"double_layers.#.mlp{x}.{y}" for x in "CX" for y in ("c_fc1", "c_fc2", "c_proj")}
+        | {f"single_layers.#.mlp.{y}" for y in ("c_fc1", "c_fc2", "c_proj")},
+        4 * 14 + 32 * 7,
+    ),
+    "ideogram4": (
+        {"layers.#.attention.qkv", "layers.#.attention.o", *(f"layers.#.feed_forward.w{i}" for i in (1, 2, 3))},
+        34 * 5,
+    ),
+    # The names of the released file; ComfyUI renames them when it loads the model, and knows LoRAs by the old names.
+    "hunyuan_video": (
+        {f"double_blocks.#.{s}_{x}" for s in ("img", "txt") for x in ("attn_qkv", "attn_proj", "mlp.fc1", "mlp.fc2")}
+        | {"single_blocks.#.linear1", "single_blocks.#.linear2"},
+        20 * 8 + 40 * 2,
+    ),
+    "hidream": (
+        {
+            f"{kind}_stream_blocks.#.block.{x}"
+            for kind in ("double", "single")
+            for x in (
+                *(f"attn1.to_{y}" for y in ("q", "k", "v", "out")),
+                *(f"ff_i.shared_experts.w{i}" for i in (1, 2, 3)),
+            )
+        }
+        | {f"double_stream_blocks.#.block.attn1.to_{x}_t" for x in ("q", "k", "v", "out")}
+        | {f"double_stream_blocks.#.block.ff_t.w{i}" for i in (1, 2, 3)},
+        16 * 14 + 32 * 7,
+    ),
+}
+"""Layers in the blocks of ComfyUI's models, "#" for the block's number, and how many there are in all."""
+
+
+@pytest.mark.parametrize("name", COMFYUI)
+def test_comfyui_resolves_every_key(name):
+    """Its rule: `diffusion_model.` and the layer's name; or `lora_unet_` and the name with _ for every dot."""
+    Family = families.get(name)
+    denoiser, denoiser_config = full_size(name)
+    state = random_lora(denoiser, Family.adapter_names(denoiser))
+    patterns, count = COMFYUI[name]
+    tensors = layouts.to_layout(state, 0.5, Family, denoiser_config, "comfy")
+    ends = Counter(re.sub(r".*(\.lora_[AB]\.weight)$", r"\1", key) for key in tensors)
+    assert ends == {".lora_A.weight": count, ".lora_B.weight": count}
+    stems = {re.sub(r"\.lora_[AB]\.weight$", "", key) for key in tensors}
+    assert {re.sub(r"(blocks|layers|refiner)\.\d+", lambda m: re.sub(r"\d+", "#", m[0]), s) for s in stems} == {
+        f"diffusion_model.{pattern}" for pattern in patterns
+    }
+    if "kohya" in Family.layouts:
+        kohya = layouts.to_layout(state, 0.5, Family, denoiser_config, "kohya")
+        expected = {"lora_unet_" + stem.removeprefix("diffusion_model.").replace(".", "_") for stem in stems}
+        assert {key.split(".")[0] for key in kohya} == expected and len(kohya) == 3 * count
+
+
+def test_every_family_with_a_comfy_layout_has_names_to_be_held_against():
+    with_comfy = {name for name in families.available() if "comfy" in families.get(name).layouts}
+    assert with_comfy == set(COMFYUI)
+
+
+def test_a_file_that_scales_by_alpha_is_read_in_every_layout():
+    """As other trainers write them: lora_down and alpha under ComfyUI's names."""
+    Family = families.get("krea2")
+    state = {"diffusion_model.blocks.3.attn.wq.lora_down.weight": torch.randn(4, 8)}
+    state |= {"diffusion_model.blocks.3.attn.wq.lora_up.weight": torch.randn(8, 4)}
+    state |= {"diffusion_model.blocks.3.attn.wq.alpha": torch.tensor(2.0)}
+    found, scaling = layouts.from_layout(state, Family, {})
+    assert scaling == {"transformer_blocks.3.attn.to_q": 0.5} and len(found) == 2
+
+
+def test_a_layer_without_a_name_in_the_layout_is_refused():
+    Family = families.get("krea2")
+    state = {"nothing.to_q.lora_A.weight": torch.randn(4, 8), "nothing.to_q.lora_B.weight": torch.randn(8, 4)}
+    for layout in ("comfy", "kohya"):
+        with pytest.raises(UserError, match="nothing.to_q: this layer has no name.*export.formats"):
+            layouts.to_layout(state, 1.0, Family, {}, layout)
+
+
+# -- export.formats
+
+
+AUTO = {
+    **dict.fromkeys(("sd15", "sd2", "sdxl"), ["kohya"]),
+    **dict.fromkeys(("flux", "chroma"), ["diffusers", "kohya"]),
+    **dict.fromkeys(("flux2", "flux2_klein", "qwen_image", "krea2", "ernie_image", "anima", "wan"), ["comfy"]),
+    **dict.fromkeys(("ideogram4", "hunyuan_video"), ["comfy"]),
+    **dict.fromkeys(("sd3", "lumina2", "z_image", "hidream", "sana", "aura_flow"), ["diffusers"]),
+}
+
+
+@pytest.mark.parametrize("name", families.available())
+def test_auto_is_what_most_programs_read(job, name):
+    Family = families.get(name)
+    size = f"dataset.bucket_step={Family.bucket_multiple}", f"dataset.resolution={2 * Family.bucket_multiple}"
+    section = config.loads("model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}").export
+    assert section.formats == ["auto"]
+    made = prepare.resolve_auto(job("export.formats=['auto']", *size), Family)
+    assert made.export.formats == AUTO[name]
+    assert {"diffusers", *Family.layouts_of_diffusers} & set(AUTO[name])  # one at least is for diffusers
+
+
+def test_a_layout_that_the_family_has_not_is_refused_before_anything_is_loaded(job):
+    with pytest.raises(
+        UserError, match=r"\['comfy'\]: Stable Diffusion 1.5 has no such layout; accepted: auto \| kohya"
+    ):
+        prepare.resolve_auto(job("export.formats=['comfy']"), families.get("sd15"))
