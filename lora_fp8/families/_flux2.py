@@ -177,5 +177,5 @@ def vae() -> AutoencoderKLFlux2:
     )
     made.bn.running_mean.normal_()
     made.bn.running_var.uniform_(0.3, 3.0)
-    made.bn.running_var[0] = 0.01  # so small that the epsilon shows
+    made.bn.running_var[0] = 0.001  # so small that the epsilon shows
     return made
