@@ -335,7 +335,7 @@ class ModelFamily(ABC):
             if len(spans) > limit:
                 own = limit - sum(end <= len(before) for _, end in spans)
                 lost = text[max(len(before), spans[limit][0]) :]
-                found[prompt] = Overlong(prompt, lost, len(spans) - limit, own)
+                found[prompt] = Overlong(text.removeprefix(before), lost, len(spans) - limit, own)
         return found
 
     def seq_len(self, latent_hw: tuple[int, int]) -> int:

@@ -1,0 +1,51 @@
+"""HunyuanVideo: Llama 3's tokens whatever class the folder names, and which of its models a file is."""
+
+import json
+
+import diffusers
+import torch
+from tokenizers import Tokenizer
+
+from lora_fp8 import config, families, precision
+
+
+def hunyuan(tmp_path):
+    model = config.Model(family="hunyuan_video", path=str(tmp_path))
+    return families.get("hunyuan_video")(model, device="cpu", dtype=torch.float32)
+
+
+def test_text_is_cut_into_tokens_as_the_file_says(tmp_path):
+    """The released folder names LlamaTokenizerFast, which in transformers 5 would bring the rules of Llama 2."""
+    families.get("hunyuan_video").tiny(tmp_path)
+    path = tmp_path / "tokenizer" / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "LlamaTokenizerFast"}
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    text = "the main cat, détail\n\n by detailing  aspects"
+    expected = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json")).encode(text).ids
+    assert hunyuan(tmp_path).tokenizer("tokenizer")(text).input_ids == expected
+
+
+def test_a_model_without_guidance_embedding(tmp_path):
+    families.get("hunyuan_video").tiny(tmp_path)
+    section = config.Objective(guidance=6.0)
+    assert hunyuan(tmp_path).unused_settings(section) == []
+    plain = {**hunyuan(tmp_path).denoiser_config(), "guidance_embeds": False}
+    diffusers.HunyuanVideoTransformer3DModel.from_config(plain).save_pretrained(tmp_path / "transformer")
+    family = hunyuan(tmp_path)
+    assert "objective.guidance" in family.unused_settings(section)[0]
+    denoiser = family.empty_denoiser()
+    precision.fill_(denoiser, family.denoiser_tensors(), torch.float32, "cpu")
+    family.load_encoders()
+    cond = family.collate(family.encode_prompts(["a cat"]))
+    noisy = torch.randn(1, 4, 4, 6)
+    with torch.no_grad():
+        one, other = (family.predict(denoiser, noisy, torch.tensor([0.5]), cond, guidance=g) for g in (1.0, 6.0))
+    assert one.isfinite().all() and torch.equal(one, other)
+
+
+def test_image_to_video_is_another_model():
+    shapes = {"img_in.proj.weight": (3072, 16, 1, 2, 2), "final_layer.linear.weight": (64, 3072)}
+    shapes |= {"double_blocks.0.img_attn_qkv.weight": (9216, 3072), "vector_in.in_layer.weight": (3072, 768)}
+    recognises = families.get("hunyuan_video").recognises
+    assert recognises(shapes)
+    assert not recognises({**shapes, "img_in.proj.weight": (3072, 33, 1, 2, 2)})
