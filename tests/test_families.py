@@ -551,8 +551,18 @@ def test_the_registry_is_the_folder():
         families.get("SDLX")
 
 
+def test_facts_are_read_without_importing_the_family(Family):
+    found = families.facts(Family.name)
+    assert {"name", "title", "example_base", "native_resolution"} <= found.keys()
+    for key, value in found.items():
+        assert getattr(Family, key) == value
+    with pytest.raises(UserError, match="did you mean 'sdxl'"):
+        families.facts("sdlx")
+
+
 def test_listing_families_needs_no_torch():
-    code = "import sys; from lora_fp8 import families; families.available(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from lora_fp8 import families; [families.facts(n) for n in families.available()]"
+    code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
 
 

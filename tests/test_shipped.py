@@ -44,7 +44,11 @@ def test_nothing_is_missing() -> None:
 def test_every_config_is_a_whole_job(path: Path) -> None:
     job = config.load(path)
     assert job.name and job.dataset.folders and job.export.verify
-    assert job.model.family == (path.stem if path.stem != "debug" else "sd15")
+    if path.stem == "debug":
+        assert job.model.family == "sd15"
+    else:
+        assert job.model.family == path.stem
+        assert job.model.path == families.facts(path.stem)["example_base"], "as `lora-fp8 new` writes it"
     # What is written for this model has an effect on it.
     Family = families.get(job.model.family)
     assert Family.objective({}, job.objective).unused_settings() == []

@@ -5,10 +5,12 @@ Nothing here imports torch, so that a settings form or `--help` can list the fam
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lora_fp8.config import UserError
 
@@ -21,15 +23,40 @@ def available() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_"))
 
 
+def facts(name: str) -> dict[str, Any]:
+    """The facts that the class `Family` of this file states as plain values, read without importing it.
+
+    Such as title and example_base. What is computed, or a default of `base`, is not among them.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    _known(name)
+    tree = ast.parse((Path(__path__[0]) / f"{name}.py").read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Family")
+    found = {}
+    for node in body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue  # computed
+    return found
+
+
 def get(name: str) -> type[ModelFamily]:
     """The class `Family` of the file `name`.py; imports that one file.
 
     Raises:
         UserError: there is no such file.
     """
+    _known(name)
+    return importlib.import_module(f"{__name__}.{name}").Family
+
+
+def _known(name: str) -> None:
     names = available()
     if name not in names:
         close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise UserError(f"model.family = {name!r} is not known{hint}; available: {', '.join(names)}")
-    return importlib.import_module(f"{__name__}.{name}").Family

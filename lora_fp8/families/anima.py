@@ -44,6 +44,7 @@ def _block() -> tuple[tuple[str, str], ...]:
 class Family(ModelFamily):
     name = "anima"
     title = "Anima"
+    example_base = "circlestone-labs/Anima-Base-v1.0-Diffusers"
     pipeline_class = "AnimaModularPipeline"
     index_name = "modular_model_index.json"
     denoiser_class = "CosmosTransformer3DModel"

@@ -27,6 +27,7 @@ from .base import Cond, Conversion, ModelFamily, native_header
 class Family(ModelFamily):
     name = "aura_flow"
     title = "AuraFlow"
+    example_base = "fal/AuraFlow-v0.3"
     pipeline_class = "AuraFlowPipeline"
     denoiser_class = "AuraFlowTransformer2DModel"
     denoiser_name = "transformer"

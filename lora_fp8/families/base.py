@@ -106,6 +106,8 @@ class ModelFamily(ABC):
     # -- facts every family states --------------------------------------------------------------------------------
     name: ClassVar[str]
     title: ClassVar[str]
+    example_base: ClassVar[str]
+    """What `lora-fp8 new` puts into `model.path`: the released model that most people train on."""
     pipeline_class: ClassVar[str]
     """Name of the pipeline in diffusers."""
     denoiser_class: ClassVar[str]

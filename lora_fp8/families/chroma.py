@@ -31,6 +31,7 @@ from .base import Cond, ModelFamily, native_header, padded
 class Family(ModelFamily):
     name = "chroma"
     title = "Chroma1"
+    example_base = "lodestones/Chroma1-HD"
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
     denoiser_name = "transformer"

@@ -31,6 +31,7 @@ EPS = 1e-5
 class Family(ModelFamily):
     name = "ernie_image"
     title = "ERNIE-Image"
+    example_base = "baidu/ERNIE-Image"
     pipeline_class = "ErnieImagePipeline"
     denoiser_class = "ErnieImageTransformer2DModel"
     denoiser_name = "transformer"

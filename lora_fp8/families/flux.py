@@ -26,6 +26,7 @@ from .base import Cond, Conversion, ModelFamily
 class Family(ModelFamily):
     name = "flux"
     title = "FLUX.1"
+    example_base = "black-forest-labs/FLUX.1-dev"
     pipeline_class = "FluxPipeline"
     denoiser_class = "FluxTransformer2DModel"
     denoiser_name = "transformer"

@@ -31,6 +31,7 @@ from .base import Cond, Conversion, ModelFamily
 class Family(ModelFamily):
     name = "flux2"
     title = "FLUX.2-dev"
+    example_base = "black-forest-labs/FLUX.2-dev"
     pipeline_class = "Flux2Pipeline"
     denoiser_class = "Flux2Transformer2DModel"
     denoiser_name = "transformer"

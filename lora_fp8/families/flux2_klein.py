@@ -27,6 +27,7 @@ from .base import Cond, Conversion, ModelFamily
 class Family(ModelFamily):
     name = "flux2_klein"
     title = "FLUX.2 klein"
+    example_base = "black-forest-labs/FLUX.2-klein-base-4B"
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
     denoiser_name = "transformer"

@@ -38,6 +38,7 @@ FEED_FORWARD = ("w1", "w2", "w3")
 class Family(ModelFamily):
     name = "hidream"
     title = "HiDream-I1"
+    example_base = "models/HiDream-I1-Full"
     pipeline_class = "HiDreamImagePipeline"
     denoiser_class = "HiDreamImageTransformer2DModel"
     denoiser_name = "transformer"

@@ -61,6 +61,7 @@ LAST_MODULATION = "final_layer.adaLN_modulation.1"
 class Family(ModelFamily):
     name = "hunyuan_video"
     title = "HunyuanVideo"
+    example_base = "hunyuanvideo-community/HunyuanVideo"
     pipeline_class = "HunyuanVideoPipeline"
     denoiser_class = "HunyuanVideoTransformer3DModel"
     denoiser_name = "transformer"

@@ -64,6 +64,7 @@ class _Unguided:
 class Family(ModelFamily):
     name = "ideogram4"
     title = "Ideogram 4"
+    example_base = "models/ideogram4_fp8_scaled.safetensors"
     pipeline_class = "Ideogram4Pipeline"
     denoiser_class = "Ideogram4Transformer2DModel"
     denoiser_name = "transformer"

@@ -44,6 +44,7 @@ def _block(native: str, name: str) -> tuple[tuple[str, str], ...]:
 class Family(ModelFamily):
     name = "krea2"
     title = "Krea 2"
+    example_base = "krea/Krea-2-Raw"
     pipeline_class = "Krea2Pipeline"
     denoiser_class = "Krea2Transformer2DModel"
     denoiser_name = "transformer"

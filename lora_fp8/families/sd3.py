@@ -25,6 +25,7 @@ from .base import Cond, Conversion, ModelFamily, native_header
 class Family(ModelFamily):
     name = "sd3"
     title = "Stable Diffusion 3"
+    example_base = "stabilityai/stable-diffusion-3.5-medium"
     pipeline_class = "StableDiffusion3Pipeline"
     denoiser_class = "SD3Transformer2DModel"
     denoiser_name = "transformer"

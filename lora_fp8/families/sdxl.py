@@ -25,6 +25,7 @@ from .base import Cond, Conversion, ModelFamily
 class Family(ModelFamily):
     name = "sdxl"
     title = "Stable Diffusion XL"
+    example_base = "stabilityai/stable-diffusion-xl-base-1.0"
     pipeline_class = "StableDiffusionXLPipeline"
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"

@@ -35,6 +35,7 @@ ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "
 class Family(ModelFamily):
     name = "wan"
     title = "Wan 2.1"
+    example_base = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
     pipeline_class = "WanPipeline"
     denoiser_class = "WanTransformer3DModel"
     denoiser_name = "transformer"

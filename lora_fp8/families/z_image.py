@@ -40,6 +40,7 @@ def _block(name: str) -> tuple[tuple[str, str], ...]:
 class Family(ModelFamily):
     name = "z_image"
     title = "Z-Image"
+    example_base = "Tongyi-MAI/Z-Image"
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
     denoiser_name = "transformer"
