@@ -414,6 +414,46 @@ def ema(
 
 
 @app.command()
+def kit(
+    source: Path = typer.Argument(..., metavar="RUN | FILE", help="A run folder, or a LoRA .safetensors file."),
+    out: Path = typer.Option(..., help="The folder to write, new or empty."),
+    title: str = typer.Option("", help="Name for people; empty is the file's."),
+    trigger: str = typer.Option("", help="Trigger words; empty is the file's."),
+    description: str = typer.Option("", help="Text for people; empty is the file's."),
+    license: str = typer.Option("", help="Licence, in the Hub's words such as apache-2.0; empty is the file's."),
+    base_model: str = typer.Option("", help="Id on the Hub of what it was trained on; empty is the run's."),
+    strength: float = typer.Option(1.0, help="Strength to recommend."),
+    family: str = typer.Option("", help="Architecture, where a file does not say."),
+    layout: str = typer.Option("", help="Of a run: which of its files; empty is what most programs read."),
+    with_captions: bool = typer.Option(False, help="Leave captions' tags, folder names and the config in the header."),
+    push: str = typer.Option("", metavar="OWNER/NAME", help="Send it to the Hugging Face Hub; new ones are private."),
+    as_json: bool = JSON,
+) -> None:
+    """Make a folder for publishing a LoRA: sidecars, model card, samples, and what to paste into each host's form."""
+    from . import config
+    from . import kit as room
+
+    if source.is_dir():
+        if family:
+            raise config.UserError("--family is of a file; a run knows its own")
+        file, job, pictures = room.from_run(source, layout)
+    else:
+        if layout:
+            raise config.UserError("--layout is of a run; a file has the one that it has")
+        file, job, pictures = source, None, []
+    given = {"title": title, "trigger": trigger, "description": description, "license": license}
+    given |= {"base_model": base_model, "family": family}
+    facts = room.facts_of(file, given, job, strength)
+    made = room.make(file, out, facts, pictures, captions=with_captions)
+    address = room.push(out, push) if push else ""
+    if as_json:
+        told = {"files": [str(path) for path in made.files], "notes": made.notes, "address": address}
+        print(json.dumps(told, ensure_ascii=False, indent=1))
+        return
+    print("\n".join([*map(str, made.files), *(f"note: {note}" for note in made.notes), *filter(None, [address])]))
+
+
+@app.command()
 def cache(
     folder: Path = typer.Argument(Path("cache"), help="The cache folder: dataset.cache_dir of your runs."),
     prune_unused_days: float | None = typer.Option(None, metavar="N", help="Delete what no run used for N days."),

@@ -22,7 +22,10 @@ from safetensors.torch import load_file
 from lora_fp8 import cli, config, run, train
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "resize", "merge", "extract", "ema", "cache", "demo")
+COMMANDS = (
+    *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
+    *("resize", "merge", "extract", "ema", "kit"),
+)
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 RUN = "import sys; sys.argv[0] = 'lora-fp8'; from lora_fp8.cli import main; main()"
 

@@ -1,0 +1,382 @@
+"""`lora-fp8 kit`: one folder with everything that publishing a LoRA takes, for the hosts and for people's own clients.
+
+    <name>.safetensors     the file; its header without what tells of captions and folders, unless that is asked for
+    <name>.json <name>.png the sidecars that A1111, Forge, SwarmUI and InvokeAI read: trigger words, strength, preview
+    README.md images/      a model card of the Hugging Face Hub with its gallery; pictures hold A1111's parameters
+    publish.en.md          what to paste into each host's form, and what its limits say of this file
+    publish.zh-CN.md       the same in Chinese
+
+Hosts are data: one TOML in hosts/ says what a host asks for, its words for base models, its limits, and what is not
+known of it. Nothing is made up: where no word of a host is known for an architecture, the page says so.
+
+`push` sends the folder to the Hugging Face Hub. The token is huggingface_hub's own matter (its store or HF_TOKEN): it
+is never an argument, and is taken out of whatever is said of a failure.
+"""
+
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, PngImagePlugin
+
+from . import config, export, families
+from .config import UserError
+from .families import _files
+from .run import Run, sync_folder, write_synced
+
+HOSTS = Path(__file__).parent / "hosts"
+PRIVATE = ("ss_tag_frequency", "ss_dataset_dirs", "ss_training_comment", "lora_fp8_config")
+"""Metadata that hold captions, folder names, or the whole config."""
+
+SD_VERSION = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}  # A1111 knows no others
+LANGUAGES = {"en": "publish.en.md", "zh": "publish.zh-CN.md"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A sample, and how it was drawn: what A1111's parameters say of it. What is not known is None."""
+
+    path: Path
+    prompt: str
+    negative: str = ""
+    seed: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is told of a LoRA when it is published; empty texts are told as missing."""
+
+    family: str
+    title: str
+    trigger: str = ""
+    description: str = ""
+    license: str = ""
+    base_model: str = ""
+    strength: float = 1.0
+    tags: tuple[str, ...] = ()
+    steps: str = ""
+    autov3: str = ""
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What was made: the folder, its files, and what a person has to know or add."""
+
+    folder: Path
+    files: list[Path]
+    notes: list[str]
+
+
+def hosts() -> dict[str, dict[str, Any]]:
+    """{file stem: content} of all hosts, by name."""
+    return {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(HOSTS.glob("*.toml"))}
+
+
+def base_models(host: Mapping[str, Any], family: str) -> list[str] | None:
+    """A host's words for a family: one of them is right, [] where none is known, None where it is not offered."""
+    found = host.get("base_models", {}).get(family, [])
+    return None if found == "not offered" else found
+
+
+# -- what there is to tell
+
+
+def from_run(folder: Path, layout: str = "") -> tuple[Path, config.Job, list[Picture]]:
+    """A run's file to publish, its config, and its last previews.
+
+    Args:
+        layout: which of the exported files; empty is the one that most programs read.
+
+    Raises:
+        UserError: no run, or no such file in it.
+    """
+    run = Run.open(folder)
+    job = config.load(run.config_file, [])
+    wanted = [layout] if layout else list(families.get(job.model.family).layouts)
+    made = {path.stem.rpartition("_")[2]: path for path in sorted(run.export.glob("*.safetensors"))}
+    file = next((made[name] for name in wanted if name in made), None)
+    if file is None:
+        have = ", ".join(made) or "none"
+        raise UserError(f"{folder}: no exported file in the layout {' or '.join(wanted)}; there are: {have}")
+    drawn = [event for event in run.events() if event["event"] == "preview"]
+    section = job.preview
+    guidance = None if section.guidance == "auto" else float(section.guidance)
+    pictures = [
+        Picture(run.path / image, prompt, section.negative, section.seed + i, section.steps, guidance)
+        for event in drawn[-1:]
+        for i, (image, prompt) in enumerate(zip(event["images"], event["prompts"], strict=True))
+        if (run.path / image).is_file()
+    ]
+    return file, job, pictures
+
+
+def facts_of(file: Path, given: Mapping[str, str], job: config.Job | None = None, strength: float = 1.0) -> Facts:
+    """What a file's header tells, under what is given by hand (family, title, trigger, description, ...).
+
+    Raises:
+        UserError: nothing tells the architecture.
+    """
+    header = export.read_header(file).metadata
+    known = {families.get(name).kohya_base_version: name for name in families.available()}
+    told = job.model.family if job else known.get(header.get("ss_base_model_version", ""), "")
+    family = given.get("family") or told
+    if family not in families.available():
+        accepted = " | ".join(families.available())
+        raise UserError(f"{file}: the header does not say its architecture; name it with --family ({accepted})")
+    base = ""
+    if job and _files.is_hub_id(job.model.path) and not Path(job.model.path).expanduser().exists():
+        base = job.model.path
+    return Facts(
+        family=family,
+        title=given.get("title") or header.get("modelspec.title") or file.stem,
+        trigger=given.get("trigger") or header.get("modelspec.trigger_phrase", ""),
+        description=given.get("description") or header.get("modelspec.description", ""),
+        license=given.get("license") or header.get("modelspec.license", ""),
+        base_model=given.get("base_model") or base,
+        strength=strength,
+        tags=tuple(tag.strip() for tag in header.get("modelspec.tags", "").split(",") if tag.strip()),
+        steps=header.get("ss_steps", ""),
+        autov3=export.payload_hash(file)[:12].upper(),
+    )
+
+
+# -- the folder
+
+
+def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (), *, captions: bool = False) -> Kit:
+    """Write the kit.
+
+    Args:
+        captions: leave what the header tells of captions, folders and settings in the file.
+
+    Raises:
+        UserError: the folder is not empty or cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there already and not empty; choose another folder with --out")
+    slug = export.slug(facts.title)
+    notes: list[str] = []
+    try:
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        lora = folder / f"{slug}.safetensors"
+        _copy(file, lora, () if captions else PRIVATE)
+        for i, picture in enumerate(pictures, 1):
+            _draw(picture, folder / "images" / f"{slug}-{i}.png", facts, slug)
+        if pictures:
+            with Image.open(folder / "images" / f"{slug}-1.png") as image:
+                image.save(folder / f"{slug}.png", "PNG")
+        else:
+            (folder / "images").rmdir()
+            notes.append("no pictures: every host wants one; draw some with preview.prompts, or add your own")
+        sidecar = json.dumps(_sidecar(facts), ensure_ascii=False, indent=1) + "\n"
+        (folder / f"{slug}.json").write_text(sidecar, encoding="utf-8")
+        (folder / "README.md").write_text(card(facts, lora.name, pictures, slug), encoding="utf-8")
+        for language, name in LANGUAGES.items():
+            (folder / name).write_text(page(facts, lora, language), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    notes += [f"no {what}: give it with --{option}" for what, option in _missing(facts)]
+    for host in hosts().values():
+        notes += [f"{host['title']['en']}: {line}" for line in problems(host, facts, lora, "en")]
+    return Kit(folder, sorted(path for path in folder.rglob("*") if path.is_file()), notes)
+
+
+def _missing(facts: Facts) -> list[tuple[str, str]]:
+    kinds = (
+        ("trigger word", "trigger", facts.trigger),
+        ("description", "description", facts.description),
+        ("licence", "license", facts.license),
+        ("id of the base model on the Hub", "base-model", facts.base_model),
+    )
+    return [(what, option) for what, option, value in kinds if not value]
+
+
+def _copy(source: Path, target: Path, without: Sequence[str]) -> None:
+    """The same tensors, byte for byte, under a header without these metadata."""
+    header = export.read_header(source)
+    # The old hash of A1111 counts from the file's first byte: with another header it would be another one.
+    gone = {*without, *(("sshs_legacy_hash",) if any(key in header.metadata for key in without) else ())}
+    kept = {key: value for key, value in header.metadata.items() if key not in gone}
+    head = json.dumps({"__metadata__": kept, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    with open(source, "rb") as read, write_synced(target) as write:
+        read.seek(header.data_begin)
+        write.write(len(head).to_bytes(8, "little") + head)
+        shutil.copyfileobj(read, write)
+    sync_folder(target.parent)
+
+
+def parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int, int]) -> str:
+    """A1111's text of how a picture was drawn: what hosts link pictures to a LoRA by. Size in pixels."""
+    settings: dict[str, Any] = {
+        "Steps": picture.steps,
+        "CFG scale": picture.guidance,
+        "Seed": picture.seed,
+        "Size": f"{size[0]}x{size[1]}",
+        "Model": export.basename(facts.base_model) or None,
+        "Lora hashes": f'"{slug}: {facts.autov3.lower()}"',
+    }
+    lines = [f"{picture.prompt} <lora:{slug}:{facts.strength:g}>"]
+    if picture.negative:
+        lines.append(f"Negative prompt: {picture.negative}")
+    return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in settings.items() if value is not None)])
+
+
+def _draw(picture: Picture, target: Path, facts: Facts, slug: str) -> None:
+    with Image.open(picture.path) as image:
+        text = PngImagePlugin.PngInfo()
+        text.add_text("parameters", parameters(picture, facts, slug, image.size))
+        image.convert("RGB").save(target, "PNG", pnginfo=text)
+
+
+def _sidecar(facts: Facts) -> dict[str, Any]:
+    civitai = base_models(hosts()["civitai"], facts.family) or []
+    return {
+        "name": facts.title,
+        "description": facts.description,
+        "sd version": SD_VERSION.get(facts.family, "Unknown"),
+        "baseModel": civitai[0] if len(civitai) == 1 else "",
+        "activation text": facts.trigger,
+        "trainedWords": [facts.trigger] if facts.trigger else [],
+        "preferred weight": facts.strength,
+        "negative text": "",
+        "notes": "",
+    }
+
+
+def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str) -> str:
+    """The model card: YAML that the Hub reads, and a page for people. Texts are quoted as JSON, which YAML is."""
+    family = families.get(facts.family)
+    tags = ["text-to-image", "diffusers", "diffusers-training", "lora", facts.family, "template:sd-lora", *facts.tags]
+    head: dict[str, Any] = {}
+    if facts.base_model:
+        head |= {"base_model": facts.base_model, "base_model_relation": "adapter"}
+    head |= {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
+    if facts.license:
+        head["license"] = facts.license
+    if facts.trigger:
+        head["instance_prompt"] = facts.trigger
+    head["tags"] = list(dict.fromkeys(tags))
+    if pictures:
+        head["widget"] = [
+            {"text": picture.prompt, "output": {"url": f"images/{slug}-{i}.png"}}
+            for i, picture in enumerate(pictures, 1)
+        ]
+    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()), "---"]
+    lines += ["", f"# {facts.title}", ""]
+    lines += ["<Gallery />", ""] if pictures else []
+    lines += [facts.description, ""] if facts.description else []
+    lines += [f"A LoRA for {family.title}, to be used at a strength of about {facts.strength:g}.", ""]
+    lines += [f"Trigger words: `{facts.trigger}`", ""] if facts.trigger else []
+    if facts.base_model:
+        lines += [
+            "```python",
+            "import diffusers",
+            "",
+            f"pipe = diffusers.{family.pipeline_class}.from_pretrained({facts.base_model!r})",
+            f"pipe.load_lora_weights('OWNER/NAME', weight_name={file!r})  # this repository, or a folder",
+            "```",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def problems(host: Mapping[str, Any], facts: Facts, file: Path, language: str) -> list[str]:
+    """What a host's limits and list of base models say of this file, in words; what is not known is told, too."""
+    english = language == "en"
+    found = []
+    if file.suffix not in host["extensions"]:
+        found.append(f"{file.suffix} is not taken" if english else f"不接受 {file.suffix}")
+    size, limit = file.stat().st_size / 2**20, host.get("max_mb", 0)
+    if limit and size > limit:
+        told = f"{size:.0f} MB are more than its limit of {limit} MB; see lora-fp8 resize"
+        found.append(told if english else f"文件 {size:.0f} MB，超过上限 {limit} MB；可用 lora-fp8 resize 压缩")
+    header, limit = export.read_header(file).data_begin / 2**20, host["max_header_mb"]
+    if limit and header > limit:
+        told = f"a header of {header:.0f} MB is more than its limit of {limit} MB"
+        found.append(told if english else f"文件头 {header:.0f} MB，超过上限 {limit} MB")
+    beside = len(list(file.parent.glob("*.safetensors")))
+    if host["root_safetensors"] and beside > host["root_safetensors"]:
+        told = f"{beside} .safetensors files beside each other; it takes one"
+        found.append(told if english else f"同一目录下有 {beside} 个 .safetensors，只能有一个")
+    known = base_models(host, facts.family)
+    title = families.get(facts.family).title
+    if known is None:
+        found.append(f"{title} is not offered there" if english else f"该平台不提供 {title}")
+    elif not known:
+        told = f"its name for {title} is not known here: choose it on its page"
+        found.append(told if english else f"该平台对 {title} 的写法未知：请在页面上选择")
+    elif len(known) > 1:
+        told = f"base model: choose the one that you trained on: {' | '.join(known)}"
+        found.append(told if english else f"基础模型请按训练所用选择其一：{' | '.join(known)}")
+    return found
+
+
+def page(facts: Facts, file: Path, language: str) -> str:
+    """What to paste into each host's form, in "en" or "zh"."""
+    english = language == "en"
+    lines = [f"# {facts.title}", ""]
+    for name, host in hosts().items():
+        known = base_models(host, facts.family) or []
+        base = facts.base_model if name == "huggingface" else ""
+        values = {
+            "title": facts.title,
+            "slug": file.stem,
+            "kind": "LoRA",
+            "version": "1.0",
+            "trigger": facts.trigger,
+            "description": facts.description,
+            "license": facts.license,
+            "tags": ", ".join(facts.tags),
+            "strength": f"{facts.strength:g}",
+            "steps": facts.steps,
+            "autov3": facts.autov3,
+            "base_model": base or " | ".join(known),
+        }
+        lines += [f"## {host['title'][language]}", ""]
+        for row in host["fields"]:
+            lines.append(f"- {row[language]}: {values[row['value']] or ('(to fill in)' if english else '（待填写）')}")
+        lines += ["", *(f"! {line}" for line in problems(host, facts, file, language)), host["unknown"][language], ""]
+    return "\n".join(lines)
+
+
+# -- to the Hub
+
+
+def push(folder: Path, repo: str, hub: Any = None) -> str:
+    """Send a kit to a repository of the Hugging Face Hub; a new one is made private.
+
+    Args:
+        hub: what stands for `huggingface_hub.HfApi()`.
+
+    Returns:
+        The repository's address.
+
+    Raises:
+        UserError: not logged in, not allowed, not reachable, or not a name; nothing in it holds the token.
+    """
+    import huggingface_hub
+
+    if hub is None:
+        hub = huggingface_hub.HfApi()
+    try:
+        address = str(hub.create_repo(repo, private=True, exist_ok=True))
+        hub.upload_folder(
+            repo_id=repo, folder_path=folder, ignore_patterns=list(LANGUAGES.values()), commit_message="Upload LoRA"
+        )
+    except Exception as error:  # huggingface_hub raises many kinds
+        why = next(iter(str(error).splitlines()), "")[:200]
+        for secret in filter(None, (huggingface_hub.get_token(), os.environ.get("HF_TOKEN"))):
+            why = why.replace(secret, "***")
+        raise UserError(
+            f"--push {repo}: {type(error).__name__}: {why}; the kit in {folder} is whole. Log in with `hf auth login`, "
+            "give OWNER/NAME as on the Hub, or upload the folder by hand"
+        ) from None
+    return address

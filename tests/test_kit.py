@@ -1,0 +1,233 @@
+"""The publish kit, read by those it is for: huggingface_hub's card parser, safetensors, PIL, JSON as A1111 reads it."""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from lora_fp8 import cli, config, export, families, kit
+
+FORM = {
+    *("title", "slug", "kind", "version", "trigger", "description", "license", "tags", "strength", "steps", "autov3"),
+    "base_model",
+}
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """ask("kit", file, ...) -> (exit code, stdout, stderr)."""
+
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-fp8", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        return code, told.out, told.err
+
+    return ask
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file whose header tells more than its owner may want to publish."""
+    path = tmp_path / "lora.safetensors"
+    state = {"lora_unet_a.lora_down.weight": torch.ones(2, 8), "lora_unet_a.lora_up.weight": torch.ones(8, 2)}
+    metadata = {
+        "modelspec.title": "Zibo 小狐",
+        "modelspec.trigger_phrase": "zibo",
+        "modelspec.tags": "fox, lora",
+        "modelspec.description": 'Draws "zibo": a fox.',
+        "modelspec.license": "apache-2.0",
+        "ss_base_model_version": "sdxl_base_v1-0",
+        "ss_tag_frequency": '{"jane_doe_private": {"jane doe": 3}}',
+        "ss_dataset_dirs": '{"jane_doe_private": {"n_repeats": 1}}',
+        "lora_fp8_config": 'path = "jane_doe_private"',
+    }
+    export.write_file(path, state, metadata, hashes=True)
+    return path
+
+
+def test_a_file_with_its_sidecars_and_nothing_private(ask: Callable, file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kit"
+    code, said, wrong = ask("kit", file, "--out", out, "--base-model", "owner/sdxl", "--strength", "0.8", "--json")
+    assert code == 0, wrong
+    (lora,) = out.glob("*.safetensors")
+    assert {path.name for path in out.iterdir()} == {
+        *(lora.name, lora.with_suffix(".json").name, "README.md", "publish.en.md", "publish.zh-CN.md"),
+    }
+    before, after = load_file(file), load_file(lora)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert export.payload_hash(lora) == export.payload_hash(file)  # hosts link by it
+    with safe_open(lora, "pt") as opened:
+        metadata = opened.metadata()
+    assert metadata["modelspec.title"] == "Zibo 小狐" and metadata["sshs_model_hash"] == export.payload_hash(lora)
+    for path in out.rglob("*"):
+        assert not path.is_file() or b"jane" not in path.read_bytes(), path
+        assert not path.is_file() or str(tmp_path).encode() not in path.read_bytes(), path
+
+    sidecar = json.loads(lora.with_suffix(".json").read_text(encoding="utf-8"))
+    assert (
+        sidecar["activation text"] == "zibo" and sidecar["preferred weight"] == 0.8 and sidecar["sd version"] == "SDXL"
+    )
+    assert sidecar["trainedWords"] == ["zibo"] and sidecar["baseModel"] == ""  # one of several: nobody knows which
+    assert any("Pony" in note for note in json.loads(said)["notes"])
+
+    loud = tmp_path / "loud"
+    assert ask("kit", file, "--out", loud, "--with-captions")[0] == 0
+    assert b"jane" in (loud / lora.name).read_bytes()
+
+
+def test_the_card_as_the_hub_reads_it(ask: Callable, file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kit"
+    trigger = "zibo: a 'fox' # 1"  # would be other YAML without quotes
+    assert ask("kit", file, "--out", out, "--base-model", "owner/sdxl", "--trigger", trigger)[0] == 0
+    card = ModelCard.load(out / "README.md")
+    assert card.data.base_model == "owner/sdxl" and card.data.license == "apache-2.0"
+    assert card.data.library_name == "diffusers" and card.data.instance_prompt == trigger
+    assert {"lora", "text-to-image", "template:sd-lora", "fox"} <= set(card.data.tags)
+    assert "StableDiffusionXLPipeline" in card.text and 'Draws "zibo": a fox.' in card.text
+    bare = tmp_path / "bare"
+    path = tmp_path / "plain.safetensors"
+    save_file(load_file(file), path)
+    code, said, _ = ask("kit", path, "--out", bare, "--family", "flux", "--title", "a: b # c")
+    assert code == 0 and all(f"--{name}" in said for name in ("trigger", "description", "license", "base-model"))
+    card = ModelCard.load(bare / "README.md")
+    assert card.data.base_model is None and "# a: b # c" in card.text and "flux" in card.data.tags
+
+
+def test_a_run_with_its_pictures(ask: Callable, job: Callable, tmp_path: Path) -> None:
+    path, folder, out = tmp_path / "job.toml", tmp_path / "runs" / "lora", tmp_path / "kit"
+    prompts = "preview.prompts=['a cat, red', '一只狐狸']"
+    settings = (prompts, "preview.negative=blurry", "preview.guidance=3.5", "preview.seed=7", "train.steps=2")
+    path.write_text(config.dumps(job(*settings)), encoding="utf-8")
+    assert ask("train", path)[0] == 0
+    code, said, wrong = ask("kit", folder, "--out", out, "--trigger", "zibo", "--base-model", "owner/base")
+    assert code == 0, wrong
+    (lora,) = out.glob("*.safetensors")
+    images = sorted((out / "images").iterdir())
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    drawn = [event for event in events if event["event"] == "preview"][-1]["images"]
+    sha = hashlib.sha256(lora.read_bytes()[export.read_header(lora).data_begin :]).hexdigest()
+    for i, (image, prompt) in enumerate(zip(images, ("a cat, red", "一只狐狸"), strict=True)):
+        with Image.open(image) as opened:
+            text, (width, height) = opened.text["parameters"], opened.size
+        first, negative, last = text.split("\n")
+        assert first == f"{prompt} <lora:{lora.stem}:1>" and negative == "Negative prompt: blurry"
+        found = dict(re.findall(r'([\w ]+): ("[^"]*"|[^,]+)(?:, |$)', last))
+        assert found["Seed"] == str(7 + i) and found["Steps"] == "2" and found["CFG scale"] == "3.5"
+        assert found["Size"] == f"{width}x{height}" and found["Lora hashes"] == f'"{lora.stem}: {sha[:12]}"'
+        with Image.open(image) as published, Image.open(folder / drawn[i]) as own:
+            assert published.tobytes() == own.convert("RGB").tobytes()
+    with Image.open(out / f"{lora.stem}.png") as preview:
+        assert preview.size == (width, height)
+    card = ModelCard.load(out / "README.md")
+    assert [row["output"]["url"] for row in card.data.widget] == [f"images/{image.name}" for image in images]
+    for path in out.rglob("*"):
+        assert not path.is_file() or b"sitting" not in path.read_bytes(), path  # a tag of the captions
+        assert not path.is_file() or str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_each_host_knows_each_family_or_says_so() -> None:
+    """A new family gets a line in each hosts/*.toml with [base_models]: the host's word, [], or "not offered"."""
+    found = kit.hosts()
+    assert set(found) == {"civitai", "huggingface", "tensor_art", "liblib", "seaart"}
+    for name, host in found.items():
+        if "base_models" in host:
+            listed = set(host["base_models"])
+            assert listed == set(families.available()), f"{name}: {listed ^ set(families.available())}"
+        for family in families.available():
+            known = kit.base_models(host, family)
+            assert known is None or all(isinstance(word, str) and word for word in known), (name, family)
+        assert {row["value"] for row in host["fields"]} <= FORM
+        assert all(row["en"] and row["zh"] for row in host["fields"]) and {"en", "zh"} == set(host["unknown"])
+    assert kit.base_models(found["civitai"], "flux2") == ["Flux.2 D"]
+    assert kit.base_models(found["civitai"], "sd3") is None
+
+
+def test_limits_are_checked_against_the_file(file: Path, tmp_path: Path) -> None:
+    facts = kit.facts_of(file, {})
+    host = {"extensions": [".safetensors"], "max_mb": 1, "max_header_mb": 1, "root_safetensors": 1}
+    assert kit.problems(host, facts, file, "en") == [
+        "its name for Stable Diffusion XL is not known here: choose it on its page"
+    ]
+    (tmp_path / "second.safetensors").write_bytes(b"")
+    large = tmp_path / "large.safetensors"
+    save_file({"x.lora_A.weight": torch.zeros(600, 600)}, large, {"x": "y" * (2 << 20)})
+    said = kit.problems(host | {"base_models": {"sdxl": "not offered"}}, facts, large, "en")
+    assert "limit of 1 MB" in said[0] and "header" in said[1] and "takes one" in said[2] and "not offered" in said[3]
+    assert len(kit.problems(host | {"base_models": {"sdxl": "not offered"}}, facts, large, "zh")) == 4
+    assert len(kit.problems(host | {"extensions": [".ckpt"]}, facts, file, "zh")) == 3
+
+
+def test_pages_to_paste_from(ask: Callable, file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "kit"
+    assert ask("kit", file, "--out", out, "--base-model", "owner/sdxl")[0] == 0
+    english = (out / "publish.en.md").read_text(encoding="utf-8")
+    chinese = (out / "publish.zh-CN.md").read_text(encoding="utf-8")
+    for host in kit.hosts().values():
+        assert f"## {host['title']['en']}" in english and f"## {host['title']['zh']}" in chinese
+    assert "- Trigger words: zibo" in english and "- 触发词: zibo" in chinese
+    assert "- base_model: owner/sdxl" in english and "SDXL 1.0 | Pony | Illustrious | NoobAI" in english
+    assert f"- Hash (AutoV3): {export.payload_hash(file)[:12].upper()}" in english
+
+
+def test_what_cannot_be_made_is_one_line(ask: Callable, file: Path, tmp_path: Path) -> None:
+    plain, full = tmp_path / "plain.safetensors", tmp_path / "full"
+    save_file(load_file(file), plain)
+    full.mkdir()
+    (full / "mine.txt").write_text("mine", encoding="utf-8")
+    for arguments, words in {
+        (plain, "--out", tmp_path / "a"): "--family",
+        (file, "--out", full): "not empty",
+        (tmp_path / "absent.safetensors", "--out", tmp_path / "a"): "cannot be read",
+        (full, "--out", tmp_path / "a"): "not a run folder",
+        (file, "--out", tmp_path / "a", "--layout", "kohya"): "--layout is of a run",
+    }.items():
+        code, _, said = ask("kit", *arguments)
+        assert code == 2 and words in said and said.count("\n") == 1, (words, said)
+    assert not (tmp_path / "a").exists() and [path.name for path in full.iterdir()] == ["mine.txt"]
+
+
+def test_pushed_to_the_hub(ask: Callable, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that notes what it is asked; the token is nowhere in what is written or said."""
+    asked: list[tuple[str, dict]] = []
+    hub = SimpleNamespace(
+        create_repo=lambda repo, **how: asked.append((repo, how)) or f"https://hub/{repo}",
+        upload_folder=lambda **how: asked.append(("upload", how)),
+    )
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    out = tmp_path / "kit"
+    code, said, _ = ask("kit", file, "--out", out, "--push", "me/zibo")
+    assert code == 0 and "https://hub/me/zibo" in said
+    assert asked[0] == ("me/zibo", {"private": True, "exist_ok": True})
+    assert asked[1][1]["repo_id"] == "me/zibo" and asked[1][1]["folder_path"] == out
+    assert set(asked[1][1]["ignore_patterns"]) == {"publish.en.md", "publish.zh-CN.md"}
+
+    def refuse(**how: object) -> None:
+        raise ConnectionError("401 for hf_secret\nmore")
+
+    hub.upload_folder = refuse
+    code, said, wrong = ask("kit", file, "--out", tmp_path / "again", "--push", "me/zibo")
+    assert code == 2 and "ConnectionError: 401 for ***" in wrong and wrong.count("\n") == 1
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"hf_secret" not in written and "hf_secret" not in said + wrong
+    monkeypatch.undo()
+    with pytest.raises(config.UserError, match="OfflineModeIsEnabled"):  # the real one: the tests have no network
+        kit.push(out, "me/zibo")
