@@ -65,8 +65,9 @@ def guarded(action: Callable[[], Any]) -> None:
 @app.command()
 def new(
     path: Path = typer.Argument(..., help="The file to write."),
-    family: str = typer.Option("sd15", help="Architecture: sd15, sdxl or flux."),
+    family: str = typer.Option("", help="Architecture, such as sd15 (the default), sdxl or flux."),
     preset: list[str] = typer.Option([], help="Presets to start from; their values are written out. Repeatable."),
+    from_lora: Path | None = typer.Option(None, metavar="FILE", help="Take the settings that a LoRA file tells of."),
     force: bool = typer.Option(False, help="Replace an existing file."),
 ) -> None:
     """Write a config file with every setting, its meaning and what it accepts."""
@@ -76,10 +77,18 @@ def new(
         raise config.UserError(f"{path}: exists already; choose another name, or --force to replace it")
     start = {"sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5", "sdxl": "stabilityai/stable-diffusion-xl-base-1.0"}
     start["flux"] = "black-forest-labs/FLUX.1-dev"
-    base = start.get(family, "put/the-base-model-here")
-    given = {"name": path.stem, "preset": preset, "model": {"family": family, "path": base}}
-    given["dataset"] = {"folders": [{"path": "my_pictures"}]}
-    job = config.loads(tomlkit.dumps(given), where="new")
+    if from_lora:
+        from .export import config_of
+
+        if preset or family:
+            raise config.UserError("--from-lora: the file says family and settings; leave out --family and --preset")
+        job = config.loads(config_of(from_lora), [f"name={json.dumps(path.stem)}"], where=str(from_lora))
+    else:
+        family = family or "sd15"
+        base = start.get(family, "put/the-base-model-here")
+        given = {"name": path.stem, "preset": preset, "model": {"family": family, "path": base}}
+        given["dataset"] = {"folders": [{"path": "my_pictures"}]}
+        job = config.loads(tomlkit.dumps(given), where="new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(config.commented(job.model_copy(update={"preset": []})), encoding="utf-8")
@@ -271,12 +280,21 @@ def export(
     folder: Path = typer.Argument(..., metavar="RUN"),
     overrides: list[str] = SET,
     step: int = typer.Option(0, help="Checkpoint step; 0 is the newest."),
+    formats: list[str] = typer.Option([], "--format", help="Key layout: auto, diffusers, comfy, kohya. Repeatable."),
+    preview_metadata: bool = typer.Option(False, help="Write nothing; tell what the files would tell (see --json)."),
+    as_json: bool = JSON,
 ) -> None:
     """Write the LoRA files of a checkpoint again, for example in another dtype (--set export.dtype=fp16)."""
-    from .finish import export_run
+    from . import finish
 
-    for path in export_run(folder, overrides, step):
-        print(path)
+    overrides = [*overrides, *([f"export.formats={json.dumps(formats)}"] if formats else [])]
+    if preview_metadata:
+        found = finish.preview_metadata(folder, overrides, step)
+        lines = [f"{layout}: {key} = {value}" for layout, told in found.items() for key, value in told.items()]
+        print(json.dumps(found, ensure_ascii=False, indent=1) if as_json else "\n".join(lines))
+        return
+    paths = [str(path) for path in finish.export_run(folder, overrides, step)]
+    print(json.dumps(paths, ensure_ascii=False) if as_json else "\n".join(paths))
 
 
 @app.command()

@@ -70,7 +70,7 @@ def setting(default: Any, description: str, **bounds: Any) -> Any:
 class Model(Section):
     """The base model that is frozen and adapted."""
 
-    family: str = Field(description="Architecture: sd15, sdxl or flux.")
+    family: str = Field(description="Architecture, such as sd15, sdxl, flux or qwen_image; the README lists them all.")
     path: str = Field(
         description="Base model: Hugging Face id, diffusers folder, single .safetensors file, or 'demo' (bundled)."
     )
@@ -265,6 +265,11 @@ class Export(Section):
     author: str = setting("", "Author in the file.")
     description: str = setting("", "Description in the file.")
     license: str = setting("", "Licence in the file.")
+    metadata: Literal["public", "private", "none"] = setting(
+        "public",
+        "What the file tells of its training: public is all but paths; private nothing of pictures and settings; none "
+        "only what programs need to load it.",
+    )
     verify: bool = setting(True, "Load the file into a clean pipeline and compare it with the training model.")
 
 

@@ -337,8 +337,24 @@ IMPLEMENTATIONS = {  # ModelSpec's word for whose module names a file has
 }
 
 
+LOADING = (  # what a program needs to tell what the file is for and how it is to be used
+    *("format", "modelspec.sai_model_spec", "modelspec.architecture", "modelspec.implementation", "modelspec.title"),
+    *("modelspec.resolution", "modelspec.prediction_type", "ss_network_module", "ss_network_dim", "ss_network_alpha"),
+    *("ss_base_model_version", "ss_v2", "lora_fp8_layout"),
+)
+OWN_WORDS = (  # what is said of the LoRA to be read by others, and of the base; nothing of pictures and settings
+    *("modelspec.implementation_version", "modelspec.author", "modelspec.description", "modelspec.license"),
+    *("modelspec.trigger_phrase", "modelspec.tags", "ss_network_args", "ss_output_name", "ss_sd_model_name"),
+    *("ss_resolution", "ss_training_comment", "lora_fp8_version", "lora_fp8_alpha", "lora_fp8_base_hash"),
+)
+LEVELS = {"none": LOADING, "private": (*LOADING, *OWN_WORDS)}
+
+
 def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: str) -> dict[str, str]:
-    """What a file says of itself: ModelSpec, kohya's `ss_*` that clients read, the config. No date, path, user name."""
+    """What a file says of itself: ModelSpec, kohya's `ss_*` that clients read, the config. No date, path, user name.
+
+    `section.metadata` says how much of it; the hashes of the bytes are added by `write_file` at every level.
+    """
     naming = family.kohya_naming
     width, height = facts.resolution
     tags = [*facts.tags, *(tag for tag in ("lora",) if tag not in facts.tags)]
@@ -410,7 +426,20 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
         "lora_fp8_base_hash": facts.base_hash,
         "lora_fp8_config": without_paths(facts.config_toml),
     }
-    return {key: str(value) for key, value in written.items() if value != ""}
+    told = LEVELS.get(section.metadata, tuple(written))
+    return {key: str(value) for key, value in written.items() if value != "" and key in told}
+
+
+def config_of(path: Path) -> str:
+    """The config that a LoRA file was made with, as TOML; paths are reduced to their last part.
+
+    Raises:
+        UserError: not a safetensors file, or it holds no config.
+    """
+    found = read_header(path).metadata.get("lora_fp8_config")
+    if not found:
+        raise UserError(f"{path}: holds no config (it is another program's, or export.metadata was not public)")
+    return found
 
 
 def _folder_names(folders: tuple[FolderFacts, ...]) -> dict[str, FolderFacts]:

@@ -125,11 +125,7 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
         UserError: no such run or checkpoint.
         RunFailure: no checkpoint is whole, or the disk refused.
     """
-    run = Run.open(folder)
-    job = config.load(run.config_file, overrides)
-    found = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
-    if found is None:
-        raise UserError(f"{folder}: there is no checkpoint to export yet")
+    run, job, found = _checkpointed(folder, overrides, step)
     return export_adapter(run, job, found.adapter, found.step, run.export / f"step-{step:06d}" if step else run.export)
 
 
@@ -142,6 +138,36 @@ def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, ta
     Raises:
         RunFailure: the disk refused, or the adapter is broken.
     """
+    job, family, facts = _described(job, step)
+    try:
+        return export.write(adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
+    except OSError as error:
+        raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
+
+
+def preview_metadata(folder: Path, overrides: list[str], step: int = 0) -> dict[str, dict[str, str]]:
+    """{layout: metadata} that `export_run` would write, without the hashes of bytes that are not there yet.
+
+    Raises:
+        UserError: no such run or checkpoint.
+    """
+    run, job, found = _checkpointed(folder, overrides, step)
+    job, family, facts = _described(job, found.step)
+    return {layout: export.metadata(family, job.export, facts, layout) for layout in job.export.formats}
+
+
+def _checkpointed(folder: Path, overrides: list[str], step: int) -> tuple[Run, Job, checkpoint.Checkpoint]:
+    """A run, its job and the checkpoint of a step; 0 is the newest."""
+    run = Run.open(folder)
+    job = config.load(run.config_file, overrides)
+    found = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
+    if found is None:
+        raise UserError(f"{folder}: there is no checkpoint to export yet")
+    return run, job, found
+
+
+def _described(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFacts]:
+    """The job without "auto", its family, and what is to be said of the run at a step."""
     family = families.get(job.model.family)(job.model, device="cpu", dtype=DTYPES[job.model.dtype])
     job = resolve_auto(job, type(family))
     scanned = images.scan(job.dataset)
@@ -152,11 +178,7 @@ def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, ta
             "what the file tells of the training data is incomplete",
             file=sys.stderr,
         )
-    facts = _facts(job, family, scanned.examples, place(job, scanned.examples), step)
-    try:
-        return export.write(adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
-    except OSError as error:
-        raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
+    return job, family, _facts(job, family, scanned.examples, place(job, scanned.examples), step)
 
 
 def _as_trained(

@@ -322,6 +322,17 @@ def test_train_stop_resume_export_verify(
     assert early.code == 0 and all("step-000002" in line for line in early.out.splitlines())
     assert ask("export", folder, "--step", "3").code == 2
     assert ask("export", folder, "--set", "export.dtype=fp64").code == 2
+    (kohya,) = json.loads(ask("export", folder, "--format", "kohya", "--json").out)
+    before = tree_hash(folder)
+    seen = json.loads(ask("export", folder, "--preview-metadata", "--format", "kohya", "--json").out)
+    with safetensors.safe_open(kohya, framework="pt") as file:
+        written = {key: value for key, value in file.metadata().items() if "hash" not in key or "base" in key}
+    assert seen.keys() == {"kohya"} and seen["kohya"].keys() == written.keys() and tree_hash(folder) == before
+    assert "comfy'" in ask("export", folder, "--format", "comfy").err
+    again = tmp_path / "again.toml"
+    assert ask("new", again, "--from-lora", files[0], "--preset", "style").code == 2
+    assert ask("new", again, "--from-lora", files[0]).code == 0
+    assert config.load(again).train == config.load(folder / "config.toml").train
 
     checked = ask("verify", files[0], "--json")
     assert checked.code == 0 and json.loads(checked.out)["ok"] is True

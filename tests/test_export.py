@@ -20,7 +20,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from lora_fp8 import config, export, families
 from lora_fp8.config import UserError
 from lora_fp8.run import RunFailure
-from lora_fp8.verify import delta_error
+from lora_fp8.verify import HEADER_KEYS, delta_error
 
 torch.set_num_threads(1)
 
@@ -452,6 +452,33 @@ def test_nothing_private_is_written(tmp_path):
         kept = json.loads(header)["__metadata__"]["lora_fp8_config"]
         assert 'path = "base.safetensors"' in kept and 'path = "data/birds"' in kept and 'path = "dogs"' in kept
         assert not re.search(r"20\d\d-\d\d-\d\d", header)
+
+
+@pytest.mark.parametrize("level", ["private", "none"])
+def test_what_is_kept_back(tmp_path, level):
+    """Nothing of pictures and settings, and still all that clients and the verification ask for."""
+    for path in write(tmp_path, metadata=level, author="Me"):
+        _, told = export.read(path)
+        assert not any(
+            word in json.dumps(told) for word in ("cats", "a red cat", "cosine", "adamw", "0.000125", "seed")
+        )
+        assert told["modelspec.architecture"] == "stable-diffusion-v1/lora" and told["sshs_model_hash"]
+        assert told.get("modelspec.author") == ("Me" if level == "private" else None)
+        assert ("modelspec.trigger_phrase" in told) == (level == "private")
+        assert set(HEADER_KEYS) <= set(told)
+        with pytest.raises(UserError, match="holds no config.*export.metadata"):
+            export.config_of(path)
+
+
+def test_the_config_comes_back(tmp_path):
+    job = config.loads("model = {family = 'sd15', path = '/x/y.safetensors'}\ndataset = {folders = [{path = '/a/b'}]}")
+    state = random_state(LAYERS, rank=3)
+    section = config.Export(formats=["kohya"])
+    told = facts(config_toml=config.dumps(job))
+    (path,) = export.write(state, 1.0, families.get("sd15"), {}, section, told, tmp_path)
+    back = config.loads(export.config_of(path))
+    assert (back.model.path, back.dataset.folders[0].path) == ("y.safetensors", "b")
+    assert back.model_dump(exclude={"model", "dataset"}) == job.model_dump(exclude={"model", "dataset"})
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ FLIPS = {
     "export.author": Flip("Somebody", ("author",), ASIDE),
     "export.description": Flip("Some words", ("description",), ASIDE),
     "export.license": Flip("CC0-1.0", ("license",), ASIDE),
+    "export.metadata": Flip("none", ("author",), ASIDE, under=("export.author='Somebody'",)),
     "export.verify": Flip("true", ("verified",), ASIDE),
 }
 
