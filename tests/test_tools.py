@@ -14,7 +14,7 @@ from test_families import original_layout
 
 from lora_fp8 import cli, config, export, families, verify
 from lora_fp8.families import _files
-from lora_fp8.tools import extract
+from lora_fp8.tools import extract, merge
 
 RANK = 6
 
@@ -148,6 +148,22 @@ def test_the_new_file_says_what_it_is(ask: Callable, file: Path, tmp_path: Path)
     assert ask("resize", file, "--rank", 2)[0] == 2  # the place is taken, and nothing is replaced
 
 
+def test_diffusers_takes_ranks_that_differ_as_they_are(
+    ask: Callable, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Without alphas in the file, the layers' scales are left to who loads it."""
+    lora = diffusers_lora("sd15", tiny("sd15"), tmp_path / "lora.safetensors", uneven=True)
+    out = tmp_path / "small.safetensors"
+    assert ask("resize", lora, "--energy", 0.9, "--output", out)[0] == 0
+    assert len(set(ranks(out).values())) > 1
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(tiny("sd15"))
+    pipe.load_lora_weights(str(tmp_path), weight_name=out.name)
+    loaded, wanted = verify.adapter_of(pipe.unet), deltas(out)
+    assert {f"unet.{name}" for name in loaded} == wanted.keys()
+    for name, (a, b, scale) in loaded.items():
+        assert rel(b.flatten(1) @ a.flatten(1) * scale, wanted[f"unet.{name}"]) < 1e-6, name
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -235,9 +251,13 @@ def denoiser_layers(family: str, folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: shapes[f"{name}.weight"] for name in cls.adapter_names(made)}
 
 
-def diffusers_lora(family: str, folder: Path, path: Path) -> Path:
+def diffusers_lora(family: str, folder: Path, path: Path, uneven: bool = False) -> Path:
+    """A file in diffusers' layout for a miniature; uneven: half of the layers need more of their rank."""
     cls = families.get(family)
     state = lora_for(denoiser_layers(family, folder))
+    if uneven:
+        for name in sorted(name for name in state if name.endswith("B.weight"))[::2]:
+            state[name] *= 2.0 ** torch.arange(RANK).reshape(1, RANK, *(1 for _ in state[name].shape[2:]))
     save_file(
         {f"{cls.denoiser_name}.{name}": tensor for name, tensor in state.items()},
         path,
@@ -312,6 +332,20 @@ def test_merged_into_a_single_file_in_its_own_names(ask: Callable, tiny: Callabl
         assert torch.allclose(after[name].double(), wanted, atol=1e-6), name
 
 
+def test_a_full_disk_leaves_no_half_of_a_model(
+    ask: Callable, tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = diffusers_lora("sd15", tiny("sd15"), tmp_path / "lora.safetensors")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(merge.os, "replace", full)
+    code, _, said = ask("merge", lora, "--into", tiny("sd15"), "--output", tmp_path / "merged")
+    assert code == 2 and "No space left on device" in said
+    assert [path.name for path in tmp_path.iterdir()] == [lora.name]
+
+
 def test_bases_that_cannot_take_a_lora(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     lora = diffusers_lora("sd15", tiny("sd15"), tmp_path / "lora.safetensors")
     out = tmp_path / "merged"
@@ -343,7 +377,7 @@ def shifted(tiny: Callable[[str], Path], family: str, folder: Path, gains: dict[
     return folder
 
 
-@pytest.mark.parametrize(("family", "layout"), [("sd15", "kohya"), ("flux", "diffusers")])
+@pytest.mark.parametrize(("family", "layout"), [("sd15", "kohya"), ("flux", "diffusers"), ("z_image", "comfy")])
 def test_extracted_is_the_lora_that_was_added(
     ask: Callable, tiny: Callable[[str], Path], tmp_path: Path, family: str, layout: str
 ) -> None:
@@ -367,6 +401,9 @@ def test_extracted_is_the_lora_that_was_added(
     assert told["left_out"] == [] and all(row["kept"] > 1 - 1e-6 for row in told["layers"])
     assert "of" in wrong and f"{len(found)} of" in wrong  # progress, a line for each layer
     assert verify.check_file(out).ok  # the header is whole, and says the architecture
+    with safe_open(out, "pt") as opened:
+        whose = {"sd15": "diffusers", "flux": "diffusers", "z_image": "https://github.com/comfyanonymous/ComfyUI"}
+        assert opened.metadata()["modelspec.implementation"] == whose[family]
 
 
 def test_what_differs_and_is_not_extracted_is_told(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:

@@ -194,8 +194,13 @@ def into(
         part = family.folder / family.denoiser_name
         _copy_without_weights(family.folder, part, output)
         targets = {path: output / family.denoiser_name / path.name for path in files}
-    for source, target in targets.items():
-        _rewrite(source, target, changes[source], {"modelspec.merged_from": told})
+    try:
+        for source, target in targets.items():
+            _rewrite(source, target, changes[source], {"modelspec.merged_from": told})
+    except BaseException:
+        if not family.checkpoint:  # a folder with some of its shards would pass for a model
+            shutil.rmtree(output, ignore_errors=True)
+        raise
     return Merged(len(deltas), list(targets.values()))
 
 
