@@ -377,7 +377,7 @@ def shifted(tiny: Callable[[str], Path], family: str, folder: Path, gains: dict[
     return folder
 
 
-@pytest.mark.parametrize(("family", "layout"), [("sd15", "kohya"), ("flux", "diffusers"), ("z_image", "comfy")])
+@pytest.mark.parametrize(("family", "layout"), [("sd15", "kohya"), ("flux", "diffusers"), ("ernie_image", "comfy")])
 def test_extracted_is_the_lora_that_was_added(
     ask: Callable, tiny: Callable[[str], Path], tmp_path: Path, family: str, layout: str
 ) -> None:
@@ -402,7 +402,7 @@ def test_extracted_is_the_lora_that_was_added(
     assert "of" in wrong and f"{len(found)} of" in wrong  # progress, a line for each layer
     assert verify.check_file(out).ok  # the header is whole, and says the architecture
     with safe_open(out, "pt") as opened:
-        whose = {"sd15": "diffusers", "flux": "diffusers", "z_image": "https://github.com/comfyanonymous/ComfyUI"}
+        whose = {"sd15": "diffusers", "flux": "diffusers", "ernie_image": "https://github.com/comfyanonymous/ComfyUI"}
         assert opened.metadata()["modelspec.implementation"] == whose[family]
 
 
