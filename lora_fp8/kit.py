@@ -307,6 +307,8 @@ def problems(host: Mapping[str, Any], facts: Facts, file: Path, language: str) -
         told = f"{beside} .safetensors files beside each other; it takes one"
         found.append(told if english else f"同一目录下有 {beside} 个 .safetensors，只能有一个")
     known = base_models(host, facts.family)
+    if host.get("base_is_hub_id") and facts.base_model:
+        known = [facts.base_model]
     title = families.get(facts.family).title
     if known is None:
         found.append(f"{title} is not offered there" if english else f"该平台不提供 {title}")
@@ -323,9 +325,9 @@ def page(facts: Facts, file: Path, language: str) -> str:
     """What to paste into each host's form, in "en" or "zh"."""
     english = language == "en"
     lines = [f"# {facts.title}", ""]
-    for name, host in hosts().items():
+    for host in hosts().values():
         known = base_models(host, facts.family) or []
-        base = facts.base_model if name == "huggingface" else ""
+        base = facts.base_model if host.get("base_is_hub_id") else ""
         values = {
             "title": facts.title,
             "slug": file.stem,
