@@ -30,8 +30,10 @@ from .families import _files
 from .run import Run, sync_folder, write_synced
 
 HOSTS = Path(__file__).parent / "hosts"
-PRIVATE = ("ss_tag_frequency", "ss_dataset_dirs", "ss_training_comment", "lora_fp8_config")
-"""Metadata that hold captions, folder names, or the whole config."""
+PUBLIC = {*export.LEVELS["private"], "modelspec.usage_hint", "sshs_model_hash", "modelspec.hash_sha256"}
+PUBLIC -= {"ss_training_comment"}
+"""Metadata that are published. Other programs' headers hold captions, paths and whole configs under names of their own:
+so it is listed what stays, and not what goes."""
 
 SD_VERSION = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}  # A1111 knows no others
 LANGUAGES = {"en": "publish.en.md", "zh": "publish.zh-CN.md"}
@@ -166,7 +168,7 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
     try:
         (folder / "images").mkdir(parents=True, exist_ok=True)
         lora = folder / f"{slug}.safetensors"
-        _copy(file, lora, () if captions else PRIVATE)
+        _copy(file, lora, whole=captions)
         for i, picture in enumerate(pictures, 1):
             _draw(picture, folder / "images" / f"{slug}-{i}.png", facts, slug)
         if pictures:
@@ -198,12 +200,13 @@ def _missing(facts: Facts) -> list[tuple[str, str]]:
     return [(what, option) for what, option, value in kinds if not value]
 
 
-def _copy(source: Path, target: Path, without: Sequence[str]) -> None:
-    """The same tensors, byte for byte, under a header without these metadata."""
+def _copy(source: Path, target: Path, *, whole: bool) -> None:
+    """The same tensors, byte for byte, under the whole header or what of it is `PUBLIC`.
+
+    A1111's old hash is not among that: it counts from the file's first byte, and another header makes it another one.
+    """
     header = export.read_header(source)
-    # The old hash of A1111 counts from the file's first byte: with another header it would be another one.
-    gone = {*without, *(("sshs_legacy_hash",) if any(key in header.metadata for key in without) else ())}
-    kept = {key: value for key, value in header.metadata.items() if key not in gone}
+    kept = {key: value for key, value in header.metadata.items() if whole or key in PUBLIC}
     head = json.dumps({"__metadata__": kept, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
     with open(source, "rb") as read, write_synced(target) as write:

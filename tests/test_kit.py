@@ -58,6 +58,8 @@ def file(tmp_path: Path) -> Path:
         "ss_tag_frequency": '{"jane_doe_private": {"jane doe": 3}}',
         "ss_dataset_dirs": '{"jane_doe_private": {"n_repeats": 1}}',
         "lora_fp8_config": 'path = "jane_doe_private"',
+        "ss_datasets": '[{"subsets": [{"image_dir": "/home/jane/pictures"}]}]',  # sd-scripts, musubi-tuner
+        "ot_config": '{"concept_file_name": "C:/Users/jane/concepts.json"}',  # OneTrainer
     }
     export.write_file(path, state, metadata, hashes=True)
     return path

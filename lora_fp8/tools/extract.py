@@ -200,6 +200,7 @@ def _write(tensors: dict[str, Tensor], output: Path, dtype: torch.dtype, family:
         "ss_network_module": "networks.lora_flux" if family.kohya_naming == "bfl_flux" else "networks.lora",
         "ss_base_model_version": family.kohya_base_version,
         "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),
+        "lora_fp8_layout": layout,
         "lora_fp8_tool": tool,
     }
     pairs.write(pairs.Lora(made, halves, layout == "kohya", dtype), output, dtype, about)
