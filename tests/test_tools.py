@@ -447,9 +447,12 @@ def test_models_that_cannot_be_compared(ask: Callable, tiny: Callable[[str], Pat
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(tiny("sd15"))
     pipe.unet = diffusers.UNet2DConditionModel.from_config({**pipe.unet.config, "block_out_channels": (64, 64)})
     pipe.save_pretrained(wide)
+    query = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.weight"
+    broken = shifted(tiny, "sd15", tmp_path / "broken", {query: torch.full((32, 32), torch.nan)})
     out = tmp_path / "out.safetensors"
     for other, more, words in (
         (wide, ("--rank", 4), "not of one architecture"),
+        (broken, ("--rank", 4), "NaN or infinity"),
         (tiny("sdxl"), ("--rank", 4), "model.family = 'sd15'"),
         (tiny("sd15"), ("--rank", 4), "nothing to extract"),
         (tiny("sd15"), (), "--rank 16 or --energy"),
