@@ -316,6 +316,39 @@ def verify(
 
 
 @app.command()
+def inspect(
+    file: Path = typer.Argument(..., metavar="FILE", help="A LoRA .safetensors file of any program."),
+    as_json: bool = JSON,
+) -> None:
+    """Tell what a LoRA file is: layout, architecture, rank, alpha, dtype, each layer's norm, metadata, hashes."""
+    from .tools import files
+
+    about = files.inspect(file)
+    print(json.dumps(about.to_json(), ensure_ascii=False, indent=1) if as_json else "\n".join(about.lines()))
+
+
+@app.command()
+def convert(
+    file: Path = typer.Argument(..., metavar="FILE", help="A LoRA .safetensors file of any program."),
+    layout: str = typer.Option(..., "--format", help="diffusers, comfy or kohya."),
+    output: Path | None = typer.Option(None, help="The file to write; FILE's name with the layout, beside it."),
+    family: str = typer.Option("", help="Architecture; empty reads it from the file."),
+    base: str = typer.Option("", help="The base model, where its sizes are not the released model's."),
+    dtype: str = DTYPE,
+    as_json: bool = JSON,
+) -> None:
+    """Write a LoRA with the layer names that other programs read."""
+    from .tools import files
+
+    output = output or file.with_name(f"{file.stem}_{layout}.safetensors")
+    layers = files.convert(file, output, layout, family=family, base=base, dtype=dtype)
+    if as_json:
+        print(json.dumps({"output": str(output), "layers": layers}, ensure_ascii=False, indent=1))
+        return
+    print(f"{output} written: {layers} layers in the {layout} layout")
+
+
+@app.command()
 def resize(
     file: Path = typer.Argument(..., metavar="FILE", help="A LoRA .safetensors file of any program."),
     output: Path | None = typer.Option(None, help="The file to write; FILE's name with -resized, beside it."),

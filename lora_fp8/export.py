@@ -337,6 +337,11 @@ IMPLEMENTATIONS = {  # ModelSpec's word for whose module names a file has
 }
 
 
+def implementation(family: Any, layout: str) -> str:
+    """ModelSpec's word for whose module names a file of this layout has."""
+    return {"diffusers": "diffusers", "comfy": COMFYUI}.get(layout) or IMPLEMENTATIONS[family.kohya_naming]
+
+
 LOADING = (  # what a program needs to tell what the file is for and how it is to be used
     *("format", "modelspec.sai_model_spec", "modelspec.architecture", "modelspec.implementation", "modelspec.title"),
     *("modelspec.resolution", "modelspec.prediction_type", "ss_network_module", "ss_network_dim", "ss_network_alpha"),
@@ -365,7 +370,7 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{family.modelspec_architecture}/lora",
-        "modelspec.implementation": {"diffusers": "diffusers", "comfy": COMFYUI}.get(layout) or IMPLEMENTATIONS[naming],
+        "modelspec.implementation": implementation(family, layout),
         "modelspec.implementation_version": f"lora_fp8/{__version__}",
         "modelspec.title": section.title or facts.name,
         "modelspec.resolution": f"{width}x{height}",

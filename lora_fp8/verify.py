@@ -9,6 +9,7 @@
     prediction, effect          its denoiser answers stored inputs (the probe) as the training model did
     preview                     its pictures are those made while training (PSNR)
     plain prediction / preview  the same on the base as published, in its own dtype: measured and told, not judged
+    merged                      where asked: what is left of the LoRA if it is merged into the base and that held in FP8
 
 Why two bases. An adapter trained on FP8 weights has seen rounded weights. On the same rounded weights, decoded, the
 file must give the same answer: any gap there is a mistake of ours. On the published weights a gap remains that is the
@@ -87,7 +88,7 @@ class Report:
         file: its name.
         checks: in the order asked.
         measured: numbers by name: prediction_error, delta_error, preview_psnr, plain_prediction_error,
-            plain_preview_psnr.
+            plain_preview_psnr, merged_unscaled, merged_row-scaled.
     """
 
     file: str
@@ -389,6 +390,7 @@ def check(
     base: Base | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    merged: bool = False,
 ) -> Report:
     """Verify an exported file. Never raises for what is wrong with the file: that is what the report says.
 
@@ -404,6 +406,7 @@ def check(
         dtype: what the clean denoiser computes in; None for the family's.
         device: where the clean denoiser is; None for the family's. Another one (the CPU, where a GPU has no room for
             the unquantized model) leaves no previews to compare.
+        merged: ask what merging into an FP8 base would leave of the LoRA; reads the published weights once more.
 
     Raises:
         ValueError: previews are to be compared on another device than the family's.
@@ -434,6 +437,8 @@ def check(
         del pipeline, denoiser
         gc.collect()
         _measure_plain(file, family, probe, previews, dtype, device, report)
+    if merged:
+        _measure_merged(family, tensors, report)
     return report
 
 
@@ -450,19 +455,26 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
     if not file.is_file():
         raise UserError(f"{file}: no such file")
     if not family_name:
-        told = export.read_header(file).metadata.get("ss_base_model_version")
-        known = {families.get(name).kohya_base_version: name for name in families.available()}
-        if told not in known:
+        metadata = export.read_header(file).metadata
+        family_name = family_told(metadata)
+        if not family_name:
+            told = metadata.get("ss_base_model_version")
             what = f"says {told!r}, which is none of ours" if told else "does not say it"
             accepted = " | ".join(families.available())
             raise UserError(f"{file}: the header {what}; name the architecture with --family ({accepted})")
-        family_name = known[told]
     Family = families.get(family_name)
     if not base:
         report = Report(file.name)
         _check_file(file, Family, report)
         return report
-    return check(file, Family(config.Model(family=family_name, path=base), device="cpu", dtype=torch.bfloat16))
+    family = Family(config.Model(family=family_name, path=base), device="cpu", dtype=torch.bfloat16)
+    return check(file, family, merged=True)
+
+
+def family_told(metadata: Mapping[str, str]) -> str:
+    """The family that a file's header names; "" where it names none of ours."""
+    told = metadata.get("ss_base_model_version")
+    return next((name for name in families.available() if families.get(name).kohya_base_version == told), "")
 
 
 def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | None:
@@ -599,6 +611,46 @@ def _check_previews(
         why = ", as the last bit of the adapter changes that much"
         report.measure("preview_floor", floor)
     report.add("preview", worst >= allowed, f"{worst:.1f} dB at worst {where} (at least {allowed:.1f}{why})")
+
+
+MERGED_FORMATS = {"unscaled": precision.Format("fp8", "none"), "row-scaled": precision.FP8_ROW}
+MOSTLY_LOST = 0.7  # cosine at which half of what changes in the weights is rounding
+
+
+def survival(weight_NK: Tensor, delta_NK: Tensor, form: precision.Format) -> float:
+    """What is left of a LoRA that is merged into a weight which is then held in `form`.
+
+    The cosine of the angle between the change that was wanted and the one that comes about: the rounded sum less the
+    rounded weight. 1 is all; its square is the share of the change that is not rounding. 0 where nothing changes.
+    """
+    weight_NK, delta_NK = weight_NK.float(), delta_NK.float()
+    before = precision.round_trip(weight_NK, form, torch.float32)
+    change = precision.round_trip(weight_NK + delta_NK, form, torch.float32) - before
+    norms = float(change.double().norm() * delta_NK.double().norm())
+    return float((change.double() * delta_NK.double()).sum()) / norms if norms else 0.0
+
+
+def _measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) -> None:
+    state, scaling = export.from_layout(tensors, family, family.denoiser_config())
+    wanted = {f"{module}.weight": module for module in export.modules(state)}
+    left: dict[str, dict[str, float]] = {name: {} for name in MERGED_FORMATS}
+    for name, weight in family.denoiser_tensors():
+        if module := wanted.get(name):
+            a, b = (state[f"{module}.lora_{half}.weight"].flatten(1).float() for half in "AB")
+            delta = b @ a * scaling[module]
+            for form_name, form in MERGED_FORMATS.items():
+                left[form_name][module] = survival(precision.plain(weight).flatten(1), delta, form)
+    for name, found in left.items():
+        median = report.measure(f"merged_{name}", float(np.median(list(found.values()))))
+        worst = min(found, key=lambda module: found[module])
+        hint = "; most of what merging changes is rounding: load the file beside the base instead"
+        report.add(
+            f"merged, {name} e4m3",
+            True,
+            f"cosine to the wanted change {median:.3f} in the median layer, {found[worst]:.3f} in {worst}"
+            + (hint if median < MOSTLY_LOST else ""),
+            judged=False,
+        )
 
 
 @contextmanager

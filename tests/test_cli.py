@@ -24,7 +24,7 @@ from lora_fp8 import cli, config, run, train
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
-    *("resize", "merge", "extract", "ema", "kit"),
+    *("inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 RUN = "import sys; sys.argv[0] = 'lora-fp8'; from lora_fp8.cli import main; main()"

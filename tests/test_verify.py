@@ -88,7 +88,8 @@ def trained(tmp_path_factory):
             name=name, folder=folder, family=family, denoiser=denoiser, state=state, scaling=scaling, probe=probe
         )
         made[name].conds = conds
-        made[name].files = dict(zip(LAYOUTS, files_of(made[name], folder / "export"), strict=True))
+        both = [layout for layout in LAYOUTS if layout in cls.layouts]
+        made[name].files = dict(zip(both, files_of(made[name], folder / "export", formats=both), strict=True))
         return made[name]
 
     return get
@@ -131,6 +132,16 @@ def test_a_right_file_passes(trained, name, layout):
     answer = verify.predict(it.family, getattr(bare, it.family.denoiser_name), it.probe)
     without = verify.relative_error(answer, it.probe.prediction_BCHW)
     assert without > 0.02 and report.measured["effect"] == pytest.approx(without, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in families.available() if name not in NAMES])
+def test_every_layout_of_every_family_is_exact_in_float32(trained, name, tmp_path):
+    it = trained(name)
+    for file in files_of(it, tmp_path, formats=list(it.family.layouts)):
+        report = verify.check(file, it.family, state=it.state, scaling=it.scaling, probe=it.probe)
+        assert report.ok, report.lines()
+        assert report.measured["delta_error"] < 1e-6 and report.measured["prediction_error"] < 1e-5
+        assert report.measured["effect"] > 0.01  # the probe would notice
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -472,3 +483,46 @@ def test_a_base_that_is_not_whole_is_an_error(trained):
     tensors.pop("conv_in.weight")
     with pytest.raises(verify.RunFailure, match="conv_in.weight"):
         verify.clean_pipeline(family, tensors)
+
+
+# -- merging into an FP8 base
+
+
+def test_what_merging_into_fp8_leaves_is_what_torchs_rounding_leaves():
+    """Against torch's own cast: a large change is kept, one far below a step of the grid is noise, none is none."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 96, generator=generator) * 0.02
+    delta = torch.randn(64, 96, generator=generator)
+
+    def cast(x, scale):
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+    def cosine(x, y):
+        return float(torch.nn.functional.cosine_similarity(x.flatten().double(), y.flatten().double(), dim=0))
+
+    unscaled = precision.Format("fp8", "none")
+    for size in (1e-4, 1e-3, 1e-2):
+        wanted = delta * size
+        found = verify.survival(weight, wanted, unscaled)
+        assert found == pytest.approx(cosine(cast(weight + wanted, 1) - cast(weight, 1), wanted), abs=1e-6)
+        rows = [x.abs().amax(1, keepdim=True) / 448 for x in (weight + wanted, weight)]
+        change = cast(weight + wanted, rows[0]) - cast(weight, rows[1])
+        # ours takes the better of two scales for each row
+        assert verify.survival(weight, wanted, precision.FP8_ROW) == pytest.approx(cosine(change, wanted), abs=0.05)
+    assert (
+        verify.survival(weight, delta * 1e-2, unscaled) > 0.99 > 0.5 > verify.survival(weight, delta * 1e-4, unscaled)
+    )
+    assert verify.survival(weight, delta * 0, unscaled) == 0.0
+
+
+def test_the_verify_command_tells_what_merging_would_leave(trained, tmp_path):
+    it = trained("flux")
+    base = str(it.folder / "base")
+    report = verify.check_file(it.files["kohya"], base)
+    assert report.ok and [c.judged for c in report.checks if c.name.startswith("merged")] == [False, False]
+    assert report.measured["merged_row-scaled"] > 0.9  # as strong as this one is
+    state = {key: tensor * (1e-4 if "lora_B" in key else 1) for key, tensor in it.state.items()}
+    weak = SimpleNamespace(name="weak", family=it.family, denoiser=it.denoiser, state=state, scaling=it.scaling)
+    (file,) = files_of(weak, tmp_path, formats=["comfy"])
+    told = [line for line in verify.check_file(file, base).lines() if "merged" in line]
+    assert len(told) == 2 and all("load the file beside the base instead" in line for line in told)
