@@ -95,6 +95,25 @@ def test_ideogram4_is_recognised_at_full_size():
         assert [other for other in families.available() if families.get(other).recognises(header)] == ["ideogram4"]
 
 
+def test_ideogram4_is_not_trained_on_latents_normalised_as_flux2s(tmp_path):
+    """The two VAEs have one class and one config; only the numbers of their batch norms tell."""
+    Family = families.get("ideogram4")
+    Family.tiny(tmp_path)
+    assert make(Family, tmp_path).warnings == []
+    path = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    of_ideogram = torch.tensor([0.01984364, 0.10149707, 0.29689495, 0.27188619, -0.21445648, -0.15979549, 0.05021099])
+    of_flux2 = torch.tensor([-0.06762, -0.07152, -0.07534, -0.07449, 0.02228, 0.01800, 0.01420])
+    for mean, refused in ((of_ideogram, False), (of_flux2, True)):
+        tensors["bn.running_mean"][: len(mean)] = mean
+        save_file(tensors, path)
+        if refused:
+            with pytest.raises(families.UserError, match=r"is FLUX\.2's VAE.*Ideogram 4's diffusers folder"):
+                make(Family, tmp_path)
+        else:
+            assert make(Family, tmp_path).warnings == []
+
+
 def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
     """Quantiles of many draws against the pipeline's own schedule, at 1024 x 768 pixels."""
     objective = families.get("ideogram4").objective({}, config.Objective())

@@ -1,9 +1,10 @@
 """Ideogram 4: a 9 B single-stream DiT, conditioned on thirteen layers of Qwen3-VL 8B, trained with rectified flow.
 
 Ideogram 2026. Text and image are one sequence, padded in front; time runs from 0 (noise) to 1 (image) and the velocity
-points to the image, so that both are turned around here. Latents are FLUX.2's, with the channels of a patch in another
-order. Guidance comes from a second transformer of the same size that never saw text; a LoRA does not touch it and it is
-not loaded, so that previews are drawn without guidance.
+points to the image, so that both are turned around here. The VAE is FLUX.2's, but the batch norm that normalises its
+latents holds Ideogram's own numbers, with the channels of a patch in another order: it must be the VAE of Ideogram's
+diffusers folder. Guidance comes from a second transformer of the same size that never saw text; a LoRA does not touch
+it and it is not loaded, so that previews are drawn without guidance.
 
 The pipeline takes prompts in words only: `mend_` lets it take encoded ones.
 """
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
-from . import _flux2, _miniature, _qwen
+from . import _files, _flux2, _miniature, _qwen
 from ._files import Header
+from ._weights import WeightFile
 from .base import Cond, ModelFamily, native_header
 
 PATCH = 2
+FLUX2_MEAN = (-0.0676, -0.0715, -0.0753, -0.0745)
+"""How the means in the batch norm of FLUX.2's VAE begin; Ideogram's begin 0.0198, 0.1015, 0.2969, 0.2719."""
 # As Qwen's own, where content is a list of parts.
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -217,6 +221,15 @@ class Family(ModelFamily):
         return "layers.0.attention.qkv.weight" in native and "embed_image_indicator.weight" in native
 
     def caveats(self) -> list[str]:
+        for path in _files.weight_files(self.folder / "vae", "diffusion_pytorch_model"):
+            file = WeightFile(path)
+            if "bn.running_mean" in file.header:
+                mean_C = file.decoded("bn.running_mean").float()
+                if torch.allclose(mean_C[: len(FLUX2_MEAN)], torch.tensor(FLUX2_MEAN), rtol=0, atol=1e-3):
+                    raise UserError(
+                        f"{path} is FLUX.2's VAE, whose normalisation is not that of {self.title}: put the vae/ of "
+                        "Ideogram 4's diffusers folder in its place"
+                    )
         if "uncond" not in (self.checkpoint.name.lower() if self.checkpoint else ""):
             return []
         return [f"{self.checkpoint} is the transformer for guidance by its name; LoRAs belong to the other one"]
