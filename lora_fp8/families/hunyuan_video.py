@@ -91,9 +91,10 @@ class Family(ModelFamily):
     config_marks = {"image_condition_type": None}  # image-to-video has a pipeline of its own
     modelspec_architecture = "hunyuan-video"
     kohya_base_version = "hunyuan_video"
-    kohya_naming = "native"
-    layouts = ("comfy", "diffusers", "kohya")
-    layouts_of_diffusers = ("diffusers", "comfy")
+    # ComfyUI looks for kohya's names of its own copy of the model, which has 0 and 2 for fc1 and fc2: such a file would
+    # lose the feed-forward of the double blocks there, and diffusers reads none of it.
+    kohya_naming = ""
+    layouts = ("comfy", "diffusers")
     converter_width = 3072
     call_options = {"num_frames": 1}
     reference_config = {"num_layers": 20, "num_single_layers": 40}
