@@ -82,11 +82,14 @@ def to_layout(
         UserError: an incomplete pair, or a module that the layout has no name for.
     """
     prefix, name_of, _ = _rule(family, denoiser_config, layout)
+    swapped = _swapped(family, denoiser_config, layout)
     down, up = HALVES if layout == "kohya" else HALVES.values()
     pairs: dict[str, Pair] = {}
     for module in modules(state):
         a, b, scale = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], _scale_of(scaling, module)
         baked = layout != "kohya" and scale != 1
+        if module in swapped:
+            b = torch.cat(b.chunk(2)[::-1])
         pairs[module] = (a, b.float() * scale, 1.0) if baked else (a, b, scale)
     out: dict[str, Tensor] = {}
     for group, members in dict(name_of(module) for module in pairs).items():
@@ -134,12 +137,15 @@ def from_layout(
         raise UserError(f"{names}: not names that a LoRA of the {family.denoiser_name} has in the {layout} layout")
     state: dict[str, Tensor] = {}
     scaling: dict[str, float] = {}
+    swapped = _swapped(family, denoiser_config, layout)
     groups = modules(renamed)
     if stray := sorted(alphas.keys() - set(groups)):
         raise UserError(f"{first_few(stray)}: alpha without weights")
     for group in groups:
         a, b = renamed[f"{group}.lora_A.weight"], renamed[f"{group}.lora_B.weight"]
         members = members_of(group)
+        if members[0] in swapped:
+            b = torch.cat(b.chunk(2)[::-1])
         rows = [b.shape[0]] if len(members) == 1 else _rows(members, {}, family, denoiser_config)
         if sum(rows) != b.shape[0]:
             raise UserError(f"{prefix}{group}: the LoRA has {b.shape[0]} rows; this base has {sum(rows)}")
@@ -436,6 +442,12 @@ def _rule(
         lambda module: to_name(module, family, denoiser_config),
         lambda name: members(name, family, denoiser_config),
     )
+
+
+def _swapped(family: Any, denoiser_config: Mapping[str, Any], layout: str) -> set[str]:
+    """Modules whose B has its halves the other way round in this layout."""
+    native = layout == "comfy" or (layout == "kohya" and family.kohya_naming == "native")
+    return family.halves_swapped(denoiser_config) if native else set()
 
 
 def _rows(

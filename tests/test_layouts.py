@@ -241,6 +241,34 @@ def test_a_file_that_scales_by_alpha_is_read_in_every_layout():
     assert scaling == {"transformer_blocks.3.attn.to_q": 0.5} and len(found) == 2
 
 
+SWAPPED = {
+    "sd3": ("joint_blocks.2.context_block.adaLN_modulation.1", "transformer_blocks.2.norm1_context.linear"),
+    "flux2": ("final_layer.adaLN_modulation.1", "norm_out.linear"),
+    "flux2_klein": ("final_layer.adaLN_modulation.1", "norm_out.linear"),
+    "aura_flow": ("modF.1", "norm_out.linear"),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_scale_and_shift_change_places_with_the_weights_they_are_for(tiny, name):
+    """Other trainers' files may hold these layers; the single file's conversion, held against diffusers', judges."""
+    native, ours = SWAPPED[name]
+    family = families.get(name)(config.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
+    sizes = family.denoiser_config()
+    rows, columns = family.layer_shapes(sizes)[ours]
+    a, b = torch.randn(2, columns), torch.randn(rows, 2)
+    file = {f"diffusion_model.{native}.lora_A.weight": a, f"diffusion_model.{native}.lora_B.weight": b}
+    state, scaling = layouts.from_layout(file, family, sizes)
+    header = {}
+    for key, tensor in family.empty_denoiser().state_dict().items():
+        its, members = layouts.naming.to_native(family.native_layers, key) or (key, (key,))
+        header[its] = (tensor.shape[0] * len(members), *tensor.shape[1:]) if tensor.ndim else ()
+    key, change = family.convert_checkpoint(header)[f"{ours}.weight"]
+    assert key == f"{native}.weight" and torch.equal(state[f"{ours}.lora_B.weight"] @ a, change(b @ a))
+    back = layouts.to_layout(state, scaling, family, sizes, "comfy")
+    assert back.keys() == file.keys() and all(torch.equal(back[key], file[key]) for key in file)
+
+
 def test_a_layer_without_a_name_in_the_layout_is_refused():
     Family = families.get("krea2")
     state = {"nothing.to_q.lora_A.weight": torch.randn(4, 8), "nothing.to_q.lora_B.weight": torch.randn(8, 4)}

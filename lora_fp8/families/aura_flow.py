@@ -8,6 +8,7 @@ takes the middle; 0.3 has more of them than its predecessors, for images that ar
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,10 @@ class Family(ModelFamily):
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
         # The original gives (shift, scale) there and diffusers (scale, shift): a LoRA of one is none of the other.
+        return {"norm_out.linear"}
+
+    @classmethod
+    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
         return {"norm_out.linear"}
 
     def denoiser_config(self) -> dict[str, Any]:

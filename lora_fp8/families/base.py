@@ -357,6 +357,11 @@ class ModelFamily(ABC):
         return set()
 
     @classmethod
+    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
+        """Layers whose rows the original has as (shift, scale) and diffusers as (scale, shift)."""
+        return set()
+
+    @classmethod
     def layer_shapes(cls, denoiser_config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
         """{module path: shape of its weight} of a denoiser with this config, of linears and convolutions."""
         return _layer_shapes(cls.denoiser_class, json.dumps(dict(denoiser_config), sort_keys=True, default=str))

@@ -11,6 +11,7 @@ place of 1.15 at 1024 x 1024 and 50 steps), to make up for their length, which t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,10 @@ class Family(ModelFamily):
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
         return {_flux2.LAST_NORM}  # in the original naming its LoRA would be another one
+
+    @classmethod
+    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
+        return {_flux2.LAST_NORM}
 
     @classmethod
     def recognises(cls, header: Header) -> bool:

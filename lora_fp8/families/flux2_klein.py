@@ -8,6 +8,7 @@ in a chat, always 512 tokens long; padding is attended to. How t is drawn: see `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,10 @@ class Family(ModelFamily):
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
         return {_flux2.LAST_NORM}  # in the original naming its LoRA would be another one
+
+    @classmethod
+    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
+        return {_flux2.LAST_NORM}
 
     @classmethod
     def recognises(cls, header: Header) -> bool:

@@ -8,6 +8,7 @@ image alone, in its first 13 blocks. The denoiser takes the timestep (0 .. 1000)
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,10 @@ class Family(ModelFamily):
         # Nothing follows the text in the last block: its queries are for nothing.
         last = len(denoiser.transformer_blocks) - 1
         return {f"transformer_blocks.{last}.attn.add_q_proj", *_swapped(last)}
+
+    @classmethod
+    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
+        return set(_swapped(denoiser_config.get("num_layers", cls.reference_config["num_layers"]) - 1))
 
     def denoiser_config(self) -> dict[str, Any]:
         found = ModelFamily.denoiser_config(self)
