@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from test_families import make
 
 from lora_fp8 import config, families, precision
 
@@ -58,5 +60,19 @@ def test_what_is_distilled_is_told(tmp_path):
     Family.tiny(tmp_path)
     path = tmp_path / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({"_class_name": "FlowMatchLCMScheduler", "shift": 6.0}), encoding="utf-8")
-    (warning,) = Family(config.Model(family="hidream", path=str(tmp_path)), device="cpu", dtype=torch.float32).warnings
-    assert "distilled" in warning and "preview.guidance = 1.0" in warning
+    distilled = make(Family, tmp_path)
+    (warning,) = distilled.warnings
+    assert "distilled" in warning and distilled.usual_guidance() == 1.0
+    # a single file beside these components is what its name says
+    save_file(load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"), tmp_path / "one.safetensors")
+    for name, words, guidance in (
+        ("hidream_i1_full_fp16", [], 5.0),
+        ("hidream_i1_dev_bf16", ["distilled"], 1.0),
+        ("hidream_e1_full_bf16", ["edits pictures"], 5.0),
+        ("other", ["distilled"], 1.0),
+    ):
+        (tmp_path / "one.safetensors").replace(tmp_path / f"{name}.safetensors")
+        one = make(Family, tmp_path / f"{name}.safetensors", components=str(tmp_path))
+        assert len(one.warnings) == len(words) and one.usual_guidance() == guidance
+        assert all(word in warning for word, warning in zip(words, one.warnings, strict=True))
+        (tmp_path / f"{name}.safetensors").replace(tmp_path / "one.safetensors")

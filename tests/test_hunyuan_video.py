@@ -4,6 +4,7 @@ import json
 
 import diffusers
 import torch
+from test_families import make, write_header
 from tokenizers import Tokenizer
 
 from lora_fp8 import config, families, precision
@@ -41,6 +42,17 @@ def test_a_model_without_guidance_embedding(tmp_path):
     with torch.no_grad():
         one, other = (family.predict(denoiser, noisy, torch.tensor([0.5]), cond, guidance=g) for g in (1.0, 6.0))
     assert one.isfinite().all() and torch.equal(one, other)
+
+
+def test_image_to_video_with_the_same_tensors_is_told_by_its_name(tmp_path):
+    Family = families.get("hunyuan_video")
+    Family.tiny(tmp_path)
+    for name, num in (("hunyuan_video_t2v_720p", 0), ("hunyuan_v2_replace_image_to_video_720p", 1), ("hy_I2V", 1)):
+        header = {"img_in.proj.weight": (32, 4, 1, 2, 2), "final_layer.linear.weight": (16, 32)}
+        header |= {"double_blocks.0.img_attn_qkv.weight": (96, 32), "vector_in.in_layer.weight": (32, 32)}
+        write_header(tmp_path / f"{name}.safetensors", header)
+        found = make(Family, tmp_path / f"{name}.safetensors", components=str(tmp_path)).warnings
+        assert ["image-to-video by its name" in warning for warning in found] == [True] * num
 
 
 def test_image_to_video_is_another_model():

@@ -156,6 +156,40 @@ def test_distilled_models_are_told_and_drawn_without_guidance(name, tmp_path):
     assert turbo.guidance_inputs(turbo.usual_guidance()) == {"guidance_scale": 0.0}
 
 
+@pytest.mark.parametrize("name", ["z_image", "krea2", "flux2_klein"])
+@pytest.mark.parametrize("components", ["base", "distilled"])
+def test_the_name_of_a_single_file_says_more_than_its_components(name, components, tmp_path):
+    Family = families.get(name)
+    Family.tiny(tmp_path)
+    if components == "distilled" and name == "z_image":
+        edit(tmp_path / "scheduler" / "scheduler_config.json", shift=3.0)
+    elif components == "distilled":
+        edit(tmp_path / "model_index.json", is_distilled=True)
+    weights = load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    original = native_tensors(Family, weights)
+    named = {"my_Turbo_fp8": True, **dict.fromkeys(("z_image_de_turbo", "x-de-distill", "krea2_raw", "z-base"), False)}
+    if name == "flux2_klein":
+        named = {"flux-2-klein-4b-fp8": True, "flux-2-klein-base-4b": False}
+    for called, distilled in (named | {"drawing": components == "distilled"}).items():
+        save_file(original, tmp_path / f"{called}.safetensors")
+        family = make(Family, tmp_path / f"{called}.safetensors", components=str(tmp_path))
+        assert [bool(family.warnings), family.usual_guidance() == 1.0] == [distilled] * 2, called
+        if name != "z_image":
+            assert family._assemble().config.is_distilled is distilled
+        if name == "krea2":
+            assert (family.scheduler_config()["base_shift"] == krea2.TURBO_MU) is distilled
+
+
+def test_qwen_image_edit_is_told_by_its_name(tmp_path):
+    Family = families.get("qwen_image")
+    Family.tiny(tmp_path)
+    weights = load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    for name, num in (("qwen_image_fp8", 0), ("qwen_image_edit_2509_bf16", 1), ("credits", 0)):
+        save_file(weights, tmp_path / f"{name}.safetensors")
+        found = make(Family, tmp_path / f"{name}.safetensors", components=str(tmp_path)).warnings
+        assert ["edits pictures" in warning for warning in found] == [True] * num
+
+
 def test_krea2_turbo_is_trained_with_the_shift_that_it_draws_with(tmp_path, monkeypatch):
     """Its pipeline has one for all resolutions; judged by what it tells the scheduler."""
     Family = families.get("krea2")

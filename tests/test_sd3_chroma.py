@@ -138,10 +138,27 @@ def test_sd3_turbo_is_told_to_be_distilled(tmp_path):
     Family = families.get("sd3")
     folder = tmp_path / "models--stabilityai--stable-diffusion-3.5-large-turbo" / "snapshots" / "a"
     Family.tiny(folder)
-    (told,) = make(Family, folder).warnings
-    assert "distilled" in told and "3.5 large" in told
+    turbo = make(Family, folder)
+    (told,) = turbo.warnings
+    assert "distilled" in told and "3.5 large" in told and turbo.usual_guidance() == 1.0
     folder.rename(tmp_path / "medium")
-    assert make(Family, tmp_path / "medium").warnings == []
+    medium = make(Family, tmp_path / "medium")
+    assert medium.warnings == [] and medium.usual_guidance() == 4.5
+    path = tmp_path / "medium" / "transformer" / "config.json"
+    told = json.loads(path.read_text(encoding="utf-8")) | {"dual_attention_layers": []}
+    path.write_text(json.dumps(told), encoding="utf-8")
+    assert make(Family, tmp_path / "medium").usual_guidance() == 7.0
+
+
+def test_the_fast_chroma_is_told_and_drawn_without_guidance(tmp_path):
+    Family = families.get("chroma")
+    Family.tiny(tmp_path / "models--lodestones--Chroma1-HD")
+    base = make(Family, tmp_path / "models--lodestones--Chroma1-HD")
+    assert base.warnings == [] and base.usual_guidance() == 3.0
+    base.folder.rename(tmp_path / "models--lodestones--Chroma1-Flash")
+    flash = make(Family, tmp_path / "models--lodestones--Chroma1-Flash")
+    (told,) = flash.warnings
+    assert "Chroma1-HD" in told and flash.usual_guidance() == 1.0
 
 
 def test_chroma_does_not_see_padding(tmp_path):

@@ -42,6 +42,26 @@ def test_a_single_file_brings_its_own_size(tmp_path):
     }
 
 
+def single_file(folder, name, *, extra=None):
+    """The miniature in `folder` in the original naming, as one file of this name."""
+    tensors = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    native = {naming.to_native(families.get("wan").native_layers, key)[0]: tensor for key, tensor in tensors.items()}
+    save_file(native | (extra or {}), folder / name)
+    return wan(folder / name, components=str(folder))
+
+
+def test_what_is_known_of_wan_2_2(tmp_path):
+    """Its experts are told by their names, and 5B by the channels of its latents."""
+    families.get("wan").tiny(tmp_path)
+    for name in ("wan2.2_t2v_high_noise_14B_fp8_scaled", "Wan2_2-T2V-A14B-LOW_fp8", "my_low_noise"):
+        (warning,) = single_file(tmp_path, f"{name}.safetensors").warnings
+        assert "expert of Wan 2.2" in warning and "all of them" in warning and "\n" not in warning
+    assert single_file(tmp_path, "wan2.1_t2v_14B.safetensors").warnings == []
+    small = {"patch_embedding.weight": torch.zeros(64, 48, 1, 2, 2), "head.head.weight": torch.zeros(192, 64)}
+    with pytest.raises(config.UserError, match=r"48 channels, as that of Wan 2\.2 TI2V-5B, .* gives 16"):
+        single_file(tmp_path, "small.safetensors", extra=small)
+
+
 def test_image_to_video_and_vace_are_other_models():
     shapes = {"patch_embedding.weight": (5120, 16, 1, 2, 2), "head.head.weight": (64, 5120)}
     shapes |= {"blocks.0.self_attn.q.weight": (5120, 5120)}

@@ -26,6 +26,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -237,6 +238,16 @@ class ModelFamily(ABC):
     def caveats(self) -> list[str]:
         """What to know of the given model before training on it, in one line each, such as that it is distilled."""
         return []
+
+    def file_is_called(self, pattern: str) -> bool:
+        """Whether the name of the given single file holds this, in any case: of some models nothing else tells."""
+        return bool(self.checkpoint and re.search(pattern, self.checkpoint.name, re.IGNORECASE))
+
+    def distilled_by_name(self) -> bool | None:
+        """What the name of a single file says of distillation, None for nothing: its components may be of the other."""
+        if self.file_is_called(r"de[-_. ]?(distill|turbo)|undistill|(?<![a-z])(base|raw)(?![a-z])"):
+            return False
+        return True if self.file_is_called("turbo|distill") else None
 
     @classmethod
     def recognises(cls, header: Header) -> bool:

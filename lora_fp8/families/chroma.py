@@ -11,6 +11,7 @@ batch of different lengths needs is one of true and false, everywhere: as in the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,6 +165,22 @@ class Family(ModelFamily):
                     1, len(one["prompt_embeds"]), dtype=torch.bool, device=self.device
                 )
         return inputs
+
+    def usual_guidance(self) -> float:
+        return 1.0 if self._is_flash() else self.default_guidance
+
+    def _is_flash(self) -> bool:
+        # It has the files of the others, and nothing but their name tells.
+        name = self.checkpoint.name if self.checkpoint else str(self.folder)
+        return bool(re.search(r"chroma[^/]*flash(?![a-z])", name, re.IGNORECASE))
+
+    def caveats(self) -> list[str]:
+        if not self._is_flash():
+            return []
+        return [
+            "this is Chroma1-Flash by its name, made to draw in few steps without guidance, which plain training "
+            "undoes: train on Chroma1-HD and draw with Flash"
+        ]
 
     @classmethod
     def mend_(cls, pipeline: diffusers.DiffusionPipeline) -> None:

@@ -49,7 +49,7 @@ class Family(ModelFamily):
     default_guidance = 4.0
     modelspec_architecture = "ERNIE-Image"
     kohya_base_version = "ernie_image"
-    kohya_naming = ""  # none of kohya's tools trains it
+    kohya_naming = ""  # kohya's musubi-tuner trains it, but nothing else reads its names
     layouts = ("comfy", "diffusers")
     # diffusers took the original names over.
     native_layers = tuple(

@@ -2,8 +2,9 @@
 
 Black Forest Labs 2026 (https://github.com/black-forest-labs/flux2). The base models are guided by a second pass with
 the empty prompt; the models without "base" in their names are distilled to four steps without guidance, and only
-model_index.json tells which one lies there. The text is what Qwen's layers 9, 18 and 27 say of the prompt as a message
-in a chat, always 512 tokens long; padding is attended to. How t is drawn: see `flux2.py`.
+model_index.json tells which one lies there, or the name of a single file. The text is what Qwen's layers 9, 18 and 27
+say of the prompt as a message in a chat, always 512 tokens long; padding is attended to. How t is drawn: see
+`flux2.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 4.0
-    modelspec_architecture = "Flux.2-klein"
     kohya_base_version = "flux_2_klein"
     kohya_naming = "native"
     layouts = ("comfy", "diffusers", "kohya")
@@ -111,13 +111,29 @@ class Family(ModelFamily):
         if not self._is_distilled():
             return []
         return [
-            "model_index.json says is_distilled: plain training undoes the distillation, and images of 4 steps become "
-            "soft; train on FLUX.2-klein-base of the same size and draw with this model"
+            "this is a distilled FLUX.2 klein, by the file's name or is_distilled in model_index.json: plain training "
+            "undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the same size "
+            "and draw with this model"
         ]
 
     def _is_distilled(self) -> bool:
+        named = self.distilled_by_name()
+        if named is None and self.file_is_called(r"flux[-_. ]?2[-_. ]?klein[-_. ]?\d+b"):
+            named = True  # as its makers call it
+        if named is not None:
+            return named
         index = self.folder / "model_index.json"
         return index.is_file() and bool(_files.read_json(index).get("is_distilled", False))
+
+    @property
+    def pipeline_options(self) -> dict[str, Any]:
+        """By it the pipeline leaves guidance out; the index may be that of the other model."""
+        return {"is_distilled": self._is_distilled()}
+
+    @property
+    def modelspec_architecture(self) -> str:
+        """Each size has a name of its own."""
+        return f"Flux.2-klein-{'9b' if self.denoiser_config()['num_attention_heads'] > 24 else '4b'}"
 
     def denoiser_config(self) -> dict[str, Any]:
         found = ModelFamily.denoiser_config(self)

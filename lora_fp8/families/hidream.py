@@ -144,14 +144,27 @@ class Family(ModelFamily):
                 inputs[f"{prefix}pooled_prompt_embeds"] = one["pooled_prompt_embeds"][None]
         return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
 
+    def usual_guidance(self) -> float:
+        return 1.0 if self._is_distilled() else self.default_guidance
+
+    def _is_distilled(self) -> bool:
+        if self.file_is_called(r"(?<![a-z])(full|dev|fast)(?![a-z])"):  # its components may be those of another
+            return not self.file_is_called(r"(?<![a-z])full(?![a-z])")
+        return "LCM" in str(self.scheduler_config().get("_class_name"))
+
     def caveats(self) -> list[str]:
-        if "LCM" not in str(self.scheduler_config().get("_class_name")):
-            return []
-        return [
-            "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes bit "
-            "by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate; set "
-            "preview.guidance = 1.0"
-        ]
+        found = []
+        if self.file_is_called(r"(?<![a-z])e1(?![a-z0-9])"):
+            found.append(
+                f"{self.checkpoint.name} is HiDream-E1 by its name, which edits pictures: it is trained and drawn here "
+                "without one to edit; train on HiDream-I1-Full for text-to-image"
+            )
+        if self._is_distilled():
+            found.append(
+                "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes "
+                "bit by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate"
+            )
+        return found
 
     @classmethod
     def recognises(cls, header: Header) -> bool:

@@ -201,6 +201,15 @@ class Family(ModelFamily):
             return [f"objective.guidance = {section.guidance} has no effect: this model has no guidance embedding"]
         return []
 
+    def caveats(self) -> list[str]:
+        # Its second version has the very tensors of text-to-video.
+        if not self.file_is_called(r"i2v|image[-_. ]?to[-_. ]?video"):
+            return []
+        return [
+            f"{self.checkpoint.name} is image-to-video by its name: it is trained and drawn here without a picture to "
+            "begin with; train on text-to-video"
+        ]
+
     @classmethod
     def recognises(cls, header: Header) -> bool:
         native = native_header(header)

@@ -4,7 +4,7 @@ Krea 2026 (https://github.com/krea-ai/krea-2). The hidden states of twelve layer
 token, and blocks of the transformer's own fuse them. Text has no positions, so that what pads a prompt, in the middle
 of the chat template, is left out without a change. VAE and template are Qwen-Image's. One modulation of the timestep
 serves all blocks. Krea 2 RAW is the model to train; Turbo is the same, distilled to 8 steps without guidance
-(`is_distilled` in model_index.json).
+(`is_distilled` in model_index.json, or the name of a single file).
 """
 
 from __future__ import annotations
@@ -174,8 +174,16 @@ class Family(ModelFamily):
         ]
 
     def _is_turbo(self) -> bool:
+        named = self.distilled_by_name()
+        if named is not None:
+            return named
         index = self.folder / "model_index.json"
         return bool(_files.read_json(index).get("is_distilled")) if index.is_file() else False
+
+    @property
+    def pipeline_options(self) -> dict[str, Any]:
+        """By it the pipeline chooses its shift; the index may be that of the other model."""
+        return {"is_distilled": self._is_turbo()}
 
     @classmethod
     def recognises(cls, header: Header) -> bool:

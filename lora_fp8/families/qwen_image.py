@@ -132,6 +132,15 @@ class Family(ModelFamily):
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
         return {f"{last}.{x}" for x in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")}
 
+    def caveats(self) -> list[str]:
+        # 2511 has a mark; Edit and 2509 have the very tensors of Qwen-Image.
+        if not self.file_is_called(r"(?<![a-z])edit(?![a-z])"):
+            return []
+        return [
+            f"{self.checkpoint.name} is Qwen-Image-Edit by its name, which edits pictures: it is trained and drawn "
+            "here without one to edit; train on Qwen-Image for text-to-image"
+        ]
+
     @classmethod
     def recognises(cls, header: Header) -> bool:
         native = native_header(header)

@@ -154,9 +154,19 @@ class Family(ModelFamily):
             inputs |= {f"negative_{key}": negative[key][None] for key in ("prompt_embeds", "pooled_prompt_embeds")}
         return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
 
-    def caveats(self) -> list[str]:
+    def usual_guidance(self) -> float:
+        if self._is_turbo():
+            return 1.0
+        # of the model card's example
+        return 4.5 if self.denoiser_config().get("dual_attention_layers") else self.default_guidance
+
+    def _is_turbo(self) -> bool:
         # Turbo has the files of 3.5 large, and nothing but their name tells.
-        if not re.search(r"3\.?5[-_. ]?large[-_. ]?turbo", str(self.checkpoint or self.folder), re.IGNORECASE):
+        name = str(self.checkpoint or self.folder)
+        return bool(re.search(r"3\.?5[-_. ]?large[-_. ]?turbo", name, re.IGNORECASE))
+
+    def caveats(self) -> list[str]:
+        if not self._is_turbo():
             return []
         return [
             "Stable Diffusion 3.5 large Turbo is distilled to draw in 4 steps, which plain training undoes: train on "

@@ -6,7 +6,7 @@ drawn with UniPC. Latents are normalised channel by channel, as in Qwen-Image, w
 
 Wan 2.2 A14B is two denoisers of this architecture, one for much noise and one for little. One job trains one denoiser
 over all noise levels: give the expert that is wanted as a single file. Its diffusers folder is refused, as a pipeline
-with half of it could not draw. Wan 2.2 5B has an autoencoder of its own, and is refused by that.
+with half of it could not draw. Wan 2.2 5B has an autoencoder of its own, with 48 channels, and is refused by that.
 """
 
 from __future__ import annotations
@@ -176,6 +176,20 @@ class Family(ModelFamily):
                 "for little or for much noise as a single .safetensors in model.path, and a folder of Wan 2.1 in "
                 "model.components"
             )
+        if self.checkpoint:
+            channels = native_header(self._header)["patch_embedding.weight"][1]
+            given = _files.read_json(self.folder / "vae" / "config.json").get("z_dim", 16)
+            if channels != given:
+                other = ", as that of Wan 2.2 TI2V-5B" if channels == 48 else ""
+                raise UserError(
+                    f"{self.checkpoint} takes latents of {channels} channels{other}, and the VAE in {self.folder} "
+                    f"gives {given}: {self.title} has 16"
+                )
+        if self.file_is_called(r"wan[-_. ]?2[._]?2|(high|low)[-_. ]?noise"):
+            return [
+                f"{self.checkpoint.name} is an expert of Wan 2.2 by its name, which draws at a part of the noise "
+                "levels; it is trained over all of them here, so that a part of the steps teaches it what it never does"
+            ]
         return []
 
     @classmethod

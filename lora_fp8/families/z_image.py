@@ -3,7 +3,8 @@
 Tongyi-MAI 2025, "Z-Image: An Efficient Image Generation Foundation Model with Single-Stream Diffusion Transformer".
 Time runs backwards, from 0 (noise) to 1 (image), and the velocity points to the image: both are turned around here.
 Image and text are padded to multiples of 32 with tokens that were learned; the transformer takes lists, and pads and
-masks by itself. Z-Image-Turbo is this model, distilled to 8 steps without guidance; only its scheduler tells.
+masks by itself. Z-Image-Turbo is this model, distilled to 8 steps without guidance; only its scheduler
+tells, and the name of a single file.
 """
 
 from __future__ import annotations
@@ -126,13 +127,14 @@ class Family(ModelFamily):
         if not self._is_turbo():
             return []
         return [
-            "the scheduler's shift of 3 is that of Z-Image-Turbo: plain training undoes the distillation, and images "
-            "of 8 steps become soft; train on Z-Image or a de-distilled copy and draw with Turbo, or train few steps "
-            "at a low rate"
+            "this is Z-Image-Turbo, by the file's name or the scheduler's shift of 3: plain training undoes the "
+            "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and draw "
+            "with Turbo, or train few steps at a low rate"
         ]
 
     def _is_turbo(self) -> bool:
-        return self.scheduler_config().get("shift") == TURBO_SHIFT
+        named = self.distilled_by_name()
+        return self.scheduler_config().get("shift") == TURBO_SHIFT if named is None else named
 
     @classmethod
     def recognises(cls, header: Header) -> bool:
