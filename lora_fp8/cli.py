@@ -65,18 +65,16 @@ def guarded(action: Callable[[], Any]) -> None:
 @app.command()
 def new(
     path: Path = typer.Argument(..., help="The file to write."),
-    family: str = typer.Option("", help="Architecture, such as sd15 (the default), sdxl or flux."),
+    family: str = typer.Option("", help="Architecture, such as sd15 (the default), sdxl, flux or qwen_image."),
     preset: list[str] = typer.Option([], help="Presets to start from; their values are written out. Repeatable."),
     from_lora: Path | None = typer.Option(None, metavar="FILE", help="Take the settings that a LoRA file tells of."),
     force: bool = typer.Option(False, help="Replace an existing file."),
 ) -> None:
     """Write a config file with every setting, its meaning and what it accepts."""
-    from . import config
+    from . import config, families
 
     if path.exists() and not force:
         raise config.UserError(f"{path}: exists already; choose another name, or --force to replace it")
-    start = {"sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5", "sdxl": "stabilityai/stable-diffusion-xl-base-1.0"}
-    start["flux"] = "black-forest-labs/FLUX.1-dev"
     if from_lora:
         from .export import config_of
 
@@ -85,7 +83,8 @@ def new(
         job = config.loads(config_of(from_lora), [f"name={json.dumps(path.stem)}"], where=str(from_lora))
     else:
         family = family or "sd15"
-        base = start.get(family, "put/the-base-model-here")
+        known = family in families.available()  # else the config's check refuses it, with whatever else is wrong
+        base = families.facts(family)["example_base"] if known else "put/the-base-model-here"
         given = {"name": path.stem, "preset": preset, "model": {"family": family, "path": base}}
         given["dataset"] = {"folders": [{"path": "my_pictures"}]}
         job = config.loads(tomlkit.dumps(given), where="new")

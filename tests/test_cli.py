@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from lora_fp8 import cli, config, run, train
+from lora_fp8 import cli, config, families, run, train
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
@@ -134,6 +134,14 @@ def test_new_writes_a_file_that_check_accepts(
         assert (job.name, job.model.family, job.preset) == (family, family, [])
         # The presets' values are written out.
         assert job.train.accumulate == 2 and job.adapter.rank == (32 if preset == "style" else 16)
+
+
+def test_new_knows_a_base_of_every_family(ask: Callable[..., Answer], tmp_path: Path) -> None:
+    for family in families.available():
+        path = tmp_path / f"{family}.toml"
+        assert ask("new", path, "--family", family).code == 0
+        model = config.load(path).model
+        assert (model.family, model.path) == (family, config.load(ROOT / "configs" / f"{family}.toml").model.path)
 
 
 def test_new_refuses_to_overwrite_and_to_guess(ask: Callable[..., Answer], tmp_path: Path) -> None:
