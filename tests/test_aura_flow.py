@@ -4,11 +4,36 @@ import diffusers
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_auraflow_transformer_checkpoint_to_diffusers
-from test_families import make, write_header
+from safetensors.torch import load_file, save_file
+from test_families import ldm_vae, make, write_header
 
 from lora_fp8 import families, naming
 from lora_fp8.config import UserError
 from lora_fp8.families import _files
+
+
+def test_a_file_as_published_for_comfyui_is_the_same_model(tmp_path):
+    """`model.` before the denoiser's names and `vae.` before the VAE's."""
+    Family = families.get("aura_flow")
+    Family.tiny(tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "transformer" / "diffusion_pytorch_model.safetensors")
+    weights = {name: torch.randn_like(tensor) for name, tensor in weights.items()}
+    tensors = {}
+    for name, tensor in weights.items():
+        half = len(tensor) // 2 if name == "norm_out.linear.weight" else 0
+        tensors[f"model.{naming.to_native(Family.native_layers, name)[0]}"] = tensor.roll(half, 0)
+    whole = make(Family, tmp_path / "base")
+    whole.load_vae()
+    vae = ldm_vae(whole.vae.state_dict())
+    tensors |= {key.replace("first_stage_model.", "vae."): tensor for key, tensor in vae.items()}
+    save_file(tensors, tmp_path / "one.safetensors")
+    (tmp_path / "base" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    one = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
+    one.load_vae()
+    pixels = torch.rand(1, 3, *Family.tiny_hw)
+    assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
+    found = dict(one.denoiser_tensors())
+    assert found.keys() == weights.keys() and all(torch.equal(found[key], weights[key]) for key in weights)
 
 
 @pytest.mark.parametrize("positions", [4096, 9216])

@@ -4,11 +4,14 @@ Files are made here in the original naming from a family's own table, at the rel
 a wrong row or a swapped name shows. Judges are diffusers' converters of single files, where diffusers has one.
 """
 
+import json
+
 import diffusers
 import pytest
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import load_file, save_file
+from test_families import make, write_header
 
 from lora_fp8 import config, families, naming
 from lora_fp8.families.base import PREFIXES
@@ -81,6 +84,36 @@ def test_every_tensor_of_a_full_size_file_finds_its_place(name, tmp_path):
     shapes = full_size(Family)
     header = {f"model.diffusion_model.{key}": shape for key, shape in native_shapes(Family, shapes).items()}
     assert loader(Family, tmp_path).convert_checkpoint(header).keys() == shapes.keys()
+
+
+SANA = {
+    "0.6 B": {"num_layers": 28, "num_attention_heads": 36, "num_cross_attention_heads": 16}
+    | {"cross_attention_head_dim": 72, "cross_attention_dim": 1152},
+    "1.5, 1.6 B": {"qk_norm": "rms_norm_across_heads"},
+    "1.5, 4.8 B": {"num_layers": 60, "qk_norm": "rms_norm_across_heads"},
+}
+"""What the released sizes have in their config.json in place of Sana 1.6 B's."""
+
+
+@pytest.mark.parametrize("variant", SANA)
+@pytest.mark.parametrize("told", [False, True], ids=["no config", "config of 1.6 B"])
+def test_the_sizes_of_sana_are_read_from_the_file(variant, told, tmp_path):
+    Family = families.get("sana")
+    expected = Family.reference_config | SANA[variant]
+    with torch.device("meta"):
+        denoiser = diffusers.SanaTransformer2DModel.from_config(expected)
+    shapes = {name: tuple(tensor.shape) for name, tensor in denoiser.state_dict().items()}
+    write_header(tmp_path / "one.safetensors", native_shapes(Family, shapes))
+    Family.tiny(tmp_path / "base")
+    path = tmp_path / "base" / "transformer" / "config.json"
+    path.unlink()
+    if told:
+        named = {"_class_name": "SanaTransformer2DModel", "cross_attention_dim": 2240, "num_attention_heads": 70}
+        path.write_text(json.dumps(Family.reference_config | named), encoding="utf-8")
+    family = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
+    found = family.empty_denoiser()
+    assert {name: tuple(tensor.shape) for name, tensor in found.state_dict().items()} == shapes
+    assert {key: found.config[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", JUDGED)

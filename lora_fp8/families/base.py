@@ -750,7 +750,7 @@ def padded(conds: Sequence[Cond], name: str) -> Cond:
     return {name: nn.utils.rnn.pad_sequence(rows, batch_first=True), f"{name}_mask": mask_BL}
 
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "")
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "model.", "")
 """What the denoiser's names begin with in single files, by who wrote them."""
 
 

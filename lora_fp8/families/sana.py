@@ -16,12 +16,15 @@ import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 from torch import Tensor, nn
 
+from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
 from . import _gemma, _miniature
 from ._files import Header
 from .base import Cond, Conversion, ModelFamily, native_header, padded
 
+CROSS_HEADS = {1152: 16, 2240: 20}
+"""Width of a released model -> heads of its cross-attention, which no shape tells."""
 INSTRUCTION: list[str] = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 BEFORE = "\n".join(INSTRUCTION)
 """What the pipeline puts before a prompt that it follows."""
@@ -143,6 +146,26 @@ class Family(ModelFamily):
         marks = ("blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.inverted_conv.conv.weight")
         # Sana-Sprint embeds the guidance.
         return all(mark in native for mark in marks) and not any(key.startswith("cfg_embedder") for key in native)
+
+    def denoiser_config(self) -> dict[str, Any]:
+        found = ModelFamily.denoiser_config(self)
+        if not self.checkpoint:
+            return found
+        # What 0.6, 1.6 and 4.8 B, and Sana and Sana 1.5, differ in; the components may be of another.
+        native = native_header(self._header)
+        width = native["x_embedder.proj.weight"][0]
+        if found.get("cross_attention_dim", 2240) != width:
+            if width not in CROSS_HEADS:
+                raise UserError(
+                    f"{self.checkpoint} is a Sana of width {width}, of which the number of heads is not known: put its "
+                    f"{self.denoiser_name}/config.json into {self.folder}"
+                )
+            heads = CROSS_HEADS[width]
+            found |= {"num_cross_attention_heads": heads, "cross_attention_head_dim": width // heads}
+            found |= {"cross_attention_dim": width, "num_attention_heads": width // found.get("attention_head_dim", 32)}
+        found["num_layers"] = sum(key.endswith(".cross_attn.kv_linear.weight") for key in native)
+        found["qk_norm"] = "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in native else None
+        return found
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         # A table that older versions did not compute, and what stood for a caption that was dropped in training.
