@@ -9,7 +9,9 @@ Diffusion      x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise        t is an in
 FlowMatching   x_t = (1 - t) x_0 + t noise                            t (= sigma) is a float, 0 (clean) .. 1 (noise)
                target: noise - x_0, the constant velocity of that line (Liu et al. 2022; Lipman et al. 2023). t is drawn
                from the logit-normal density and pushed towards noise by the resolution-dependent shift of Esser et al.
-               2024 (sect. 3.1 and 5.3.2), exactly as diffusers' FlowMatchEulerDiscreteScheduler does when it samples.
+               2024 (sect. 3.1 and 5.3.2), as diffusers' FlowMatchEulerDiscreteScheduler does when it samples. Its
+               shift_terminal (0.02 in Qwen-Image), which stretches the steps of one drawing so that the last is at that
+               sigma, has no part here: training draws t from all of (0, 1).
 
 An objective is built from `Objective(scheduler_config, section)` and holds no state that changes. Everything random
 comes from the generators it is given, one per sample and on the CPU: the t of an image then depends on that image's

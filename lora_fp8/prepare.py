@@ -101,10 +101,14 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     run.log_event("stage", stage="cache")
     section = job.dataset
     buckets = place(job, examples)
+    for width, height in buckets:
+        family.check_bucket(width, height)
     placed = [one for members in buckets.values() for one in members]
     store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
     captions = dataset_captions(examples, section, job.seed)
     guided_away = family.negative_text(job.preview.negative)
+    for text in family.caption_caveats(captions):
+        run.log_event("warning", text=text)
     prompts = [*job.preview.prompts, *([guided_away] if job.preview.prompts else [])]
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
     texts = list(dict.fromkeys([*captions, *prompts]))

@@ -7,7 +7,7 @@ from diffusers.loaders.single_file_utils import convert_auraflow_transformer_che
 from safetensors.torch import load_file, save_file
 from test_families import ldm_vae, make, write_header
 
-from lora_fp8 import families, naming
+from lora_fp8 import families, naming, train
 from lora_fp8.config import UserError
 from lora_fp8.families import _files
 
@@ -65,12 +65,14 @@ def test_full_size_files_are_read_as_diffusers_reads_them(positions, tmp_path):
         Family.adapter_names(denoiser, ["^norm_out.linear"])
 
 
-def test_an_image_beyond_the_positions_is_one_line(tmp_path):
+def test_an_image_beyond_the_positions_is_one_line_before_anything_is_encoded(job, monkeypatch):
     """diffusers takes other positions then, silently."""
     Family = families.get("aura_flow")
-    Family.tiny(tmp_path)
-    family = make(Family, tmp_path)
-    denoiser = family.empty_denoiser()
-    cond = {"prompt_embeds": torch.zeros(1, 32, 48)}
-    with pytest.raises(UserError, match="positions for 32 patches a side .512 pixels., and an image has 33"):
-        family.predict(denoiser, torch.zeros(1, 4, 8, 66), torch.ones(1), cond)
+    monkeypatch.setattr(Family, "load_encoders", lambda self: pytest.fail("too late"))
+    mine = job("dataset.resolution=256", family="aura_flow")
+    with pytest.raises(UserError, match=r"dataset\.resolution: .* positions for 128 pixels a side, and a bucket is"):
+        train.run(mine)
+    family = make(Family, mine.model.path)
+    family.check_bucket(128, 64)
+    with pytest.raises(UserError):
+        family.check_bucket(64, 144)

@@ -1,6 +1,7 @@
 """FLUX.2 and the models with its VAE: single files are told apart, and read as diffusers reads them."""
 
 import json
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -112,6 +113,19 @@ def test_ideogram4_is_not_trained_on_latents_normalised_as_flux2s(tmp_path):
                 make(Family, tmp_path)
         else:
             assert make(Family, tmp_path).warnings == []
+
+
+def test_ideogram4_is_told_what_it_was_captioned_with(tmp_path):
+    Family = families.get("ideogram4")
+    Family.tiny(tmp_path)
+    family = make(Family, tmp_path)
+    lines = (Path(__file__).parents[1] / "configs" / "ideogram4.toml").read_text(encoding="utf-8").splitlines()
+    shown = [line[1:].strip() for line in lines if line.startswith("#   ")]
+    example = " ".join(shown[2:])
+    assert json.loads(example)["high_level_description"] and shown[0].startswith("lora-fp8")
+    assert family.caption_caveats([example, ""]) == []
+    (told,) = family.caption_caveats([example, "mychar at a window", "mychar, smiling"])
+    assert told.startswith("2 of 3 captions are not JSON")
 
 
 def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import make
 
-from lora_fp8 import config, families, precision
+from lora_fp8 import config, families, precision, train
 
 
 def hidream(tmp_path):
@@ -48,11 +48,17 @@ def test_training_mode_answers_as_inference_does_and_learns_through_the_experts(
     torch.testing.assert_close((slope * way).sum(), rise, rtol=2e-3, atol=1e-6)
 
 
-def test_a_bucket_with_too_many_patches_is_refused(tmp_path):
-    family, denoiser = hidream(tmp_path)
-    cond = family.collate(family.encode_prompts(["a cat"]))
-    with pytest.raises(config.UserError, match=r"at most 256 patches.*one has 18 x 16; lower it to 1024"):
-        family.predict(denoiser, torch.zeros(1, 4, 144, 128), torch.tensor([0.5]), cond)
+def test_a_bucket_with_too_many_patches_is_refused_before_anything_is_encoded(job, monkeypatch):
+    Family = families.get("hidream")
+    monkeypatch.setattr(Family, "load_encoders", lambda self: pytest.fail("too late"))
+    mine = job("dataset.resolution=256", "export.formats=['diffusers']", family="hidream")
+    with pytest.raises(config.UserError, match=r"dataset\.resolution: .* at most 256 patches .*; lower it to 1024"):
+        train.run(mine)
+    family = make(Family, mine.model.path)
+    with pytest.raises(config.UserError, match="128 x 144 has 18 x 16"):
+        family.check_bucket(128, 144)
+    for width, height in ((128, 128), (256, 256), (112, 144)):  # what is square may be larger: see the transformer
+        family.check_bucket(width, height)
 
 
 def test_what_is_distilled_is_told(tmp_path):

@@ -20,7 +20,7 @@ from transformers import LlamaTokenizerFast, UMT5Config, UMT5EncoderModel
 from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
-from . import _miniature
+from . import _files, _miniature
 from ._files import Header
 from .base import Cond, Conversion, ModelFamily, native_header
 
@@ -108,18 +108,21 @@ class Family(ModelFamily):
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
     ) -> Tensor:
-        side, longest = int(denoiser.config.pos_embed_max_size**0.5), max(noisy_BCHW.shape[-2:]) // 2
-        if longest > side:  # diffusers would count positions from the wrong end
-            raise UserError(
-                f"this AuraFlow has positions for {side} patches a side ({16 * side} pixels), and an image has "
-                f"{longest}; set a smaller dataset.resolution, or dataset.buckets = false"
-            )
         return denoiser(
             noisy_BCHW.to(self.dtype),
             encoder_hidden_states=cond["prompt_embeds"].to(noisy_BCHW.device, self.dtype),
             timestep=t_B.to(noisy_BCHW.device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
             return_dict=False,
         )[0]
+
+    def check_bucket(self, width: int, height: int) -> None:
+        side = int(self.denoiser_config().get("pos_embed_max_size", 1024) ** 0.5)
+        patch = 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])  # 2 x 2 latents
+        if max(width, height) > patch * side:  # diffusers would count positions from the wrong end
+            raise UserError(
+                f"dataset.resolution: this {self.title} has positions for {patch * side} pixels a side, and a bucket "
+                f"is {width} x {height}; set a smaller one, or dataset.buckets = false"
+            )
 
     def seq_len(self, latent_hw: tuple[int, int]) -> int:
         return (latent_hw[0] // 2) * (latent_hw[1] // 2)

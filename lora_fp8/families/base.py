@@ -355,6 +355,18 @@ class ModelFamily(ABC):
         """Image tokens that the denoiser sees: what a resolution-dependent shift depends on."""
         return latent_hw[0] * latent_hw[1]
 
+    def check_bucket(self, width: int, height: int) -> None:
+        """Refuse a size of pictures, in pixels, that the denoiser has no places for; asked before any is encoded.
+
+        Raises:
+            UserError: it is too large.
+        """
+        return
+
+    def caption_caveats(self, captions: Sequence[str]) -> list[str]:
+        """What to know of these captions before training on them, in one line each; asked before any is encoded."""
+        return []
+
     def unused_settings(self, section: config.Objective) -> list[str]:
         """One sentence per setting that has no effect with this model; the trainer warns with them."""
         if section.guidance != 1.0:

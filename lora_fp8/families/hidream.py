@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
-from . import _llama, _miniature
+from . import _files, _llama, _miniature
 from ._files import Header
 from .base import Cond, ModelFamily, native_header
 
@@ -114,11 +114,6 @@ class Family(ModelFamily):
         to = {"device": noisy_BCHW.device, "dtype": self.dtype}
         patch, (height, width) = denoiser.config.patch_size, noisy_BCHW.shape[-2:]
         rows, columns = height // patch, width // patch
-        if rows != columns and rows * columns > denoiser.max_seq:
-            raise UserError(
-                f"dataset.resolution: a bucket that is not square has at most {denoiser.max_seq} patches in "
-                f"{self.title}, and one has {rows} x {columns}; lower it to {self.native_resolution}"
-            )
         answer = denoiser(
             hidden_states=noisy_BCHW.to(self.dtype),
             timesteps=t_B.to(noisy_BCHW.device) * 1000,
@@ -131,6 +126,18 @@ class Family(ModelFamily):
             answer = answer[:, :, : rows * columns].unflatten(3, (patch, patch)).unflatten(2, (rows, columns))
             answer = answer.transpose(3, 4).reshape(noisy_BCHW.shape)
         return -answer
+
+    def check_bucket(self, width: int, height: int) -> None:
+        told = self.denoiser_config()
+        patch, (most_rows, most_columns) = told.get("patch_size", 2), told.get("max_resolution", (128, 128))
+        most = most_rows * most_columns // patch**2
+        vae = _files.read_json(self.folder / "vae" / "config.json")
+        rows, columns = (side // 2 ** (len(vae["block_out_channels"]) - 1) // patch for side in (height, width))
+        if rows != columns and rows * columns > most:
+            raise UserError(
+                f"dataset.resolution: a bucket that is not square has at most {most} patches in {self.title}, and that "
+                f"of {width} x {height} has {rows} x {columns}; lower it to {self.native_resolution}"
+            )
 
     def seq_len(self, latent_hw: tuple[int, int]) -> int:
         return (latent_hw[0] // 2) * (latent_hw[1] // 2)

@@ -3,8 +3,9 @@
 Ideogram 2026. Text and image are one sequence, padded in front; time runs from 0 (noise) to 1 (image) and the velocity
 points to the image, so that both are turned around here. The VAE is FLUX.2's, but the batch norm that normalises its
 latents holds Ideogram's own numbers, with the channels of a patch in another order: it must be the VAE of Ideogram's
-diffusers folder. Guidance comes from a second transformer of the same size that never saw text; a LoRA does not touch
-it and it is not loaded, so that previews are drawn without guidance.
+diffusers folder. Captions were JSON when the model was trained, with `high_level_description`, `style_description` and
+`compositional_deconstruction`. Guidance comes from a second transformer of the same size that never saw text; a LoRA
+does not touch it and it is not loaded, so that previews are drawn without guidance.
 
 The pipeline takes prompts in words only: `mend_` lets it take encoded ones.
 """
@@ -12,6 +13,7 @@ The pipeline takes prompts in words only: `mend_` lets it take encoded ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,16 @@ class Family(ModelFamily):
         text = self.tokenizer("tokenizer").apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         before, _, after = text.partition("\0")
         return before, prompt, after
+
+    def caption_caveats(self, captions: Sequence[str]) -> list[str]:
+        written = [caption for caption in captions if caption.strip()]
+        plain = sum(not caption.lstrip().startswith("{") for caption in written)
+        if not plain:
+            return []
+        return [
+            f"{plain} of {len(written)} captions are not JSON, which {self.title} was trained on: it reads them, but "
+            "they are further from what it knows; configs/ideogram4.toml shows the form"
+        ]
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         return self._in_template(prompt)[:2]
