@@ -169,8 +169,8 @@ COMFYUI = {
         {"layers.#.attention.qkv", "layers.#.attention.o", *(f"layers.#.feed_forward.w{i}" for i in (1, 2, 3))},
         34 * 5,
     ),
-    # The names of the released file; ComfyUI renames them when it loads the model (see RENAMED), and knows these of LoRAs
-    # with `diffusion_model.` in front.
+    # The names of the released file; ComfyUI renames them when it loads the model (see RENAMED), and knows these of
+    # LoRAs with `diffusion_model.` in front.
     "hunyuan_video": (
         {f"double_blocks.#.{s}_{x}" for s in ("img", "txt") for x in ("attn_qkv", "attn_proj", "mlp.fc1", "mlp.fc2")}
         | {"single_blocks.#.linear1", "single_blocks.#.linear2"},
