@@ -128,6 +128,7 @@ def test_a_stranger_draws_our_preview(name, storage, wide, tmp_path):
         [optimizer]
         lr = 5e-3
         [export]
+        formats = {json.dumps(layouts)}
         verify = {"false" if wide else "true"}
         [preview]
         prompts = ["{PROMPT}"]

@@ -18,6 +18,8 @@ GIGABYTES = float(os.environ.get("LORA_FP8_LOAD_GB", "1.2"))
 
 LOAD = """
 import json, sys
+# What a plain installation has not, and peft and bitsandbytes import where it is: the bar is of a plain installation.
+sys.modules["torchao"] = sys.modules["triton"] = None
 import torch
 from lora_fp8 import config, families, precision
 torch.set_num_threads(1)
