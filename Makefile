@@ -13,7 +13,7 @@ demo: .venv/installed
 	$(BIN)/lora-fp8 demo --family $(FAMILY)
 
 test: check
-	@echo "== tests (two at a time; about ten minutes)"
+	@echo "== tests (two at a time; about twenty minutes)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/installed
