@@ -1,0 +1,7 @@
+"""The page: writes a TOML, submits a job, reads run folders. Never imports torch, and never trains in its own process.
+
+app.py       the two-language site: its pages, its routes, how it is served
+context.py   what every page is given: language, roots, queue
+words.py     every sentence of the page in English and Chinese, from texts/*.toml
+pages/       one file, one page; `build(ui)` lays it out
+"""

@@ -1,0 +1,10 @@
+"""Page: tools."""
+
+import gradio as gr
+
+from ..context import Ui
+
+
+def build(ui: Ui) -> None:
+    """Lay the page out."""
+    gr.Markdown(f"## {ui.say('page.tools')}")
