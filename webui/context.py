@@ -1,20 +1,105 @@
 """What every page is given."""
 
-from dataclasses import dataclass, field
+import os
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
-from . import words
+import tomlkit
+
+from lora_fp8.config import UserError
+from lora_fp8.run import atomic_write
+
+from . import safe, words
+
+OWN_FOLDERS = ("datasets", "runs", "presets", "tools")
+"""Folders below the page's home that belong to the person, and may be named as those below a root."""
+SYSTEM = ("/etc", "/proc", "/sys", "/dev", "/boot")
+"""Folders that are never roots, nor is anything in them."""
 
 
-@dataclass(frozen=True)
 class Place:
-    """Where the page may read and write, and where its queue is."""
+    """Where the page may read and write, and where its queue is.
 
-    home: Path
-    """queue.db, drafts, thumbnails, the page's own settings"""
-    roots: tuple[Path, ...] = field(default=())
-    """folders below which files may be looked at: pictures, models, runs; resolved"""
+    Args:
+        home: queue.db, drafts, thumbnails, the page's own settings.
+        roots: folders below which files may be named: pictures, models, runs. Those of the settings come on top.
+        fixed: the page may not add roots; so where it listens to other machines.
+    """
+
+    def __init__(self, home: Path, roots: Iterable[Path] = (), fixed: bool = False):
+        self.home = home.resolve()
+        self.given = tuple(root.resolve() for root in roots)
+        self.fixed = fixed
+        self._settings: tuple[int, dict[str, Any]] = (-1, {})
+
+    @property
+    def settings_file(self) -> Path:
+        """The page's own settings: roots, theme."""
+        return self.home / "settings.toml"
+
+    def settings(self) -> dict[str, Any]:
+        """What the settings file holds, read again when it has changed.
+
+        Raises:
+            UserError: it is not TOML.
+        """
+        try:
+            changed = self.settings_file.stat().st_mtime_ns
+        except FileNotFoundError:
+            return {}
+        if changed != self._settings[0]:
+            try:
+                found = tomllib.loads(self.settings_file.read_text(encoding="utf-8"))
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise UserError(f"{self.settings_file}: {error}; mend it or remove it") from None
+            self._settings = (changed, found)
+        return self._settings[1]
+
+    def keep(self, **values: Any) -> None:
+        """Write these settings; others stay."""
+        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        atomic_write(self.settings_file, tomlkit.dumps({**self.settings(), **values}).encode())
+
+    @property
+    def added(self) -> tuple[Path, ...]:
+        """The roots that were added on the Settings page."""
+        return tuple(Path(text) for text in self.settings().get("roots", ()))
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Folders below which files may be read and written; resolved."""
+        own = (self.home / part for part in OWN_FOLDERS)
+        return tuple(dict.fromkeys([*self.given, *self.added, *own]))
+
+    def inside(self, text: str | os.PathLike[str]) -> Path:
+        """The path that the text names, resolved, if it lies below a root. Raises UserError."""
+        return safe.inside(os.fspath(text), self.roots, private=self.home)
+
+    def add_root(self, text: str) -> Path:
+        """Let the page use this folder, from now on.
+
+        Raises:
+            UserError: it is no folder that exists, it belongs to the system, or this page may not add any.
+        """
+        if self.fixed:
+            raise UserError("this page answers other machines: folders are named when it is started, with --root")
+        path = safe.resolved(text)
+        if not path.is_dir():
+            raise UserError(f"{safe.shorter(text)}: there is no such folder")
+        if path == Path("/") or path.name == ".ssh" or any(path.is_relative_to(folder) for folder in SYSTEM):
+            raise UserError(f"{safe.shorter(text)}: the whole disk or a folder of the system; name the one you work in")
+        if path.is_relative_to(self.home):
+            raise UserError(f"{safe.shorter(text)}: the page's own folder, which it uses already")
+        self.keep(roots=[str(root) for root in dict.fromkeys([*self.added, path])])
+        return path
+
+    def remove_root(self, text: str) -> None:
+        """Take a folder that was added back; nothing in it is touched."""
+        self.keep(roots=[str(root) for root in self.added if str(root) != text])
 
 
 @dataclass(frozen=True)
@@ -31,3 +116,20 @@ class Ui:
     def tell(self, line: str) -> str:
         """A line of the engine in the page's language, where it is known."""
         return words.tell(self.language, line)
+
+    def path(self, text: str | os.PathLike[str]) -> Path:
+        """The path that somebody typed, resolved, if the page may use it. Raises UserError."""
+        return self.place.inside(text)
+
+    def link(self, page: str, **query: str) -> str:
+        """Address of a page in this language: link("run", run="cat")."""
+        return f"/{self.language}/{page}" + (f"?{urlencode(query)}" if query else "")
+
+    def picture(self, path: Path, width: int = 0) -> str:
+        """Address of a picture as WebP, at most so wide and high; 0 is its own size, within limits."""
+        query = {"path": str(path), **({"width": str(width)} if width else {})}
+        return f"/picture?{urlencode(query)}"
+
+    def download(self, path: Path) -> str:
+        """Address that sends a file (its suffix one of `files.SENT`) to be saved."""
+        return f"/download?{urlencode({'path': str(path)})}"
