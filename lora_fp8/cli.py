@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 the user's input is wrong (a message, no traceback); 3 it 
 and can be resumed.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -550,6 +551,21 @@ def demo(
         sys.exit(3)
 
 
+@app.command()
+def worker(
+    gpus: list[str] = typer.Option([], help="A group of GPUs that gets one job at a time, such as 0,1. Repeatable."),
+    idle: float | None = typer.Option(None, metavar="SECONDS", help="End when nothing was to do for so long."),
+    background: bool = typer.Option(False, help="Go on as a process of its own, for who submits."),
+) -> None:
+    """Start queued jobs, one at a time on each GPU (or group), and see to them until Ctrl-C; running jobs go on."""
+    from . import jobs
+
+    if background and os.fork():
+        os._exit(0)  # so that the worker is no child of who asked for it
+    said = jobs.Worker(jobs.home_folder(), gpus, say=lambda line: print(time.strftime("%F %T"), line, flush=True))
+    said.run(idle)
+
+
 def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bool, as_json: bool) -> None:
     """What `train`, `resume` and train_lora.py do."""
     from . import config
@@ -616,6 +632,9 @@ def _fail(message: str, code: int) -> None:
     # Several processes of one job find the same mistake, and stop together: one of them says it. What fails while
     # running may fail in one process alone.
     rank = os.environ.get("RANK", "0")
+    if rank == "0" and (place := os.environ.get("LORA_FP8_MESSAGE")):  # set by the queue, to tell why a job failed
+        with contextlib.suppress(OSError):  # a full disk must not change the exit code
+            Path(place).write_text(message, encoding="utf-8")
     if rank == "0":
         print(message, file=sys.stderr)
     elif code == 3:

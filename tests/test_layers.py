@@ -5,7 +5,7 @@
 3    memory sample checkpoint export verify processes exchange data.cache data.loader
 2    families/*             1.5  importing.*
 1    objectives precision adapters optim layouts data.images data.colour data.buckets demo.pictures demo.measure
-0    config run, the list of families                       (standard library, pydantic, tomlkit: no torch)
+0    config run jobs, the list of families                  (standard library, pydantic, tomlkit: no torch)
 """
 
 import ast
@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    0.0: "lora_fp8 config run families demo",
+    0.0: "lora_fp8 config run families demo jobs jobs.procs jobs.store jobs.truth jobs.worker jobs.keeper",
     1.0: "naming objectives adapters optim layouts precision precision.formats precision.quantized precision.matmul "
     "precision.kernels "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
@@ -38,6 +38,7 @@ LAYERS = {
     4.0: "train",
     4.5: "demo.show",
     5.0: "cli",
+    5.5: "__main__",
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names.split()}
 MAY_IMPORT_TRAIN = {"cli", "demo.show", "train_lora", "scripts"}
@@ -51,9 +52,9 @@ ROOMS = {
     "transformers": {"families", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},
     "typer": {"cli"},
-    "tomlkit": {"config", "cli", "export", "importing"},
+    "tomlkit": {"config", "cli", "export", "importing", "jobs"},
     "yaml": {"importing"},
-    "pydantic": {"config"},
+    "pydantic": {"config", "jobs"},
 }
 FORBIDDEN = {
     "torchvision",
@@ -173,6 +174,7 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "lora_fp8.cli",
         "lora_fp8.data.images",
         "lora_fp8.importing",
+        "lora_fp8.jobs",
     ],
 )
 def test_the_lowest_layer_loads_no_torch(module: str) -> None:

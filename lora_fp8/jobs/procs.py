@@ -1,0 +1,103 @@
+"""Which processes are there: read from /proc, never from what somebody noted and forgot to clear.
+
+A process id alone says nothing after a reboot or a day: ids are used again. With the process's start time (in clock
+ticks since boot) and the boot's id it names one process for ever. The processes of a job are found by a token in
+their environment: torch's launcher puts each worker into a session of its own, so that a process group does not have
+them all.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from ..config import UserError
+
+PROC = Path("/proc")
+TOKEN = "LORA_FP8_JOB"
+"""Environment variable that all processes of an attempt have, and nobody else."""
+
+
+class Identity(NamedTuple):
+    """One process, for ever."""
+
+    pid: int
+    start: int
+    boot: str
+
+
+def boot_id() -> str:
+    """The id of this boot of the machine.
+
+    Raises:
+        UserError: this system has no Linux-like /proc.
+    """
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        raise UserError("the queue needs Linux's /proc to see its processes; here, use `lora-fp8 train`") from None
+
+
+def identify(pid: int) -> Identity | None:
+    """The living process with this id, or None; one that has ended and is not yet reaped does not live."""
+    fields = _stat(pid)
+    if fields is None or fields[0] in ("Z", "X"):
+        return None
+    return Identity(pid, int(fields[19]), boot_id())
+
+
+def alive(process: Identity) -> bool:
+    """Whether this very process lives, and not another one that was given its id."""
+    return identify(process.pid) == process
+
+
+def members(token: str) -> list[int]:
+    """Ids of the living processes that have this token in their environment; about 30 us for each process there is."""
+    wanted, found = f"{TOKEN}={token}".encode(), []
+    for entry in os.scandir(PROC):
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+            if wanted in Path(entry.path, "environ").read_bytes().split(b"\0") and identify(int(entry.name)):
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def parent(pid: int) -> int:
+    """The id of a process's parent; 0 where it has gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """A signal to each; who has gone meanwhile needs none."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed since boot because memory ran out; 0 where it does not count."""
+    with contextlib.suppress(OSError):
+        for line in (PROC / "vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the third (state) on; the second, a name, may hold anything."""
+    try:
+        text = (PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
