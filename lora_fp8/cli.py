@@ -184,6 +184,28 @@ def plan(
 
 
 @app.command()
+def estimate(
+    config_file: Path = typer.Argument(..., metavar="CONFIG"), overrides: list[str] = SET, as_json: bool = JSON
+) -> None:
+    """Reckon memory, steps, cache and file size of a job before it starts; reads no weights and encodes nothing."""
+    from . import config
+
+    job = config.load(config_file, overrides)
+    from . import families
+    from .families import _files
+
+    base = job.model
+    if _files.is_hub_id(base.path) and not os.path.exists(os.path.expanduser(base.path)):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # what is in the hub's cache is looked at, and nothing downloaded for this
+    from . import estimate as reckoning
+    from . import prepare
+
+    family = families.get(base.family)(base, device="cpu", dtype=prepare.DTYPES[base.dtype])
+    found = reckoning.estimate(job, family)
+    print(json.dumps(found.to_json(), ensure_ascii=False, indent=1) if as_json else "\n".join(found.lines()))
+
+
+@app.command()
 def precision(
     config_file: Path = typer.Argument(..., metavar="CONFIG"),
     overrides: list[str] = SET,

@@ -24,7 +24,7 @@ from lora_fp8 import cli, config, families, run, train
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
-    *("inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
+    *("estimate", "inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
     "worker",
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")

@@ -30,11 +30,11 @@ LAYERS = {
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
     + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py")),
-    3.0: "memory sample checkpoint export verify processes exchange data.cache data.loader",
+    3.0: "dry memory sample checkpoint export verify processes exchange data.cache data.loader",
     3.25: "tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
     3.5: "prepare finish",
     3.625: "resume",
-    3.75: "measure tools.average",
+    3.75: "measure estimate tools.average",
     4.0: "train",
     4.5: "demo.show",
     5.0: "cli",
