@@ -51,6 +51,16 @@ def say(language: str, key: str, **values: Any) -> str:
     return catalogue()[key][language].format(**values)
 
 
+def preferred(accepted: str) -> str:
+    """The first language of an Accept-Language header that the page has; English otherwise."""
+    for entry in accepted.split(","):
+        tag = entry.split(";")[0].strip().lower()
+        for language in LANGUAGES:
+            if tag and tag.split("-")[0] == language.split("-")[0].lower():
+                return language
+    return "en"
+
+
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Engine lines: what the English one looks like, and the key of it; what stands around others first, then the
