@@ -4,7 +4,8 @@
 4.5  demo.show            4    train            3.5  prepare  finish  (resume, measure above them)
 3    memory sample checkpoint export verify processes exchange data.cache data.loader
 2    families/*             1.5  importing.*
-1    objectives precision adapters optim layouts data.images data.colour data.buckets demo.pictures demo.measure
+1    objectives precision adapters optim layouts data.{images,colour,buckets,captions,...}
+     demo.pictures demo.measure
 0    config run jobs, the list of families                  (standard library, pydantic, tomlkit: no torch)
 """
 
@@ -25,7 +26,7 @@ LAYERS = {
     "precision.kernels "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
-    "data data.images data.colour data.buckets demo.pictures demo.measure",
+    "data data.images data.colour data.buckets data.captions data.pattern demo.pictures demo.measure",
     1.5: "importing importing.base importing.words importing.render importing.kohya importing.musubi "
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))

@@ -60,6 +60,10 @@ CAPTIONS = (".txt", ".caption")
 """Caption files in the order of preference."""
 
 
+_MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
+"""Byte-order marks and what follows them."""
+
+
 class ImageError(ValueError):
     """An image that cannot be used; the message says why, without the file's name."""
 
@@ -226,24 +230,33 @@ def _grey(image: Image.Image, grey_HW: np.ndarray) -> tuple[Image.Image, Image.I
 # ------------------------------------------------------------------------------------------------------------ captions
 
 
+def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
+    """The text in a caption file's bytes, line ends and all; the byte-order mark before it; Python's codec of the rest.
+
+    Raises:
+        ValueError: as `read_caption`.
+    """
+    mark = next((mark for mark in _MARKS if raw.startswith(mark)), b"")
+    codec = _MARKS.get(mark, "utf-8")
+    try:
+        text = raw[len(mark) :].decode(codec)
+    except UnicodeDecodeError as error:
+        at = error.start + len(mark)
+        shown = f" (0x{raw[at]:02x})" if at < len(raw) else ""
+        raise ValueError(f"is not {codec[:6].upper()} at byte {at}{shown}; save it as UTF-8") from None
+    # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
+    if "\0" in text:
+        raise ValueError(f"has a NUL character at byte {raw.index(0)}; save it as UTF-8")
+    return text, mark, codec
+
+
 def read_caption(path: Path) -> str:
     """A caption file's text on one line: UTF-8 (with or without mark), or UTF-16 with a byte-order mark.
 
     Raises:
         ValueError: the bytes are something else; the message has the offset of the first byte that does not fit.
     """
-    raw = path.read_bytes()
-    skipped = 3 if raw.startswith(b"\xef\xbb\xbf") else 0
-    encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
-    try:
-        text = raw[skipped:].decode(encoding)
-    except UnicodeDecodeError as error:
-        at = error.start + skipped
-        shown = f" (0x{raw[at]:02x})" if at < len(raw) else ""
-        raise ValueError(f"is not {encoding.upper()} at byte {at}{shown}; save it as UTF-8") from None
-    # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
-    if "\0" in text:
-        raise ValueError(f"has a NUL character at byte {raw.index(0)}; save it as UTF-8")
+    text = decode_caption(path.read_bytes())[0]
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -337,7 +350,7 @@ def scan(section: config.Dataset) -> ScanReport:
     _warn_of_nested(section, report)
     found: list[tuple[int, Path, Path, Path | None]] = []
     for index in range(len(section.folders)):
-        found += _list_folder(index, section, report)
+        found += list_folder(index, section, report)
     with _no_bomb_check(), python_warnings.catch_warnings():
         # Pillow's remarks about odd metadata; what matters is reported here.
         python_warnings.simplefilter("ignore")
@@ -449,7 +462,7 @@ def _warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
                 report.warnings.append(f"folder {inner} is inside folder {outer}; its images count for each")
 
 
-def _list_folder(index: int, section: config.Dataset, report: ScanReport) -> list[tuple[int, Path, Path, Path | None]]:
+def list_folder(index: int, section: config.Dataset, report: ScanReport) -> list[tuple[int, Path, Path, Path | None]]:
     """(folder index, root, image, caption file or None) of every image file of one folder entry."""
     root = Path(os.path.expanduser(section.folders[index].path))
     if not root.exists():
