@@ -26,7 +26,7 @@ LAYERS = {
     "precision.kernels "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
-    "data data.images data.colour data.buckets data.captions data.pattern demo.pictures demo.measure",
+    "data data.images data.colour data.buckets data.captions data.pattern data.doctor demo.pictures demo.measure",
     1.5: "importing importing.base importing.words importing.render importing.kohya importing.musubi "
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
@@ -174,6 +174,8 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "lora_fp8.families",
         "lora_fp8.cli",
         "lora_fp8.data.images",
+        "lora_fp8.data.captions",
+        "lora_fp8.data.doctor",
         "lora_fp8.importing",
         "lora_fp8.jobs",
     ],
