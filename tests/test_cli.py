@@ -23,9 +23,8 @@ from lora_fp8 import cli, config, families, run, train
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
-    *("dataset",),
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
-    *("estimate", "inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
+    *("inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
     "worker",
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")

@@ -8,7 +8,6 @@ of its crop, and the height and width it was trained at (sect. 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +77,6 @@ class Family(ModelFamily):
             )
         pairs = zip(embeds_BLD.to(self.dtype), pooled_BD.to(self.dtype), strict=True)
         return [{"prompt_embeds": e_LD.clone(), "text_embeds": p_D.clone()} for e_LD, p_D in pairs]
-
-    def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        # The time ids' embeddings and the pooled text share one input.
-        both, each = (denoiser_config[f"{n}_dim"] for n in ("projection_class_embeddings_input", "addition_time_embed"))
-        embeds = (self.longest_prompt, denoiser_config["cross_attention_dim"])
-        return {"prompt_embeds": embeds, "text_embeds": (both - 6 * each,)}
 
     def image_conditioning(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]

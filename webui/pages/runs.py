@@ -1,10 +1,155 @@
-"""Page: runs."""
+"""The first page: the queue, what runs now, and what has ended."""
+
+from typing import Any
 
 import gradio as gr
 
+from lora_fp8.config import UserError
+from lora_fp8.jobs import ENDED, JobView
+
+from .. import live, shows, watch
 from ..context import Ui
+from ..safe import shown
+
+PER_PAGE = 20
+KINDS = ("all", "active", "ended")
 
 
 def build(ui: Ui) -> None:
     """Lay the page out."""
-    gr.Markdown(f"## {ui.say('page.runs')}")
+    machine = live.panel(elem_id="machine")
+    which = gr.Radio(
+        [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS], value="all", show_label=False, container=False
+    )
+    said = live.panel(elem_id="said", visible=False)
+    doomed = gr.State("")
+    with gr.Group(visible=False) as confirm:
+        question = gr.Markdown()
+        typed = gr.Textbox(label=ui.say("runs.type_name"), max_lines=1, elem_id="typed-name")
+        with_run = gr.Checkbox(label=ui.say("runs.with_folder"), value=False)
+        with gr.Row():
+            keep = gr.Button(ui.say("runs.keep"))
+            go = gr.Button(ui.say("runs.do.delete"), variant="stop")
+    cards = live.panel(elem_id="cards")
+    page = gr.State(0)
+    seen = gr.State({})
+
+    def paint(which: str, page: int, seen: dict[str, int]) -> list[Any]:
+        sent, seen = live.changed([strip(ui), board(ui, which, page)], seen)
+        return [*sent, seen]
+
+    inputs = {"which": which, "page": page, "seen": seen}
+    outputs = [machine, cards, seen]
+    live.keep_painted(paint, inputs, outputs)
+
+    def press(event: gr.EventData, which: str, page: int) -> list[Any]:
+        told = live.clicked(event)
+        do, name = told.get("do", ""), told.get("id", "")
+        ask, line = gr.skip(), gr.update(visible=False)
+        try:
+            if do == "page":
+                page = max(0, int(told.get("to", "0")))
+            elif do == "delete":
+                view = watch.find(ui, name)
+                question_ = _plain(ui.say("runs.ask_delete", name=view.name))
+                return [line, gr.update(visible=True), question_, "", False, name, page, gr.skip(), gr.skip()]
+            else:
+                line = notice(watch.act(ui, do, name))
+        except (UserError, ValueError) as error:
+            line = notice(ui.tell(str(error)), wrong=True)
+        now = board(ui, which, page)
+        return [line, ask, gr.skip(), gr.skip(), gr.skip(), gr.skip(), page, now, {}]
+
+    cards.click(
+        press,
+        inputs_kwargs={"which": which, "page": page},
+        outputs=[said, confirm, question, typed, with_run, doomed, page, cards, seen],
+        **live.quiet(),
+    )
+
+    def delete(name: str, typed: str, with_run: bool, which: str, page: int) -> list[Any]:
+        try:
+            line = notice(watch.delete(ui, name, typed, with_run))
+        except UserError as error:
+            return [notice(ui.tell(str(error)), wrong=True), gr.skip(), gr.skip(), gr.skip()]
+        return [line, gr.update(visible=False), board(ui, which, page), {}]
+
+    go.click(
+        delete,
+        inputs_kwargs={"name": doomed, "typed": typed, "with_run": with_run, "which": which, "page": page},
+        outputs=[said, confirm, cards, seen],
+        **live.quiet(),
+    )
+    keep.click(lambda: gr.update(visible=False), outputs=[confirm], **live.quiet())
+    which.input(
+        lambda which: [board(ui, which, 0), 0, {}],
+        inputs_kwargs={"which": which},
+        outputs=[cards, page, seen],
+        **live.quiet(),
+    )
+
+
+def notice(line: str, wrong: bool = False) -> Any:
+    """What became of the last button, in a panel that takes no room before there is something to say."""
+    return gr.update(value=f'<p class="{"wrong" if wrong else "dim"}" role="status">{shown(line)}</p>', visible=True)
+
+
+def _plain(text: str) -> str:
+    # In a gr.Markdown: a run's name must not be read as markup.
+    return "".join(f"\\{c}" if c in r"\`*_{}[]<>()#+-.!|~$&" else c for c in text)
+
+
+def board(ui: Ui, which: str, page: int) -> str:
+    """The cards of one page."""
+    try:
+        views = watch.watch(ui.place).views()
+    except UserError as error:
+        return f'<p class="wrong">{shown(ui.tell(str(error)))}</p>'
+    views = ordered([view for view in views if which == "all" or (view.state in ENDED) == (which == "ended")])
+    if not views:
+        link = f'<a href="{shown(ui.link("new"))}">{ui.say("runs.begin")}</a>'
+        return f'<p class="empty">{ui.say("runs.none" if which == "all" else "runs.none_such")} {link}</p>'
+    pages = (len(views) - 1) // PER_PAGE + 1
+    page = min(page, pages - 1)
+    made = "".join(one_card(ui, view) for view in views[page * PER_PAGE : (page + 1) * PER_PAGE])
+    turn = ""
+    if pages > 1:
+        earlier = shows.button("page", ui.say("runs.newer"), to=str(page - 1)) if page else ""
+        later = shows.button("page", ui.say("runs.older"), to=str(page + 1)) if page + 1 < pages else ""
+        turn = (
+            f'<div class="buttons">{earlier}{later}'
+            f'<span class="dim">{ui.say("runs.page", page=page + 1, pages=pages)}</span></div>'
+        )
+    return f'<div class="cards">{made}</div>{turn}'
+
+
+def one_card(ui: Ui, view: JobView) -> str:
+    tail = watch.tail(view) if view.state in ("failed", "lost") else []
+    return shows.card(ui, view, watch.base_of(view.folder), tail)
+
+
+def ordered(views: list[JobView]) -> list[JobView]:
+    """What lives first, then what waits in the queue's order, then what has ended, the newest first."""
+
+    def place(view: JobView) -> tuple[int, float]:
+        if view.state == "queued":
+            return 1, view.place
+        return (2, -view.ended) if view.state in ENDED else (0, -view.launched)
+
+    return sorted(views, key=place)
+
+
+def strip(ui: Ui) -> str:
+    """One line about the machine."""
+    now = watch.watch(ui.place).machine()
+    found = []
+    for number, gpu in enumerate(now["gpus"]):
+        found.append(
+            f'<span title="{shown(gpu["name"])}">GPU {number} <meter max="100" value="{gpu["busy"]}"></meter>'
+            f"{gpu['busy']} % · {shows.size(gpu['used'])} / {shows.size(gpu['total'])} · {gpu['degrees']} °C</span>"
+        )
+    found.append(f'<span>CPU <meter max="100" value="{now["cpu"]:.0f}"></meter>{now["cpu"]:.0f} %</span>')
+    used, total = now["ram"]
+    found.append(f"<span>{ui.say('runs.memory')} {shows.size(used)} / {shows.size(total)}</span>")
+    found.append(f"<span>{ui.say('runs.disk')} {shows.size(now['free'])}</span>")
+    return f'<div class="machine">{"".join(found)}</div>'

@@ -1,0 +1,295 @@
+"""The pages of runs without a browser: what they make of event logs, and how it becomes HTML and SVG."""
+
+import html
+import json
+import re
+import time
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lora_fp8 import config
+from lora_fp8.jobs import SENTENCES, JobView, Queue, Sentence
+from webui import chart, curves, shows, watch, words
+from webui.context import Place, Ui
+from webui.pages import compare
+from webui.pages import run as run_page
+from webui.pages import runs as runs_page
+
+NASTY = "<img src=x onerror=alert(1)>\"'`${alert(2)}{{7*7}}\u202e"
+
+
+def write(file: Path, events: list[dict]) -> None:
+    with open(file, "a", encoding="utf-8") as log:
+        log.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def step(number: int, loss: float) -> dict:
+    return {"t": number, "event": "step", "step": number, "loss": loss, "lr": 1e-4, "grad_norm": 1.0, "vram_gb": 2.0}
+
+
+@pytest.fixture
+def ui(tmp_path: Path) -> Ui:
+    (tmp_path / "home").mkdir()
+    return Ui("en", Place(tmp_path / "home", [tmp_path / "work"]))
+
+
+def make_run(folder: Path, events: list[dict], text: str = "") -> Path:
+    folder.mkdir(parents=True)
+    job = config.loads(text or 'name = "x"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"')
+    (folder / "config.toml").write_text(config.dumps(job), encoding="utf-8")
+    write(folder / "events.jsonl", events)
+    return folder
+
+
+def test_a_log_is_read_on_from_where_the_last_look_ended(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    log = curves.Log(file)
+    assert log.read().measures["loss"].points() == []
+    write(file, [step(1, 0.5), step(2, 0.25)])
+    with open(file, "a") as torn:
+        torn.write('{"event": "step", "st')
+    assert log.read().measures["loss"].points() == [(1, 0.5), (2, 0.25)]
+    with open(file, "a") as torn:
+        torn.write('ep": 3, "loss": 0.125}\n')
+    assert log.read().measures["loss"].points() == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    version = log.version
+    assert log.read().version == version, "nothing was written, so nothing is read"
+    file.unlink()
+    write(file, [step(1, 9.0)])
+    assert log.read().measures["loss"].points() == [(1, 9.0)], "another file in its place is read from its beginning"
+
+
+def test_what_came_after_the_checkpoint_did_not_happen(tmp_path: Path) -> None:
+    write(tmp_path / "events.jsonl", [step(i, 1.0) for i in range(1, 8)])
+    write(tmp_path / "events.jsonl", [{"event": "start"}, {"event": "resume", "step": 4}])
+    write(tmp_path / "events.jsonl", [step(i, 2.0) for i in range(5, 7)])
+    points = curves.Log(tmp_path / "events.jsonl").read().measures["loss"].points()
+    assert points == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
+
+
+def test_a_long_log_becomes_few_points_that_keep_the_means(tmp_path: Path) -> None:
+    count = 200_000
+    losses = np.random.default_rng(0).random(count)
+    with open(tmp_path / "events.jsonl", "w") as log:
+        log.writelines(f'{{"t":1.0,"event":"step","step":{i + 1},"loss":{loss}}}\n' for i, loss in enumerate(losses))
+    begin = time.monotonic()
+    read = curves.Log(tmp_path / "events.jsonl").read()
+    assert time.monotonic() - begin < 10
+    points = read.measures["loss"].points()
+    assert curves.POINTS / 2 <= len(points) <= 2 * curves.POINTS
+    before = 0
+    for last, mean in points:
+        assert mean == pytest.approx(losses[before:last].mean(), rel=1e-9)
+        before = last
+    assert before == count
+    assert len(curves.thin(points)) <= curves.POINTS
+
+
+def test_smoothing_is_the_debiased_exponential_mean(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).random(50)
+    got = curves.smooth([(i + 1, v) for i, v in enumerate(values)], 0.9)
+    for i in (0, 1, 20, 49):
+        weights = 0.9 ** np.arange(i, -1, -1)
+        assert got[i] == (i + 1, pytest.approx((weights * values[: i + 1]).sum() / weights.sum()))
+    # Every second step left out: as much is forgotten between two points as with all of them.
+    steps = [(i, float(i >= 100)) for i in range(200)]
+    assert dict(curves.smooth(steps[1::2], 0.9))[149] == pytest.approx(dict(curves.smooth(steps, 0.9))[149], abs=0.01)
+
+
+def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(
+        b'{"event":"step","step":1,"loss":NaN}\n[1]\nnot json\n{"event":"step","step":"2","loss":1}\n'
+        b'{"event":"step","step":3,"loss":"x"}\n{"event":"preview","step":[1]}\n\xff\xfe\n'
+        b'{"event":"step","step":4,"loss":0.5}\n'
+    )
+    read = curves.Log(file).read()
+    assert read.measures["loss"].points() == [(4, 0.5)] and not read.facts.previews
+
+
+def drawn(figure: str) -> tuple[list[list[tuple[float, float]]], dict]:
+    """The lines of a chart as numbers on its area, and what it says of its data."""
+    svg = ET.fromstring(re.search(r"<svg.*?</svg>", figure)[0])
+    paths = [path.get("d") for path in svg.iter("path") if "line" in path.get("class")]
+    told = json.loads(html.unescape(re.search(r'data-chart="(.*?)"', figure)[1]))
+    return [[tuple(map(float, pair.split())) for pair in path[1:].split("L")] for path in paths], told
+
+
+def test_a_chart_puts_points_where_its_axes_say() -> None:
+    points = [(10, 0.5), (20, 1.5), (110, 1.0)]
+    figure = chart.chart("loss", [chart.Line("a", points)], empty="none", x_label="step")
+    (line,), told = drawn(figure)
+    # From two labels of the axis to the scale, and from the scale to the points.
+    labels = [(float(top), float(text)) for top, text in re.findall(r'top:([\d.]+)%">([\d.]+)<', figure)]
+    slope, shift = np.polyfit([top for top, _ in labels], [value for _, value in labels], 1)
+    for (x, y), (number, value) in zip(line, points, strict=True):
+        assert slope * (100 * y / chart.HEIGHT) + shift == pytest.approx(value, abs=0.01)
+        assert x / chart.WIDTH == pytest.approx((number - 10) / 100, abs=1e-3)
+    assert told["lines"][0]["at"] == [list(point) for point in points] and told["unit"] == "step"
+
+
+def test_a_logarithmic_chart_leaves_out_what_has_no_logarithm() -> None:
+    figure = chart.chart("x", [chart.Line("a", [(1, 0.0), (2, 0.01), (3, 1.0)])], empty="none", log=True)
+    (line,), _ = drawn(figure)
+    assert len(line) == 2 and line[0][1] == pytest.approx(chart.HEIGHT) and line[1][1] == pytest.approx(0)
+    assert "none" in chart.chart("x", [chart.Line("a", [(1, 0.0)])], empty="none", log=True)
+
+
+@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 1e9], [5.0], [-1.0, 1.0], [3e-7, 3.1e-7]])
+@pytest.mark.parametrize("log", [False, True])
+def test_every_chart_can_be_drawn(values: list[float], log: bool) -> None:
+    figure = chart.chart("x", [chart.Line("a", list(enumerate(values)))], empty="none", log=log)
+    if "<svg" in figure:
+        for line in drawn(figure)[0]:
+            assert all(-1 <= x <= chart.WIDTH + 1 and -1 <= y <= chart.HEIGHT + 1 for x, y in line)
+
+
+class Tags(HTMLParser):
+    """What a browser would see in it."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+def test_names_messages_prompts_and_configs_are_text_and_never_markup(ui: Ui, tmp_path: Path) -> None:
+    events = [
+        {"event": "start", "device": NASTY},
+        {"event": "data", "images": NASTY},
+        {"event": "model", "trainable": NASTY},
+        {"event": "warning", "t": NASTY, "text": NASTY},
+        {"event": "preview", "step": 0, "images": ["samples/a.png", "../../secret.png"], "prompts": [NASTY]},
+        step(1, 0.5),
+        {"event": "validation", "step": 1, "loss": 0.5, "bands": {NASTY: 0.5}},
+        {"event": "error", "text": NASTY},
+    ]
+    folder = make_run(tmp_path / "work" / "runs" / "a&b<c>", events)
+    (folder / "export").mkdir()
+    (folder / "export" / "x<y>.safetensors").write_bytes(b"")
+    report = {"ok": True, "checks": [{"name": NASTY, "ok": True, "detail": NASTY}]}
+    (folder / "verify.json").write_text(json.dumps({"x<y>.safetensors": report}))
+    (folder / "log.txt").write_text(NASTY)
+    with open(folder / "config.toml", "a") as file:
+        file.write(f"# {NASTY}\n")
+    view = JobView(7, NASTY, "train", "failed", Sentence("failure", {"message": NASTY}), folder=folder, step=1, steps=2)
+    view = JobView(**{**view.__dict__, "log": folder / "log.txt", "loss": 0.5})
+    log = watch.log_of(ui, view)
+    made = [
+        shows.card(ui, view, NASTY, [NASTY]),
+        run_page.header(ui, view, log),
+        run_page.curves_of(ui, log, 0.9, False),
+        run_page.grid_of(ui, view, log),
+        run_page.slider(ui, view, log, 0, 0, 0),
+        run_page.files_of(ui, view),
+        run_page.log_of(ui, view),
+        run_page.warnings_of(ui, log),
+        run_page.config_of(ui, view),
+        run_page.nobody(ui, NASTY),
+        compare.curves_of(ui, [(view, log)], 0.9, False),
+        compare.pictures_of(ui, [(view, log)], NASTY),
+        compare.settings_of(ui, [(view, log), (view, log)]),
+    ]
+    for text in made:
+        tags = Tags(text)
+        assert "onerror" not in tags.attributes and not tags.names & {"script", "iframe", "y", "c"}
+        assert "\u202e" not in text
+    assert "secret" not in "".join(made), "a log may not name pictures outside of the run"
+    assert "a.png" in made[3]
+
+
+@pytest.mark.parametrize("language", words.LANGUAGES)
+def test_every_reason_of_the_queue_has_a_sentence(language: str) -> None:
+    places = {key: set(re.findall(r"\{(\w+)\}", text)) for key, text in SENTENCES.items()}
+    texts = words.catalogue()
+    assert {key.removeprefix("job.") for key in texts if key.startswith("job.")} == set(SENTENCES)
+    for key, names in places.items():
+        assert set(re.findall(r"\{(\w+)\}", texts[f"job.{key}"][language])) == names
+    for state in shows.BUTTONS:
+        assert words.say(language, f"state.{state}")
+    for buttons in shows.BUTTONS.values():
+        assert all(words.say(language, f"runs.do.{name}") for name in buttons)
+
+
+def test_a_reason_within_a_reason_is_put_into_words_too(ui: Ui) -> None:
+    cause = {"key": "killed", "args": {}}
+    text = shows.sentence(Ui("zh-CN", ui.place), Sentence("requeued", {"cause": cause, "attempt": 2, "attempts": 3}))
+    assert "SIGKILL" in text and "2" in text and "key" not in text and "Killed" not in text
+
+
+def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
+    known = [
+        "212 tensors in 1.3 MiB, diffusers layout",
+        "106 layers, each with both halves at one rank",
+        "relative error 0.00e+00 at worst (allowed 5e-03)",
+        "relative error 1.00e-02 on the base that training saw (decoded) (allowed 1.0e-02)",
+        "inf dB at worst on the base that training saw (decoded) (at least 40.0)",
+    ]
+    for line in known:
+        told = words.tell("zh-CN", line)
+        assert told != line and re.findall(r"[\d.]+e[+-]\d+", told) == re.findall(r"[\d.]+e[+-]\d+", line)
+
+
+def test_two_hundred_jobs_are_paged_and_quick(ui: Ui, tmp_path: Path) -> None:
+    text = 'name = "j{}"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
+    queue = Queue(ui.place.home)
+    for number in range(200):
+        queue.submit(text.format(number, tmp_path / "work" / "runs"))
+    board = runs_page.board(ui, "all", 0)
+    assert board.count("<section") == runs_page.PER_PAGE and 'data-to="1"' in board
+    assert "j0" in board and runs_page.board(ui, "all", 9).count("<section") == 20
+    assert runs_page.board(ui, "all", 99) == runs_page.board(ui, "all", 9), "past the end is the last page"
+    assert "<section" not in runs_page.board(ui, "ended", 0)
+    watch.watch(ui.place).views.forget()
+    begin = time.monotonic()
+    runs_page.board(ui, "all", 0)
+    assert time.monotonic() - begin < 1
+
+
+def test_buttons_do_what_they_say(ui: Ui, tmp_path: Path) -> None:
+    text = 'name = "j{}"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
+    queue = Queue(ui.place.home)
+    ids = [queue.submit(text.format(n, tmp_path / "work" / "runs")) for n in range(3)]
+    watch.act(ui, "up", str(ids[2]))
+    assert [view.id for view in queue.view()] == [ids[0], ids[2], ids[1]]
+    watch.act(ui, "sooner", str(ids[1]))
+    assert [view.id for view in queue.view()] == [ids[1], ids[0], ids[2]]
+    watch.act(ui, "cancel", str(ids[0]))
+    assert queue.job(ids[0]).state == "cancelled"
+    with pytest.raises(config.UserError, match="type the name, j0"):
+        watch.delete(ui, str(ids[0]), "j1", False)
+    watch.delete(ui, str(ids[0]), " j0 ", False)
+    with pytest.raises(config.UserError, match="no such job"):
+        watch.act(ui, "stop", str(ids[0]))
+    with pytest.raises(config.UserError, match="no such button"):
+        watch.act(ui, "rm", str(ids[1]))
+
+
+def test_a_run_outside_of_the_pages_folders_is_not_looked_at(ui: Ui, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "elsewhere" / "x", [step(1, 0.5)])
+    for name in (str(folder), f"{tmp_path}/work/../elsewhere/x", "/etc"):
+        with pytest.raises(config.UserError):
+            watch.find(ui, name)
+    view = JobView(1, "x", "train", "done", Sentence("command_done"), folder=folder)
+    with pytest.raises(config.UserError):
+        watch.log_of(ui, view)
+
+
+def test_what_differs_between_two_runs_is_told(ui: Ui, tmp_path: Path) -> None:
+    text = 'name = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[train]\nsteps = {}\n[[dataset.folders]]\npath = "p"'
+    chosen = []
+    for name, steps in (("a", 100), ("b", 200)):
+        make_run(tmp_path / "work" / "runs" / name, [step(1, 0.5)], text.format(name, steps))
+        view = watch.find(ui, str(tmp_path / "work" / "runs" / name))
+        chosen.append((view, watch.log_of(ui, view)))
+    rows = re.findall(r"<tr><td>.*?</tr>", compare.settings_of(ui, chosen))
+    assert [re.findall(r"<code>(.*?)</code>", row) for row in rows] == [["train.steps", "100", "200"]]

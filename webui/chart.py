@@ -1,0 +1,176 @@
+"""Line charts as HTML: a stretched SVG for the lines, HTML for the words, so that both stay sharp at every width.
+
+`SCRIPT` (js_on_load of the gr.HTML that holds charts) shows the values under the pointer; it reads the numbers from
+the chart itself, so that a chart which is drawn anew needs no new script.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .curves import Point
+from .safe import plain, shown
+
+WIDTH, HEIGHT = 1000, 300
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve.
+
+    Attributes:
+        colour: number of a colour; the same one for the same thing.
+        faint: thin and pale, as the raw loss behind the smoothed one.
+    """
+
+    label: str
+    points: Sequence[Point]
+    colour: int = 0
+    faint: bool = False
+
+
+def chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = False, x_label: str = "") -> str:
+    """A figure with axes, legend and lines.
+
+    Args:
+        empty: what to say while there is nothing to draw.
+        log: a logarithmic y axis; what is not above 0 is left out.
+    """
+    lines = [Line(one.label, [p for p in one.points if not log or p[1] > 0], one.colour, one.faint) for one in lines]
+    lines = [one for one in lines if one.points]
+    head = f"<figcaption><b>{shown(title)}</b>"
+    if not lines:
+        return f'<figure class="chart">{head}</figcaption><p class="empty">{shown(empty)}</p></figure>'
+    for one in lines:
+        if one.label:
+            faint = " faint" if one.faint else ""
+            head += f'<span class="key c{one.colour % 8}{faint}"><i></i>{shown(one.label)}</span>'
+    x_low, x_high = _range([x for one in lines for x, _ in one.points])
+    y_low, y_high, y_ticks = _axis([y for one in lines for _, y in one.points], log)
+
+    def across(x: float) -> float:
+        return (x - x_low) / (x_high - x_low)
+
+    def up(y: float) -> float:
+        return (_log(y, log) - y_low) / (y_high - y_low)
+
+    drawn, words, below = "", "", ""
+    for value in y_ticks:
+        y = HEIGHT * (1 - up(value))
+        drawn += f'<path class="grid" d="M0 {y:.1f}H{WIDTH}"/>'
+        words += f'<span style="top:{100 * (1 - up(value)):.2f}%">{number(value)}</span>'
+    for value in _ticks(x_low, x_high, 5):
+        if value == round(value):
+            below += f'<span style="left:{100 * across(value):.2f}%">{number(value)}</span>'
+    for one in lines:
+        places = [(WIDTH * across(x), HEIGHT * (1 - up(y))) for x, y in one.points]
+        places *= 2 if len(places) == 1 else 1  # a line to itself has round ends: a dot
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        drawn += f'<path class="line c{one.colour % 8}{" faint" if one.faint else ""}" d="{path}"/>'
+    told = {
+        "x": [x_low, x_high],
+        "lines": [
+            {"label": plain(one.label), "colour": one.colour % 8, "at": [[x, float(f"{y:.4g}")] for x, y in one.points]}
+            for one in lines
+        ],
+        "unit": x_label,
+    }
+    return (
+        f'<figure class="chart" data-chart="{shown(json.dumps(told, separators=(",", ":")))}">{head}</figcaption>'
+        f'<div class="area"><div class="y">{words}</div>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{shown(title)}">{drawn}</svg></div>'
+        f'<div class="x">{below}</div></figure>'
+    )
+
+
+def number(value: float) -> str:
+    """A number as short as it can be read: 0.05, 1e-5, 12k."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.4g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.4g}k"
+    if size < 1e-3:
+        digits, _, power = f"{value:.3e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
+    return f"{value:.4g}"
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - 1, high + 1)
+
+
+def _axis(values: Sequence[float], log: bool) -> tuple[float, float, list[float]]:
+    """Lower and upper end (logarithms, if asked for) and where to put numbers."""
+    low, high = min(values), max(values)
+    if log:
+        bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        top = max(top, bottom + 1)
+        every = math.ceil((top - bottom) / 6)
+        return bottom, top, [10.0**power for power in range(bottom, top + 1, every)]
+    if low > 0 and low < 0.4 * high:
+        low = 0.0
+    if high == low:
+        low, high = (0.0, high or 1.0) if high >= 0 else (low, 0.0)
+    room = 0.04 * (high - low)
+    return (low if low == 0 else low - room), high + room, _ticks(low, high, 5)
+
+
+def _ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers between the two."""
+    rough = (high - low) / about
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * nice for nice in (1, 2, 5, 10) if power * nice >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [number_ * step for number_ in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _log(value: float, log: bool) -> float:
+    return math.log10(value) if log else value
+
+
+SCRIPT = """
+const tip = document.getElementById('chart-tip') || document.body.appendChild(
+  Object.assign(document.createElement('div'), {id: 'chart-tip'}));
+const rule = document.getElementById('chart-rule') || document.body.appendChild(
+  Object.assign(document.createElement('div'), {id: 'chart-rule'}));
+const style = {position: 'fixed', pointerEvents: 'none', zIndex: 999, display: 'none'};
+Object.assign(tip.style, style, {background: '#18181b', color: '#fafafa', borderRadius: '6px', padding: '6px 10px',
+  font: '12px/1.5 system-ui, sans-serif', whiteSpace: 'pre'});
+Object.assign(rule.style, style, {width: '1px', background: 'currentColor', opacity: 0.4});
+const hide = () => { tip.style.display = rule.style.display = 'none'; };
+element.addEventListener('pointerleave', hide);
+element.addEventListener('pointermove', event => {
+  const svg = event.target.closest('.area')?.querySelector('svg');
+  if (!svg) return hide();
+  const box = svg.getBoundingClientRect(), share = (event.clientX - box.left) / box.width;
+  if (share < 0 || share > 1) return hide();
+  const told = JSON.parse(svg.closest('figure').dataset.chart);
+  const x = told.x[0] + share * (told.x[1] - told.x[0]);
+  let nearest = null;
+  const rows = told.lines.map(line => {
+    let low = 0, high = line.at.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (line.at[middle][0] < x) low = middle + 1; else high = middle;
+    }
+    if (low > 0 && x - line.at[low - 1][0] < line.at[low][0] - x) low -= 1;
+    const point = line.at[low];
+    if (nearest === null || Math.abs(point[0] - x) < Math.abs(nearest - x)) nearest = point[0];
+    return [line.label, point];
+  });
+  const shown = rows.filter(row => Math.abs(row[1][0] - nearest) <= (told.x[1] - told.x[0]) / 50);
+  const values = shown.map(([label, point]) => (label ? label + ': ' : '') + point[1]);
+  tip.textContent = [told.unit + ' ' + nearest, ...values].join('\\n');
+  tip.style.display = rule.style.display = 'block';
+  const at = box.left + (nearest - told.x[0]) / (told.x[1] - told.x[0]) * box.width;
+  Object.assign(rule.style, {left: at + 'px', top: box.top + 'px', height: box.height + 'px'});
+  const right = at + tip.offsetWidth + 24 > window.innerWidth;
+  Object.assign(tip.style, {left: (right ? at - tip.offsetWidth - 12 : at + 12) + 'px', top: box.top + 8 + 'px'});
+});
+"""

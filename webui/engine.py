@@ -1,0 +1,40 @@
+"""Commands of the engine that need torch: each in a process of its own, as a list of arguments, answering in JSON."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lora_fp8.config import UserError
+
+SECONDS = 600
+
+
+def ask(command: str, arguments: Sequence[str], seconds: float = SECONDS) -> Any:
+    """Run `lora-fp8 COMMAND ARGUMENTS --json` and read its answer.
+
+    Raises:
+        UserError: it refused or failed, with its own words; or it took too long.
+    """
+    line = [sys.executable, "-m", "lora_fp8", command, *arguments, "--json"]
+    try:
+        done = subprocess.run(
+            line,
+            capture_output=True,
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONUTF8": "1"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"lora-fp8 {command}: not ready after {seconds:g} s, and ended") from None
+    told = done.stderr.decode(errors="replace").strip()
+    if done.returncode:
+        last = told.splitlines()[-1] if told else f"ended with exit code {done.returncode}"
+        raise UserError(told if done.returncode in (2, 3) and len(told) < 2000 else last)
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        raise UserError(f"lora-fp8 {command}: answered something else than JSON") from None

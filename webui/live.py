@@ -1,0 +1,73 @@
+"""HTML that is kept up to date by ticks, with buttons that call Python.
+
+A page of this kind is a few gr.HTML and one function that paints them. Gradio patches what has changed into what is on
+the screen, so that a tick disturbs neither the pointer nor the scroll position.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from gradio.context import Context
+
+from .chart import SCRIPT as CHARTS
+
+STYLE = (Path(__file__).parent / "runs.css").read_text(encoding="utf-8")
+CLICKS = """
+element.addEventListener('click', event => {
+  const button = event.target.closest('[data-do]');
+  if (button && !button.disabled) trigger('click', {...button.dataset});
+});
+"""
+SLIDER = """
+element.addEventListener('input', event => {
+  const pair = event.target.closest('.ab');
+  if (pair) pair.style.setProperty('--cut', event.target.value + '%');
+});
+"""
+SECONDS = 1.5
+"""From one tick to the next."""
+
+
+def panel(**given: Any) -> gr.HTML:
+    """An empty piece of page. What has data-do="..." in it is a button (see `clicked`), charts tell their values."""
+    return gr.HTML("", css_template=STYLE, js_on_load=CLICKS + CHARTS + SLIDER, apply_default_css=False, **given)
+
+
+def clicked(event: gr.EventData) -> dict[str, str]:
+    """The data-* attributes of the button that was pressed: {"do": "stop", "id": "12"}. They come from the browser."""
+    return {str(key): str(value) for key, value in dict(event._data or {}).items()}
+
+
+def quiet(**given: Any) -> dict[str, Any]:
+    """How events that are no public endpoint are bound."""
+    return {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private", **given}
+
+
+def keep_painted(
+    paint: Callable[..., Any], inputs: dict[str, Any], outputs: Sequence[Any], seconds: float = SECONDS
+) -> None:
+    """Call `paint` when the page is opened and at every tick."""
+    timer = gr.Timer(seconds)
+    gr.on(
+        [opened(), timer.tick],
+        paint,
+        inputs_kwargs=inputs,
+        outputs=list(outputs),
+        queue=False,
+        trigger_mode="always_last",
+        **quiet(),
+    )
+
+
+def opened() -> Any:
+    """The event of the page being opened."""
+    return Context.root_block.load
+
+
+def changed(values: Sequence[Any], seen: dict[str, int]) -> tuple[list[Any], dict[str, int]]:
+    """What to send of these values to who has `seen` the last ones; gr.skip() in place of what has not changed."""
+    now = {str(number): hash(value) for number, value in enumerate(values)}
+    sent = [gr.skip() if seen.get(str(i)) == now[str(i)] else value for i, value in enumerate(values)]
+    return sent, now

@@ -1,0 +1,176 @@
+"""A run in words and HTML: what the pages of runs have in common.
+
+What comes from files and people is escaped here, once, at the place where it becomes HTML.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lora_fp8.jobs import JobView, Sentence
+
+from .context import Ui
+from .safe import shown
+
+BUTTONS = {
+    "queued": ("up", "down", "sooner", "later", "cancel"),
+    "starting": ("stop", "force"),
+    "running": ("stop", "save", "preview", "force"),
+    "stopping": ("force",),
+    "stopped": ("resume", "rerun", "delete"),
+    "cancelled": ("resume", "rerun", "delete"),
+    "failed": ("resume", "rerun", "delete"),
+    "lost": ("resume", "rerun", "delete"),
+    "done": ("rerun", "delete"),
+}
+"""What can be asked of a job in each state; the first of most is what a person most likely wants."""
+OF_JOBS_ONLY = {"up", "down", "sooner", "later", "cancel", "rerun", "delete", "force"}
+"""Of a run that was started in a shell the queue has no config to submit again, nor is it its to delete."""
+DANGEROUS = {"force", "cancel", "delete"}
+
+
+def sentence(ui: Ui, told: Sentence) -> str:
+    """The reason or the news of a job in the page's language; plain text."""
+    values: dict[str, Any] = {}
+    for name, value in told.args.items():
+        if isinstance(value, dict):
+            value = sentence(ui, Sentence(**value))
+        elif name == "stage":
+            value = stage(ui, str(value))
+        elif name == "message":
+            value = ui.tell(str(value))
+        values[name] = value
+    return ui.say(f"job.{told.key}", **values)
+
+
+def stage(ui: Ui, name: str) -> str:
+    """A stage of the trainer; one that the page has no word for stays as the engine calls it."""
+    return ui.say(f"stage.{name}") if name in STAGES else name
+
+
+STAGES = ("start", "cache", "load", "sensitivity", "preflight", "train", "export", "verify", "running")
+
+
+def state(ui: Ui, view: JobView) -> str:
+    """The state as a coloured word."""
+    return f'<span class="state {shown(view.state)}">{ui.say(f"state.{view.state}")}</span>'
+
+
+def bar(view: JobView) -> str:
+    """How far it is; "" before the first step is known."""
+    if view.step is None or not view.steps:
+        return ""
+    share = min(100.0, 100 * view.step / view.steps)
+    kind = {"running": "", "stopping": "", "done": " done"}.get(view.state, " idle")
+    return f'<div class="bar{kind}"><i style="width:{share:.1f}%"></i></div>'
+
+
+def figures(ui: Ui, view: JobView) -> str:
+    """Step, loss, time left."""
+    found = []
+    if view.step is not None and view.steps:
+        found.append((ui.say("runs.step"), f"{view.step} / {view.steps}"))
+    if view.loss is not None:
+        found.append((ui.say("runs.loss"), f"{view.loss:.4f}"))
+    if view.eta_s is not None:
+        found.append((ui.say("runs.left"), duration(ui, view.eta_s)))
+    if view.attempts > 1:
+        found.append((ui.say("runs.attempt"), f"{view.attempts} / {view.max_attempts}"))
+    if view.assigned:
+        found.append(("GPU", view.assigned))
+    if view.place:
+        found.append((ui.say("runs.place"), str(view.place)))
+    if view.priority:
+        found.append((ui.say("runs.priority"), str(view.priority)))
+    shown_ = "".join(f"<span><span>{name}</span> <b>{shown(value)}</b></span>" for name, value in found)
+    return f'<div class="figures">{shown_}</div>' if found else ""
+
+
+def buttons(ui: Ui, view: JobView) -> str:
+    """What can be asked of it now."""
+    of_job = isinstance(view.id, int)
+    names = [name for name in BUTTONS.get(view.state, ()) if of_job or name not in OF_JOBS_ONLY]
+    if view.state == "running" and view.stage != "train":
+        names = [name for name in names if name not in ("save", "preview")]
+    if view.kind != "train":
+        names = [name for name in names if name not in ("save", "preview")]
+    if not view.resumable:
+        names = [name for name in names if name != "resume" or view.state == "cancelled"]
+    made = ""
+    for number, name in enumerate(names):
+        kind = "danger" if name in DANGEROUS else "main" if number == 0 and name in ("stop", "resume") else ""
+        made += button(name, ui.say(f"runs.do.{name}"), kind, id=str(view.id))
+    return f'<div class="buttons">{made}</div>' if made else ""
+
+
+def button(do: str, label: str, kind: str = "", **data: str) -> str:
+    """A button that `live.clicked` tells of."""
+    values = "".join(f' data-{name}="{shown(value)}"' for name, value in data.items())
+    return f'<button type="button" class="{kind}" data-do="{do}"{values}>{shown(label)}</button>'
+
+
+def card(ui: Ui, view: JobView, base: str, tail: Sequence[str]) -> str:
+    """A job on the page of all jobs.
+
+    Args:
+        base: the base model's family for people; "" where it is not known.
+        tail: the last lines of its log, shown where it failed.
+    """
+    address = ui.link("run", run=str(view.id))
+    when = moment(view.ended or view.launched or view.created)
+    where = ui.say("runs.shell") if isinstance(view.id, str) else f"#{view.id}"
+    about = " · ".join(filter(None, [shown(where), shown(base), when]))
+    wrong = " wrong" if view.state in ("failed", "lost") else ""
+    title = f'<a href="{shown(address)}">{shown(view.name)}</a>' if view.kind == "train" else shown(view.name)
+    log = ""
+    if view.state in ("failed", "lost") and tail:
+        log = f"<pre>{shown(chr(10).join(tail))}</pre>"
+    return (
+        f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h3>{title}</h3>{state(ui, view)}'
+        f'<span class="dim">{about}</span></div><p class="said{wrong}">{shown(sentence(ui, view.sentence))}</p>'
+        f"{bar(view)}{figures(ui, view)}{log}{buttons(ui, view)}</section>"
+    )
+
+
+def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are HTML already."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def duration(ui: Ui, seconds: float) -> str:
+    """12 s, 3 min, 2 h 5 min."""
+    if seconds < 90:
+        return ui.say("time.seconds", seconds=round(seconds))
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return ui.say("time.minutes", minutes=minutes)
+    return ui.say("time.hours", hours=minutes // 60, minutes=minutes % 60)
+
+
+def moment(seconds: float) -> str:
+    """When, by this computer's clock; "" for never."""
+    if not seconds:
+        return ""
+    then = datetime.fromtimestamp(seconds)
+    return then.strftime("%H:%M" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
+
+
+def size(number: float) -> str:
+    """1.3 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file, or None where it is not there or not whole."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
