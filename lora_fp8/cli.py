@@ -17,6 +17,8 @@ from typing import Any
 import tomlkit
 import typer
 
+from . import cli_jobs
+
 app = typer.Typer(
     help="Train LoRAs for diffusion models on a base frozen in FP8, and prove that the files work.",
     no_args_is_help=True,
@@ -260,19 +262,6 @@ def resume(folder: Path = typer.Argument(..., metavar="RUN"), overrides: list[st
         for key, text in (("name", here.name), ("output_dir", str(here.parent)))
     ]
     train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
-
-
-@app.command()
-def stop(folder: Path = typer.Argument(..., metavar="RUN")) -> None:
-    """Ask a run to save and stop at its next step."""
-    from .run import Run
-
-    run = Run.open(folder)
-    if not run.alive():
-        print(f"{folder}: nothing is training here")
-        return
-    run.request("stop")
-    print(f"{folder}: asked to stop; it saves at the end of the current step")
 
 
 @app.command()
@@ -551,19 +540,7 @@ def demo(
         sys.exit(3)
 
 
-@app.command()
-def worker(
-    gpus: list[str] = typer.Option([], help="A group of GPUs that gets one job at a time, such as 0,1. Repeatable."),
-    idle: float | None = typer.Option(None, metavar="SECONDS", help="End when nothing was to do for so long."),
-    background: bool = typer.Option(False, help="Go on as a process of its own, for who submits."),
-) -> None:
-    """Start queued jobs, one at a time on each GPU (or group), and see to them until Ctrl-C; running jobs go on."""
-    from . import jobs
-
-    if background and os.fork():
-        os._exit(0)  # so that the worker is no child of who asked for it
-    said = jobs.Worker(jobs.home_folder(), gpus, say=lambda line: print(time.strftime("%F %T"), line, flush=True))
-    said.run(idle)
+cli_jobs.add_to(app)
 
 
 def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bool, as_json: bool) -> None:

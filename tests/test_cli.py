@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
     *("inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
-    "worker",
+    *("submit", "jobs", "worker"),
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 RUN = "import sys; sys.argv[0] = 'lora-fp8'; from lora_fp8.cli import main; main()"

@@ -37,6 +37,7 @@ LAYERS = {
     3.75: "measure tools.average",
     4.0: "train",
     4.5: "demo.show",
+    4.75: "cli_jobs",
     5.0: "cli",
     5.5: "__main__",
 }
@@ -51,7 +52,7 @@ ROOMS = {
     "accelerate": {"processes", "scripts"},
     "transformers": {"families", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},
-    "typer": {"cli"},
+    "typer": {"cli", "cli_jobs"},
     "tomlkit": {"config", "cli", "export", "importing", "jobs"},
     "yaml": {"importing"},
     "pydantic": {"config", "jobs"},

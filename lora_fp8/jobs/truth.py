@@ -314,6 +314,17 @@ def ending(row: Row, attempt: Path, follower: Follower) -> Ending:
     return Ending("lost" if status is None else "failed", crashed, status, crash=row.wanted == "run")
 
 
+def goes_on(row: Row, end: Ending) -> bool:
+    """Whether another attempt follows."""
+    return end.crash and row.crashes + 1 < row.max_attempts
+
+
+def requeued(row: Row, end: Ending) -> Sentence:
+    """Why, and which attempt it will be since a person last said run."""
+    args = {"cause": end.sentence.to_json(), "attempt": row.crashes + 2, "attempts": row.max_attempts}
+    return Sentence("requeued", args)
+
+
 def _status(trainers: list[int], launch: int | None) -> int | None:
     """The status that tells most: where one process was killed, the others' ends are only what followed."""
     killed = [status for status in trainers if status < 0 and status != -15]
@@ -429,8 +440,12 @@ def view(row: Row, records_folder: Path, follower: Follower, place: int = 0, wor
     if not living(row):
         if not row.pid and time.time() - row.launched < 5:
             return replace(told, state="starting", sentence=Sentence("starting"))  # noted first, then started
+        # Over, and not noted yet: the worker is about to, or there is none.
         attempt = records_folder / f"attempt-{row.attempts}"
         end = ending(row, attempt, follower)
+        if goes_on(row, end):
+            state = "lost" if worker is None else "queued"
+            return replace(told, state=state, sentence=requeued(row, end), exit_code=end.exit_code)
         values = {"state": end.state, "sentence": end.sentence, "exit_code": end.exit_code}
         values |= {"resumable": told.resumable and end.state != "done"}
         values |= {"ended": max((record.get("t", 0) for record in records(attempt).values()), default=0)}

@@ -407,17 +407,14 @@ class Worker:
 
     def _end(self, row: Row, end: truth.Ending) -> None:
         """Note how an attempt ended; after a crash put the job into the queue again."""
-        crashes = row.crashes + end.crash
-        if end.crash and crashes < row.max_attempts:
-            cause = end.sentence.to_json()
-            args = {"cause": cause, "attempt": crashes + 1, "attempts": row.max_attempts}
-            said = truth.Sentence("requeued", args)
-            values: dict[str, Any] = {"phase": "queued", "crashes": crashes, "sentence": json.dumps(said.to_json())}
-            values |= {"exit_code": end.exit_code}
+        values: dict[str, Any] = {"exit_code": end.exit_code, "crashes": row.crashes + end.crash}
+        if truth.goes_on(row, end):
+            said = truth.requeued(row, end)
+            values |= {"phase": "queued"}
         else:
             said = end.sentence
-            values = {"phase": "ended", "crashes": crashes, "state": end.state, "ended": now()}
-            values |= {"sentence": json.dumps(said.to_json()), "exit_code": end.exit_code}
+            values |= {"phase": "ended", "state": end.state, "ended": now()}
+        values |= {"sentence": json.dumps(said.to_json())}
         # Only what was looked at: a stop asked for in this very moment counts, and a cancelled job does not come back.
         unchanged = "phase = ? AND attempts = ? AND wanted = ?", row.phase, row.attempts, row.wanted
         if self.store.update(row.id, *unchanged, **values):

@@ -1,0 +1,459 @@
+"""Kill workers, jobs and launchers at random moments, stop jobs in every stage; does the queue tell the truth?
+
+    python scripts/soak_jobs.py [--times 50] [--seed 0] [SCENARIO...]
+
+Each scenario runs so many times, each time with a job at another moment of its life, and checks: what `view` says is
+true within 3 seconds; no process of the job is left when it has ended; nothing is in the way of the next job; what
+was interrupted goes on from its checkpoint. Prints one line per scenario; exits with 1 where anything was not so.
+
+The trainer is a stand-in that writes a run folder as the real one does and learns nothing, and the launcher one that
+makes 1 of all exit codes but 0, as accelerate's does: a round takes seconds. tests/test_jobs_soak.py runs a few rounds
+of each, and one real training through `accelerate launch`.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from lora_fp8.config import UserError
+from lora_fp8.jobs import ENDED, JobView, Queue, Worker, procs, worker_info
+from lora_fp8.run import Run, Stopped, StopSignal
+
+TRUE_WITHIN_S = 3.0
+CONFIG = """
+name = "{name}"
+output_dir = "{home}/runs"
+[model]
+family = "sd15"
+path = "demo"
+[dataset]
+cache_dir = "{home}/cache"
+folders = [{{path = "{home}/pictures"}}]
+[train]
+steps = {steps}
+[checkpoint]
+every = 5
+[export]
+description = '{plan}'
+"""
+PLAN = {"cache": 0.3, "load": 0.2, "step": 0.04, "export": 0.3, "deaf": False}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stand-ins
+
+
+def train(command: str, path: str) -> int:
+    """A trainer that only writes its run folder. -> its exit code"""
+    file = Path(path) / "config.toml" if command == "resume" else Path(path)
+    text = file.read_text(encoding="utf-8")
+    job = tomllib.loads(text)
+    plan = json.loads(job["export"]["description"])
+    run = Run.create(Path(job["output_dir"]) / job["name"], text, resume=command == "resume")
+    stop = StopSignal()
+    try:
+        with stop.watching():
+            if plan["deaf"]:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _train(job, plan, run, stop)
+    except Stopped as stopped:
+        run.log_event("stopped", text=str(stopped))
+        return 75
+    finally:
+        run.close()
+    return 0
+
+
+def _train(job: dict, plan: dict, run: Run, stop: StopSignal) -> None:
+    run.log_event("start", name=job["name"])
+    for stage in ("cache", "load"):
+        run.log_event("stage", stage=stage)
+        time.sleep(plan[stage])
+        if run.requested("stop") and not plan["deaf"]:
+            raise Stopped("before the first step")
+    saved = sorted(run.checkpoints.glob("step-*"))
+    step, steps = int(saved[-1].name[5:]) if saved else 0, job["train"]["steps"]
+    if saved:
+        run.log_event("resume", checkpoint=saved[-1].name)
+    run.log_event("stage", stage="train", step=step, steps=steps)
+    stop.at_once = None
+    while step < steps:
+        time.sleep(plan["step"])
+        step += 1
+        run.log_event("step", step=step, loss=1 / step)
+        stopping = (stop.requested or run.requested("stop")) and not plan["deaf"]
+        if stopping or step % job["checkpoint"]["every"] == 0 or step == steps:
+            (run.checkpoints / f"step-{step:06d}").mkdir(exist_ok=True)
+            run.log_event("checkpoint", step=step)
+        if stopping and step < steps:
+            raise Stopped(f"saved at step {step}")
+    stop.at_once = "all steps are done"
+    run.log_event("stage", stage="export")
+    time.sleep(plan["export"])
+    file = run.export / f"{job['name']}.safetensors"
+    file.write_bytes(b"")
+    run.verify_file.write_text(json.dumps({file.name: {"ok": True}}), encoding="utf-8")
+    run.log_event("done", step=step, files=[f"export/{file.name}"])
+
+
+def launch(command: list[str]) -> int:
+    """A launcher that makes 1 of every exit code but 0."""
+    return int(subprocess.run(command, check=False).returncode != 0)
+
+
+class StandIn(Worker):
+    """The worker, with the stand-ins in place of accelerate and the trainer."""
+
+    def command(self, row, group, attempt):  # noqa: ANN001, ANN201
+        command = super().command(row, group, attempt)
+        own = [sys.executable, __file__]
+        keeper, module = command.index("lora_fp8.jobs.keeper"), command.index("lora_fp8")
+        return [*own, "launch", sys.executable, "-m", *command[keeper : module - 2], *own, *command[module + 1 :]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the field: one home, one worker, jobs in it
+
+
+class Field:
+    """A home folder with a queue, in which workers are started and killed."""
+
+    def __init__(self, home: Path, seed: int = 0):
+        self.home, self.random = home, random.Random(seed)
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "worker.toml").write_text("patience_s = 2\nkill_after_s = 1.5\n", encoding="utf-8")
+        self.queue = Queue(home)
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.count = 0
+
+    def start_worker(self) -> subprocess.Popen[bytes]:
+        """A worker with the stand-ins; returns when it has the lock."""
+        worker = self.spawn_worker()
+        self.until(lambda: (found := worker_info(self.home)) is not None and found.pid == worker.pid, 20)
+        return worker
+
+    def spawn_worker(self) -> subprocess.Popen[bytes]:
+        with open(self.home / "worker.log", "ab") as log:
+            worker = subprocess.Popen(
+                [sys.executable, __file__, "worker", str(self.home)], stdout=log, stderr=log, start_new_session=True
+            )
+        self.workers.append(worker)
+        return worker
+
+    def kill_worker(self) -> None:
+        """SIGKILL, as the kernel does it when memory runs out."""
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+        self.workers.clear()
+
+    def close(self) -> None:
+        self.kill_worker()
+        for row in self.queue.store.rows("token <> ''"):
+            procs.send(procs.members(row.token), signal.SIGKILL)
+
+    def submit(self, steps: int = 30, **plan: object) -> int:
+        self.count += 1
+        given = json.dumps({**PLAN, **plan})
+        name = f"job-{self.count}-{self.random.randrange(10**6)}"
+        return self.queue.submit(CONFIG.format(home=self.home, name=name, steps=steps, plan=given))
+
+    def see(self, id: int) -> JobView:
+        return self.queue.job(id)
+
+    def token(self, id: int) -> str:
+        return self.queue.store.row(id).token
+
+    def members(self, id: int) -> list[int]:
+        return procs.members(self.token(id))
+
+    def roles(self, id: int) -> dict[str, int]:
+        """The processes of a job by what they are: keeper, launcher, inner, trainer."""
+        pids = self.members(id)
+        first = next((pid for pid in pids if procs.parent(pid) not in pids), 0)
+        chain = [first]
+        while child := next((pid for pid in pids if procs.parent(pid) == chain[-1]), 0):
+            chain.append(child)
+        return dict(zip(("keeper", "launcher", "inner", "trainer"), chain, strict=False))
+
+    def until(self, fulfilled: Callable[[], bool], seconds: float, what: object = "") -> float:
+        """Wait for it. -> how long it took"""
+        begun = time.monotonic()
+        while not fulfilled():
+            if time.monotonic() - begun > seconds:
+                raise AssertionError(f"not within {seconds} s: {what() if callable(what) else what}")
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+    def running(self, id: int) -> None:
+        """Wait until its trainer has the run, then for a random moment of its life."""
+        self.until(lambda: self.see(id).state == "running", 30, lambda: self.see(id))
+        time.sleep(self.random.uniform(0, 1.5))
+
+    def ended(self, id: int, state: str, seconds: float = 30) -> JobView:
+        """Wait until it has ended so, with no process left."""
+        self.until(lambda: self.see(id).state in ENDED, seconds, lambda: self.see(id))
+        found = self.see(id)
+        assert found.state == state, found
+        assert not self.members(id), f"left over: {self.members(id)}"
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scenarios: each gets a field with a living worker and leaves one
+
+
+def worker_killed(field: Field) -> None:
+    """The worker alone: the job goes on, is taken over, and its end is learnt, also where nobody was there."""
+    id = field.submit()
+    field.running(id)
+    field.kill_worker()
+    field.until(lambda: (field.see(id).state == "running") == bool(field.members(id)), TRUE_WITHIN_S, "state")
+    if field.random.random() < 0.5:
+        field.until(lambda: not field.members(id), 20)
+        assert field.see(id).state == "done", field.see(id)  # no worker: looked up by who asks
+    field.start_worker()
+    assert field.ended(id, "done").attempts == 1
+
+
+def job_killed(field: Field) -> None:
+    """All processes of the job: another attempt goes on from the checkpoint."""
+    id = field.submit()
+    field.running(id)
+    before, done = field.token(id), field.see(id).state == "done"
+    procs.send(field.members(id), signal.SIGKILL)
+    if not done:
+        _true_after_death(field, id, before)
+    _went_on(field, id)
+
+
+def trainer_killed(field: Field) -> None:
+    """The trainer alone, as the kernel does it when memory runs out: its keeper knows how."""
+    id = field.submit()
+    field.running(id)
+    if victim := field.roles(id).get("trainer"):
+        before = field.token(id)
+        procs.send([victim], signal.SIGKILL)
+        _true_after_death(field, id, before)
+        row = field.queue.store.row(id)
+        assert row.crashes == 0 or row.exit_code in (-9, None) or row.attempts > 1, row
+    _went_on(field, id)
+
+
+def launcher_killed(field: Field) -> None:
+    """The launcher alone: what it has started is ended before another attempt begins."""
+    id = field.submit()
+    field.running(id)
+    before = field.token(id)
+    if victim := field.roles(id).get("launcher"):
+        procs.send([victim], signal.SIGKILL)
+        field.until(lambda: field.token(id) != before or field.see(id).state in ENDED, 15, lambda: field.see(id))
+    assert not (field.token(id) != before and procs.members(before)), "two attempts at once"
+    _went_on(field, id)
+
+
+def keeper_killed(field: Field) -> None:
+    """The outer keeper alone: the job goes on and is seen to."""
+    id = field.submit()
+    field.running(id)
+    if victim := field.roles(id).get("keeper"):
+        procs.send([victim], signal.SIGKILL)
+        field.until(lambda: (field.see(id).state == "running") == bool(field.members(id)), TRUE_WITHIN_S, "state")
+    assert field.ended(id, "done").attempts == 1
+
+
+def both_killed(field: Field) -> None:
+    """Worker and job, as a power cut does it: lost until a worker comes, then it goes on."""
+    id = field.submit()
+    field.running(id)
+    pids = field.members(id)
+    field.kill_worker()
+    procs.send(pids, signal.SIGKILL)
+    field.until(lambda: field.see(id).state in ("lost", "done", "failed"), TRUE_WITHIN_S, lambda: field.see(id))
+    assert field.see(id).state in ("lost", "done") or field.see(id).exit_code == -9, field.see(id)
+    field.start_worker()
+    _went_on(field, id)
+
+
+def rebooted(field: Field) -> None:
+    """Another boot, and somebody else has the process id: the job is lost, goes on, and the other is left alone."""
+    id = field.submit()
+    field.running(id)
+    pids = field.members(id)
+    field.kill_worker()
+    procs.send(pids, signal.SIGKILL)
+    field.until(lambda: not field.members(id), 5)
+    done = field.see(id).state == "done"
+    stranger = subprocess.Popen(["sleep", "120"])
+    try:
+        other = procs.identify(stranger.pid)
+        assert other is not None
+        boot = "another" if field.random.random() < 0.5 else other.boot
+        field.queue.store.update(id, pid=other.pid, start=other.start if boot == "another" else 1, boot=boot)
+        seen = field.see(id)
+        assert done or boot != "another" or seen.sentence.args["cause"]["key"] == "reboot", seen
+        assert seen.state not in ("running", "stopping", "starting"), seen
+        field.start_worker()
+        _went_on(field, id)
+        assert stranger.poll() is None, "the worker has killed a stranger"
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def stopped(field: Field) -> None:
+    """A stop in any stage: it ends as asked, in time, with nothing left; put back, it goes on to the end."""
+    id = field.submit()
+    field.until(lambda: field.see(id).state != "queued", 20)
+    time.sleep(field.random.uniform(0, 4))
+    if field.see(id).state not in ENDED:
+        try:
+            field.queue.stop(id)
+        except UserError:
+            assert field.see(id).state in ENDED  # it ended in this very moment
+        else:
+            assert field.see(id).state in ("stopping", *ENDED), field.see(id)
+        field.until(lambda: field.see(id).state in ENDED, 12, lambda: field.see(id))
+        assert not field.members(id), "left over"
+        if field.see(id).state != "done":
+            assert field.see(id).state == "stopped", field.see(id)
+            field.until(lambda: field.queue.store.row(id).phase == "ended", TRUE_WITHIN_S)
+            field.queue.requeue(id)
+    assert field.ended(id, "done").state == "done"
+
+
+def deaf(field: Field) -> None:
+    """A trainer that hears neither the request nor SIGTERM: every moment is told, and then it is killed."""
+    id = field.submit(steps=2000, deaf=True)
+    field.running(id)
+    field.queue.stop(id)
+    told: list[str] = []
+
+    def over() -> bool:
+        seen = field.see(id)
+        if seen.state == "stopping" and seen.sentence.key not in told:
+            told.append(seen.sentence.key)
+        return seen.state in ENDED
+
+    field.until(over, 15, lambda: field.see(id))
+    assert told[:2] == ["stop_asked", "stop_term"], told
+    assert field.ended(id, "stopped").sentence.key.startswith("stopped_hard")
+    field.queue.delete(id)
+
+
+def cancelled(field: Field) -> None:
+    """A waiting job, and a running one."""
+    first, second = field.submit(), field.submit()
+    field.until(lambda: field.see(first).state != "queued", 20)
+    field.queue.cancel(second)
+    assert field.see(second).state == "cancelled"
+    time.sleep(field.random.uniform(0, 2))
+    if field.see(first).state not in ENDED:
+        field.queue.cancel(first)
+        field.until(lambda: field.see(first).state in ENDED, 10, lambda: field.see(first))
+    assert not field.members(first) and field.see(second).attempts == 0
+
+
+def two_workers(field: Field) -> None:
+    """Five workers at once: one stays, and no job is started twice."""
+    field.kill_worker()
+    ids = [field.submit(steps=3) for _ in range(2)]
+    several = [field.spawn_worker() for _ in range(5)]
+    field.until(lambda: sum(worker.poll() is None for worker in several) == 1, 30, "one worker")
+    assert all(worker.returncode == 2 for worker in several if worker.poll() is not None)
+    for id in ids:
+        assert field.ended(id, "done").attempts == 1
+    starts = [event["event"] for id in ids for event in field.queue.events(id)[0]].count("start")
+    assert starts == len(ids), starts
+    field.workers = [worker for worker in several if worker.poll() is None]
+
+
+def _true_after_death(field: Field, id: int, before: str) -> None:
+    """Within 3 seconds nobody says any more that the killed attempt runs."""
+    field.until(
+        lambda: field.token(id) != before or field.see(id).state not in ("running", "stopping"),
+        TRUE_WITHIN_S,
+        lambda: field.see(id),
+    )
+
+
+def _went_on(field: Field, id: int) -> None:
+    """It ends well, and each later attempt began where a checkpoint was."""
+    field.ended(id, "done", 60)
+    events, _ = field.queue.events(id)
+    saved = 0
+    for event in events:
+        if event["event"] == "checkpoint":
+            saved = event["step"]
+        if event["event"] == "stage" and event["stage"] == "train":
+            assert event["step"] == saved, (event, saved)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        *(worker_killed, job_killed, trainer_killed, launcher_killed, keeper_killed, both_killed, rebooted),
+        *(stopped, deaf, cancelled, two_workers),
+    )
+}
+
+
+def soak(name: str, times: int, seed: int, home: Path) -> list[str]:
+    """One scenario so many times, in one home. -> what was not as it should be"""
+    field, wrong = Field(home, seed), []
+    try:
+        field.start_worker()
+        for number in range(times):
+            try:
+                SCENARIOS[name](field)
+            except Exception as error:  # the next rounds still tell something
+                wrong.append(f"{name} {number}: {type(error).__name__}: {error}")
+                if not field.workers or field.workers[-1].poll() is not None:
+                    field.start_worker()
+        if not wrong:
+            field.until(lambda: not field.queue.store.rows("phase <> 'ended'"), TRUE_WITHIN_S, "the queue is empty")
+    finally:
+        field.close()
+    return wrong
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["worker"]:
+        try:
+            StandIn(Path(sys.argv[2]), say=lambda line: print(time.strftime("%T"), line, flush=True)).run()
+        except UserError as error:
+            print(error)
+            sys.exit(2)
+        return
+    if sys.argv[1:2] == ["launch"]:
+        sys.exit(launch(sys.argv[2:]))
+    if sys.argv[1:2] in (["train"], ["resume"]):
+        sys.exit(train(*sys.argv[1:3]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    root, failed = Path(tempfile.mkdtemp(prefix="soak-jobs-")), False
+    for name in given.scenarios or SCENARIOS:
+        begun = time.monotonic()
+        wrong = soak(name, given.times, given.seed, root / name)
+        failed |= bool(wrong)
+        print(f"{name:16} {given.times - len(wrong)}/{given.times}  {time.monotonic() - begun:.0f} s", flush=True)
+        print("".join(f"  {line}\n" for line in wrong), end="", flush=True)
+    if failed:
+        sys.exit(f"what happened is in {root}")
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
