@@ -22,7 +22,7 @@ import hashlib
 import math
 import re
 import warnings as python_warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,13 @@ class FusedLora(lora.Linear):
         return self.base_layer(x, lora=(a_RK, b_NR, self.scaling[ADAPTER]))
 
 
-def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str], seed: int) -> InjectReport:
+def inject(
+    denoiser: nn.Module,
+    section: config.Adapter,
+    targets: Sequence[str],
+    seed: int,
+    called: Callable[[str], str] = str,
+) -> InjectReport:
     """Puts a LoRA beside every targeted layer, in place; afterwards only the adapters require gradients.
 
     Args:
@@ -74,6 +80,7 @@ def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str],
             every layer called to_q, "ff.net.0.proj" only those. `nn.Linear` (FP8 ones too) and `nn.Conv2d` can be
             adapted.
         seed: with the layer's name, keys the start values.
+        called: what a layer is called outside, where that is not its name in this model.
 
     Raises:
         config.UserError: a target matches no layer that can be adapted.
@@ -116,7 +123,7 @@ def inject(denoiser: nn.Module, section: config.Adapter, targets: Sequence[str],
     for name, layer in found.items():
         device = _device(layer.get_base_layer())
         a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-        a.weight = nn.Parameter(_kaiming(a.weight.shape, seed, name).to(device=device, dtype=dtype))
+        a.weight = nn.Parameter(_kaiming(a.weight.shape, seed, called(name)).to(device=device, dtype=dtype))
         b.weight = nn.Parameter(torch.zeros(b.weight.shape, device=device, dtype=dtype))
         num_parameters += a.weight.numel() + b.weight.numel()
     return InjectReport(len(names), num_parameters, tuple(names), tuple(notes))

@@ -155,6 +155,7 @@ PINNED = (
     "adapter.alpha",
     "adapter.targets",
     "adapter.dtype",
+    "adapter.text_encoder",
     "optimizer.name",
     "optimizer.rounding",
     "seed",
@@ -193,15 +194,12 @@ def remember(job: Job, base: str, data: str) -> dict[str, Any]:
 
 def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What changed between two `remember`s: lines that forbid to go on, and lines to warn with."""
-    refused = [
-        f"{key}: was {before['pinned'].get(key)}, is {value}"
-        for key, value in now["pinned"].items()
-        if before["pinned"].get(key) != value
-    ]
+    was = {key: before[group].get(key, _default(key)) for group in ("pinned", "settings") for key in now[group]}
+    refused = [f"{key}: was {was[key]}, is {value}" for key, value in now["pinned"].items() if was[key] != value]
     told = [
-        f"changed since the checkpoint, applies from now on: {key}: {before['settings'].get(key)} -> {value}"
+        f"changed since the checkpoint, applies from now on: {key}: {was[key]} -> {value}"
         for key, value in now["settings"].items()
-        if before["settings"].get(key) != value
+        if was[key] != value
     ]
     if before.get("base") != now["base"]:
         told.append("the base model's files are not those that the checkpoint was trained on")
@@ -210,6 +208,13 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], lis
             "the pictures, captions or buckets changed since the checkpoint, and the order of samples with them"
         )
     return refused, told
+
+
+def _default(key: str) -> Any:
+    """What a setting was of which a bundle does not tell: the version that saved it had none. None for no setting."""
+    section, _, name = key.partition(".")
+    model = Job.model_fields[section].annotation
+    return model.model_fields[name].default if name in getattr(model, "model_fields", {}) else None
 
 
 def _candidates(folder: Path) -> list[Path]:

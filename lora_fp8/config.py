@@ -127,6 +127,9 @@ class Adapter(Section):
     dropout: float = setting(0.0, "Probability of dropping an adapter input while training.", ge=0, lt=1)
     targets: list[str] = setting([], "Module name endings to adapt, such as 'to_q'; empty means the family's choice.")
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights while training.")
+    text_encoder: bool = setting(
+        False, "Train the CLIP text encoders too, all of them: sd15, sd2, sdxl, sd3, flux (T5 stays as it is)."
+    )
 
 
 class Folder(Section):
@@ -188,6 +191,9 @@ class Optimizer(Section):
     lr: float = setting(1e-4, "Learning rate before lr_scale.", gt=0, lt=1)
     lr_scale: Literal["auto", "none"] | float = setting(
         "auto", "Factor on the rate: auto (1.4 on an FP8 base, else 1), none, or a number."
+    )
+    text_encoder_lr: Literal["auto"] | float = setting(
+        "auto", "Rate of adapter.text_encoder; lr_scale leaves it alone. auto: half of lr."
     )
     weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0)
     beta1: float = setting(0.9, "Decay of the first moment.", ge=0, lt=1)
@@ -573,6 +579,12 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
             )
     if isinstance(job.optimizer.lr_scale, float) and not 0 < job.optimizer.lr_scale <= 100:
         say("optimizer.lr_scale", f"must be above 0 and at most 100, got {job.optimizer.lr_scale:g}")
+    if isinstance(job.optimizer.text_encoder_lr, float) and not 0 < job.optimizer.text_encoder_lr < 1:
+        say(
+            "optimizer.text_encoder_lr",
+            f"must be above 0 and below 1, got {job.optimizer.text_encoder_lr:g}; adapter.text_encoder = false leaves "
+            "the text encoders as they are",
+        )
     if isinstance(job.schedule.warmup, int) and job.schedule.warmup >= job.train.steps and job.schedule.warmup:
         say(
             "schedule.warmup",

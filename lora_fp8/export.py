@@ -95,6 +95,7 @@ class ExportFacts:
         rank: LoRA rank.
         alpha: LoRA alpha, as in the config (before any scaling is multiplied in).
         learning_rate: the rate trained with, after scaling.
+        text_encoder_lr: the rate of the text encoders' adapters; None where they were not trained.
         learning_rate_factor: what the configured rate was multiplied with for the base's precision.
         seed: the job's seed.
         resolution: (width, height) in pixels.
@@ -121,6 +122,7 @@ class ExportFacts:
     seed: int
     resolution: tuple[int, int]
     learning_rate_factor: float = 1.0
+    text_encoder_lr: float | None = None
     folders: tuple[FolderFacts, ...] = ()
     batch_size: int = 1
     optimizer: str = ""
@@ -393,6 +395,7 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
         "ss_sd_model_name": basename(facts.base_name),
         "ss_learning_rate": facts.learning_rate,
         "ss_unet_lr": facts.learning_rate,
+        "ss_text_encoder_lr": "" if facts.text_encoder_lr is None else facts.text_encoder_lr,
         "ss_optimizer": facts.optimizer,
         "ss_lr_scheduler": facts.schedule,
         "ss_lr_warmup_steps": facts.warmup_steps,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
@@ -16,9 +17,10 @@ from .config import Job, UserError
 from .data import images
 from .data.buckets import Placed, Size
 from .families.base import ModelFamily
-from .prepare import DTYPES, Data, Loaded, place, resolve_auto
+from .prepare import DTYPES, Data, Loaded, place, preview_conditioning, resolve_auto
 from .processes import Processes
 from .run import Run, RunFailure, atomic_write
+from .text_encoders import answers
 
 
 @dataclass
@@ -41,7 +43,7 @@ def finish(
     drawn: list[Image.Image] = []
     with processes.together():
         if job.preview.prompts:
-            conds, negative, side = data.preview_conds, data.preview_negative, job.dataset.resolution
+            (conds, negative), side = preview_conditioning(data, loaded), job.dataset.resolution
             drawn = sample.draw(family, loaded.denoiser, conds, negative, job.preview, side, step, run, processes)
     processes.leave()
     if not processes.is_main:
@@ -50,7 +52,7 @@ def finish(
         rows = {"base": before, f"LoRA, step {step}": drawn}
         sample.contact_sheet(rows, job.preview.prompts).save(run.samples / "contact_sheet.png")
 
-    state = adapters.state(loaded.denoiser)
+    state = adapters.state(loaded.adapted)
     facts = _facts(job, family, data.examples, data.buckets, step)
     files = export.write(state, _scaling(job), family, family.denoiser_config(), job.export, facts, run.export)
     for path in files:
@@ -86,21 +88,19 @@ def prove(
     """
     run.log_event("stage", stage="verify")
     batch = data.loader.micro(0, data.heaviest)
-    probe = verify.make_probe(family, loaded.denoiser, loaded.objective, batch, job.objective.guidance)
+    probe = verify.make_probe(
+        family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, text=loaded.text
+    )
     verify.save_probe(probe, run.path / "probe.safetensors")
     decoded = None
     if layers := {f"{layer.name}.weight": layer for layer in loaded.plan.quantized}:
         decoded = partial(_as_trained, family, layers, job.quantize)
     # Two copies of a large model would not fit beside each other.
-    loaded.denoiser = loaded.optimizer = loaded.exchange = None
+    loaded.denoiser = loaded.optimizer = loaded.exchange = loaded.text = None
     gc.collect()
     previews = None
     if drawn:
-        conds, negative = data.preview_conds, data.preview_negative
-        previews = verify.Previews(
-            drawn,
-            lambda pipeline: sample.render(family, pipeline, conds, negative, job.preview, job.dataset.resolution),
-        )
+        previews = verify.Previews(drawn, partial(_redraw, job, family, data))
     reports = []
     for path in files:
         report = verify.check(
@@ -113,6 +113,17 @@ def prove(
     if failed := [f"{report.file}: {line}" for report in reports for line in report.failed()]:
         raise RunFailure("the exported file does not do what training did: " + "; ".join(failed))
     return reports
+
+
+def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Image.Image]:
+    """The previews by another pipeline, whose own text encoders read the prompts where they are trained."""
+    conds, negative = data.preview_conds, data.preview_negative
+    if job.adapter.text_encoder:
+        prompts, guided_away = data.preview_texts
+        conds = answers(family, pipeline, prompts, conds)
+        if negative is not None:
+            (negative,) = answers(family, pipeline, [guided_away], [negative])
+    return sample.render(family, pipeline, conds, negative, job.preview, job.dataset.resolution)
 
 
 def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
@@ -211,6 +222,7 @@ def _facts(
         alpha=job.adapter.alpha,
         learning_rate=job.optimizer.lr * factor,
         learning_rate_factor=factor,
+        text_encoder_lr=optim.text_encoder_lr(job.optimizer) if job.adapter.text_encoder else None,
         seed=job.seed,
         resolution=(job.dataset.resolution, job.dataset.resolution),
         folders=tuple(folders),

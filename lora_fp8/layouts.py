@@ -9,6 +9,11 @@ Inside, an adapter is a dict of `<diffusers module path>.lora_A.weight` (r, in[,
 * `kohya`: `lora_unet_<name>.lora_down/.lora_up.weight` and `.alpha`, read by A1111, Forge, ComfyUI, InvokeAI, Draw
   Things and diffusers. The weights are written as they were trained and alpha is the true alpha, so nothing is rounded.
 
+A text encoder's layer is `text_encoder.text_model.` + its path, inside and in the diffusers layout, whether the release
+of transformers at hand has `text_model` in its paths or not: older ones and ComfyUI look for it, diffusers takes both.
+In kohya's layout it begins with lora_te_, lora_te1_ or lora_te2_ (`TextEncoder.kohya`), in comfy's with
+`text_encoders.clip_l.transformer.`.
+
 In the first two the scaling is multiplied into B (in float32) and no alpha is written: it is the only form that
 diffusers, ComfyUI and the hosts read with the same strength.
 
@@ -81,7 +86,7 @@ def to_layout(
     Raises:
         UserError: an incomplete pair, or a module that the layout has no name for.
     """
-    prefix, name_of, _ = _rule(family, denoiser_config, layout)
+    name_of, _ = _rule(family, denoiser_config, layout)
     swapped = _swapped(family, denoiser_config, layout)
     down, up = HALVES if layout == "kohya" else HALVES.values()
     pairs: dict[str, Pair] = {}
@@ -97,10 +102,10 @@ def to_layout(
             a, b, scale = pairs[members[0]]
         else:
             a, b, scale = fuse([pairs.get(m) for m in members], _rows(members, pairs, family, denoiser_config))
-        out[f"{prefix}{group}.{down}"] = a
-        out[f"{prefix}{group}.{up}"] = b
+        out[f"{group}.{down}"] = a
+        out[f"{group}.{up}"] = b
         if layout == "kohya":
-            out[f"{prefix}{group}.alpha"] = torch.tensor(scale * a.shape[0], dtype=torch.float32)
+            out[f"{group}.alpha"] = torch.tensor(scale * a.shape[0], dtype=torch.float32)
     return out
 
 
@@ -120,21 +125,23 @@ def from_layout(
         UserError: names of no layout, of no layer of this base, or incomplete pairs.
     """
     layout = layout or detect_layout(tensors, family)
-    prefix, _, members_of = _rule(family, denoiser_config, layout)
+    _, members_of = _rule(family, denoiser_config, layout)
+    prefixes = _prefixes(family, layout)
     renamed: dict[str, Tensor] = {}
     alphas: dict[str, float] = {}
     foreign = []
     for name, tensor in tensors.items():
         group, kind = _parted(name)
-        if not group.startswith(prefix) or not kind:
+        if not group.startswith(prefixes) or not kind:
             foreign.append(name)
         elif kind == "alpha":
-            alphas[group.removeprefix(prefix)] = float(tensor)
+            alphas[group] = float(tensor)
         else:
-            renamed[f"{group.removeprefix(prefix)}.{HALVES.get(kind, kind)}"] = tensor
+            renamed[f"{group}.{HALVES.get(kind, kind)}"] = tensor
     if foreign:
         names = first_few(sorted(foreign))
-        raise UserError(f"{names}: not names that a LoRA of the {family.denoiser_name} has in the {layout} layout")
+        parts = " or ".join((family.denoiser_name, *family.trained_text))
+        raise UserError(f"{names}: not names that a LoRA of the {parts} has in the {layout} layout")
     state: dict[str, Tensor] = {}
     scaling: dict[str, float] = {}
     swapped = _swapped(family, denoiser_config, layout)
@@ -148,7 +155,7 @@ def from_layout(
             b = torch.cat(b.chunk(2)[::-1])
         rows = [b.shape[0]] if len(members) == 1 else _rows(members, {}, family, denoiser_config)
         if sum(rows) != b.shape[0]:
-            raise UserError(f"{prefix}{group}: the LoRA has {b.shape[0]} rows; this base has {sum(rows)}")
+            raise UserError(f"{group}: the LoRA has {b.shape[0]} rows; this base has {sum(rows)}")
         for member, pair in zip(members, split(a, b, rows), strict=True):
             if pair is not None:
                 state[f"{member}.lora_A.weight"], state[f"{member}.lora_B.weight"] = pair
@@ -173,7 +180,7 @@ def detect_layout(tensors: Iterable[str], family: Any) -> str:
     names = list(tensors)
     known = [layout for layout in LAYOUTS if _has_layout(family, layout)]
     for layout in known:
-        if any(name.startswith(_prefix(family, layout)) for name in names):
+        if any(name.startswith(_prefixes(family, layout)) for name in names):
             return layout
     found = names[0] if names else "an empty file"
     expected = " or ".join(f"{_prefix(family, layout)}..." for layout in known)
@@ -186,6 +193,67 @@ def _has_layout(family: Any, layout: str) -> bool:
 
 def _prefix(family: Any, layout: str) -> str:
     return {"diffusers": f"{family.denoiser_name}.", "comfy": "diffusion_model.", "kohya": "lora_unet_"}[layout]
+
+
+def _prefixes(family: Any, layout: str) -> tuple[str, ...]:
+    """What the names of a layout begin with: of the denoiser's layers, and of the text encoders'."""
+    return _prefix(family, layout), *(text_prefix(family, layout, name) for name in family.trained_text)
+
+
+# -- text encoders
+
+
+def text_layer(encoder: str, path: str) -> str:
+    """The module path, as an adapter's, of a layer that the text encoder itself calls `path`."""
+    return f"{encoder}.text_model.{path.removeprefix('text_model.')}"
+
+
+def text_encoder_of(module: str, family: Any) -> str:
+    """The text encoder that a module path is of; "" for a layer of the denoiser."""
+    return next((name for name in family.trained_text if module.startswith(f"{name}.")), "")
+
+
+def has_text(names: Iterable[str], family: Any) -> bool:
+    """Whether a file with these names holds LoRAs of the family's text encoders."""
+    prefixes = tuple(
+        text_prefix(family, layout, name)
+        for layout in LAYOUTS
+        if _has_layout(family, layout)
+        for name in family.trained_text
+    )
+    return any(name.startswith(prefixes) for name in names)
+
+
+def text_prefix(family: Any, layout: str, encoder: str) -> str:
+    """What the names of a text encoder's layers begin with in a layout."""
+    about = family.trained_text[encoder]
+    comfy = f"text_encoders.{about.comfy}.transformer."
+    return {"diffusers": f"{encoder}.", "comfy": comfy, "kohya": about.kohya}[layout]
+
+
+def _text_to_name(module: str, family: Any, layout: str) -> str:
+    encoder = text_encoder_of(module, family)
+    path = module.removeprefix(f"{encoder}.")
+    return text_prefix(family, layout, encoder) + (path.replace(".", "_") if layout == "kohya" else path)
+
+
+def _text_module(name: str, family: Any, layout: str) -> str:
+    """The inverse; "" where it is the name of no text encoder's layer.
+
+    Raises:
+        UserError: a name of another part of the text encoder.
+    """
+    for encoder in family.trained_text:
+        prefix = text_prefix(family, layout, encoder)
+        if name.startswith(prefix):
+            path = name.removeprefix(prefix)
+            if layout == "kohya":  # an underscore that was none stands before these words
+                path = re.sub(r"_(?!proj|attn|model)", ".", path)
+            module = text_layer(encoder, path)
+            if not re.fullmatch(r"[^.]+\.text_model\.encoder\.layers\.\d+\.(self_attn|mlp)\.\w+", module):
+                raise UserError(f"{name}: no layer of CLIP's {encoder} that LoRAs are trained in has that name")
+            return module
+    return ""
 
 
 def _scale_of(scaling: Mapping[str, float] | float, module: str) -> float:
@@ -424,24 +492,36 @@ NAMINGS = {
 
 def _rule(
     family: Any, denoiser_config: Mapping[str, Any], layout: str
-) -> tuple[str, Callable[[str], Named], Callable[[str], tuple[str, ...]]]:
-    """A layout's prefix, and the two functions of its rule.
+) -> tuple[Callable[[str], Named], Callable[[str], tuple[str, ...]]]:
+    """The two functions of a layout's rule, with the prefixes in their names.
 
     Raises:
         UserError: there is no such layout, or the family has none of the kind.
     """
     if layout not in LAYOUTS:
         raise UserError(f"{layout!r}: unknown layout; there are {', '.join(LAYOUTS)}")
-    if layout == "diffusers":
-        return _prefix(family, layout), lambda module: (module, (module,)), lambda name: (name,)
-    if not _has_layout(family, layout):
+    if layout != "diffusers" and not _has_layout(family, layout):
         raise UserError(f"{family.title} has no {layout} layout; set export.formats = ['diffusers']")
-    to_name, members = NAMINGS[family.kohya_naming] if layout == "kohya" else (_to_native, _native_members)
-    return (
-        _prefix(family, layout),
-        lambda module: to_name(module, family, denoiser_config),
-        lambda name: members(name, family, denoiser_config),
-    )
+    to_name, members = _denoiser_rule(family, layout)
+    prefix = _prefix(family, layout)
+
+    def name_of(module: str) -> Named:
+        if text_encoder_of(module, family):
+            return _text_to_name(module, family, layout), (module,)
+        name, modules_ = to_name(module, family, denoiser_config)
+        return prefix + name, modules_
+
+    def members_of(name: str) -> tuple[str, ...]:
+        text = _text_module(name, family, layout)
+        return (text,) if text else members(name.removeprefix(prefix), family, denoiser_config)
+
+    return name_of, members_of
+
+
+def _denoiser_rule(family: Any, layout: str) -> tuple[Callable[..., Named], Callable[..., tuple[str, ...]]]:
+    if layout == "diffusers":
+        return lambda module, *_: (module, (module,)), lambda name, *_: (name,)
+    return NAMINGS[family.kohya_naming] if layout == "kohya" else (_to_native, _native_members)
 
 
 def _swapped(family: Any, denoiser_config: Mapping[str, Any], layout: str) -> set[str]:

@@ -23,6 +23,7 @@ The state is tensors by name and a JSON-able dict, with which a resumed run goes
 
 import hashlib
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ def lr_factor(section: config.Optimizer, base_storage: str) -> float:
     if section.lr_scale == "auto":
         return AUTO_FP8_FACTOR if base_storage == "fp8" else 1.0
     return 1.0 if section.lr_scale == "none" else float(section.lr_scale)
+
+
+def text_encoder_lr(section: config.Optimizer) -> float:
+    """The rate of text encoders: `optimizer.text_encoder_lr`, where "auto" is half of `optimizer.lr`.
+
+    Half is a convention, on the careful side of the equal rates that kohya's scripts take where none is given: what a
+    text encoder forgets is missed in every prompt. `lr_scale` is no part of it, as text encoders are not held in FP8.
+    """
+    return section.lr / 2 if section.text_encoder_lr == "auto" else float(section.text_encoder_lr)
 
 
 def warmup_steps(section: config.Schedule, total_steps: int) -> int:
@@ -116,10 +126,17 @@ class AdapterOptimizer:
     Attributes:
         base_lr: `optimizer.lr * lr_factor`, what `learning_rate` starts from.
         lr_factor: see `lr_factor`.
+        text_ratio: the rate of text encoders, as a multiple of `base_lr`; 0 where none is trained.
     """
 
     def __init__(
-        self, named_params: list[tuple[str, nn.Parameter]], section: config.Optimizer, *, base_storage: str, seed: int
+        self,
+        named_params: list[tuple[str, nn.Parameter]],
+        section: config.Optimizer,
+        *,
+        base_storage: str,
+        seed: int,
+        of_text: Collection[str] = (),
     ) -> None:
         if not named_params:
             raise ValueError("no parameters to optimize")
@@ -141,7 +158,11 @@ class AdapterOptimizer:
         for name, param in self.params.items():
             direct = param.dtype == torch.float32 or section.rounding == "nearest"
             self._stepped[name] = param if direct else nn.Parameter(param.detach().to(torch.float32))
-        self._optimizer = _make(section, list(self._stepped.values()), self.base_lr)
+        self.text_ratio = text_encoder_lr(section) / self.base_lr if of_text else 0.0
+        groups = [{"params": [one for name, one in self._stepped.items() if name not in of_text], "ratio": 1.0}]
+        if of_text:
+            groups.append({"params": [self._stepped[name] for name in of_text], "ratio": self.text_ratio})
+        self._optimizer = _make(section, groups, self.base_lr)
         self._release()
 
     @torch.no_grad()
@@ -150,7 +171,7 @@ class AdapterOptimizer:
 
         Args:
             grads: float32, one for each parameter, by name.
-            lr: the rate of this step, from `learning_rate`.
+            lr: the rate of this step, from `learning_rate`; that of text encoders keeps its ratio to it.
             step: steps taken before this one. Keys the random bits of stochastic rounding, so that a resumed run draws
                 the same.
         """
@@ -161,7 +182,7 @@ class AdapterOptimizer:
                 stepped.data = self.params[name].detach().to(torch.float32)
             stepped.grad = grads[name].to(stepped.dtype)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["ratio"]
         self._optimizer.step()
         for name, stepped in self._stepped.items():
             param = self.params[name]
@@ -296,21 +317,27 @@ class AdapterOptimizer:
 
 
 def build(
-    named_params: list[tuple[str, nn.Parameter]], section: config.Optimizer, *, base_storage: str, seed: int
+    named_params: list[tuple[str, nn.Parameter]],
+    section: config.Optimizer,
+    *,
+    base_storage: str,
+    seed: int,
+    of_text: Collection[str] = (),
 ) -> AdapterOptimizer:
     """The optimizer that the section names, over parameters as `adapters.parameters` lists them.
 
     Args:
         base_storage: how the frozen base is held ("fp8", "none"); decides the "auto" learning rate factor.
         seed: keys stochastic rounding.
+        of_text: those of the parameters that get the rate of text encoders.
 
     Raises:
         config.UserError: an unknown name or rounding, or bitsandbytes does not work here.
     """
-    return AdapterOptimizer(named_params, section, base_storage=base_storage, seed=seed)
+    return AdapterOptimizer(named_params, section, base_storage=base_storage, seed=seed, of_text=of_text)
 
 
-def _make(section: config.Optimizer, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+def _make(section: config.Optimizer, params: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     settings = {
         "lr": lr,
         "betas": (section.beta1, section.beta2),

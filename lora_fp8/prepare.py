@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, config, exchange, memory, optim, precision
+from . import adapters, config, exchange, memory, optim, precision, text_encoders
 from .config import Job, UserError
 from .data import buckets as bucketing
 from .data import images
@@ -22,9 +22,11 @@ from .data.cache import Cache, dataset_captions, truncation_warnings
 from .data.loader import Item, Loader
 from .exchange import Exchange
 from .families.base import Cond, ModelFamily
+from .layouts import text_encoder_of
 from .objectives import Objective
 from .processes import Processes
 from .run import Run, Stopped
+from .text_encoders import Adapted, TextEncoders
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -39,6 +41,7 @@ class Data:
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
     preview_conds: list[Cond]
     preview_negative: Cond | None
+    preview_texts: tuple[list[str], str]  # what these two were encoded from
     fingerprint: str
 
 
@@ -53,6 +56,12 @@ class Loaded:
     amax: precision.AmaxHistory  # what the delayed recipe remembers
     exchange: Exchange  # how the processes come to one gradient
     moved: list[str]  # lines that quantize.sensitivity = "auto" has added to quantize.override
+    text: TextEncoders | None = None  # those that are trained beside it
+
+    @property
+    def adapted(self) -> nn.Module:
+        """All that has adapters, for `adapters`."""
+        return self.denoiser if self.text is None else Adapted(self.denoiser, self.text.encoders)
 
 
 def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
@@ -67,6 +76,8 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
             f"dataset.bucket_step = {job.dataset.bucket_step}: {Family.title} needs a multiple of "
             f"{Family.bucket_multiple}"
         )
+    if told := text_encoders.problem(job.adapter, Family):
+        raise UserError(told)
     resolution = updates.get("resolution", job.dataset.resolution)
     if resolution % Family.bucket_multiple:
         raise UserError(
@@ -107,8 +118,8 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
     captions = dataset_captions(examples, section, job.seed)
     guided_away = family.negative_text(job.preview.negative)
-    for text in family.caption_caveats(captions):
-        run.log_event("warning", text=text)
+    for line in family.caption_caveats(captions):
+        run.log_event("warning", text=line)
     prompts = [*job.preview.prompts, *([guided_away] if job.preview.prompts else [])]
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
     texts = list(dict.fromkeys([*captions, *prompts]))
@@ -119,8 +130,8 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     family.free_encoders()
     told = processes.gather(report)
     run.log_event("cache", **{key: sum(getattr(one, key) for one in told) for key in ("encoded", "reused", "bytes")})
-    for text in truncation_warnings([one for each in told for one in each.truncated], len(texts)):
-        run.log_event("warning", text=text)
+    for line in truncation_warnings([one for each in told for one in each.truncated], len(texts)):
+        run.log_event("warning", text=line)
 
     loader = Loader(buckets, store, family, section, seed=job.seed, batch_size=job.train.batch_size)
     if job.train.batch_size % processes.world:
@@ -150,6 +161,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         heaviest=max(range(loader.batches_per_epoch), key=lambda i: _pixels(loader.batch_at(i))),
         preview_conds=[store.cond(prompt) for prompt in job.preview.prompts],
         preview_negative=negative,
+        preview_texts=(job.preview.prompts, guided_away),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
     )
 
@@ -191,10 +203,21 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     applied = memory.apply_(denoiser, job.memory)
     denoiser.train()
+    encoders = TextEncoders(family, job.adapter, job.seed) if job.adapter.text_encoder else None
+    if encoders is not None:
+        if job.memory.gradient_checkpointing:
+            encoders.checkpoint_()
+        encoders.train()
 
     objective = family.objective(family.scheduler_config(), job.objective)
-    named = adapters.parameters(denoiser)
-    optimizer = optim.build(named, job.optimizer, base_storage=job.quantize.storage, seed=job.seed)
+    named = adapters.parameters(denoiser if encoders is None else Adapted(denoiser, encoders.encoders))
+    optimizer = optim.build(
+        named,
+        job.optimizer,
+        base_storage=job.quantize.storage,
+        seed=job.seed,
+        of_text=[name for name, _ in named if text_encoder_of(name, family)],
+    )
     unused = [
         *family.warnings,
         *objective.unused_settings(),
@@ -202,22 +225,36 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         *_unused_settings(job, family),
         *exchange.unused_settings(job.train, processes.world),
     ]
-    for text in [*plan.warnings, *injected.warnings, *unused]:
-        run.log_event("warning", text=text)
+    reports = [injected, *(encoders.injected if encoders else [])]
+    for line in [*plan.warnings, *(told for report in reports for told in report.warnings), *unused]:
+        run.log_event("warning", text=line)
     run.log_event(
         "model",
         base=family.title,
         base_sha256=family.base_identity(),
         storage=plan.summary(),
-        adapters=injected.num_modules,
-        trainable=injected.num_parameters,
-        memory=applied.lines(),
+        adapters=sum(report.num_modules for report in reports),
+        trainable=sum(report.num_parameters for report in reports),
+        memory=[*applied.lines(), *(encoders.lines() if encoders else [])],
         lr=job.optimizer.lr,
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
+        **({"lr_text_encoder": optimizer.base_lr * optimizer.text_ratio} if encoders else {}),
     )
     exchanged = exchange.build(job.train.gradient_exchange, named, processes)
-    return Loaded(denoiser, objective, optimizer, plan, precision.amax_history(denoiser), exchanged, list(moved))
+    amax = precision.amax_history(denoiser)
+    return Loaded(denoiser, objective, optimizer, plan, amax, exchanged, list(moved), encoders)
+
+
+def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], Cond | None]:
+    """What previews are drawn from: prompts, and what to guide away from, as trained text encoders read them now."""
+    if loaded.text is None:
+        return data.preview_conds, data.preview_negative
+    prompts, guided_away = data.preview_texts
+    negative = data.preview_negative
+    if negative is not None:
+        (negative,) = loaded.text.answers([guided_away], [negative])
+    return loaded.text.answers(prompts, data.preview_conds), negative
 
 
 def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
@@ -225,6 +262,8 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
     found = []
     if job.optimizer.rounding == "stochastic" and job.adapter.dtype == "fp32":
         found.append("optimizer.rounding = 'stochastic' has no effect: adapter.dtype is fp32, nothing is rounded")
+    if job.optimizer.text_encoder_lr != "auto" and not job.adapter.text_encoder:
+        found.append("optimizer.text_encoder_lr has no effect: adapter.text_encoder is false")
     if job.dataset.shuffle_tags is False and job.dataset.keep_tokens != 1:
         found.append("dataset.keep_tokens has no effect: dataset.shuffle_tags is false")
     if job.dataset.shuffle_tags is False and job.dataset.caption_variants != 8:

@@ -38,7 +38,7 @@ def save_checkpoint(
         RunFailure: the disk refused, or the update left a value that is not finite; earlier bundles are untouched.
     """
     tensors, scalars = loaded.optimizer.state()
-    adapter = adapters.state(loaded.denoiser)
+    adapter = adapters.state(loaded.adapted)
     for name, tensor in (adapter | tensors).items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise RunFailure(
@@ -79,7 +79,7 @@ def take_up(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Run,
         raise UserError(
             f"{found.path} is at step {found.step}, but train.steps is {job.train.steps}; raise train.steps to go on"
         )
-    adapters.load_state_(loaded.denoiser, found.adapter)
+    adapters.load_state_(loaded.adapted, found.adapter)
     tensors = dict(found.optimizer)
     loaded.amax.load_({name: tensors.pop(name) for name in list(tensors) if name.startswith("amax.")})
     residuals = {name: tensors.pop(name) for name in list(tensors) if name.startswith("residual.")}

@@ -35,10 +35,11 @@ from .families.base import ModelFamily
 from .finish import Result, finish
 from .measure import moved_layers
 from .objectives import Objective
-from .prepare import DTYPES, Data, Loaded, cache, load, plan, resolve_auto
+from .prepare import DTYPES, Data, Loaded, cache, load, plan, preview_conditioning, resolve_auto
 from .processes import Elsewhere, Gradients, Processes
 from .resume import State, last_good, same_step, save_checkpoint, take_up
 from .run import Run, RunFailure, Stopped, StopSignal
+from .text_encoders import TextEncoders
 
 
 def run(
@@ -136,14 +137,26 @@ def _stages(
 
 
 def diffusion_loss(
-    family: ModelFamily, denoiser: nn.Module, objective: Objective, batch: Batch, guidance: float, dtype: torch.dtype
+    family: ModelFamily,
+    denoiser: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    guidance: float,
+    dtype: torch.dtype,
+    text: TextEncoders | None = None,
 ) -> Tensor:
-    """Corrupt the latents, let the denoiser answer, compare: the one loss of every family. -> (B,) float32"""
+    """Corrupt the latents, let the denoiser answer, compare: the one loss of every family. -> (B,) float32
+
+    Args:
+        text: text encoders that are trained, which read the captions anew; None takes the cache's conditioning.
+    """
     device = next(denoiser.parameters()).device
     latents, noise = batch.latents_BCHW.to(device), batch.noise_BCHW.to(device)
     t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[-2:]))).to(device)
     noisy = objective.add_noise(latents, noise, t_B)
     cond = {name: tensor.to(device) for name, tensor in batch.cond.items()}
+    if text is not None:
+        cond = text.cond(batch.captions, cond)
     answer = family.predict(denoiser, noisy.to(dtype), t_B, cond, guidance)
     return objective.loss(answer, objective.target(latents, noise, t_B), t_B)
 
@@ -163,9 +176,7 @@ def preflight(
     def attempt() -> None:
         if batch is None:
             return
-        losses_B = diffusion_loss(
-            family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, DTYPES[job.model.dtype]
-        )
+        losses_B = _losses(job, family, loaded, batch)
         losses_B.sum().backward()
         if not torch.isfinite(losses_B).all():
             raise RunFailure(
@@ -177,7 +188,7 @@ def preflight(
         _switch(job, loaded, state.compute)
     attempt()
     loaded.amax.forget_step_()
-    for _, parameter in adapters.parameters(loaded.denoiser):
+    for _, parameter in adapters.parameters(loaded.adapted):
         parameter.grad = None
     fused = {"fused": adapters.num_fused(loaded.denoiser)} if job.quantize.kernels == "triton" else {}
     run.log_event("preflight", peak_gib=round(memory.peak_gib(processes.device), 3), **fused)
@@ -221,7 +232,7 @@ def fit(
     stop.at_once = None
 
     def draw(step: int) -> None:
-        conds, negative = data.preview_conds, data.preview_negative
+        conds, negative = preview_conditioning(data, loaded)
         with stage(run, processes), precision.decoded_compute(denoiser):
             sample.draw(family, denoiser, conds, negative, job.preview, job.dataset.resolution, step, run, processes)
 
@@ -282,6 +293,7 @@ def fit(
                     step=step,
                     loss=loss,
                     lr=lr,
+                    **({"lr_text_encoder": lr * optimizer.text_ratio} if loaded.text else {}),
                     grad_norm=norm,
                     images_per_s=round(num_samples / seconds, 3),
                     vram_gb=round(memory.peak_gib(processes.device), 3),
@@ -329,9 +341,7 @@ def accumulate_(
         if job.adapter.dropout:
             # Dropout draws from torch's global generator, inside peft: keyed here, so that resuming draws the same.
             torch.manual_seed(_key(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
-        losses_B = diffusion_loss(
-            family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, DTYPES[job.model.dtype]
-        )
+        losses_B = _losses(job, family, loaded, batch)
         losses_B.sum().backward()
         gradients.collect_()
         micro_loss = losses_B.detach().sum().item()  # waits for the device: once per micro-batch
@@ -339,6 +349,11 @@ def accumulate_(
         if not math.isfinite(micro_loss):
             faults.append(_files(batch, losses_B))
     return loss_sum, faults
+
+
+def _losses(job: Job, family: ModelFamily, loaded: Loaded, batch: Batch) -> Tensor:
+    dtype, guidance = DTYPES[job.model.dtype], job.objective.guidance
+    return diffusion_loss(family, loaded.denoiser, loaded.objective, batch, guidance, dtype, loaded.text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
     pairs, finite, trained      each A has its B at one rank; no NaN or infinity; no B is zero
     load                        `pipeline.load_lora_weights` of a clean pipeline takes every tensor, and nothing else
     delta                       each layer's B @ A * scaling in that pipeline is the trained one
+    text, text effect           where they were trained: its text encoders make of captions what training made of them
     prediction, effect          its denoiser answers stored inputs (the probe) as the training model did
     preview                     its pictures are those made while training (PSNR)
     plain prediction / preview  the same on the base as published, in its own dtype: measured and told, not judged
@@ -30,6 +31,7 @@ Shapes: B batch, C channels, H height, W width (latents); r rank.
 """
 
 import gc
+import json
 import logging
 import math
 import re
@@ -44,9 +46,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import config, export, families, precision
+from . import config, export, families, layouts, precision
 from .config import UserError
+from .families.base import quiet
 from .run import RunFailure
+from .text_encoders import answer
 
 Tensors = Iterable[tuple[str, precision.Weight]]
 Base = Mapping[str, Tensor] | Callable[[], Tensors]  # a whole state dict, or a function that streams one
@@ -139,6 +143,7 @@ class Probe:
     Attributes:
         noisy_BCHW, t_B, cond, guidance: arguments of `family.predict`.
         prediction_BCHW: the training model's answer, adapter on, dropout off.
+        captions: what the text encoders were trained to make `cond` of; () where they are not trained.
     """
 
     noisy_BCHW: Tensor
@@ -146,9 +151,12 @@ class Probe:
     cond: dict[str, Tensor]
     prediction_BCHW: Tensor
     guidance: float = 1.0
+    captions: tuple[str, ...] = ()
 
 
-def make_probe(family: Any, denoiser: nn.Module, objective: Any, batch: Any, guidance: float = 1.0) -> Probe:
+def make_probe(
+    family: Any, denoiser: nn.Module, objective: Any, batch: Any, guidance: float = 1.0, text: Any = None
+) -> Probe:
     """Noise a batch and ask the training denoiser, as the training step does.
 
     Args:
@@ -156,13 +164,18 @@ def make_probe(family: Any, denoiser: nn.Module, objective: Any, batch: Any, gui
         batch: `data.loader.Batch`, or anything with its latents_BCHW, noise_BCHW, t_generators and cond (collated).
             Its generators are drawn from, so take one that training does not use.
         guidance: as trained with.
+        text: the `TextEncoders` that are trained, which read the batch's captions.
     """
     latents_BCHW, noise_BCHW = batch.latents_BCHW.cpu(), batch.noise_BCHW.cpu()
     t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents_BCHW.shape[-2:])))
     noisy_BCHW = objective.add_noise(latents_BCHW, noise_BCHW, t_B)
     cond = {name: tensor.detach().cpu() for name, tensor in batch.cond.items()}
+    captions: tuple[str, ...] = ()
+    if text is not None:
+        captions = tuple(batch.captions)
+        cond = answer(family, text.pipeline, captions, cond)
     prediction_BCHW = _predict(family, denoiser, noisy_BCHW, t_B, cond, guidance)
-    return Probe(noisy_BCHW, t_B, cond, prediction_BCHW, guidance)
+    return Probe(noisy_BCHW, t_B, cond, prediction_BCHW, guidance, captions)
 
 
 def predict(family: Any, denoiser: nn.Module, probe: Probe) -> Tensor:
@@ -188,7 +201,10 @@ def save_probe(probe: Probe, path: Path) -> None:
     """Write a probe as safetensors, so that the file can be verified again later."""
     tensors = {"noisy": probe.noisy_BCHW, "t": probe.t_B, "prediction": probe.prediction_BCHW}
     tensors |= {f"cond.{name}": tensor for name, tensor in probe.cond.items()}
-    export.write_file(path, tensors, {"guidance": repr(float(probe.guidance))})
+    about = {"guidance": repr(float(probe.guidance))}
+    if probe.captions:
+        about["captions"] = json.dumps(probe.captions)
+    export.write_file(path, tensors, about)
 
 
 def load_probe(path: Path) -> Probe:
@@ -202,7 +218,8 @@ def load_probe(path: Path) -> Probe:
     if missing or "guidance" not in metadata:
         raise UserError(f"{path}: not a probe of a run (it has no {', '.join(sorted(missing) or ['guidance'])})")
     cond = {name.removeprefix("cond."): tensor for name, tensor in tensors.items() if name.startswith("cond.")}
-    return Probe(tensors["noisy"], tensors["t"], cond, tensors["prediction"], float(metadata["guidance"]))
+    captions = tuple(json.loads(metadata.get("captions", "[]")))
+    return Probe(tensors["noisy"], tensors["t"], cond, tensors["prediction"], float(metadata["guidance"]), captions)
 
 
 # -- previews
@@ -251,7 +268,12 @@ def _worst(images: Sequence[Any], others: Sequence[Any]) -> float:
 
 
 def clean_pipeline(
-    family: Any, base: Base | None = None, dtype: torch.dtype | None = None, device: torch.device | None = None
+    family: Any,
+    base: Base | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    *,
+    text: bool = False,
 ) -> Any:
     """The family's diffusers pipeline around a fresh denoiser: a plain diffusers model, nothing of this package in it.
 
@@ -260,6 +282,7 @@ def clean_pipeline(
             published ones, as the family reads them from the model's files.
         dtype: what the denoiser holds and computes in; None for the family's.
         device: where the denoiser is; None for the family's. Elsewhere it can predict, but the pipeline cannot draw.
+        text: with the text encoders that can be trained, fresh from the model's files.
 
     Raises:
         RunFailure: the weights are not those of this denoiser.
@@ -289,7 +312,7 @@ def clean_pipeline(
     foreign = {type(m).__name__ for m in denoiser.modules() if type(m).__module__.split(".")[0] in ("lora_fp8", "peft")}
     if foreign:
         raise RunFailure(f"the denoiser for verification is not clean: it holds {', '.join(sorted(foreign))}")
-    return family.pipeline(denoiser.requires_grad_(False).eval())
+    return family.pipeline(denoiser.requires_grad_(False).eval(), text=text)
 
 
 def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]:
@@ -302,7 +325,7 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
     tensors, _ = export.read(file)
     layout = export.detect_layout(tensors, family)
     renamed = export.unread_by_diffusers(family, denoiser_config, layout)
-    with _complaints() as complaints:
+    with _complaints() as complaints, quiet():
         if renamed:
             state, scaling = export.from_layout(tensors, family, denoiser_config, layout)
             pipeline.load_lora_weights(export.to_layout(state, scaling, family, denoiser_config, "diffusers"))
@@ -319,8 +342,8 @@ def _complaints() -> Iterator[list[str]]:
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = record.getMessage()
-            # text encoders are not adapted, and diffusers tells so each time
-            if not re.search(r"No LoRA keys associated to \w+ found with the prefix='text_encoder", text):
+            # Of each part that a file does not adapt diffusers tells so; what was not loaded is found by name.
+            if not re.search(r"No LoRA keys associated to \w+ found with the prefix=", text):
                 found.append(text)
 
     collect = Collect(logging.WARNING)
@@ -338,6 +361,15 @@ def _complaints() -> Iterator[list[str]]:
         for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
             logger.handlers, logger.propagate = handlers, propagate
             logger.setLevel(level)
+
+
+def adapters_of(pipeline: Any, family: Any) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """`adapter_of` the denoiser and of each text encoder in a pipeline, by an adapter's names."""
+    found = adapter_of(getattr(pipeline, family.denoiser_name))
+    for name in family.trained_text:
+        if (encoder := getattr(pipeline, name, None)) is not None:
+            found |= {layouts.text_layer(name, path): pair for path, pair in adapter_of(encoder).items()}
+    return found
 
 
 def adapter_of(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
@@ -419,15 +451,18 @@ def check(
     tensors = _check_file(file, family, report)
     if tensors is None:
         return report
-    pipeline = clean_pipeline(family, base, dtype, device)
+    text = layouts.has_text(tensors, family)
+    pipeline = clean_pipeline(family, base, dtype, device, text=text)
     if not _check_load(pipeline, file, family, tensors, report):
         return report
     denoiser = getattr(pipeline, family.denoiser_name)
     if state is not None:
-        _check_delta(denoiser, state, scaling, tensors, report)
+        _check_delta(adapters_of(pipeline, family), state, scaling, tensors, report)
     where = "on the base that training saw (decoded)" if base is not None else "on the base"
     # peft computes an adapter in the adapter's own dtype, so that of the trained one counts as well
     step = max(ROUNDING.get(d, 0.0) for d in {dtype} | _dtypes(tensors) | _dtypes(state or {}))
+    if probe is not None and probe.captions:
+        _check_text(pipeline, family, probe, step, report)
     if probe is not None:
         _check_prediction(denoiser, family, probe, step, where, report)
     if previews is not None:
@@ -539,7 +574,7 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
         complaints, renamed = load(pipeline, file, family)
     except Exception as error:  # diffusers raises many kinds for a file that does not fit; all mean the same here
         return report.add("load", False, f"{type(error).__name__}: {str(error)[:500]}")
-    loaded = adapter_of(denoiser)
+    loaded = adapters_of(pipeline, family)
     # a fused layer of which some members were not trained comes back with zeros for these
     acting = {path for path, (_, b, _) in loaded.items() if b.any()}
     wanted = set(export.modules(in_file))
@@ -556,13 +591,12 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
 
 
 def _check_delta(
-    denoiser: nn.Module,
+    loaded: Mapping[str, tuple[Tensor, Tensor, float]],
     state: Mapping[str, Tensor],
     scaling: Mapping[str, float] | float,
     tensors: Mapping[str, Tensor],
     report: Report,
 ) -> None:
-    loaded = adapter_of(denoiser)
     trained = export.modules(state)
     missing = sorted(set(trained) - set(loaded))
     if missing:
@@ -579,6 +613,32 @@ def _check_delta(
     error = report.measure("delta_error", errors[worst])
     where = f" in {worst}" if error > 0 else ""
     report.add("delta", error <= tolerance, f"relative error {error:.2e} at worst{where} (allowed {tolerance:.0e})")
+
+
+def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: Report) -> None:
+    """The conditioning that the pipeline's own text encoders make of the captions, against that of training."""
+    found = [getattr(pipeline, name) for name in family.trained_text]
+    if None in found:
+        report.add("text", False, "the file holds no LoRA of the text encoders that were trained")
+        return
+    encoders = nn.ModuleList(found)
+
+    def ask() -> dict[str, Tensor]:
+        return answer(family, pipeline, probe.captions, probe.cond)
+
+    def gap(cond: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+        return max(relative_error(tensor, reference[name]) for name, tensor in cond.items())
+
+    cond = ask()
+    error, allowed, why = report.measure("text_error", gap(cond, probe.cond)), PREDICTION_TOLERANCE[family.dtype], ""
+    if step and error > allowed:
+        with _scaled(encoders, 1 + step):
+            allowed = max(allowed, MARGIN * gap(ask(), cond))
+        why = f": {MARGIN} times what the last bit of the adapter changes"
+    report.add("text", error <= allowed, f"conditioning: relative error {error:.2e} (allowed {allowed:.1e}{why})")
+    with _scaled(encoders, 0.0):
+        effect = report.measure("text_effect", gap(ask(), cond))
+    report.add("text effect", True, f"without the adapter the conditioning is {effect:.1%} off", judged=False)
 
 
 def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: float, where: str, report: Report) -> None:
@@ -679,7 +739,7 @@ def _measure_plain(
     device: Any,
     report: Report,
 ) -> None:
-    pipeline = clean_pipeline(family, None, dtype, device)
+    pipeline = clean_pipeline(family, None, dtype, device, text=layouts.has_text(export.read(file)[0], family))
     load(pipeline, file, family)
     if probe is not None:
         answer = predict(family, getattr(pipeline, family.denoiser_name), probe)

@@ -2,7 +2,7 @@
 
 5    cli  train_lora.py  scripts
 4.5  demo.show            4    train            3.5  prepare  finish  (resume, measure above them)
-3    memory sample checkpoint export verify processes exchange data.cache data.loader
+3    memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader
 2    families/*             1.5  importing.*
 1    objectives precision adapters optim layouts data.images data.colour data.buckets demo.pictures demo.measure
 0    config run jobs, the list of families                  (standard library, pydantic, tomlkit: no torch)
@@ -30,7 +30,7 @@ LAYERS = {
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
     + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py")),
-    3.0: "memory sample checkpoint export verify processes exchange data.cache data.loader",
+    3.0: "memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader",
     3.25: "tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
     3.5: "prepare finish",
     3.625: "resume",

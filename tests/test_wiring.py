@@ -79,6 +79,7 @@ FLIPS = {
     "adapter.dropout": Flip("0.5", TRAINING, ("shapes", "rates")),
     "adapter.targets": Flip("['to_q']", ("shapes", "losses")),
     "adapter.dtype": Flip("fp32", TRAINING, ("shapes",)),
+    "adapter.text_encoder": Flip("true", ("shapes", "losses"), ("encoded", "samples", "buckets", "rates")),
     "dataset.folders.0.repeats": Flip("2", ("losses", "samples")),
     "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
     "dataset.resolution": Flip("64", ("losses", "encoded", "buckets")),
@@ -102,6 +103,9 @@ FLIPS = {
     "optimizer.name": Flip("adamw", ("tensors",), ("norms_1", "rates")),
     "optimizer.lr": Flip("5e-3", ("tensors", "rates")),
     "optimizer.lr_scale": Flip("none", ("tensors", "rates")),
+    "optimizer.text_encoder_lr": Flip(
+        "1e-4", ("losses", "tensors"), ("norms_1", "rates", "shapes"), ("adapter.text_encoder=true",)
+    ),
     "optimizer.weight_decay": Flip("0.9", ("tensors",), ("norms_1", "rates")),
     "optimizer.beta1": Flip("0.5", ("tensors",), ("norms_1", "rates")),
     "optimizer.beta2": Flip("0.9", ("tensors",), ("norms_1", "rates")),

@@ -25,6 +25,7 @@ import gc
 import importlib
 import inspect
 import json
+import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -79,6 +80,30 @@ class Overlong:
     limit: int
 
 
+@dataclass(frozen=True)
+class TextEncoder:
+    """A CLIP text encoder in which LoRAs are trained, with the sizes of the released one.
+
+    Attributes:
+        kohya: what the names of its layers begin with in kohya's naming.
+        comfy: what ComfyUI calls it; "" where the family has no such layout.
+        width, hidden: of the embeddings, and inside its MLPs.
+        num_layers: how many it has.
+        unread: so many of its last layers get no adapter: their answer is not part of the conditioning.
+    """
+
+    kohya: str
+    comfy: str
+    width: int
+    hidden: int
+    num_layers: int
+    unread: int = 0
+
+
+CLIP_LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
+"""The linears of a layer of CLIP, all of which get an adapter: 72 in CLIP ViT-L, 192 in OpenCLIP ViT-bigG."""
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars of transformers inside: loading a text encoder is not worth a bar in a training log."""
@@ -90,6 +115,18 @@ def quiet() -> Iterator[None]:
     finally:
         if were_on:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def silent_tokenizers() -> Iterator[None]:
+    """Inside, diffusers' pipelines do not warn of prompts that they cut: asked at every step they would each time."""
+    logger = logging.getLogger("diffusers.pipelines")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class ModelFamily(ABC):
@@ -140,6 +177,9 @@ class ModelFamily(ABC):
     """Which rule of `layouts.NAMINGS` the kohya layout follows."""
     tiny_hw: ClassVar[tuple[int, int]] = (16, 24)
     """Size in pixels that suits the miniature. Not square on purpose: swapped height and width must show."""
+
+    trained_text: ClassVar[dict[str, TextEncoder]] = {}
+    """Text encoders that can be trained, by the pipeline's names: those whose LoRA diffusers' pipeline loads."""
 
     # -- facts with a default -------------------------------------------------------------------------------------
     bucket_step: ClassVar[int] = 64
@@ -265,6 +305,16 @@ class ModelFamily(ABC):
         prefix = checkpoint_prefix(header)
         found = naming.conversion(self.native_layers, header, shapes, prefix)
         return {name: (key, rows and _rows(*rows)) for name, key, rows in found}
+
+    def encode_with(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str], cond: Cond) -> Cond:
+        """The conditioning of a batch of prompts with what `pipeline`'s text encoders say of them, with its gradient.
+
+        Only families with `trained_text` have it; `pipeline` holds at least these encoders and their tokenizers.
+
+        Args:
+            cond: collated conditioning of the same prompts, for all that these encoders do not say.
+        """
+        raise NotImplementedError(f"{self.title} has no text encoder that is trained")
 
     # -- defaults a family may replace ----------------------------------------------------------------------------
     @torch.no_grad()
@@ -505,10 +555,22 @@ class ModelFamily(ABC):
             scheduler["rescale_betas_zero_snr"] = True
         return scheduler
 
-    def pipeline(self, denoiser: nn.Module | None = None) -> diffusers.DiffusionPipeline:
-        """The diffusers pipeline with this denoiser, the VAE and the model's own scheduler; no text encoders.
+    def trained_text_parts(self) -> dict[str, Any]:
+        """The text encoders that can be trained and their tokenizers, loaded anew from the model's files."""
+        pairs = [(encoder.replace("text_encoder", "tokenizer"), encoder) for encoder in self.trained_text]
+        return {name: self._load_text_part(name) for pair in pairs for name in pair}
+
+    def trained_text_pipeline(self) -> diffusers.DiffusionPipeline:
+        """A pipeline of `trained_text_parts` and nothing else, for `encode_with`."""
+        return self._assemble(**self.trained_text_parts())
+
+    def pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False) -> diffusers.DiffusionPipeline:
+        """The diffusers pipeline with this denoiser, the VAE and the model's own scheduler.
 
         Call it with `pipeline_inputs`. Latents run in the dtype of the prompt embeds and are widened for the VAE.
+
+        Args:
+            text: with `trained_text_parts`, into which a LoRA can be loaded; else there are no text encoders.
         """
         self.load_vae()
         vae = self.vae
@@ -522,6 +584,7 @@ class ModelFamily(ABC):
         if scheduler_class is None:
             raise UserError(f"{self.folder}/scheduler: diffusers has no scheduler named {class_name!r}")
         parts = {"vae": vae, "scheduler": scheduler_class.from_config(scheduler), self.denoiser_name: denoiser}
+        parts |= self.trained_text_parts() if text else {}
         pipeline = self._assemble(**parts)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline

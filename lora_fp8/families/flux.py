@@ -20,7 +20,7 @@ from lora_fp8.objectives import FlowMatching
 
 from . import _miniature
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily
+from .base import Cond, Conversion, ModelFamily, TextEncoder
 
 
 class Family(ModelFamily):
@@ -36,6 +36,7 @@ class Family(ModelFamily):
         "tokenizer_2": "T5TokenizerFast",
         "text_encoder_2": "T5EncoderModel",
     }
+    trained_text = {"text_encoder": TextEncoder("lora_te1_", "clip_l", width=768, hidden=3072, num_layers=12)}
     judge_length_by = ("tokenizer_2",)  # CLIP gives one pooled vector, and a prompt longer than its 77 is usual
     objective = FlowMatching
     adapter_targets = (
@@ -108,6 +109,10 @@ class Family(ModelFamily):
             )
         pairs = zip(embeds_BLD.to(self.dtype), pooled_BD.to(self.dtype), strict=True)
         return [{"prompt_embeds": e_LD.clone(), "pooled_prompt_embeds": p_D.clone()} for e_LD, p_D in pairs]
+
+    def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
+        pooled_BD = pipeline._get_clip_prompt_embeds(prompts, device=self.device)
+        return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
 
     def token_limit(self, name: str) -> int:
         limit = self.tokenizer(name).model_max_length

@@ -18,7 +18,7 @@ from lora_fp8.objectives import Diffusion
 
 from . import _ldm, _miniature
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily
+from .base import Cond, Conversion, ModelFamily, TextEncoder
 
 
 class Family(ModelFamily):
@@ -29,6 +29,7 @@ class Family(ModelFamily):
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
+    trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=1024, hidden=4096, num_layers=23)}
     objective = Diffusion
     # Everything inside the Transformer2DModels, as kohya's sd-scripts choose it: 192 layers. proj_in and proj_out are
     # linear here.
@@ -75,8 +76,12 @@ class Family(ModelFamily):
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
-            embeds_BLD, _ = self.text_pipeline.encode_prompt(prompts, self.device, 1, do_classifier_free_guidance=False)
-        return [{"prompt_embeds": embeds_LD.clone()} for embeds_LD in embeds_BLD.to(self.dtype)]
+            embeds_BLD = self.encode_with(self.text_pipeline, prompts, {})["prompt_embeds"]
+        return [{"prompt_embeds": embeds_LD.clone()} for embeds_LD in embeds_BLD]
+
+    def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
+        embeds_BLD, _ = pipeline.encode_prompt(prompts, self.device, 1, do_classifier_free_guidance=False)
+        return {**cond, "prompt_embeds": embeds_BLD.to(self.dtype)}
 
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0

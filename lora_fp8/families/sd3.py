@@ -20,7 +20,7 @@ from lora_fp8.objectives import FlowMatching
 
 from . import _miniature
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily, native_header
+from .base import Cond, Conversion, ModelFamily, TextEncoder, native_header
 
 
 class Family(ModelFamily):
@@ -37,6 +37,10 @@ class Family(ModelFamily):
         "text_encoder_2": "CLIPTextModelWithProjection",
         "tokenizer_3": "T5TokenizerFast",
         "text_encoder_3": "T5EncoderModel",
+    }
+    trained_text = {
+        "text_encoder": TextEncoder("lora_te1_", "clip_l", width=768, hidden=3072, num_layers=12),
+        "text_encoder_2": TextEncoder("lora_te2_", "clip_g", width=1280, hidden=5120, num_layers=32),
     }
     judge_length_by = ("tokenizer_3",)  # the CLIPs read the first 77 tokens of the same prompt, T5 all of it
     objective = FlowMatching
@@ -123,6 +127,16 @@ class Family(ModelFamily):
             )
         pairs = zip(embeds_BLD.to(self.dtype), pooled_BD.to(self.dtype), strict=True)
         return [{"prompt_embeds": e_LD.clone(), "pooled_prompt_embeds": p_D.clone()} for e_LD, p_D in pairs]
+
+    def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
+        clips = [pipeline._get_clip_prompt_embeds(prompts, 1, self.device, None, index) for index in (0, 1)]
+        embeds_BLD, pooled_BD = (torch.cat(each, dim=-1).to(self.dtype) for each in zip(*clips, strict=True))
+        # What the CLIPs say comes first, padded to the width of T5, and T5's own words behind it.
+        before_BLD = cond["prompt_embeds"].to(embeds_BLD.device)
+        width, length = before_BLD.shape[-1], embeds_BLD.shape[1]
+        embeds_BLD = nn.functional.pad(embeds_BLD, (0, width - embeds_BLD.shape[-1]))
+        embeds_BLD = torch.cat([embeds_BLD, before_BLD[:, length:]], dim=1)
+        return {**cond, "prompt_embeds": embeds_BLD, "pooled_prompt_embeds": pooled_BD}
 
     def token_limit(self, name: str) -> int:
         limit = self.tokenizer(name).model_max_length

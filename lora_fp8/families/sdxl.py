@@ -19,7 +19,7 @@ from lora_fp8.objectives import Diffusion
 
 from . import _files, _ldm, _miniature
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily
+from .base import Cond, Conversion, ModelFamily, TextEncoder
 
 
 class Family(ModelFamily):
@@ -34,6 +34,12 @@ class Family(ModelFamily):
         "text_encoder": "CLIPTextModel",
         "tokenizer_2": "CLIPTokenizer",
         "text_encoder_2": "CLIPTextModelWithProjection",
+    }
+    # The embeddings are those before the last layer. Of the second, the pooled one comes behind it; of the first,
+    # nothing does: kohya's files hold its last layer too, untouched.
+    trained_text = {
+        "text_encoder": TextEncoder("lora_te1_", "", width=768, hidden=3072, num_layers=12, unread=1),
+        "text_encoder_2": TextEncoder("lora_te2_", "", width=1280, hidden=5120, num_layers=32),
     }
     judge_length_by = ("tokenizer", "tokenizer_2")
     objective = Diffusion
@@ -72,11 +78,15 @@ class Family(ModelFamily):
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
-            embeds_BLD, _, pooled_BD, _ = self.text_pipeline.encode_prompt(
-                prompts, device=self.device, do_classifier_free_guidance=False
-            )
-        pairs = zip(embeds_BLD.to(self.dtype), pooled_BD.to(self.dtype), strict=True)
+            cond = self.encode_with(self.text_pipeline, prompts, {})
+        pairs = zip(cond["prompt_embeds"], cond["text_embeds"], strict=True)
         return [{"prompt_embeds": e_LD.clone(), "text_embeds": p_D.clone()} for e_LD, p_D in pairs]
+
+    def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
+        embeds_BLD, _, pooled_BD, _ = pipeline.encode_prompt(
+            prompts, device=self.device, do_classifier_free_guidance=False
+        )
+        return {**cond, "prompt_embeds": embeds_BLD.to(self.dtype), "text_embeds": pooled_BD.to(self.dtype)}
 
     def image_conditioning(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
