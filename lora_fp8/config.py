@@ -62,9 +62,21 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def setting(default: Any, description: str, **bounds: Any) -> Any:
-    """One setting: its default, its description (shown as help everywhere), its bounds (pydantic's ge, gt, le, lt)."""
-    return Field(default=default, description=description, **bounds)
+def setting(default: Any, description: str, *, when: dict[str, tuple[Any, ...]] | None = None, **bounds: Any) -> Any:
+    """One setting: its default, its description (shown as help everywhere), its bounds (pydantic's ge, gt, le, lt).
+
+    `when` tells where it can have an effect: other settings, each with the values that it needs; no values mean any
+    but empty ones. A form may leave it out elsewhere. What is refused or warned about is decided by the rules below.
+    """
+    return Field(default=default, description=description, json_schema_extra={"when": when} if when else None, **bounds)
+
+
+QUANTIZED: dict[str, tuple[Any, ...]] = {"quantize.storage": ("fp8", "int8", "nf4")}
+FP8_MATMUL: dict[str, tuple[Any, ...]] = {
+    "quantize.storage": ("fp8",),
+    "quantize.compute": ("fp8", "fp8_forward", "auto"),
+}
+DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
 
 
 class Model(Section):
@@ -88,34 +100,56 @@ class Quantize(Section):
         "fp8", "fp8: e4m3; int8; nf4: 4 bits, as QLoRA; bf16: not quantized; none: not quantized, held in model.dtype."
     )
     backend: Literal["own", "torchao", "te"] = setting(
-        "own", "Whose layers: own; torchao: its weight-only tensors; te: TransformerEngine's FP8 layers, on CUDA only."
+        "own",
+        "Whose layers: own; torchao: its weight-only tensors; te: TransformerEngine's FP8 layers, on CUDA only.",
+        when=QUANTIZED,
     )
     scale: Literal["auto", "row", "tensor", "1x64", "1x128", "128x128", "none"] = setting(
-        "auto", "Weights that share a scale; auto: row for fp8, 1x128 for int8; none: fp8 as kohya's fp8_base."
+        "auto",
+        "Weights that share a scale; auto: row for fp8, 1x128 for int8; none: fp8 as kohya's fp8_base.",
+        when={"quantize.storage": ("fp8", "int8")},
     )
     modulation: Literal["auto", "fp8", "int8", "nf4", "bf16"] = setting(
-        "auto", "Storage of layers that see one row per image; auto: int8, which has the least error."
+        "auto", "Storage of layers that see one row per image; auto: int8, which has the least error.", when=QUANTIZED
     )
-    keep: list[str] = setting([], "Further module names to keep in model.dtype, beside the family's precise parts.")
+    keep: list[str] = setting(
+        [], "Further module names to keep in model.dtype, beside the family's precise parts.", when=QUANTIZED
+    )
     override: list[str] = setting([], "Storage of single layers, such as 'ff.net.2 = int8 1x128' or 'to_q = bf16'.")
     sensitivity: Literal["off", "auto"] = setting(
-        "off", "auto: measure each layer on the job's pictures, hold those above sensitivity_bound in int8 or bf16."
+        "off",
+        "auto: measure each layer on the job's pictures, hold those above sensitivity_bound in int8 or bf16.",
+        when=QUANTIZED,
     )
     sensitivity_bound: float = setting(
-        0.05, "Largest relative error of a layer's output; fp8 itself costs up to 0.04, int8 0.01, nf4 0.1.", ge=0, lt=1
+        0.05,
+        "Largest relative error of a layer's output; fp8 itself costs up to 0.04, int8 0.01, nf4 0.1.",
+        ge=0,
+        lt=1,
+        when={"quantize.sensitivity": ("auto",)},
     )
     compute: Literal["upcast", "fp8", "fp8_forward", "auto"] = setting(
-        "upcast", "upcast: weights decoded, matmul in model.dtype; fp8: matmul in FP8; auto: the fastest, measured."
+        "upcast",
+        "upcast: weights decoded, matmul in model.dtype; fp8: matmul in FP8; auto: the fastest, measured.",
+        when={"quantize.storage": ("fp8",)},
     )
     recipe: Literal["current", "delayed", "block", "mxfp8"] = setting(
-        "current", "Scales in an FP8 matmul: of this step, of the last steps, of 1x128 blocks, of 1x32 (te only)."
+        "current",
+        "Scales in an FP8 matmul: of this step, of the last steps, of 1x128 blocks, of 1x32 (te only).",
+        when=FP8_MATMUL,
     )
-    fast_accum: bool = setting(True, "Let the forward FP8 matmul add up in fewer bits, as Hopper does it fastest.")
+    fast_accum: bool = setting(
+        True, "Let the forward FP8 matmul add up in fewer bits, as Hopper does it fastest.", when=FP8_MATMUL
+    )
     kernels: Literal["torch", "triton"] = setting(
-        "torch", "triton: own kernels around the FP8 matmul (not measured on a GPU yet); compute = auto tries both."
+        "torch",
+        "triton: own kernels around the FP8 matmul (not measured on a GPU yet); compute = auto tries both.",
+        when=FP8_MATMUL,
     )
-    fp8_min_features: int = setting(512, "Layers with a side below this are not multiplied in FP8.", ge=0)
-    fp8_exclude: list[str] = setting([], "Module names that are held in fp8 but not multiplied in it.")
+    fp8_min_features: int = setting(
+        512, "Layers with a side below this are not multiplied in FP8.", ge=0, when=FP8_MATMUL
+    )
+    fp8_exclude: list[str] = setting([], "Module names that are held in fp8 but not multiplied in it.", when=FP8_MATMUL)
 
 
 class Adapter(Section):
@@ -151,7 +185,7 @@ class Dataset(Section):
     )
     buckets: bool = setting(True, "Group images by aspect ratio; false crops everything to a square.")
     bucket_step: int | Literal["auto"] = setting("auto", "Bucket sides are multiples of this many pixels.")
-    max_aspect: float = setting(2.0, "Widest aspect ratio of a bucket.", ge=1, le=8)
+    max_aspect: float = setting(2.0, "Widest aspect ratio of a bucket.", ge=1, le=8, when={"dataset.buckets": (True,)})
     upscale: bool = setting(
         True, "Enlarge images that are smaller than their bucket; false gives them smaller buckets."
     )
@@ -161,9 +195,13 @@ class Dataset(Section):
     missing_caption: Literal["error", "trigger", "skip"] = setting("error", "What an image without a caption means.")
     caption_dropout: float = setting(0.0, "Probability that a sample is shown without its caption.", ge=0, le=1)
     shuffle_tags: bool = setting(False, "Shuffle comma-separated tags, differently each time.")
-    keep_tokens: int = setting(1, "The first N tags stay in place when shuffling.", ge=0)
-    tag_separator: str = setting(",", "What separates tags.", min_length=1)
-    caption_variants: int = setting(8, "Shuffled versions of each caption held in the cache.", ge=1, le=64)
+    keep_tokens: int = setting(
+        1, "The first N tags stay in place when shuffling.", ge=0, when={"dataset.shuffle_tags": (True,)}
+    )
+    tag_separator: str = setting(",", "What separates tags.", min_length=1, when={"dataset.shuffle_tags": (True,)})
+    caption_variants: int = setting(
+        8, "Shuffled versions of each caption held in the cache.", ge=1, le=64, when={"dataset.shuffle_tags": (True,)}
+    )
     cache_dir: str = setting("cache", "Folder of encoded images and captions, shared by all runs.")
     max_pixels: int = setting(64_000_000, "Images with more pixels are refused.", ge=4096)
 
@@ -200,7 +238,9 @@ class Optimizer(Section):
     beta2: float = setting(0.999, "Decay of the second moment.", ge=0, lt=1)
     eps: float = setting(1e-8, "Added to the denominator.", gt=0)
     rounding: Literal["master", "stochastic", "nearest"] = setting(
-        "master", "How bf16 adapters keep small updates: float32 masters, stochastic rounding, or not at all (nearest)."
+        "master",
+        "How bf16 adapters keep small updates: float32 masters, stochastic rounding, or not at all (nearest).",
+        when={"adapter.dtype": ("bf16",)},
     )
 
 
@@ -209,7 +249,13 @@ class Schedule(Section):
 
     name: Literal["constant", "cosine", "linear"] = setting("constant", "Shape after the warm-up.")
     warmup: int | float = setting(0, "Warm-up: a whole number of steps, or a fraction of all steps below 1.", ge=0)
-    min_lr: float = setting(0.0, "Where cosine and linear end, as a fraction of the rate.", ge=0, le=1)
+    min_lr: float = setting(
+        0.0,
+        "Where cosine and linear end, as a fraction of the rate.",
+        ge=0,
+        le=1,
+        when={"schedule.name": ("cosine", "linear")},
+    )
 
 
 class Objective(Section):
@@ -232,21 +278,25 @@ class Memory(Section):
     compile: Literal["off", "blocks"] = setting(
         "off", "blocks: torch.compile for the denoiser's repeated blocks; first steps take minutes."
     )
-    cuda_graphs: bool = setting(False, "Replay compiled blocks as CUDA graphs: less waiting for launches, more memory.")
+    cuda_graphs: bool = setting(
+        False,
+        "Replay compiled blocks as CUDA graphs: less waiting for launches, more memory.",
+        when={"memory.compile": ("blocks",)},
+    )
 
 
 class Preview(Section):
     """Images made while training, always from the same seed."""
 
     prompts: list[str] = setting([], "What to draw; empty makes no previews.")
-    negative: str = setting("", "Negative prompt.")
-    every: int = setting(0, "Draw every so many steps; 0 draws only at the start and at the end.", ge=0)
-    at_start: bool = setting(True, "Draw before the first step, to compare with.")
-    steps: int = setting(20, "Denoising steps.", ge=1, le=500)
-    guidance: float | Literal["auto"] = setting("auto", "Guidance scale; auto: the family's usual one.")
-    width: int = setting(0, "Pixels; 0 means the training resolution.", ge=0)
-    height: int = setting(0, "Pixels; 0 means the training resolution.", ge=0)
-    seed: int = setting(42, "Seed of the first preview; the next ones count up.", ge=0, le=MAX_SEED)
+    negative: str = setting("", "Negative prompt.", when=DRAWN)
+    every: int = setting(0, "Draw every so many steps; 0 draws only at the start and at the end.", ge=0, when=DRAWN)
+    at_start: bool = setting(True, "Draw before the first step, to compare with.", when=DRAWN)
+    steps: int = setting(20, "Denoising steps.", ge=1, le=500, when=DRAWN)
+    guidance: float | Literal["auto"] = setting("auto", "Guidance scale; auto: the family's usual one.", when=DRAWN)
+    width: int = setting(0, "Pixels; 0 means the training resolution.", ge=0, when=DRAWN)
+    height: int = setting(0, "Pixels; 0 means the training resolution.", ge=0, when=DRAWN)
+    seed: int = setting(42, "Seed of the first preview; the next ones count up.", ge=0, le=MAX_SEED, when=DRAWN)
 
 
 class Checkpoint(Section):
@@ -346,6 +396,18 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
         raise UserErrors(problems, where)
     assert job is not None
     return job
+
+
+def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tuple[str, dict[str, Any]]]:
+    """What a TOML text is made of, unchecked: (name, tables) of each preset that can be read, last the text's own, "".
+
+    Raises:
+        UserError: the text is not TOML. A preset that cannot be read is left out; `loads` tells why.
+    """
+    given = _parse_toml(text, where)
+    unread: list[str] = []
+    found = [(name, _read_preset(name, folder, unread)) for name in dict.fromkeys(_preset_names(given, []))]
+    return [*found, ("", given)]
 
 
 def preset_names() -> list[str]:

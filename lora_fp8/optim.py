@@ -357,5 +357,23 @@ def _make(section: config.Optimizer, params: list[dict[str, Any]], lr: float) ->
     raise config.UserError(f"optimizer.name: {section.name!r} is not known; accepted: adamw8bit, adamw")
 
 
+def state_bytes(params: list[nn.Parameter], section: config.Optimizer) -> int:
+    """What `AdapterOptimizer.nbytes` will be for these parameters, without making one; they may be on meta.
+
+    bitsandbytes holds moments of tensors below 4096 elements in float32, and otherwise a byte an element and a float32
+    for each block of 256.
+    """
+    total = 0
+    for param in params:
+        num, direct = param.numel(), param.dtype == torch.float32 or section.rounding == "nearest"
+        if section.name == "adamw":
+            total += 2 * num * (param.itemsize if direct else 4)  # torch's moments are of the dtype that it steps
+        else:
+            total += 8 * num if num < 4096 else 2 * num + 2 * 4 * math.ceil(num / 256)
+        if section.rounding == "master" and not direct:
+            total += 4 * num
+    return total
+
+
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()

@@ -30,25 +30,22 @@ import shlex
 import statistics
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lora_fp8 import adapters, config, families, memory, optim, precision  # noqa: E402
+from lora_fp8 import adapters, config, dry, families, memory, optim, precision  # noqa: E402
 
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -555,7 +552,7 @@ def floor(rule: str, weight_bytes: float, checkpointing: bool, work: Work, rate:
 def measure_work(model: str, pixels: int, size: str) -> Work:
     """Counted on the meta device."""
     denoiser = plain(model, size, META)
-    with as_on_a_gpu(), FlopCounterMode(display=False) as counter, torch.no_grad():
+    with dry.on_meta(), FlopCounterMode(display=False) as counter, torch.no_grad():
         denoiser(**inputs(model, pixels, size, META), return_dict=False)
     by_name = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
 
@@ -571,84 +568,7 @@ def measure_work(model: str, pixels: int, size: str) -> Work:
 # -- a step without a device -------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """What the meta device has not: attention in one fused kernel, and autocast (of kohya's weights)."""
-    plain_linear = F.linear
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if enable_gqa:
-            raise NotImplementedError("none of these networks has grouped queries")
-        if attn_mask is None:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        wide = (*query.shape[:3], key.shape[2])
-        bias = torch.empty(attn_mask.shape, dtype=query.dtype, device=query.device).expand(wide)
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.dtype == E4M3:
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        return plain_linear(x, weight, bias)
-
-    with (
-        mock.patch.object(F, "scaled_dot_product_attention", attend),
-        mock.patch.object(F, "linear", linear),
-    ):
-        yield
-
-
-class Tally(TorchDispatchMode):
-    """FLOPs, and the most bytes alive at one time of what is allocated while it is on; on the meta device too.
-
-    (torch's FlopCounterMode would hold on to tensors, which then count as alive.)
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = self.now = self.most = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in (Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # what the tensors inside of a subclass do is seen below it
-        kwargs = kwargs or {}
-        self._see((args, kwargs), new=False)
-        out = func(*args, **kwargs)
-        self._see(out, new=True)
-        if formula := flop_registry.get(func._overloadpacket):
-            self.flops += formula(*args, **kwargs, out_val=out)
-        return out
-
-    def _see(self, tree: Any, new: bool) -> None:
-        for tensor in tree_leaves(tree):
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key, num_bytes = storage._cdata, storage.nbytes() if new else 0
-            if key in self._known:
-                continue
-            self._known.add(key)
-            self.now += num_bytes
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._gone, key, num_bytes)
-
-    def _gone(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.now -= num_bytes
-
-
-def dry(candidate: Candidate, model: str, pixels: int, size: str) -> dict[str, Any]:
+def dry_step(candidate: Candidate, model: str, pixels: int, size: str) -> dict[str, Any]:
     """A step on the meta device: every shape, dtype and layout is checked as in a real one, and nothing computed.
 
     Bytes are those of a step after the first. FLOPs are all that are done: adapters, recomputation, wasted gradients.
@@ -656,7 +576,7 @@ def dry(candidate: Candidate, model: str, pixels: int, size: str) -> dict[str, A
     candidate = dataclasses.replace(candidate, compile=False, cuda_graphs=False, autocast=False)
     trainer = Trainer(candidate, model, pixels, size, META)
     held = trainer.held_bytes()
-    with as_on_a_gpu(), Tally() as tally:
+    with dry.on_meta(), dry.Tally() as tally:
         trainer.forward_backward()
     trainer.optimizer.step()
     state = trainer.optimizer_bytes()
@@ -699,7 +619,7 @@ def plan(chip: str, model: str, pixels: int, args: argparse.Namespace) -> list[s
         print(f"{model} {pixels}: {one.title}", flush=True)
         least = floor(one.rule, one.weight_bytes, one.checkpointing, work, CHIPS[chip].rates())
         try:
-            found = dry(one, model, pixels, args.size)
+            found = dry_step(one, model, pixels, args.size)
         except Exception as error:  # as in `measure`: a peer's failure is a result
             lines.append(f"| {one.title} | {in_few_words(error)} | | | | | |")
             continue

@@ -156,7 +156,7 @@ def test_peak_is_what_the_kernel_says(bench):
 @pytest.mark.parametrize("name", ["ours bf16", "ours fp8 row upcast", "ours fp8 row upcast + checkpointing"])
 def test_a_dry_step_takes_the_bytes_of_a_real_one(bench, name):
     one = named(bench, name)
-    dry = bench.dry(one, "flux", 256, "tiny")
+    dry = bench.dry_step(one, "flux", 256, "tiny")
     trainer = bench.Trainer(one, "flux", 256, "tiny", CPU)
     trainer.step()
     assert dry["held_bytes"] == trainer.held_bytes()

@@ -23,8 +23,9 @@ from lora_fp8 import cli, config, families, run, train
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
+    *("dataset",),
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
-    *("inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
+    *("estimate", "inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
     *("submit", "jobs", "worker"),
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")

@@ -4,7 +4,8 @@
 4.5  demo.show            4    train            3.5  prepare  finish  (resume, measure above them)
 3    memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader
 2    families/*             1.5  importing.*
-1    objectives precision adapters optim layouts data.images data.colour data.buckets demo.pictures demo.measure
+1    objectives precision adapters optim layouts data.{images,colour,buckets,captions,...}
+     demo.pictures demo.measure
 0    config run jobs, the list of families                  (standard library, pydantic, tomlkit: no torch)
 """
 
@@ -25,16 +26,16 @@ LAYERS = {
     "precision.kernels "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
-    "data data.images data.colour data.buckets demo.pictures demo.measure",
+    "data data.images data.colour data.buckets data.captions data.pattern data.doctor demo.pictures demo.measure",
     1.5: "importing importing.base importing.words importing.render importing.kohya importing.musubi "
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
     + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py")),
-    3.0: "memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader",
+    3.0: "dry memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader",
     3.25: "tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
     3.5: "prepare finish",
     3.625: "resume",
-    3.75: "measure tools.average",
+    3.75: "measure estimate tools.average",
     4.0: "train",
     4.5: "demo.show",
     4.75: "cli_jobs",
@@ -174,6 +175,8 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "lora_fp8.families",
         "lora_fp8.cli",
         "lora_fp8.data.images",
+        "lora_fp8.data.captions",
+        "lora_fp8.data.doctor",
         "lora_fp8.importing",
         "lora_fp8.jobs",
     ],

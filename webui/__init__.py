@@ -3,5 +3,6 @@
 app.py       the two-language site: its pages, its routes, how it is served
 context.py   what every page is given: language, roots, queue
 words.py     every sentence of the page in English and Chinese, from texts/*.toml
+form.py      a training's settings from their declarations; the one text that all views of the form work on
 pages/       one file, one page; `build(ui)` lays it out
 """

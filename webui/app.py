@@ -1,28 +1,48 @@
-"""The site: one Gradio app per language, every page a route of its own, behind one server.
+"""The site: one Gradio app per language, every page a route of its own, behind one server and one guard.
 
     /            sends the browser to its language
     /en/...      /zh-CN/...      runs (first page), new, dataset, run, compare, tools, settings
+    /picture     /download       files below the roots (files.py)
 
 A page is laid out once per language when the site is built; everything that changes comes from ticks that read the
 queue and the run folders.
 """
 
 import importlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
 
 import gradio as gr
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 
-from . import words
+from . import files, words
 from .context import Place, Ui
+from .guard import Guard
+from .login import Login
 
 PAGES = ("runs", "new", "dataset", "run", "compare", "tools", "settings")
 """The first is the start page; each is a file in pages/ and a path."""
+UNLISTED = ("run",)  # a run is reached from the list of runs
+STATIC = Path(__file__).resolve().parent / "static"
+MOST_UPLOAD_SIZE = "256mb"  # of one file
+FONTS = ("system-ui", "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", "sans-serif")
+MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "Noto Sans Mono CJK SC", "monospace")
+ICONS = {
+    "system": '<rect x="2" y="3" width="12" height="8" rx="1"/><path d="M6 14h4"/>',
+    "light": '<circle cx="8" cy="8" r="3"/>'
+    '<path d="M8 1v1M8 14v1M1 8h1M14 8h1M3 3l.7.7M12.3 12.3l.7.7M13 3l-.7.7M3.7 12.3 3 13"/>',
+    "dark": '<path d="M13.5 9.5A6 6 0 1 1 6.5 2.5 4.7 4.7 0 0 0 13.5 9.5Z"/>',
+}
 
 
 def blocks(ui: Ui) -> gr.Blocks:
-    """All pages of one language."""
-    with gr.Blocks(title=ui.say("site.title"), analytics_enabled=False, fill_width=True) as site:
+    """All pages of one language. Gradio's own navigation has no place for the switches; style.css hides it."""
+    hour, day = 3600, 86400
+    with gr.Blocks(
+        title=ui.say("site.title"), analytics_enabled=False, fill_width=True, delete_cache=(hour, day)
+    ) as site:
         _page(PAGES[0], ui)
     for name in PAGES[1:]:
         with site.route(ui.say(f"page.{name}"), f"/{name}"):
@@ -31,46 +51,84 @@ def blocks(ui: Ui) -> gr.Blocks:
 
 
 def _page(name: str, ui: Ui) -> None:
-    gr.Navbar(main_page_name=ui.say(f"page.{PAGES[0]}"))
+    gr.HTML(_header(name, ui), elem_id="site-header", padding=False)
     importlib.import_module(f".pages.{name}", __package__).build(ui)
 
 
-def build(place: Place) -> FastAPI:
-    """The whole site."""
+def _header(name: str, ui: Ui) -> str:
+    """Name, pages, language and theme."""
+
+    def path(page: str) -> str:
+        return "" if page == PAGES[0] else page
+
+    here = ' aria-current="page"'
+    pages = "".join(
+        f'<a href="{ui.link(path(page))}"{here if page == name else ""}>{ui.say(f"page.{page}")}</a>'
+        for page in PAGES
+        if page not in UNLISTED
+    )
+    languages = "".join(
+        f'<a href="/{language}/{path(name)}" lang="{language}" data-language="{language}">{title}</a>'
+        for language, title in words.LANGUAGES.items()
+        if language != ui.language
+    )
+    themes = "".join(
+        f'<button type="button" data-theme="{theme}" aria-pressed="false" title="{ui.say(f"theme.{theme}")}" '
+        f'aria-label="{ui.say(f"theme.{theme}")}"><svg viewBox="0 0 16 16" fill="none" stroke="currentColor" '
+        f'stroke-width="1.4" stroke-linecap="round" aria-hidden="true">{icon}</svg></button>'
+        for theme, icon in ICONS.items()
+    )
+    return (
+        f'<header class="site-header"><a class="brand" href="{ui.link("")}"><img src="/icon.svg" alt="">'
+        f'{ui.say("site.title")}</a><nav aria-label="{ui.say("site.pages")}">{pages}</nav>'
+        f'<div class="switches">{languages}{themes}</div></header>'
+    )
+
+
+def build(place: Place, *, login: Login | None = None, names: Iterable[str] = (), addresses: bool = False) -> FastAPI:
+    """The whole site.
+
+    Args:
+        place: where it reads and writes.
+        login, names, addresses: whom it answers; see `guard.Guard`.
+    """
+    place.home.mkdir(parents=True, exist_ok=True, mode=0o700)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, names=names, addresses=addresses, login=login)
 
     @app.get("/")
     def start(request: Request) -> Response:
-        return RedirectResponse(f"/{_preferred(request.headers.get('accept-language', ''))}/")
+        kept = request.cookies.get("lora_fp8_language", "")
+        language = kept if kept in words.LANGUAGES else words.preferred(request.headers.get("accept-language", ""))
+        return RedirectResponse(f"/{language}/")
 
+    icon = (STATIC / "icon.svg").read_bytes()
+
+    @app.get("/icon.svg")
+    @app.get("/favicon.ico")
+    @app.get("/{language}/favicon.ico")
+    def favicon(language: str = "") -> Response:
+        return Response(icon, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
+
+    files.add_routes(app, place)
     for language in words.LANGUAGES:
-        ui = Ui(language, place)
         gr.mount_gradio_app(
             app,
-            blocks(ui),
+            blocks(Ui(language, place)),
             path=f"/{language}",
             run_history=False,
             footer_links=[],
-            ssr_mode=False,
-            head=_speaks(language),
+            max_file_size=MOST_UPLOAD_SIZE,
+            theme=gr.themes.Default(primary_hue="indigo", neutral_hue="slate", font=FONTS, font_mono=MONO),
+            css_paths=STATIC / "style.css",
+            head=_head(language),
         )
     return app
 
 
-def _preferred(accepted: str) -> str:
-    """The first language of an Accept-Language header that the page has; English otherwise."""
-    for entry in accepted.split(","):
-        tag = entry.split(";")[0].strip().lower()
-        for language in words.LANGUAGES:
-            if tag and tag.split("-")[0] == language.split("-")[0].lower():
-                return language
-    return "en"
-
-
-def _speaks(language: str) -> str:
-    """For the words that Gradio itself brings ("Drop file here"): it asks the browser for its language."""
+def _head(language: str) -> str:
+    script = (STATIC / "head.js").read_text(encoding="utf-8")
     return (
-        f"<script>for (const [name, value] of [['language', '{language}'], ['languages', ['{language}']]]) "
-        "Object.defineProperty(navigator, name, {get: () => value}); "
-        f"document.documentElement.lang = '{language}';</script>"
+        '<link rel="icon" href="/icon.svg" type="image/svg+xml">'
+        f"<script>(() => {{ const LANGUAGE = {json.dumps(language)};\n{script}}})();</script>"
     )

@@ -11,6 +11,8 @@ same place and never disagree. Places for values are named: "{step} of {steps}".
 
 What the engine says (a wrong setting, how a job ended) is English; `tell` puts it into the page's language by the
 patterns of `texts/engine.toml`, and leaves a line that no pattern knows as it is.
+
+`texts/settings.toml` holds what the settings of a training are called (`label`, `meaning`, `choice`).
 """
 
 import re
@@ -19,8 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from . import form
+
 FOLDER = Path(__file__).resolve().parent / "texts"
 LANGUAGES = {"en": "English", "zh-CN": "中文"}
+SETTINGS = "settings.toml"
 
 
 @cache
@@ -28,6 +33,8 @@ def catalogue() -> dict[str, dict[str, str]]:
     """Every sentence by its key; each has every language."""
     found: dict[str, dict[str, str]] = {}
     for file in sorted(FOLDER.glob("*.toml")):
+        if file.name == SETTINGS:
+            continue
         for key, texts in tomllib.loads(file.read_text(encoding="utf-8")).items():
             if key in found:
                 raise ValueError(f"{file.name}: {key!r} stands in another file of texts/, too")
@@ -44,23 +51,85 @@ def say(language: str, key: str, **values: Any) -> str:
     return catalogue()[key][language].format(**values)
 
 
+def preferred(accepted: str) -> str:
+    """The first language of an Accept-Language header that the page has; English otherwise."""
+    for entry in accepted.split(","):
+        tag = entry.split(";")[0].strip().lower()
+        for language in LANGUAGES:
+            if tag and tag.split("-")[0] == language.split("-")[0].lower():
+                return language
+    return "en"
+
+
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Engine lines: what the English one looks like, and the key of it."""
+    """Engine lines: what the English one looks like, and the key of it; what stands around others first, then the
+    pattern that says most."""
     found = []
     for key, texts in catalogue().items():
         if key.startswith("engine."):
             parts = re.split(r"\{(\w+)\}", texts["en"])
             pattern = "".join(f"(?P<{part}>.+?)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
-            found.append((re.compile(pattern + r"\Z", re.DOTALL), key))
-    return found
+            said = sum(map(len, parts[::2])) + (1000 if key.startswith("engine.in.") else 0)
+            found.append((said, re.compile(pattern + r"\Z", re.DOTALL), key))
+    return [(pattern, key) for _, pattern, key in sorted(found, key=lambda one: -one[0])]
+
+
+KEYED = re.compile(r"(?P<key>[\w.]+): (?P<line>.+)", re.DOTALL)
+"""The setting that most lines begin with."""
 
 
 def tell(language: str, line: str) -> str:
-    """A line of the engine in the page's language."""
+    """A line of the engine in the page's language; several lines, each by itself."""
     if language == "en":
         return line
+    if "\n" in line:
+        return "\n".join(
+            part[: len(part) - len(part.lstrip())] + tell(language, part.lstrip()) for part in line.split("\n")
+        )
     for pattern, key in _patterns():
         if match := pattern.match(line):
-            return catalogue()[key][language].format(**match.groupdict())
+            parts = match.groupdict()
+            if "line" in parts:
+                parts["line"] = tell(language, parts["line"])
+            if "what" in parts:
+                parts["what"] = _meanings(language).get(parts["what"], parts["what"])
+            return catalogue()[key][language].format(**parts)
+    if match := KEYED.fullmatch(line):
+        told = tell(language, match["line"])
+        return line if told == match["line"] else f"{match['key']}：{told}"
     return line
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+@cache
+def named() -> dict[str, dict[str, Any]]:
+    """What settings.toml says of each setting; tables of the config are "section" and "section.adapter"."""
+    return tomllib.loads((FOLDER / SETTINGS).read_text(encoding="utf-8"))
+
+
+def label(language: str, key: str) -> str:
+    """What a setting is called; its key where settings.toml has no name for it yet."""
+    return named().get(key, {}).get(language, key)
+
+
+def meaning(language: str, key: str, description: str) -> str:
+    """What a setting is for: its description, in the page's language."""
+    return description if language == "en" else named().get(key, {}).get("help", description)
+
+
+def choice(language: str, key: str, word: str) -> str:
+    """How a word that a setting accepts is shown."""
+    return word if language == "en" else named().get(key, {}).get("choices", {}).get(word, word)
+
+
+@cache
+def _meanings(language: str) -> dict[str, str]:
+    """The engine's descriptions of settings in the page's language."""
+    known = {f"section.{name}" if name else "section": text for name, text in form.sections().items()}
+    for one in form.settings().values():
+        known |= {column.key: column.description for column in one.columns} | {one.key: one.description}
+    return {text.strip(): meaning(language, key, text) for key, text in known.items()}

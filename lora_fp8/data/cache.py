@@ -43,6 +43,7 @@ from torch import Tensor
 from lora_fp8 import config
 from lora_fp8.data import permutation
 from lora_fp8.data.buckets import Placed, fit
+from lora_fp8.data.captions import split_tags
 from lora_fp8.data.images import Example, ImageError, open_image
 from lora_fp8.run import RunFailure, write_synced
 
@@ -75,10 +76,6 @@ def shorten(text: str, most: int = 60) -> str:
     """The beginning of a text, at most so many characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def split_tags(caption: str, separator: str) -> list[str]:
-    return [tag.strip() for tag in caption.split(separator) if tag.strip()]
 
 
 def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int = 3) -> list[str]:

@@ -32,11 +32,11 @@ import os
 import re
 import warnings as python_warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -58,6 +58,10 @@ EXTENSIONS = {
 }
 CAPTIONS = (".txt", ".caption")
 """Caption files in the order of preference."""
+
+
+_MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
+"""Byte-order marks and what follows them."""
 
 
 class ImageError(ValueError):
@@ -226,24 +230,33 @@ def _grey(image: Image.Image, grey_HW: np.ndarray) -> tuple[Image.Image, Image.I
 # ------------------------------------------------------------------------------------------------------------ captions
 
 
+def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
+    """The text in a caption file's bytes, line ends and all; the byte-order mark before it; Python's codec of the rest.
+
+    Raises:
+        ValueError: as `read_caption`.
+    """
+    mark = next((mark for mark in _MARKS if raw.startswith(mark)), b"")
+    codec = _MARKS.get(mark, "utf-8")
+    try:
+        text = raw[len(mark) :].decode(codec)
+    except UnicodeDecodeError as error:
+        at = error.start + len(mark)
+        shown = f" (0x{raw[at]:02x})" if at < len(raw) else ""
+        raise ValueError(f"is not {codec[:6].upper()} at byte {at}{shown}; save it as UTF-8") from None
+    # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
+    if "\0" in text:
+        raise ValueError(f"has a NUL character at byte {raw.index(0)}; save it as UTF-8")
+    return text, mark, codec
+
+
 def read_caption(path: Path) -> str:
     """A caption file's text on one line: UTF-8 (with or without mark), or UTF-16 with a byte-order mark.
 
     Raises:
         ValueError: the bytes are something else; the message has the offset of the first byte that does not fit.
     """
-    raw = path.read_bytes()
-    skipped = 3 if raw.startswith(b"\xef\xbb\xbf") else 0
-    encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
-    try:
-        text = raw[skipped:].decode(encoding)
-    except UnicodeDecodeError as error:
-        at = error.start + skipped
-        shown = f" (0x{raw[at]:02x})" if at < len(raw) else ""
-        raise ValueError(f"is not {encoding.upper()} at byte {at}{shown}; save it as UTF-8") from None
-    # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
-    if "\0" in text:
-        raise ValueError(f"has a NUL character at byte {raw.index(0)}; save it as UTF-8")
+    text = decode_caption(path.read_bytes())[0]
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -262,8 +275,11 @@ def with_trigger(caption: str, trigger: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- scan
 
 
+Measure = Callable[[Image.Image, Image.Image], Any]
+
+
 @dataclass(frozen=True)
-class _Looked:
+class Looked:
     """One image file as decoded: `error` is empty when it can be used, the rest is valid only then."""
 
     error: str = ""
@@ -274,20 +290,27 @@ class _Looked:
     frames: int = 1
     converted: bool = False
     profile_problem: str = ""
+    measured: Any = None
 
 
-def _look(path: Path, section: config.Dataset) -> _Looked:
-    """Decode one file completely (a truncated file shows only then) and hash its bytes."""
+def _look(path: Path, section: config.Dataset, measure: Measure | None = None) -> Looked:
+    """Decode one file completely (a truncated file shows only then) and hash its bytes.
+
+    Args:
+        path: the file.
+        section: max_pixels and background are read.
+        measure: is given the image as it is in the file and as upright RGB; its answer is `measured`.
+    """
     try:
         raw = path.read_bytes()
     except OSError as error:
-        return _Looked(f"cannot be read: {error.strerror}")
+        return Looked(f"cannot be read: {error.strerror}")
     if not raw:
-        return _Looked("is empty (0 bytes)")
+        return Looked("is empty (0 bytes)")
     try:
         with _opened(io.BytesIO(raw)) as image:
             if image.width * image.height > section.max_pixels:
-                return _Looked(
+                return Looked(
                     f"has {image.width} x {image.height} = {image.width * image.height:,} pixels, "
                     f"more than dataset.max_pixels = {section.max_pixels:,}"
                 )
@@ -295,10 +318,21 @@ def _look(path: Path, section: config.Dataset) -> _Looked:
             frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
             format = "JPEG" if image.format == "MPO" else image.format or ""
             rgb, converted, problem = _upright_rgb(image, section.background)
+            measured = measure(image, rgb) if measure else None
     except ImageError as error:
         starts = f" (it starts with {raw[:12]!r})" if "not a readable" in str(error) else ""
-        return _Looked(f"{error}{starts}")
-    return _Looked("", *rgb.size, hashlib.sha256(raw).hexdigest(), format, frames, converted, problem)
+        return Looked(f"{error}{starts}")
+    return Looked("", *rgb.size, hashlib.sha256(raw).hexdigest(), format, frames, converted, problem, measured)
+
+
+def look_all(paths: Sequence[Path], section: config.Dataset, measure: Measure | None = None) -> Iterator[Looked]:
+    """Decode files, several at a time, and tell what each is, in order; the arguments are those of `_look`."""
+    with _no_bomb_check(), python_warnings.catch_warnings():
+        # Pillow's remarks about odd metadata; what matters is reported here.
+        python_warnings.simplefilter("ignore")
+        # Decoding leaves Python's lock, and map keeps the order. Few at a time: each holds a whole image in memory.
+        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+            yield from pool.map(lambda path: _look(path, section, measure), paths)
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -334,16 +368,11 @@ def scan(section: config.Dataset) -> ScanReport:
     report = ScanReport()
     if not section.folders:
         report.problems.append("dataset.folders: no folder is given; add a [[dataset.folders]] table with path = '...'")
-    _warn_of_nested(section, report)
+    warn_of_nested(section, report)
     found: list[tuple[int, Path, Path, Path | None]] = []
     for index in range(len(section.folders)):
-        found += _list_folder(index, section, report)
-    with _no_bomb_check(), python_warnings.catch_warnings():
-        # Pillow's remarks about odd metadata; what matters is reported here.
-        python_warnings.simplefilter("ignore")
-        # Decoding leaves Python's lock, and map keeps the order. Few at a time: each holds a whole image in memory.
-        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            looks = list(pool.map(lambda item: _look(item[2], section), found))
+        found += list_folder(index, section, report)
+    looks = list(look_all([path for _, _, path, _ in found], section))
     notes: dict[str, list[str]] = defaultdict(list)
     for (index, root, path, caption_path), look in zip(found, looks, strict=True):
         folder = section.folders[index]
@@ -416,7 +445,7 @@ def note_sizes(report: ScanReport, section: config.Dataset, resolution: int) -> 
     report.warnings += _warnings(notes)
 
 
-def _note_oddities(path: Path, look: _Looked, notes: dict[str, list[str]]) -> None:
+def _note_oddities(path: Path, look: Looked, notes: dict[str, list[str]]) -> None:
     if look.format != EXTENSIONS[path.suffix.lower()]:
         notes["extension"].append(f"{path} ({look.format})")
     if look.profile_problem:
@@ -434,7 +463,7 @@ def _note_copies(report: ScanReport, notes: dict[str, list[str]]) -> None:
             notes["copies"].append(f"{example.path} (of {original})")
 
 
-def _warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
+def warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
     """One folder named twice, or inside another: its images count for each."""
     real = [Path(os.path.realpath(os.path.expanduser(folder.path))) for folder in section.folders]
     for later, path in enumerate(real):
@@ -449,7 +478,7 @@ def _warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
                 report.warnings.append(f"folder {inner} is inside folder {outer}; its images count for each")
 
 
-def _list_folder(index: int, section: config.Dataset, report: ScanReport) -> list[tuple[int, Path, Path, Path | None]]:
+def list_folder(index: int, section: config.Dataset, report: ScanReport) -> list[tuple[int, Path, Path, Path | None]]:
     """(folder index, root, image, caption file or None) of every image file of one folder entry."""
     root = Path(os.path.expanduser(section.folders[index].path))
     if not root.exists():

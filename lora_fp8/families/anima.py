@@ -68,6 +68,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 4.0
+    text_shapes = {"prompt_embeds": ("tokens", "text_embed_dim")}
     modelspec_architecture = "anima-preview"
     kohya_base_version = "anima"
     kohya_naming = "native"

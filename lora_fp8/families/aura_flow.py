@@ -44,6 +44,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 3.5
+    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     modelspec_architecture = "auraflow-v1"
     kohya_base_version = "auraflow"
     kohya_naming = ""  # kohya's tools do not train it

@@ -26,6 +26,7 @@ import importlib
 import inspect
 import json
 import logging
+import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -209,6 +210,9 @@ class ModelFamily(ABC):
     """The file that says which pipeline a folder is made for."""
     pipeline_options: ClassVar[dict[str, Any]] = {}
     """Arguments with which the pipeline is made."""
+    text_shapes: ClassVar[dict[str, tuple[int | str, ...]]]
+    """What `encode_prompts` makes of a prompt that is as long as it is read: name -> shape. A word is an entry of the
+    denoiser's config.json, "tokens" is `longest_prompt`, and "tokens+77" a sum."""
     call_options: ClassVar[dict[str, Any]] = {}
     """Arguments that every call of the pipeline needs, such as one frame where it draws videos."""
 
@@ -401,6 +405,20 @@ class ModelFamily(ABC):
                 found[prompt] = Overlong(text.removeprefix(before), lost, len(spans) - limit, own)
         return found
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of conditioning that a prompt makes at most."""
+        return getattr(self, "max_sequence_length", None) or min(map(self.token_limit, self.judge_length_by))
+
+    def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `encode_prompts` gives for the longest prompt, to reckon memory before anything is encoded."""
+        sizes = {**denoiser_config, "tokens": self.longest_prompt}
+
+        def size(words: int | str) -> int:
+            return sum(int(word) if str(word).isdecimal() else sizes[word] for word in str(words).split("+"))
+
+        return {name: tuple(map(size, shape)) for name, shape in self.text_shapes.items()}
+
     def seq_len(self, latent_hw: tuple[int, int]) -> int:
         """Image tokens that the denoiser sees: what a resolution-dependent shift depends on."""
         return latent_hw[0] * latent_hw[1]
@@ -494,12 +512,40 @@ class ModelFamily(ABC):
             vae = self._from_pretrained(cls, "vae", "diffusion_pytorch_model", dtype=torch.float32)
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
+    def empty_vae(self) -> nn.Module:
+        """The VAE on the meta device: all shapes, no memory."""
+        cls = getattr(diffusers, self.vae_class)
+        with torch.device("meta"):
+            return cls.from_config(cls.load_config(self.folder / "vae")).eval().requires_grad_(False)
+
     def tokenizer(self, name: str) -> Any:
         """One of the tokenizers of `text_parts`: small, so it is loaded when first asked for and kept."""
         if name not in self._tokenizers:
             cls = getattr(transformers, self.text_parts[name])
             self._tokenizers[name] = cls.from_pretrained(self.folder / name, local_files_only=True)
         return self._tokenizers[name]
+
+    def encoders_bytes(self) -> int:
+        """What VAE and text encoders take while everything is encoded, by the headers of their files."""
+        total = 0
+        for name in self.text_parts:
+            if self._is_tokenizer(name):
+                continue
+            if self._has_text(name):
+                headers = [{k: v for k, v in self._header.items() if k.startswith(self.checkpoint_text[name])}]
+            else:
+                headers = list(
+                    map(_files.read_header, _files.weight_files(self.folder / name, self._text_class(name)[1]))
+                )
+            numbers = sum(math.prod(shape) for header in headers for shape in header.values())
+            total += numbers * self.dtype.itemsize
+        prefix = self._vae_prefix()
+        if prefix:
+            vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
+        else:
+            (path, *_) = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model")
+            vae = _files.read_header(path)
+        return total + sum(math.prod(shape) for shape in vae.values()) * torch.float32.itemsize
 
     def free_encoders(self) -> None:
         """Drop VAE and text encoders and give their memory back."""

@@ -50,6 +50,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 3.0
+    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     modelspec_architecture = "chroma"
     kohya_base_version = "chroma"
     kohya_naming = "bfl_flux"

@@ -47,6 +47,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 4.0
+    text_shapes = {"prompt_embeds": ("tokens", "text_in_dim")}
     modelspec_architecture = "ERNIE-Image"
     kohya_base_version = "ernie_image"
     kohya_naming = ""  # kohya's musubi-tuner trains it, but nothing else reads its names

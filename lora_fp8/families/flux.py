@@ -52,6 +52,10 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 3.5
+    text_shapes = {
+        "prompt_embeds": ("tokens", "joint_attention_dim"),
+        "pooled_prompt_embeds": ("pooled_projection_dim",),
+    }
     uses_negative = False
     modelspec_architecture = "flux-1-dev"
     kohya_base_version = "flux1"

@@ -47,6 +47,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 4.0
+    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     uses_negative = False
     modelspec_architecture = "Flux.2-dev"
     kohya_base_version = "flux_2_dev"

@@ -42,6 +42,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 4.0
+    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     kohya_base_version = "flux_2_klein"
     kohya_naming = "native"
     layouts = ("comfy", "diffusers", "kohya")

@@ -18,6 +18,7 @@ What to know before training:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,15 @@ class Family(ModelFamily):
         rows = zip(llama_NBLD.transpose(0, 1), t5_BLD, pooled_BD, strict=True)
         names = ("prompt_embeds", "t5_embeds", "pooled_prompt_embeds")
         return [{name: row.to(self.dtype).clone() for name, row in zip(names, one, strict=True)} for one in rows]
+
+    def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        layers = denoiser_config["num_layers"] + denoiser_config["num_single_layers"]
+        t5_width, llama_width = denoiser_config["caption_channels"]
+        return {
+            "prompt_embeds": (layers, self.longest_prompt, llama_width),
+            "t5_embeds": (self.longest_prompt, t5_width),
+            "pooled_prompt_embeds": (denoiser_config["text_emb_dim"],),
+        }
 
     def token_limit(self, name: str) -> int:
         return min(128, self.tokenizer(name).model_max_length)

@@ -86,6 +86,10 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 960  # the area of 720p
     default_guidance = 6.0
+    text_shapes = {
+        "prompt_embeds": ("tokens", "text_embed_dim"),
+        "pooled_prompt_embeds": ("pooled_projection_dim",),
+    }
     uses_negative = False
     vae_class = "AutoencoderKLHunyuanVideo"
     config_marks = {"image_condition_type": None}  # image-to-video has a pipeline of its own

@@ -86,6 +86,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024  # up to 2048
     default_guidance = 1.0
+    text_shapes = {"prompt_embeds": ("tokens", "llm_features_dim")}
     uses_negative = False
     modelspec_architecture = "Ideogram-4"
     kohya_base_version = "ideogram4"

@@ -62,6 +62,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 4.5  # 3.5 as its makers count: they add it to the answer, see `guidance_inputs`
+    text_shapes = {"prompt_embeds": ("tokens", "num_text_layers", "text_hidden_dim")}
     modelspec_architecture = "Krea-2"
     kohya_base_version = "krea2"
     kohya_naming = "native"

@@ -66,6 +66,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 4.0
+    text_shapes = {"prompt_embeds": ("tokens", "cap_feat_dim")}
     modelspec_architecture = "lumina-2"
     kohya_base_version = "lumina2"
     kohya_naming = "native"

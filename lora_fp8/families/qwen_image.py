@@ -42,6 +42,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024  # the pipeline's default; trained up to 1328, which fits no coarse grid of buckets
     default_guidance = 4.0
+    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     modelspec_architecture = "Qwen-Image"
     kohya_base_version = "qwen_image"
     kohya_naming = "native"

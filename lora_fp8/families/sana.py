@@ -48,6 +48,7 @@ class Family(ModelFamily):
     bucket_multiple = 32
     native_resolution = 1024
     default_guidance = 4.5
+    text_shapes = {"prompt_embeds": ("tokens", "caption_channels")}
     vae_class = "AutoencoderDC"
     config_marks = {"guidance_embeds": False}  # Sana-Sprint, which has another pipeline, takes the guidance as an input
     modelspec_architecture = "sana"

@@ -43,6 +43,7 @@ class Family(ModelFamily):
     bucket_multiple = 8
     native_resolution = 512
     default_guidance = 7.5
+    text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
     modelspec_architecture = "stable-diffusion-v1"
     kohya_base_version = "sd_v1"
     kohya_naming = "diffusers_underscored"

@@ -44,6 +44,7 @@ class Family(ModelFamily):
     bucket_multiple = 8
     native_resolution = 768
     default_guidance = 7.5
+    text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
     kohya_base_version = "sd_v2"
     kohya_naming = "diffusers_underscored"
     config_marks = {"in_channels": 4, "use_linear_projection": True}

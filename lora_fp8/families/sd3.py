@@ -54,6 +54,10 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 7.0
+    text_shapes = {
+        "prompt_embeds": ("tokens+77", "joint_attention_dim"),
+        "pooled_prompt_embeds": ("pooled_projection_dim",),
+    }
     kohya_base_version = "sd3"
     kohya_naming = "native"
     layouts = ("diffusers", "comfy", "kohya")

@@ -8,6 +8,7 @@ of its crop, and the height and width it was trained at (sect. 2.2).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,12 @@ class Family(ModelFamily):
             cond = self.encode_with(self.text_pipeline, prompts, {})
         pairs = zip(cond["prompt_embeds"], cond["text_embeds"], strict=True)
         return [{"prompt_embeds": e_LD.clone(), "text_embeds": p_D.clone()} for e_LD, p_D in pairs]
+
+    def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        # The time ids' embeddings and the pooled text share one input.
+        both, each = (denoiser_config[f"{n}_dim"] for n in ("projection_class_embeddings_input", "addition_time_embed"))
+        embeds = (self.longest_prompt, denoiser_config["cross_attention_dim"])
+        return {"prompt_embeds": embeds, "text_embeds": (both - 6 * each,)}
 
     def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
         embeds_BLD, _, pooled_BD, _ = pipeline.encode_prompt(

@@ -49,6 +49,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 640  # the area of 480p, which both sizes are trained at; 14B knows that of 720p (960) as well
     default_guidance = 5.0
+    text_shapes = {"prompt_embeds": ("tokens", "text_dim")}
     vae_class = "AutoencoderKLWan"
     vae_marks = _qwen.VAE_MARKS
     modelspec_architecture = "wan2.1"

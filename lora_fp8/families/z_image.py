@@ -57,6 +57,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 5.0
+    text_shapes = {"prompt_embeds": ("tokens", "cap_feat_dim")}
     modelspec_architecture = "Z-Image"
     kohya_base_version = "z_image"
     kohya_naming = "native"

@@ -1,0 +1,166 @@
+"""A step without a device: every shape, dtype and byte of a model on torch's meta device, and nothing computed.
+
+    with on_meta(), Tally() as tally:
+        loss = model(x).square().mean()
+        loss.backward()
+    tally.most      bytes that were alive at one time, of what was allocated inside
+    tally.flops
+
+Values that decide about shapes (masks, lengths, positions) stay real and small on the CPU, where a model can ask for
+them; everything else is on the meta device. What a model decides by its activations (a router of experts) cannot be
+reckoned: `Undecided`.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+META = torch.device("meta")
+SMALL = 2**16
+"""Elements of a floating tensor that is made anew and may stay real: frequencies, time steps, lengths."""
+E4M3 = torch.float8_e4m3fn
+
+
+class Undecided(Exception):
+    """The model looks at values that a dry run does not have."""
+
+
+class Tally(TorchDispatchMode):
+    """FLOPs, and the most bytes alive at one time of what is allocated while it is on.
+
+    (torch's FlopCounterMode would hold on to tensors, which then count as alive.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # what the tensors inside of a subclass do is seen below it
+        kwargs = kwargs or {}
+        self._see((args, kwargs), new=False)
+        out = _run(func, args, kwargs)
+        self._see(out, new=True)
+        if formula := flop_registry.get(func._overloadpacket):
+            self.flops += formula(*args, **kwargs, out_val=out)
+        return out
+
+    def _see(self, tree: Any, new: bool) -> None:
+        for tensor in tree_leaves(tree):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, num_bytes = storage._cdata, storage.nbytes() if new else 0
+            if key in self._known:
+                continue
+            self._known.add(key)
+            self.now += num_bytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, num_bytes)
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.now -= num_bytes
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The operation, on the CPU while everything in it is real, on the meta device as soon as something is not."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    meta = any(tensor.is_meta for tensor in tensors)
+    wanted = kwargs.get("device")
+    to_meta = wanted is not None and torch.device(wanted).type == "meta"
+    if not meta:
+        if to_meta and tensors:  # .to(device): what decides about shapes stays where it can be asked
+            out = func(*args, **(kwargs | {"device": torch.device("cpu")}))
+            return out if _stays_real(out) else out.to(META)
+        if to_meta:
+            made = func(*args, **kwargs)
+            return func(*args, **(kwargs | {"device": torch.device("cpu")})) if _stays_real(made) else made
+        return func(*args, **kwargs)
+    if func is torch.ops.aten._local_scalar_dense.default:
+        raise Undecided("a value of an activation decides what is computed")
+    if wanted is not None:
+        kwargs = kwargs | {"device": META}
+    if func._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
+        args = (args[0], [_positions(index) for index in _split(args[1])], *args[2:])
+    args, kwargs = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError as error:  # nonzero, unique and their like
+        raise Undecided(str(error).splitlines()[0]) from None
+
+
+def _stays_real(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() or tensor.numel() <= SMALL
+
+
+def _split(indices: Any) -> list[Tensor | None]:
+    """A mask as an index stands for the positions in it, one index for each of its dimensions."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            if index.is_meta:
+                raise Undecided("a mask that is computed decides how many rows there are")
+            found += index.nonzero(as_tuple=True)
+        else:
+            found.append(index)
+    return found
+
+
+def _positions(index: Tensor | None) -> Tensor | None:
+    return index.to(META) if index is not None else None
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """What the meta device has not: attention in one fused kernel as on a GPU, autocast, and linear layers whose FP8
+    weights autocast would widen."""
+    plain_linear, autocast = F.linear, torch.autocast
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        if attn_mask is None:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        wide = (*query.shape[:3], key.shape[2])
+        bias = torch.empty(attn_mask.shape, dtype=query.dtype, device=META).expand(wide)
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.dtype == E4M3:
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return plain_linear(x, weight, bias)
+
+    def cast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return autocast("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(F, "linear", linear),
+        mock.patch.object(torch, "autocast", cast),
+        mock.patch.object(torch.amp, "autocast", cast),
+    ):
+        yield

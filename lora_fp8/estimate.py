@@ -1,0 +1,231 @@
+"""Will it fit, how many steps is an epoch, how large is the file: asked of a config before anything is encoded.
+
+The answer on memory is counted, not guessed: the model is built on the meta device as training would build it (its
+storage, its adapters, checkpointing) and makes one step at the heaviest bucket with the longest prompt, and every byte
+that is alive at one time is added up (`dry`). What is not in it: the CUDA context and what torch's allocator keeps in
+reserve, 0.5 to 1.5 GiB on common systems, and the workspaces of libraries.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import adapters, dry, memory, optim, precision
+from .config import Job
+from .data import images
+from .data.cache import Cache, dataset_captions
+from .dry import META
+from .families.base import ModelFamily
+from .prepare import DTYPES, place, resolve_auto
+
+GIB = 2**30
+FILE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass
+class Estimate:
+    """What a job takes. Memory in bytes on the device, of one process; None where it cannot be reckoned."""
+
+    pictures: int
+    samples_per_epoch: int
+    steps_per_epoch: float
+    epochs: float
+    heaviest_bucket: tuple[int, int]
+    """(width, height) in pixels"""
+    base_bytes: int
+    adapter_bytes: int
+    optimizer_bytes: int
+    """moments, masters and float32 gradients"""
+    step_bytes: int | None
+    """the most that a forward and backward pass needs beside what is held"""
+    encoders_bytes: int
+    """text encoders and VAE, which are in memory before the denoiser is"""
+    vae_encode_bytes: int | None
+    vae_decode_bytes: int | None
+    """the VAE and what it needs for one preview, beside what training holds; 0 without previews"""
+    cache_bytes: int
+    """what encoding will add to the cache's disk"""
+    file_bytes: dict[str, int]
+    """size of each exported file, by its layout"""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.base_bytes + self.adapter_bytes + self.optimizer_bytes
+
+    @property
+    def peaks(self) -> dict[str, int | None]:
+        """The most that each stage has on the device at one time."""
+        encode = None if self.vae_encode_bytes is None else self.encoders_bytes + self.vae_encode_bytes
+        train = None if self.step_bytes is None else self.held_bytes + self.step_bytes
+        preview = None if self.vae_decode_bytes is None else self.held_bytes + self.vae_decode_bytes
+        return {"encode": encode, "train": train, "preview": preview if self.vae_decode_bytes else 0}
+
+    @property
+    def peak_bytes(self) -> int | None:
+        peaks = [peak for peak in self.peaks.values() if peak is not None]
+        return None if self.peaks["train"] is None else max(peaks)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"held_bytes": self.held_bytes, "peaks": self.peaks, "peak_bytes": self.peak_bytes}
+
+    def lines(self) -> list[str]:
+        def gib(num: int | None) -> str:
+            return "not known" if num is None else f"{num / GIB:.2f} GiB"
+
+        width, height = self.heaviest_bucket
+        found = [
+            f"steps      {self.pictures} pictures, {self.samples_per_epoch} samples = {self.steps_per_epoch:.4g} steps "
+            f"an epoch; {self.epochs:.3g} epochs in all",
+            f"training   {gib(self.peaks['train'])} at {width}x{height}: base {gib(self.base_bytes)}, adapter "
+            f"{gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
+            f"encoding   {gib(self.peaks['encode'])} before that: text encoders and VAE {gib(self.encoders_bytes)}",
+        ]
+        if self.vae_decode_bytes != 0:
+            found.append(f"previews   {gib(self.peaks['preview'])}: decoding takes {gib(self.vae_decode_bytes)}")
+        found.append("           beside these, the CUDA context and torch's reserve take 0.5 to 1.5 GiB")
+        found.append(f"cache      {gib(self.cache_bytes)} on disk still to be encoded")
+        sizes = ", ".join(f"{layout} {size / 2**20:.1f} MiB" for layout, size in self.file_bytes.items())
+        return [*found, f"file       {sizes}", *(f"note: {text}" for text in self.notes)]
+
+
+def estimate(job: Job, family: ModelFamily) -> Estimate:
+    """What this job takes on a device like `family`'s, with one process.
+
+    Raises:
+        UserErrors: something is wrong with the pictures or the settings.
+    """
+    job = resolve_auto(job, type(family))
+    found = images.scan(job.dataset)
+    examples = found.require()
+    buckets = place(job, examples)
+    placed = [one for members in buckets.values() for one in members]
+    samples = sum(one.example.repeats for one in placed)
+    in_bucket = [sum(one.example.repeats for one in members) for members in buckets.values()]
+    batches = sum(math.ceil(num / job.train.batch_size) for num in in_bucket)
+    steps = batches / job.train.accumulate
+    heaviest = max(buckets, key=lambda wh: (wh[0] * wh[1] * _in_batch(job, buckets[wh]), wh))
+    notes: list[str] = []
+
+    plan, denoiser = _denoiser(job, family)
+    cond_shapes = family.longest_cond(dict(denoiser.config))
+    vae_encode, latents = _vae(family, heaviest, "encode", notes)
+    previews = (job.preview.width or heaviest[0], job.preview.height or heaviest[1])
+    vae_decode = _vae(family, previews, "decode", notes)[0] if job.preview.prompts else 0
+    named = adapters.parameters(denoiser)
+    num_trained = sum(parameter.numel() for _, parameter in named)
+    step = None
+    if latents is not None:
+        step = _step(job, family, denoiser, latents, cond_shapes, _in_batch(job, buckets[heaviest]), notes)
+    adapter_bytes = sum(parameter.nbytes for _, parameter in named)
+    everything = sum(_nbytes(tensor) for tensor in (*denoiser.parameters(), *denoiser.buffers()))
+    cond_bytes = sum(math.prod(shape) for shape in cond_shapes.values()) * DTYPES[job.model.dtype].itemsize
+    return Estimate(
+        pictures=len(examples),
+        samples_per_epoch=samples,
+        steps_per_epoch=steps,
+        epochs=job.train.steps / steps,
+        heaviest_bucket=heaviest,
+        base_bytes=everything - adapter_bytes,
+        adapter_bytes=adapter_bytes,
+        optimizer_bytes=4 * num_trained + optim.state_bytes([p for _, p in named], job.optimizer),
+        step_bytes=step,
+        encoders_bytes=family.encoders_bytes(),
+        vae_encode_bytes=vae_encode,
+        vae_decode_bytes=vae_decode,
+        cache_bytes=_cache_bytes(job, family, placed, latents, heaviest, cond_bytes),
+        file_bytes={layout: num_trained * FILE_BYTES[job.export.dtype] for layout in job.export.formats},
+        notes=[*notes, *plan.warnings],
+    )
+
+
+def _in_batch(job: Job, members: list[Any]) -> int:
+    return min(job.train.batch_size, sum(one.example.repeats for one in members))
+
+
+def _denoiser(job: Job, family: ModelFamily) -> tuple[precision.Plan, torch.nn.Module]:
+    """As `prepare.load` makes it, on the meta device."""
+    denoiser = family.empty_denoiser()
+    plan = precision.quantize_(denoiser, job.quantize, family.keep_precise, family.dtype, family.modulation)
+    names = family.adapter_names(denoiser, job.adapter.targets)
+    adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
+    memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off", "cuda_graphs": False}))
+    return plan, denoiser.train()
+
+
+def _vae(
+    family: ModelFamily, size: tuple[int, int], what: str, notes: list[str]
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """Bytes that encoding or decoding one picture takes, and the shape (C, H, W) of its latents."""
+    family.vae = family.empty_vae()
+    try:
+        with dry.on_meta():
+            pixels = torch.empty(1, 3, size[1], size[0], device=META)
+            with dry.Tally() as tally:
+                latents = family.encode_images(pixels)
+            if what == "decode":
+                with dry.Tally() as tally:
+                    family.decode_latents(latents)
+    except dry.Undecided as error:
+        notes.append(f"the VAE's memory is not known: {error}")
+        return None, None
+    finally:
+        family.vae = None
+    return tally.most, tuple(latents.shape[1:])
+
+
+def _step(
+    job: Job,
+    family: ModelFamily,
+    denoiser: torch.nn.Module,
+    latents: tuple[int, ...],
+    cond_shapes: dict[str, tuple[int, ...]],
+    num: int,
+    notes: list[str],
+) -> int | None:
+    dtype = DTYPES[job.model.dtype]
+    # Facts about a picture are numbers, and stay real.
+    facts = family.image_conditioning((64, 64), (0, 0), (64, 64))
+    one = {name: torch.zeros(shape, dtype=dtype) for name, shape in cond_shapes.items()} | facts
+    cond = {
+        name: tensor.to(META) if tensor.is_floating_point() and name not in facts else tensor
+        for name, tensor in family.collate([one] * num).items()
+    }
+    objective = family.objective(family.scheduler_config(), job.objective)
+    t_B = objective.sample_t([torch.Generator().manual_seed(0) for _ in range(num)], family.seq_len(latents[-2:]))
+    latents_BCHW = torch.empty(num, *latents, device=META)
+    try:
+        with dry.on_meta(), dry.Tally() as tally:
+            noisy_BCHW = objective.add_noise(latents_BCHW, latents_BCHW, t_B).to(dtype)
+            answer_BCHW = family.predict(denoiser, noisy_BCHW, t_B, cond, job.objective.guidance)
+            target_BCHW = objective.target(latents_BCHW, latents_BCHW, t_B)
+            objective.loss(answer_BCHW, target_BCHW, t_B).sum().backward()
+    except dry.Undecided as error:
+        notes.append(f"what a step takes is not known before it is tried: {error}; training tries it before step 1")
+        return None
+    return tally.most
+
+
+def _cache_bytes(
+    job: Job, family: ModelFamily, placed: list[Any], latents: tuple[int, ...] | None, heaviest: Any, cond_bytes: int
+) -> int:
+    """Of what is not in the cache yet; the longest prompt stands for every caption."""
+    dtype = DTYPES[job.model.dtype]
+    store = Cache(Path(job.dataset.cache_dir), family, job.dataset, dtype)
+    captions = dataset_captions([one.example for one in placed], job.dataset, job.seed)
+    prompts = [*job.preview.prompts, family.negative_text(job.preview.negative)] if job.preview.prompts else []
+    missing = store.missing(placed, list(dict.fromkeys([*captions, *prompts])))
+    per_pixel = 0.0 if latents is None else math.prod(latents) * dtype.itemsize / math.prod(heaviest)
+    pixels = sum(math.prod(one.placement.bucket_wh) for one, _ in missing.images)
+    return round(pixels * per_pixel) + len(missing.captions) * cond_bytes
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """What a tensor takes; one that is made of others, as torchao's are, says the dtype that it stands for."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,307 @@
+"""The dataset's doctor: each kind of finding is planted by Pillow in a good dataset, and found in that file alone."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+from lora_fp8 import cli, config, families
+from lora_fp8.data import buckets, doctor
+
+
+def picture(seed: int, size: tuple[int, int] = (640, 640)) -> Image.Image:
+    """Something with large shapes and fine detail, another one for every seed."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    fine = rng.integers(-20, 21, (size[1], size[0], 3))
+    return Image.fromarray(np.clip(np.asarray(coarse).astype(int) + fine, 0, 255).astype(np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four good pictures with captions of their own."""
+    root = tmp_path / "set"
+    root.mkdir()
+    for seed in range(4):
+        picture(seed).save(root / f"good{seed}.png")
+        (root / f"good{seed}.txt").write_text(f"zibo, number {seed}", encoding="utf-8")
+    return root
+
+
+def put(image: Image.Image, path: Path, caption: str | bytes | None = None, **options) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+    caption = f"zibo, {path.stem} of its own" if caption is None else caption
+    path.with_suffix(".txt").write_bytes(caption.encode() if isinstance(caption, str) else caption)
+
+
+def examined(folder: Path, *, family: str = "sd15", remember: Path | None = None, **settings) -> doctor.Diagnosis:
+    settings = {"folders": [{"path": str(folder)}], "trigger": "zibo", **settings}
+    section = config.Dataset.model_validate(settings)
+    return doctor.examine(section, resolution=512, family=family, remember=remember)
+
+
+def by_kind(found: doctor.Diagnosis) -> dict[str, list[tuple[str, str]]]:
+    return {finding.kind: finding.files for finding in found.findings}
+
+
+def test_a_good_dataset_has_no_findings(folder: Path) -> None:
+    found = examined(folder)
+    assert found.findings == [] and found.ok
+    assert found.buckets == [{"size": "512x512", "count": 4, "cut": 0.0, "most_cut": 0.0, "enlarged": 0}]
+    assert found.tags == {"zibo": 4, "number 0": 1, "number 1": 1, "number 2": 1, "number 3": 1}
+
+
+def planted(kind: str, root: Path) -> str | None:
+    """Put one odd picture or caption into the folder; what its detail has to say."""
+    odd, path = picture(9), root / "odd.png"
+    if kind == "unreadable":
+        put(odd, path)
+        path.write_bytes(path.read_bytes()[:5000])
+        return "cannot be decoded"
+    if kind == "caption_encoding":
+        put(odd, path, "红发".encode("gb18030"))
+        return "byte 0 (0xba)"
+    if kind == "caption_missing":
+        odd.save(path)
+        return "odd.txt"
+    if kind == "caption_empty":
+        put(odd, path, b" \n")
+        return "odd.txt"
+    if kind == "duplicate":
+        put(odd, path)
+        put(odd, root / "odd2.png")
+        return "odd.png"
+    if kind == "near_duplicate":
+        put(odd, path)
+        put(odd.resize((600, 600), Image.Resampling.LANCZOS), root / "odd2.jpg", quality=70)
+        return "odd.png"
+    if kind == "tiny":
+        put(picture(9, (250, 250)), path)
+        return "250 x 250"
+    if kind == "small":
+        put(picture(9, (400, 400)), path)
+        return "400 x 400"
+    if kind == "cut":
+        put(picture(9, (1800, 600)), path)
+        put(picture(8, (1200, 600)), root / "two_to_one.png")
+        return "33%"
+    if kind == "little_detail":
+        put(odd.filter(ImageFilter.GaussianBlur(5)), path)
+        return ""
+    if kind == "animated":
+        path = path.with_suffix(".gif")
+        put(odd, path, save_all=True, append_images=[picture(10), picture(11)])
+        return "3"
+    if kind == "transparent":
+        odd.putalpha(Image.linear_gradient("L").resize(odd.size))
+        put(odd, path)
+        return ""
+    if kind == "cmyk":
+        put(odd.convert("CMYK"), path.with_suffix(".jpg"), quality=95)
+        return ""
+    if kind == "turned":
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        put(odd, path.with_suffix(".jpg"), quality=95, exif=exif)
+        return "6"
+    if kind == "profile":
+        put(odd, path, icc_profile=b"no profile")
+        return "damaged"
+    if kind == "extension":
+        put(odd, root / "odd.webp", format="PNG")
+        return "PNG"
+    if kind == "caption_repeated":
+        put(odd, path, "zibo, number 0")
+        return "1"
+    if kind == "caption_long":
+        put(odd, path, "zibo, " + "a cat " * 45)
+        return "9"
+    if kind == "trigger_missing":
+        put(odd, path, "a zibot")
+        return "'zibo'"
+    if kind == "uneven":
+        put(odd, root / "few/odd.png")
+        return ".: 4, few: 1"
+    if kind == "kohya_folder":
+        put(odd, root / "12_girl/odd.png")
+        put(picture(10), root / "12_girl/odd2.png")
+        return "12"
+    if kind == "lonely_bucket":
+        put(picture(9, (700, 560)), path)
+        return "576x448"
+    if kind == "folder":
+        (root / "notes.md").write_text("x", encoding="utf-8")
+        return "notes.md"
+    raise AssertionError(f"no plant for {kind}")
+
+
+NAMES = {
+    **{"duplicate": "odd2.png", "near_duplicate": "odd2.jpg", "animated": "odd.gif", "cmyk": "odd.jpg"},
+    **{"turned": "odd.jpg", "extension": "odd.webp", "uneven": "", "kohya_folder": "12_girl", "folder": ""},
+}
+
+
+@pytest.mark.parametrize("kind", doctor.KINDS)
+def test_each_kind_is_found_in_its_file_alone(folder: Path, kind: str) -> None:
+    detail = planted(kind, folder)
+    found = by_kind(examined(folder, family="sd15"))
+    files = found.pop(kind)
+    if kind == "caption_repeated":
+        assert [name for name, _ in files] == ["good0.png", "odd.png"]
+    else:
+        assert [name for name, _ in files] == [NAMES.get(kind, "odd.png")]
+    assert detail in files[0][1], files
+    allowed = {"cut": {"lonely_bucket"}, "kohya_folder": set()}.get(kind, set())
+    assert found.keys() <= allowed, found
+
+
+def test_what_was_said_of_a_crop_is_what_pillow_cuts(folder: Path) -> None:
+    """The share is measured: a picture whose left half is counted pixel by pixel after the training's own crop."""
+    put(picture(9, (1800, 600)), folder / "odd.png")
+    place = buckets.place((1800, 600), 512, 64)
+    kept = buckets.fit(Image.open(folder / "odd.png"), place.bucket_wh)
+    assert kept.size == place.bucket_wh
+    scale = place.resized_wh[1] / 600
+    share = (kept.width / scale) * (kept.height / scale) / (1800 * 600)
+    [(_, detail)] = by_kind(examined(folder))["cut"]
+    assert abs(float(detail.rstrip("%")) / 100 - (1 - share)) < 0.01
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_near_duplicates_are_copies_and_not_merely_similar(seed: int, tmp_path: Path) -> None:
+    """Recompressed, resized, brightened a little: found. Other pictures, mirrored ones, even surfaces: not."""
+    original = picture(seed)
+    for name, image in {
+        "a.png": original,
+        "b.jpg": original.resize((500, 500)),
+        "c.png": original.point(lambda value: min(255, value + 6)),
+        "d.png": picture(seed + 100),
+        "e.png": original.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        "f.png": Image.new("RGB", (640, 640), (200, 200, 200)),
+        "g.png": Image.new("RGB", (640, 640), (205, 200, 200)),
+    }.items():
+        put(image, tmp_path / name)
+    assert by_kind(examined(tmp_path))["near_duplicate"] == [("b.jpg", "a.png"), ("c.png", "a.png")]
+
+
+def test_missing_captions_are_as_grave_as_training_takes_them(folder: Path) -> None:
+    picture(9).save(folder / "odd.png")
+    assert not examined(folder).ok
+    for setting in ("trigger", "skip"):
+        found = examined(folder, missing_caption=setting)
+        assert found.ok and [finding.level for finding in found.findings] == ["warning"]
+
+
+def test_folders_that_cannot_be_are_problems(tmp_path: Path) -> None:
+    found = examined(tmp_path / "none")
+    assert not found.ok and "does not exist" in found.findings[0].files[0][1]
+
+
+def test_folders_of_a_config_are_weighed_with_their_repeats(folder: Path, tmp_path: Path) -> None:
+    for seed in range(4):
+        put(picture(20 + seed), tmp_path / f"other/p{seed}.png")
+    both = [{"path": str(folder), "repeats": 2}, {"path": str(tmp_path / "other"), "repeats": 9}]
+    found = examined(folder, folders=both)
+    assert f"{tmp_path / 'other'}: 36" in by_kind(found)["uneven"][0][1] and found.counts["shown"] == 44
+    expected = {f"{index}/{name}{i}.png" for index, name in ((0, "good"), (1, "p")) for i in range(4)}
+    assert {one["file"] for one in found.pictures} == expected
+    assert "uneven" not in by_kind(examined(folder, folders=[{**one, "repeats": 2} for one in both]))
+
+
+def test_what_is_remembered_is_measured_again_when_the_file_changes(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    measured = []
+    measure = doctor._measure
+    monkeypatch.setattr(doctor, "_measure", lambda image, rgb: measured.append(rgb.size) or measure(image, rgb))
+    memory = tmp_path / "memory/facts.json"
+    first = examined(folder, remember=memory)
+    assert len(measured) == 4
+    assert examined(folder, remember=memory).to_json() == first.to_json() and len(measured) == 4
+    picture(9, (300, 500)).save(folder / "good2.png")
+    assert {"file": "good2.png", "width": 300, "height": 500} in examined(folder, remember=memory).pictures
+    assert len(measured) == 5
+    memory.write_bytes(b"{torn")
+    examined(folder, remember=memory)
+    assert len(measured) == 9
+
+
+def test_looking_changes_nothing(folder: Path, tree_hash) -> None:
+    before = tree_hash(folder)
+    examined(folder)
+    assert tree_hash(folder) == before
+
+
+def test_every_family_has_the_step_that_auto_means() -> None:
+    for name in families.available():
+        assert families.facts(name).get("bucket_step", doctor.BUCKET_STEP) == families.get(name).bucket_step, name
+        assert families.facts(name)["native_resolution"] == families.get(name).native_resolution, name
+
+
+def test_tokens_are_counted_roughly() -> None:
+    """18 words and 4 marks, two words of which CLIP would split or not, and five ideographs."""
+    text = "a photo of a cat sitting on a red chair, soft light, wide shot; 猫在椅子上"
+    assert 20 <= doctor.rough_tokens(text) <= 27
+    assert doctor.rough_tokens("") == 0
+
+
+def ask(monkeypatch, capfd, *arguments: str | Path) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["lora-fp8", *map(str, arguments)])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = end.code
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+    return code, out, err
+
+
+def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, capfd, tree_hash) -> None:
+    picture(9).save(folder / "odd.png")
+    code, out, _ = ask(monkeypatch, capfd, "dataset", folder, "--trigger", "zibo")
+    assert code == 2 and "512x512" not in out and "1024x1024: 5 pictures" in out and "no caption (odd.txt)" in out
+    code, out, err = ask(
+        monkeypatch, capfd, "dataset", folder, "--json", "--resolution", "512", "--remember", tmp_path / "f"
+    )
+    told = json.loads(out)
+    assert code == 2 and not told["ok"] and told["findings"][0]["files"][0]["file"] == "odd.png"
+    assert json.loads(err.splitlines()[-1]) == {"event": "progress", "done": 5, "total": 5}
+    before = tree_hash(folder)
+    code, out, _ = ask(monkeypatch, capfd, "dataset", "edit", folder, "--add-tag", "new", "--only", "odd*", "--dry-run")
+    assert code == 0 and "+ new" in out and "1 of 1 captions would change" in out and tree_hash(folder) == before
+    code, out, _ = ask(
+        monkeypatch, capfd, "dataset", "edit", folder, "--add-tag", "new", "--rename-tag", "zibo", "zubo"
+    )
+    assert code == 0 and "5 of 5 captions changed" in out
+    assert (folder / "good1.txt").read_text(encoding="utf-8") == "zubo, number 1, new"
+    code, out, _ = ask(monkeypatch, capfd, "dataset", "history", folder, "--json")
+    assert [entry["files"] for entry in json.loads(out)] == [5]
+    code, out, _ = ask(monkeypatch, capfd, "dataset", "undo", folder)
+    left = tree_hash(folder)
+    left.pop(".lora_fp8_captions.jsonl")
+    assert code == 0 and left == before
+    assert ask(monkeypatch, capfd, "dataset", "redo", folder)[0] == 0
+    for wrong in (
+        ["edit", folder],
+        ["edit", folder, "--add-tag", "a,b"],
+        ["edit", folder, "--first", "--sort"],
+        ["undo", tmp_path],
+        ["look", tmp_path / "no"],
+        [tmp_path / "none.toml"],
+        [folder, "--family", "sd51"],
+    ):
+        code, out, err = ask(monkeypatch, capfd, "dataset", *wrong)
+        assert code == 2 and err and not out, wrong
+
+
+def test_the_command_reads_a_config(job, tmp_path: Path, monkeypatch, capfd) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(config.dumps(job()), encoding="utf-8")
+    code, out, _ = ask(monkeypatch, capfd, "dataset", path, "--json", "--set", "dataset.resolution=64")
+    told = json.loads(out)
+    assert code == 0 and told["resolution"] == 64 and told["bucket_step"] == 16 and told["counts"]["pictures"] == 5
+    assert os.path.basename(told["pictures"][0]["file"]) == "a.png"

@@ -1,0 +1,142 @@
+"""`lora-fp8 estimate`: what it reckons on no device is what a real step, a real optimizer and real files take."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_fp8 import adapters, config, estimate, families, optim, prepare, train
+from lora_fp8.families.base import ModelFamily
+
+FAMILIES = families.available()
+ROUTED = {"hidream"}  # its experts are chosen by the activations
+LONG = "a very long sentence about a cat that sits in front of a house and looks at a dog, " * 12
+
+
+def job_of(family: str, base: Path, pictures: Path, tmp_path: Path, *more: str) -> config.Job:
+    text = f"""
+[model]
+family = "{family}"
+path = {json.dumps(str(base))}
+[dataset]
+cache_dir = {json.dumps(str(tmp_path / "cache"))}
+[[dataset.folders]]
+path = {json.dumps(str(pictures))}
+"""
+    return config.loads(text, list(more))
+
+
+def family_of(job: config.Job) -> ModelFamily:
+    return families.get(job.model.family)(job.model, device="cpu", dtype=prepare.DTYPES[job.model.dtype])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_can_be_reckoned(name: str, tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+    """The longest conditioning has the shapes that the text encoders give; the step and the VAE are counted."""
+    job = job_of(name, tiny(name), pictures, tmp_path, "train.batch_size=2", "dataset.resolution=64")
+    family = family_of(job)
+    found = estimate.estimate(job, family)
+    assert (found.step_bytes is None) == (name in ROUTED) == bool(found.notes), found.notes
+    assert found.vae_encode_bytes and found.base_bytes and found.encoders_bytes
+    expected = family.longest_cond(dict(family.empty_denoiser().config))
+    family.load_encoders()
+    texts = [LONG if not family.overlong([LONG]) else LONG[: len(LONG) // 2], "a cat"]
+    for cond in family.encode_prompts(texts[:1]) + family.encode_prompts(texts[1:]):
+        assert cond.keys() == expected.keys()
+        for key, tensor in cond.items():
+            assert tensor.ndim == len(expected[key])
+            assert all(own <= most for own, most in zip(tensor.shape, expected[key], strict=True)), (key, tensor.shape)
+            different = [i for i, size in enumerate(tensor.shape) if size != expected[key][i]]
+            assert len(different) <= 1, f"{key}: only the number of tokens may differ, {tensor.shape}, {expected[key]}"
+
+
+def peak_of(step: Callable[[], None]) -> int:
+    """The most bytes that torch's allocator gave out at one time, by its profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    now = most = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["sd15", "flux", "lumina2"])
+def test_a_step_takes_what_was_reckoned(
+    name: str, checkpointing: bool, tiny: Callable[[str], Path], pictures: Path, tmp_path: Path
+) -> None:
+    """Against the allocator, on the CPU; attention there keeps no other tensors than a GPU's at these sizes."""
+    settings = ["train.batch_size=2", "dataset.resolution=256", "dataset.buckets=false", "adapter.rank=4"]
+    settings += [f"memory.gradient_checkpointing={str(checkpointing).lower()}"]
+    job = job_of(name, tiny(name), pictures, tmp_path, *settings)
+    family = family_of(job)
+    found = estimate.estimate(job, family)
+
+    denoiser, _ = prepare.base(family, job.quantize)
+    names = family.adapter_names(denoiser)
+    adapters.inject(denoiser, job.adapter, names, seed=0)
+    if checkpointing:
+        denoiser.enable_gradient_checkpointing()
+    denoiser.train()
+    held = sum(tensor.nbytes for tensor in (*denoiser.parameters(), *denoiser.buffers()))
+    assert found.base_bytes + found.adapter_bytes == held
+    family.load_vae()
+    latents = family.encode_images(torch.zeros(2, 3, 256, 256))
+    family.free_encoders()
+    shapes = family.longest_cond(dict(denoiser.config))
+    facts = family.image_conditioning((256, 256), (0, 0), (256, 256))
+    one = {key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in shapes.items()} | facts
+    objective = family.objective(family.scheduler_config(), job.objective)
+
+    class Batch:  # what `diffusion_loss` reads of one
+        latents_BCHW, noise_BCHW, cond = latents, torch.randn_like(latents), family.collate([one, one])
+        t_generators = [torch.Generator().manual_seed(i) for i in range(2)]
+
+    def step() -> None:
+        train.diffusion_loss(family, denoiser, objective, Batch, 1.0, torch.bfloat16).sum().backward()
+
+    step()
+    for _, parameter in adapters.parameters(denoiser):
+        parameter.grad = None
+    assert found.step_bytes == pytest.approx(peak_of(step), rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw"])
+@pytest.mark.parametrize("rounding", ["master", "nearest"])
+def test_the_optimizer_takes_what_was_reckoned(name: str, rounding: str) -> None:
+    sizes = ((16, 64), (64, 64), (320, 100))
+    named = [(str(size), torch.nn.Parameter(torch.randn(size).bfloat16())) for size in sizes]
+    section = config.Optimizer(name=name, rounding=rounding)
+    expected = optim.state_bytes([parameter for _, parameter in named], section)
+    made = optim.build(named, section, base_storage="fp8", seed=0)
+    made.step({key: torch.randn_like(parameter.float()) for key, parameter in named}, 1e-3, 0)
+    shared = sum(tensor.nbytes for key, tensor in made.state()[0].items() if "qmap" in key)
+    steps = 8 * len(named)  # a counter each
+    assert made.num_bytes() - shared == pytest.approx(expected, abs=steps)
+
+
+def test_a_run_takes_what_was_reckoned(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+    """Steps of an epoch, the cache's bytes, the encoders' and the file's, against a training."""
+    more = ["train.steps=3", "train.batch_size=2", "dataset.resolution=64", "export.verify=false", "dataset.flip=true"]
+    job = job_of("sdxl", tiny("sdxl"), pictures, tmp_path, *more, f'output_dir="{tmp_path}"', 'name="x"')
+    family = family_of(job)
+    found = estimate.estimate(job, family)
+    family.load_encoders()
+    parts = [family.vae, family.text_pipeline.text_encoder, family.text_pipeline.text_encoder_2]
+    held = sum(parameter.nbytes for part in parts for parameter in part.parameters())
+    assert found.encoders_bytes == pytest.approx(held, rel=0.02)
+    result = train.run(job, progress=False)
+    (data,) = (event for event in result.run.events() if event["event"] == "data")
+    assert found.steps_per_epoch == data["steps_per_epoch"] and found.pictures == data["images"]
+    cached = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.safetensors"))
+    entries = sum(1 for _ in (tmp_path / "cache").rglob("*.safetensors"))
+    assert found.cache_bytes == pytest.approx(cached - 300 * entries, rel=0.2)  # about 300 bytes of header each
+    assert sum(found.file_bytes.values()) < sum(path.stat().st_size for path in result.files)
+    tensors = sum(path.stat().st_size for path in result.files)
+    assert sum(found.file_bytes.values()) == pytest.approx(tensors, rel=0.35)  # the miniature's names weigh a lot
+    again = estimate.estimate(job, family_of(job))
+    assert again.cache_bytes == 0

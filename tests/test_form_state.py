@@ -1,0 +1,202 @@
+"""The form's one text: what every view shows comes from it, what every view changes goes into it, nothing is lost.
+
+The authority for what a text means is `config.loads`; for what stands in it, `tomllib`.
+"""
+
+import random
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import tomlkit
+
+from lora_fp8 import config, families
+from lora_fp8.config import Job
+from webui import form
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(ROOT.glob("configs/*.toml"))
+PRESETS = sorted(ROOT.glob("presets/*.toml"))
+NAMED = '[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "pictures"\n'
+
+
+def passed_through(text: str) -> str:
+    """The text after every setting was shown in its component, read back and put."""
+    for key, value in form.values(text).items():
+        setting = form.settings()[key]
+        text = form.put(text, key, form.read(setting, form.shown(setting, value)))
+    return text
+
+
+def least(text: str) -> str:
+    """A text with what every job must name."""
+    data = tomllib.loads(text)
+    data["model"] = {"family": "sd15", "path": "demo"} | data.get("model", {})
+    data.setdefault("dataset", {}).setdefault("folders", [{"path": "pictures"}])
+    return tomlkit.dumps(data)
+
+
+def test_every_setting_of_the_declarations_is_in_the_table() -> None:
+    declared = set()
+    for name, field in Job.model_fields.items():
+        inner = [a for a in (field.annotation, *get_args(field.annotation)) if hasattr(a, "model_fields")]
+        declared |= {f"{name}.{one}" for one in inner[0].model_fields} if inner else {name}
+    assert set(form.settings()) == declared
+    folder = form.settings()["dataset.folders"]
+    assert folder.kind == "table" and [one.name for one in folder.columns] == list(config.Folder.model_fields)
+    assert not [key for key, one in form.settings().items() if one.kind == "toml"], "give it a component of its own"
+
+
+def test_an_untouched_form_is_the_default_job() -> None:
+    text = form.put(form.START, "model.path", "demo")
+    text = form.put(text, "dataset.folders", [{"path": "pictures"}])
+    assert config.loads(text) == config.loads(NAMED)
+    assert passed_through(text) == text
+    assert passed_through(form.START) == form.START
+    assert {problem.key for problem in form.problems(form.START)} == {"model.path", "dataset.folders"}
+
+
+@pytest.mark.parametrize("path", [*FILES, *PRESETS], ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_nothing_of_a_shipped_file_is_lost(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    whole = text if path in FILES else least(text)
+    after = passed_through(whole)
+    assert config.loads(after, folder=path.parent) == config.loads(whole, folder=path.parent)
+    if path in FILES:
+        changed = [line for line in form.put(text, "seed", 7).splitlines() if line]
+        before = [line for line in text.splitlines() if line and not line.startswith("seed =")]
+        assert [line for line in changed if not line.startswith("seed =")] == before, "not a comment moves"
+
+
+def random_job(draw: random.Random) -> dict[str, Any]:
+    """Tables of a job in which about half the settings are at a value that is accepted."""
+    tables: dict[str, Any] = {"model": {"family": draw.choice(families.available()), "path": "demo"}}
+    for key, one in form.settings().items():
+        section, _, name = key.rpartition(".")
+        if key in ("model.family", "model.path") or draw.random() < 0.5:
+            continue
+        home = tables.setdefault(section, {}) if section else tables
+        home[name] = random_value(draw, one)
+    tables.setdefault("dataset", {})["folders"] = [random_row(draw) for _ in range(draw.randint(1, 4))]
+    tables["preset"] = draw.sample(config.preset_names(), draw.randint(0, 2))
+    return tables
+
+
+def random_row(draw: random.Random) -> dict[str, Any]:
+    row = {"path": "pictures " + odd(draw)}
+    for column in form.settings()["dataset.folders"].columns:
+        if column.name != "path" and draw.random() < 0.5:
+            row[column.name] = random_value(draw, column)
+    return row
+
+
+def odd(draw: random.Random) -> str:
+    return "".join(draw.choices("ab ,.#=[]{}'\"\\%$\n\t中文\u2028é", k=draw.randint(0, 8)))
+
+
+def random_value(draw: random.Random, one: form.Setting) -> Any:
+    number = draw.choice([1, 3, 16]) if one.whole and draw.random() < 0.5 else draw.choice([0.5, 1e-8, 0.125, 1.0])
+    return {
+        "flag": lambda: draw.random() < 0.5,
+        "choice": lambda: draw.choice(one.choices),
+        "mixed": lambda: draw.choice([*one.choices, number]),
+        "number": lambda: draw.choice([number, one.default]),
+        "text": lambda: odd(draw),
+        "lines": lambda: [odd(draw) for _ in range(draw.randint(0, 3))],
+        "choices": lambda: draw.sample(one.choices, draw.randint(1, len(one.choices))),
+        "table": lambda: [],
+    }[one.kind]()
+
+
+def test_nothing_of_random_jobs_is_lost() -> None:
+    draw, accepted = random.Random(20261121), 0
+    for _ in range(20):
+        text = tomlkit.dumps(random_job(draw))
+        try:
+            before = config.loads(text)
+        except config.UserError:
+            before = None
+        after = passed_through(text)
+        # Compared as values too, since most random jobs contradict themselves somewhere.
+        assert all(
+            form.same(form.values(after)[key], value) or one_number(form.values(after)[key], value)
+            for key, value in form.values(text).items()
+            if key != "dataset.folders"
+        ), text
+        if before is not None:
+            accepted += 1
+            assert config.loads(after) == before
+    for text in (tomlkit.dumps({**tomllib.loads(NAMED), "train": {"steps": n}}) for n in (1, 2)):
+        assert config.loads(passed_through(text)) == config.loads(text)
+
+
+def one_number(one: Any, other: Any) -> bool:
+    """16 and 16.0, where only numbers with a point are meant: the file may hold either."""
+    return not isinstance(one, bool) and isinstance(one, int | float) and one == other
+
+
+def test_a_change_keeps_comments_and_order_and_leaves_with_its_reason() -> None:
+    text = (
+        '# mine\nname = "x"  # the name\npreset = ["character"]\n\n[train]\n# how long\nsteps = 700  # enough\n' + NAMED
+    )
+    changed = form.put(text, "train.steps", 800)
+    assert changed == text.replace("700", "800")
+    assert "steps" not in form.put(changed, "train.steps", 1200), "what the preset says anyway needs no line"
+    assert form.put(text, "adapter.rank", 16) == text, "the default, and the preset's"
+    assert "rank = 8" in form.put(text, "adapter.rank", 8)
+    back = form.put(form.put(text, "adapter.rank", 8), "adapter.rank", 16)
+    assert back.strip() == text.strip(), "an emptied table leaves too"
+    assert form.origins(text)["train.steps"] == "" and form.origins(text)["adapter.rank"] == "character"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'train.steps = 5\nmodel.family = "sd15"\nmodel.path = "demo"\ndataset.folders = [{path = "a"}]\n',
+        'model = {family = "sd15", path = "demo"}\ndataset = {folders = [{path = "a"}], flip = true}\n',
+        '[dataset]\nflip = true\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "a"\n',
+        '[model]\nfamily = "sd15"\n[dataset]\n[[dataset.folders]]\npath = "a"\n[train]\n[model.x]\n',
+    ],
+    ids=["dotted", "inline", "taken up again", "with an unknown table"],
+)
+def test_every_layout_of_a_file_can_be_changed(text: str) -> None:
+    data = tomllib.loads(text)
+    rows = [{"path": "b", "repeats": 2}, {"path": "c"}]
+    for key, value in (("train.steps", 9), ("dataset.folders", rows), ("name", "n"), ("dataset.flip", False)):
+        text = form.put(text, key, value)
+        section, _, name = key.rpartition(".")
+        home = data.setdefault(section, {}) if section else data
+        home[name] = value
+        if key == "dataset.flip":
+            del home[name]
+        assert tomllib.loads(text) == data
+    assert form.values(text)["dataset.folders"] == rows
+
+
+def test_wrong_values_are_kept_and_told_each_with_its_setting() -> None:
+    rank, steps = form.settings()["adapter.rank"], form.settings()["train.steps"]
+    text = form.put(NAMED, "adapter.rank", form.read(rank, "0"))
+    text = form.put(text, "train.steps", form.read(steps, "many"))
+    text = form.put(text, "dataset.folders", [{"path": "a", "repeats": "b"}])
+    assert form.shown(steps, form.values(text)["train.steps"]) == "many"
+    assert [problem.key for problem in form.problems(text)] == ["adapter.rank", "dataset.folders", "train.steps"]
+    assert form.problems("x = [") and form.problems("x = [")[0].key == ""
+
+
+def test_rules_of_relevance_name_settings_and_values_that_exist() -> None:
+    for key, one in form.settings().items():
+        for other, accepted in one.when.items():
+            asked = form.settings()[other]
+            assert asked.kind != "choice" or set(accepted) <= set(asked.choices), key
+            assert asked.kind != "flag" or set(accepted) <= {True, False}, key
+            assert form.settings()[other].default is not None, key
+
+
+def test_settings_without_effect_are_told() -> None:
+    found = form.values(NAMED)
+    assert {"quantize.recipe", "preview.steps", "dataset.keep_tokens", "schedule.min_lr"} <= form.idle(found)
+    assert not {"quantize.scale", "quantize.compute", "dataset.max_aspect", "adapter.rank"} & form.idle(found)
+    text = form.put(form.put(NAMED, "quantize.storage", "nf4"), "preview.prompts", ["a"])
+    assert {"quantize.scale", "quantize.compute"} <= form.idle(form.values(text))
+    assert "preview.steps" not in form.idle(form.values(text))

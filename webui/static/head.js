@@ -1,0 +1,58 @@
+// Runs before Gradio's own script. LANGUAGE is put in by app.py.
+// Gradio asks the browser for its language ("Drop file here"); here the address decides.
+for (const [name, value] of [["language", LANGUAGE], ["languages", [LANGUAGE]]])
+  Object.defineProperty(navigator, name, { get: () => value });
+document.documentElement.lang = LANGUAGE;
+
+// Light, dark, or as the system has it. Gradio asks the system; it gets our answer where somebody chose.
+const themes = ["system", "light", "dark"];
+const theme = () => {
+  const kept = localStorage.getItem("lora_fp8_theme");
+  return themes.includes(kept) ? kept : "system";
+};
+const askSystem = window.matchMedia.bind(window);
+window.matchMedia = (query) => {
+  const answer = askSystem(query);
+  if (!/prefers-color-scheme:\s*dark/.test(query) || theme() === "system") return answer;
+  return new Proxy(answer, {
+    get: (target, key) => {
+      if (key === "matches") return theme() === "dark";
+      const value = target[key];
+      return typeof value === "function" ? value.bind(target) : value;
+    },
+  });
+};
+const paint = () => {
+  const chosen = theme();
+  const dark = chosen === "dark" || (chosen === "system" && askSystem("(prefers-color-scheme: dark)").matches);
+  document.documentElement.style.colorScheme = dark ? "dark" : "light";
+  document.body?.classList.toggle("dark", dark);
+  for (const button of document.querySelectorAll("[data-theme]"))
+    button.setAttribute("aria-pressed", String(button.dataset.theme === chosen));
+};
+document.addEventListener("DOMContentLoaded", () => {
+  paint();
+  // Gradio draws the header when it is ready: then its buttons are marked.
+  const waiting = new MutationObserver(() => {
+    if (document.querySelector("[data-theme]")) {
+      paint();
+      waiting.disconnect();
+    }
+  });
+  waiting.observe(document.body, { childList: true, subtree: true });
+});
+askSystem("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(paint));
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest?.("[data-theme]");
+  if (button) {
+    localStorage.setItem("lora_fp8_theme", button.dataset.theme);
+    paint();
+  }
+  const language = event.target.closest?.("a[data-language]");
+  if (language) {
+    // The same page with the same question (?run=...), in the other language; the next visit begins there.
+    document.cookie = `lora_fp8_language=${language.dataset.language}; path=/; max-age=31536000; samesite=strict`;
+    language.search = location.search;
+  }
+});
