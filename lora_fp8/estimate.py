@@ -124,7 +124,8 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
     everything = sum(_nbytes(tensor) for tensor in (*denoiser.parameters(), *denoiser.buffers()))
     cond_bytes = sum(math.prod(shape) for shape in cond_shapes.values()) * DTYPES[job.model.dtype].itemsize
-    return Estimate(
+    encoders = family.encoders_bytes()
+    estimated = Estimate(
         pictures=len(examples),
         samples_per_epoch=samples,
         steps_per_epoch=steps,
@@ -134,13 +135,19 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
         adapter_bytes=adapter_bytes,
         optimizer_bytes=4 * num_trained + optim.state_bytes([p for _, p in named], job.optimizer),
         step_bytes=step,
-        encoders_bytes=family.encoders_bytes(),
+        encoders_bytes=encoders,
         vae_encode_bytes=vae_encode,
         vae_decode_bytes=vae_decode,
         cache_bytes=_cache_bytes(job, family, placed, latents, heaviest, cond_bytes),
         file_bytes={layout: num_trained * FILE_BYTES[job.export.dtype] for layout in job.export.formats},
         notes=[*notes, *plan.warnings],
     )
+    encode, train = estimated.peaks["encode"], estimated.peaks["train"]
+    if encode and train and encode > train and job.model.text_storage == "none" and encoders > GIB:
+        estimated.notes.append(
+            "encoding the captions takes more memory than training; model.text_storage = 'fp8' halves the text encoders"
+        )
+    return estimated
 
 
 def _in_batch(job: Job, members: list[Any]) -> int:

@@ -56,6 +56,7 @@ FLIPS = {
     "name": Flip("other", ("exports", "title"), ASIDE),
     "seed": Flip("7", TRAINING),
     "model.dtype": Flip("fp32", TRAINING),
+    "model.text_storage": Flip("int8", ("losses", "tensors", "encoded"), ("shapes", "rates", "storage", "buckets")),
     "quantize.storage": Flip("none", (*TRAINING, "storage", "rates")),  # and lr_scale = "auto" with it
     "quantize.backend": Flip("torchao", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.keep": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates")),

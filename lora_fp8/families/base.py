@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from lora_fp8 import config, naming
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.objectives import Objective
-from lora_fp8.precision import Quantized, Weight, name_matches
+from lora_fp8.precision import Format, Quantized, Weight, name_matches, quantize_
 
 from . import _files, available
 from ._files import Header
@@ -60,6 +60,8 @@ from ._weights import ADVICE, WeightFile
 Cond = dict[str, Tensor]
 """Conditioning by name: of ONE image (no batch dimension), or of a batch after `collate`."""
 
+TEXT_PRECISE = ("lm_head", "text_projection", "visual")
+"""Name parts of the layers of text encoders that are not quantized: outputs, which are small or unused."""
 Conversion = dict[str, tuple[str, Callable[[Tensor], Tensor] | None]]
 """Parameter name in diffusers -> (key in the single file, which rows of that tensor, and in what order)."""
 
@@ -217,7 +219,7 @@ class ModelFamily(ABC):
     """Arguments that every call of the pipeline needs, such as one frame where it draws videos."""
 
     def __init__(self, model: config.Model, *, device: torch.device | str, dtype: torch.dtype):
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
         parts = ("scheduler", "vae", self.denoiser_name, *self.text_parts)
         self.folder, self.checkpoint = _files.locate(
             model.path, model.components or "", model.revision or "", family=self.name, parts=parts
@@ -537,8 +539,7 @@ class ModelFamily(ABC):
                 headers = list(
                     map(_files.read_header, _files.weight_files(self.folder / name, self._text_class(name)[1]))
                 )
-            numbers = sum(math.prod(shape) for header in headers for shape in header.values())
-            total += numbers * self.dtype.itemsize
+            total += sum(self._text_bytes(key, shape) for header in headers for key, shape in header.items())
         prefix = self._vae_prefix()
         if prefix:
             vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
@@ -546,6 +547,15 @@ class ModelFamily(ABC):
             (path, *_) = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model")
             vae = _files.read_header(path)
         return total + sum(math.prod(shape) for shape in vae.values()) * torch.float32.itemsize
+
+    def _text_bytes(self, key: str, shape: tuple[int, ...]) -> int:
+        """A tensor of a text encoder, as it is held."""
+        is_linear = len(shape) == 2 and key.endswith(".weight") and not re.search("embed|shared|relative|wte|wpe", key)
+        kept = any(name_matches(key.removesuffix(".weight"), part) for part in TEXT_PRECISE)
+        if self.text_storage == "none" or not is_linear or kept:
+            return math.prod(shape) * self.dtype.itemsize
+        forms = [Format(self.text_storage, scale) for scale in config.SCALES[self.text_storage]]
+        return next(form for form in forms if not form.problem(shape)).num_bytes(shape)
 
     def free_encoders(self) -> None:
         """Drop VAE and text encoders and give their memory back."""
@@ -658,7 +668,9 @@ class ModelFamily(ABC):
                     files += self._config_and_weights(name, stem, from_checkpoint=self._has_text(name))
         else:
             raise ValueError(f"encoder_identity({what!r}): 'vae' or 'text'")
-        return _files.digest(files)
+        digest = _files.digest(files)
+        quantized = what == "text" and self.text_storage != "none"
+        return f"{digest} {self.text_storage}" if quantized else digest
 
     def base_identity(self) -> str:
         """SHA-256 over the denoiser's files (of a single-file checkpoint: the whole file)."""
@@ -803,6 +815,11 @@ class ModelFamily(ABC):
             encoder = self._convert_text(cls, name)
         else:
             encoder = self._from_pretrained(cls, name, stem, dtype=self.dtype)
+        if self.text_storage != "none":
+            # T5 names its `wo` here, which transformers itself holds in float32 beside float16 only.
+            encoder._keep_in_fp32_modules = ()
+            quantize_(encoder, config.Quantize(storage=self.text_storage), TEXT_PRECISE, self.dtype)
+            return encoder.to(self.device).eval()
         return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
 
     def _assemble(self, **parts: Any) -> diffusers.DiffusionPipeline:
