@@ -7,12 +7,14 @@ off: whatever a test needs, it makes.
 import gc
 import hashlib
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error")
 
+import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
@@ -62,6 +64,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test draws the same numbers, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
 
 
 @pytest.fixture(scope="session")
