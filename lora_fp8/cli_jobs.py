@@ -94,10 +94,13 @@ def worker(
     """Start queued jobs, one at a time on each GPU (or group), and see to them until Ctrl-C; running jobs go on."""
     from . import jobs
 
-    if background and os.fork():
-        os._exit(0)  # so that the worker is no child of who asked for it
-    said = jobs.Worker(jobs.home_folder(), gpus, say=lambda line: print(time.strftime("%F %T"), line, flush=True))
-    said.run(idle)
+    made = jobs.Worker(jobs.home_folder(), gpus, say=lambda line: print(time.strftime("%F %T"), line, flush=True))
+    if background:
+        made.take_lock()  # what is in its way is told before
+        made.store.close()
+        if os.fork():
+            os._exit(0)  # so that the worker is no child of who asked for it
+    made.run(idle)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

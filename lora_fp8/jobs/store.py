@@ -150,7 +150,7 @@ class Store:
         self._local = threading.local()
         with self._in_words():
             if not home.is_dir():
-                home.mkdir(parents=True, mode=0o700)  # configs name pictures, prompts and folders
+                home.mkdir(parents=True, mode=0o700, exist_ok=True)  # configs name pictures, prompts and folders
             (home / "jobs").mkdir(exist_ok=True, mode=0o700)
             if not self.file.exists():
                 # SQLite gives its other files the rights of this one.
@@ -226,6 +226,12 @@ class Store:
                 [(number, priority, other) for number, (other, priority) in enumerate(order, 1)],
             )
             # Later jobs get their id as place, which is larger than any number given here.
+
+    def close(self) -> None:
+        """Give up this thread's connection, before a fork; the next use opens another."""
+        if database := getattr(self._local, "database", None):
+            database.close()
+            self._local.pid = None
 
     # -- inside
 

@@ -31,7 +31,6 @@ SENTENCES = {
     "stop_asked": "asked to save and stop",
     "stop_term": "asked to stop, then sent SIGTERM",
     "stop_kill": "asked to stop, sent SIGTERM, then killed (SIGKILL)",
-    "alone": "in hand of process {pid}",
     "cancelled": "taken out of the queue before it started",
     "stopped": "stopped and saved at step {step}",
     "stopped_early": "stopped before anything was saved",
@@ -197,7 +196,8 @@ class Progress:
 def follow(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """The whole lines of an event log behind this byte. -> (events, the byte to go on from)
 
-    A log that has become shorter is read from its beginning: it is another one. Torn lines are left out.
+    A log that has become shorter is read from its beginning: it is another one. Torn lines are left out, and a log that
+    is not there or may not be read has none.
     """
     try:
         with open(file, "rb") as log:
@@ -206,7 +206,7 @@ def follow(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
                 return [], offset
             log.seek(0 if size < offset else offset)
             begin, data = log.tell(), log.read()
-    except FileNotFoundError:
+    except OSError:
         return [], 0
     whole = data[: data.rfind(b"\n") + 1]
     events = []
@@ -252,7 +252,7 @@ def tail(file: Path, lines: int = 40) -> list[str]:
             size = log.seek(0, 2)
             log.seek(max(0, size - 400 * lines - 4096))
             text = log.read().decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return []
     if size > 400 * lines + 4096:
         text = text.partition("\n")[2] or text

@@ -130,11 +130,11 @@ def info(home: Path) -> Info | None:
         return None
     except BlockingIOError:
         pass
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError):  # it is only just starting, or its disk is full
         told = json.loads((home / "worker.json").read_bytes())
-        return Info(told["pid"], tuple(told["groups"]), told["since"], told["heartbeat"])
-    except (OSError, ValueError, KeyError):  # it is only just starting, or its disk is full
-        return Info(0, (), 0, 0)
+        if procs.identify(told["pid"]):  # else that of an earlier one
+            return Info(told["pid"], tuple(told["groups"]), told["since"], told["heartbeat"])
+    return Info(0, (), 0, 0)
 
 
 def ensure_worker(home: Path, idle_s: float = 600) -> Info:
@@ -150,21 +150,22 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
     log = home / "worker.log"
     environment = {name: value for name, value in os.environ.items() if name != procs.TOKEN}
     environment |= {"LORA_FP8_HOME": str(home), "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    with _writable(log) as file:
-        # It starts the worker and ends: so the worker is nobody's child here, and no zombie either when it ends.
-        starter = subprocess.run(
-            [sys.executable, "-m", "lora_fp8", "worker", "--idle", str(idle_s), "--background"],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=environment,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + 15
-    while starter.returncode == 0 and time.monotonic() < deadline:
-        if (found := info(home)) and found.pid:
-            return found
-        time.sleep(0.05)
+    for _ in range(3):  # who was faster may have ended again meanwhile
+        with _writable(log) as file:
+            # It starts the worker and ends: so the worker is nobody's child here, and no zombie either when it ends.
+            subprocess.run(
+                [sys.executable, "-m", "lora_fp8", "worker", "--idle", str(idle_s), "--background"],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + 5
+        while found := info(home):  # this one, or that of who was faster
+            if found.pid or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)
     lines = truth.tail(log, 3)
     raise UserError(f"the worker did not start; {log} ends with: {' / '.join(lines) or 'nothing'}")
 
@@ -207,7 +208,9 @@ class Worker:
         Raises:
             UserError: another worker has this home.
         """
-        self._take_lock()
+        if self._lock is None:
+            self.take_lock()
+        self._beat = -1.0  # at once, as this may be another process than that which took the lock
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "_leave", True))
         self.say(f"worker {os.getpid()}: {self.home}, one job at a time on each of: {'; '.join(self.groups)}")
@@ -226,7 +229,7 @@ class Worker:
                 # Looked at after the lock is given back: who submits now finds no worker, and starts one.
                 if not self.store.rows("phase <> 'ended'"):
                     break
-                self._take_lock()
+                self.take_lock()
             time.sleep(TICK_SECONDS)
         self.say("worker: leaving; jobs that are running go on, and the next worker takes them over")
         self._lock.close()
@@ -422,7 +425,12 @@ class Worker:
 
     # -- the worker itself
 
-    def _take_lock(self) -> None:
+    def take_lock(self) -> None:
+        """Be the worker of this home; the lock outlives a fork.
+
+        Raises:
+            UserError: another worker is.
+        """
         self._lock = open(self.home / "worker.lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for life
         for _ in range(20):  # who asks for `info` has a shared lock for an instant
             try:

@@ -1,0 +1,813 @@
+"""The queue: what is stored, in which order, what is said of a job, and by whom it is run.
+
+Whole lives of jobs, with kills, are in test_jobs_soak.py. Here processes are real where a process is judged (exit
+statuses, locks, /proc), and short.
+"""
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lora_fp8 import cli, config, jobs
+from lora_fp8.config import UserError
+from lora_fp8.jobs import Queue, Sentence, procs, store, truth, worker
+from lora_fp8.run import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = """
+name = "{name}"
+output_dir = "runs"
+[model]
+family = "sd15"
+path = "demo"
+[dataset]
+folders = [{{path = "pictures"}}, {{path = "~/more"}}]
+[train]
+steps = 4
+"""
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Queue:
+    return Queue(tmp_path / "home")
+
+
+@pytest.fixture
+def add(queue: Queue, tmp_path: Path) -> Callable[..., int]:
+    """add("name", priority=1): a queued job."""
+    return lambda name, **options: queue.submit(TEXT.format(name=name), folder=tmp_path, **options)
+
+
+def fresh(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        timeout=60,
+    )
+
+
+def over(queue: Queue, id: int, state: str = "failed", **values: object) -> None:
+    """Note that a job has ended."""
+    said = json.dumps(Sentence("vanished").to_json())
+    queue.store.update(id, phase="ended", state=state, sentence=said, ended=time.time(), **values)
+
+
+# ----------------------------------------------------------------------------------------------------------- submitting
+
+
+def test_a_job_is_what_the_file_said_when_it_was_submitted(queue: Queue, tmp_path: Path) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text("[adapter]\nrank = 7\n", encoding="utf-8")
+    (tmp_path / "base").mkdir()
+    text = TEXT.format(name="zibo").replace('"demo"', '"base"').replace("name =", 'preset = ["./mine.toml"]\nname =', 1)
+    id = queue.submit(text, overrides=["train.steps=9"], folder=tmp_path)
+    preset.write_text("[adapter]\nrank = 8\n", encoding="utf-8")
+    stored = config.loads(queue.config(id), folder=Path("/nowhere"))
+    assert (stored.adapter.rank, stored.train.steps, stored.preset) == (7, 9, [])
+    assert stored.output_dir == str(tmp_path / "runs") and stored.dataset.cache_dir == str(tmp_path / "cache")
+    assert stored.model.path == str(tmp_path / "base")
+    assert [f.path for f in stored.dataset.folders] == [str(tmp_path / "pictures"), os.path.expanduser("~/more")]
+    assert queue.job(id).folder == tmp_path / "runs" / "zibo"
+    # Ids on the hub and the bundled base are no paths.
+    for name in ("demo", "owner/model"):
+        job = config.loads(TEXT.format(name="x"), [f"model.path='{name}'"])
+        assert jobs.absolute_paths(job, tmp_path).model.path == name
+
+
+def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> None:
+    """Found by what the settings say of themselves, so that a new one cannot be forgotten."""
+    no_places = {"name", "preset", "model.path"}  # a folder's name; merged already; a place only where it is one
+
+    def places(model: type[config.Section], prefix: str = "") -> dict[str, object]:
+        found = {}
+        for name, field in model.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, config.Section):
+                found |= places(inner, f"{prefix}{name}.")
+            elif re.search(r"\b([Ff]olders?|[Pp]aths?)\b", field.description or "") and "str" in str(inner):
+                found[prefix + name] = inner
+        return found
+
+    listed = [key for key in places(config.Job) if key not in no_places]
+    assert {"output_dir", "dataset.cache_dir", "model.components"} <= set(listed)
+    job = config.loads(TEXT.format(name="x"), [f"{key}='here'" for key in listed])
+    absolute = jobs.absolute_paths(job, tmp_path).model_dump()
+    for key in listed:
+        value = absolute
+        for part in key.split("."):
+            value = value[part]
+        assert value == str(tmp_path / "here"), f"{key}: add it to jobs.PATHS"
+    folder = config.loads(TEXT.format(name="x")).dataset.folders[0]
+    inside = [key for key in places(type(folder)) if key not in ("trigger", "repeats")]
+    given = config.loads(TEXT.format(name="x")).model_dump()
+    given["dataset"]["folders"] = [{**folder.model_dump(), **dict.fromkeys(inside, "here")}]
+    made = jobs.absolute_paths(config.Job(**given), tmp_path).dataset.folders[0].model_dump()
+    assert [made[key] for key in inside] == [str(tmp_path / "here")] * len(inside), inside
+
+
+def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Callable[..., int], tmp_path: Path) -> None:
+    with pytest.raises(config.UserErrors) as found:
+        queue.submit(TEXT.format(name="x"), overrides=["train.stepz=1", "train.batch_size=0"], where="x.toml")
+    assert len(found.value.problems) == 2
+    first = add("zibo")
+    with pytest.raises(UserError, match=f"job {first} writes there already"):
+        add("zibo")
+    with pytest.raises(UserError, match="no group of GPUs"):
+        add("other", gpus="all")
+    with pytest.raises(UserError, match="max_attempts"):
+        add("other", max_attempts=0)
+    (tmp_path / "runs/there/checkpoints/step-000004").mkdir(parents=True)
+    with pytest.raises(UserError, match="a run was here already"):
+        add("there")
+    assert len(queue.view()) == 1
+    # The index holds where two who asked at the same time have both seen nothing.
+    row = queue.store.row(first)
+    with pytest.raises(UserError, match="another job writes there"):
+        values = {"text": "", "command": "[]", "cwd": "", "priority": 0, "gpus": "", "created": 0.0, "max_attempts": 1}
+        queue.store.insert(name="y", kind="train", folder=row.folder, **values)
+    over(queue, first)
+    assert add("zibo") > first
+
+
+def test_only_listed_commands_can_be_queued(queue: Queue) -> None:
+    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    assert set(jobs.COMMANDS) <= names and not set(jobs.COMMANDS) & {"submit", "worker", "train", "ui"}
+    for name in ("rm", "submit", "worker", "--help", "verify; rm"):
+        with pytest.raises(UserError, match="cannot be queued"):
+            queue.submit_command(name, [])
+    id = queue.submit_command("verify", ["$(touch x); a b.safetensors", "--json"])
+    assert queue.job(id).command == ("verify", "$(touch x); a b.safetensors", "--json")
+
+
+def test_fifty_submit_at_once(tmp_path: Path) -> None:
+    """Each with a connection of its own, as fifty processes would."""
+    ids: list[int] = []
+    errors: list[Exception] = []
+    together = threading.Barrier(50)
+
+    def one(number: int) -> None:
+        try:
+            together.wait()
+            found = Queue(tmp_path / "home").submit(TEXT.format(name=f"n{number}"), folder=tmp_path)
+            ids.append(found)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and sorted(ids) == list(range(1, 51))
+    rows = Queue(tmp_path / "home").store.rows()
+    assert [row.place for row in rows] == list(range(1, 51))
+    with sqlite3.connect(tmp_path / "home/queue.db") as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+# ------------------------------------------------------------------------------------------------------- order, changes
+
+
+def waiting(queue: Queue) -> list[str]:
+    return [job.name for job in queue.view() if job.state == "queued"]
+
+
+def test_the_order_of_the_queue(queue: Queue, add: Callable[..., int]) -> None:
+    ids = {name: add(name, priority=priority) for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", 0))}
+    assert waiting(queue) == ["c", "a", "b", "d"]
+    queue.move(ids["d"], 2)
+    assert waiting(queue) == ["c", "d", "a", "b"] and queue.job(ids["d"]).place == 2
+    queue.move(ids["b"], 1)  # before one of a higher priority
+    assert waiting(queue) == ["b", "c", "d", "a"] and queue.job(ids["b"]).priority == 5
+    queue.move(ids["c"], 99)
+    assert waiting(queue) == ["b", "d", "a", "c"] and queue.job(ids["c"]).priority == 0
+    queue.set_priority(ids["a"], 9)
+    add("e")
+    assert waiting(queue) == ["a", "b", "d", "c", "e"]
+    queue.cancel(ids["d"])
+    with pytest.raises(UserError, match="not waiting"):
+        queue.move(ids["d"], 1)
+    assert queue.job(ids["d"]).state == "cancelled" and waiting(queue) == ["a", "b", "c", "e"]
+
+
+def test_again_and_copies(queue: Queue, add: Callable[..., int], tmp_path: Path) -> None:
+    id = add("zibo", priority=3)
+    with pytest.raises(UserError, match="waits in the queue"):
+        queue.requeue(id)
+    over(queue, id, "stopped", wanted="stop", crashes=2, asked=1.0, killed=1.0)
+    queue.requeue(id)
+    row = queue.store.row(id)
+    assert (row.phase, row.wanted, row.crashes, row.killed) == ("queued", "run", 0, 0)
+    copy = queue.clone(id, ["train.steps=77"])
+    assert queue.job(copy).name == "zibo-2" and queue.job(copy).priority == 3
+    assert config.loads(queue.config(copy)).train.steps == 77
+    assert queue.job(queue.rerun(copy)).name == "zibo-3"
+    over(queue, id, "done")
+    with pytest.raises(UserError, match="is done"):
+        queue.requeue(id)
+    with pytest.raises(UserError, match="no such job"):
+        queue.requeue(999)
+
+
+def test_deleting_takes_the_run_only_when_asked_and_only_a_run(
+    queue: Queue, add: Callable[..., int], tmp_path: Path
+) -> None:
+    ids = [add(name) for name in ("kept", "gone", "alien", "linked", "alive")]
+    folders = [queue.job(id).folder for id in ids]
+    for folder in folders[:3]:
+        Run.create(folder, "x = 1").close()
+    folders[2].joinpath("events.jsonl").unlink()
+    folders[3].symlink_to(folders[0])
+    held = Run.create(folders[4], "x = 1")
+    for id in ids:
+        over(queue, id)
+    queue.delete(ids[0])
+    queue.delete(ids[1], with_run=True)
+    assert folders[0].exists() and not folders[1].exists()
+    for id in ids[2:4]:
+        with pytest.raises(UserError, match="does not look like a run"):
+            queue.delete(id, with_run=True)
+    with pytest.raises(UserError, match="is training now"):
+        queue.delete(ids[4], with_run=True)
+    held.close()
+    assert folders[0].joinpath("config.toml").exists() and folders[2].exists()
+    assert {job.id for job in queue.view(shell=False)} == set(ids[2:])
+
+
+# ------------------------------------------------------------------------------------------------------------- the home
+
+
+def test_the_home_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LORA_FP8_HOME", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert store.home_folder() == tmp_path / "data/lora_fp8"
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "own"))
+    assert Queue().home == tmp_path / "own"
+    before = os.umask(0)
+    try:
+        home = Queue(tmp_path / "new").home
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (home, home / "queue.db", home / "jobs")]
+    assert modes == [0o700, 0o600, 0o700]
+
+
+def test_a_newer_schema_is_reached_and_an_older_program_refuses_it(
+    queue: Queue, add: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add("before")
+    monkeypatch.setattr(store, "MIGRATIONS", (*store.MIGRATIONS, "ALTER TABLE jobs ADD COLUMN note TEXT DEFAULT 'x';"))
+    assert [row.name for row in Queue(queue.home).store.rows()] == ["before"]
+    with sqlite3.connect(queue.store.file) as database:
+        assert database.execute("SELECT name, note FROM jobs").fetchall() == [("before", "x")]
+        assert database.execute("PRAGMA user_version").fetchone() == (len(store.MIGRATIONS),)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="newer version"):
+        Queue(queue.home)
+    # One that breaks off leaves what was.
+    monkeypatch.setattr(store, "MIGRATIONS", (*store.MIGRATIONS, "", "DROP TABLE jobs; nonsense"))
+    with pytest.raises(UserError, match="nonsense"):
+        Queue(queue.home)
+    with sqlite3.connect(queue.store.file) as database:
+        assert database.execute("SELECT count(*) FROM jobs").fetchone() == (1,)
+
+
+def test_a_full_disk_is_told_in_one_line_and_loses_nothing(queue: Queue, add: Callable[..., int]) -> None:
+    add("before")
+    code = """
+import resource, sys
+from pathlib import Path
+from lora_fp8.config import UserError
+from lora_fp8.jobs import Queue
+queue = Queue(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+try:
+    queue.submit(sys.argv[2])
+except UserError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(queue.submit(sys.argv[2]))
+"""
+    done = fresh(code, queue.home, TEXT.format(name="full"))
+    assert done.returncode == 0 and not done.stderr, done
+    message, id = done.stdout.splitlines()
+    assert message.startswith(str(queue.home)) and "the queue cannot be used" in message
+    assert [row.name for row in queue.store.rows()] == ["before", "full"] and id == "2"
+
+
+def test_a_home_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="the queue cannot be used"):
+        Queue(tmp_path / "file" / "home")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/queue.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(UserError, match="not a database"):
+        Queue(tmp_path / "broken")
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def test_a_process_is_known_by_more_than_its_number() -> None:
+    me = procs.identify(os.getpid())
+    assert me is not None and procs.alive(me)
+    assert not procs.alive(me._replace(start=me.start + 1)) and not procs.alive(me._replace(boot="another"))
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, procs.TOKEN: "abc"}, start_new_session=True) as child:
+        other = procs.identify(child.pid)
+        assert other is not None and procs.parent(child.pid) == os.getpid()
+        while not procs.members("abc"):  # between fork and exec
+            time.sleep(0.01)
+        assert procs.members("abc") == [child.pid] and procs.members("ab") == []
+        child.kill()
+        while procs.identify(child.pid):
+            time.sleep(0.01)
+        assert not procs.alive(other) and procs.members("abc") == []  # dead, though nobody has waited for it
+
+
+@pytest.mark.parametrize("status", [0, 2, 75, -9, -15, -7, -11])
+def test_a_keeper_learns_how_a_process_ended(status: int, tmp_path: Path) -> None:
+    code = f"import os, sys; os.kill(os.getpid(), {-status}) if {status} < 0 else sys.exit({status})"
+    keeper = [sys.executable, "-m", "lora_fp8.jobs.keeper", str(tmp_path / "trainer.json")]
+    done = subprocess.run([*keeper, sys.executable, "-c", code], env={**os.environ, "RANK": "3"})
+    told = json.loads((tmp_path / "trainer-3.json").read_bytes())
+    assert told["status"] == status and done.returncode == (status if status >= 0 else 128 - status)
+
+
+# ------------------------------------------------------------------------------------------------------------ the truth
+
+
+DONE = {"event": "done", "files": ["export/x.safetensors"]}
+ERROR = {"event": "error", "text": "the disk is full", "kind": "OSError"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "trainers", "events", "wanted", "state", "key", "crash"),
+    [
+        (0, [0], [DONE], "run", "done", "done", False),
+        (1, [-9], [DONE], "run", "done", "done", False),  # killed after all was done
+        (0, [0], [], "run", "failed", "no_word", True),
+        (1, [2], [], "run", "failed", "input", False),
+        (1, [3], [ERROR], "run", "failed", "failure", False),
+        (1, [75], [{"event": "stopped"}], "run", "stopped", "stopped_early", False),
+        (1, [75], [{"event": "stopped"}], "stop", "stopped", "stopped_early", False),
+        (1, [1], [ERROR], "run", "failed", "error", True),
+        (1, [1], [], "run", "failed", "exit", True),
+        (1, [1], [ERROR], "stop", "failed", "error", False),
+        (1, [-9], [], "run", "failed", "killed", True),
+        (1, [-9], [], "cancel", "stopped", "stopped_early", False),
+        (1, [-15, -9, 75], [], "run", "failed", "killed", True),  # one of three: the others followed
+        (1, [-15], [], "run", "failed", "terminated", True),
+        (1, [-7], [], "run", "failed", "bus_error", True),
+        (1, [-11], [], "run", "failed", "crash", True),
+        (1, [3221225477], [], "run", "failed", "access_violation", True),
+        (-9, [75], [{"event": "stopped"}], "run", "failed", "launcher", True),
+        (-9, [], [], "run", "failed", "launcher", True),
+        (1, [], [], "run", "failed", "exit", True),
+        (None, [], [], "run", "lost", "vanished", True),
+        (None, [-9], [], "run", "failed", "killed", True),
+        (None, [], [], "stop", "stopped", "stopped_early", False),
+    ],
+)
+def test_how_it_ended(
+    launch: int | None,
+    trainers: list[int],
+    events: list[dict],
+    wanted: str,
+    state: str,
+    key: str,
+    crash: bool,
+    queue: Queue,
+    add: Callable[..., int],
+    tmp_path: Path,
+) -> None:
+    row = queue.store.row(add("x"))
+    folder, attempt = Path(row.folder), tmp_path / "attempt"
+    (folder / "export").mkdir(parents=True)
+    attempt.mkdir()
+    (folder / "export/x.safetensors").touch()
+    (folder / "verify.json").write_text('{"x.safetensors": {"ok": true}}', encoding="utf-8")
+    before = '{"event": "done", "files": []}\n'  # of an earlier attempt
+    (folder / "events.jsonl").write_text(before + "".join(json.dumps(e) + "\n" for e in events), encoding="utf-8")
+    named = {"launch": launch} if launch is not None else {}
+    for name, status in {**named, **{f"trainer-{i}": status for i, status in enumerate(trainers)}}.items():
+        (attempt / f"{name}.json").write_text(json.dumps({"status": status}), encoding="utf-8")
+    queue.store.update(row.id, phase="launched", token="t", boot=procs.boot_id(), mark=len(before), wanted=wanted)
+    end = truth.ending(queue.store.row(row.id), attempt, truth.Follower())
+    assert (end.state, end.sentence.key, end.crash) == (state, key, crash)
+    assert "{" not in end.sentence.text and end.sentence.text
+
+
+def test_done_needs_files_that_were_verified(queue: Queue, add: Callable[..., int], tmp_path: Path) -> None:
+    row = queue.store.row(add("x"))
+    folder = Path(row.folder)
+    (folder / "export").mkdir(parents=True)
+    (folder / "events.jsonl").write_text(json.dumps(DONE) + "\n", encoding="utf-8")
+
+    def answer() -> tuple[str, str]:
+        end = truth.ending(row, tmp_path, truth.Follower())
+        return end.state, end.sentence.key
+
+    assert answer() == ("failed", "no_files")
+    (folder / "export/x.safetensors").touch()
+    assert answer() == ("failed", "no_files")
+    (folder / "verify.json").write_text('{"x.safetensors": {"ok": false}}', encoding="utf-8")
+    assert answer() == ("failed", "no_files")
+    (folder / "config.toml").write_text("[export]\nverify = false\n", encoding="utf-8")
+    assert answer() == ("done", "done_unverified")
+
+
+def test_what_was_killed_for_memory_says_so_only_with_evidence(
+    queue: Queue, add: Callable[..., int], tmp_path: Path
+) -> None:
+    row = queue.store.row(add("x"))
+    for kills, key in ((0, "killed"), (1, "killed_memory")):
+        record = json.dumps({"status": -9, "oom_kills": kills})
+        (tmp_path / "trainer-0.json").write_text(record, encoding="utf-8")
+        assert truth.ending(row, tmp_path, truth.Follower()).sentence.key == key
+
+
+def test_every_sentence_is_said_somewhere() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lora_fp8/jobs").glob("*.py"))
+    built = {"stopped_hard", "stopped_hard_early"}  # from parts
+    unsaid = [key for key in truth.SENTENCES if code.count(f'"{key}"') < 2 and key not in built]
+    assert not unsaid
+
+
+def test_the_tail_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    assert truth.tail(log) == []
+    bar = "\r".join(f"\x1b[31m{i}%\x1b[0m|###" for i in range(101))
+    log.write_bytes(f"first\r\n\x1b]0;title\x07second\n{bar}\nwei\xdf\n\n".encode("latin-1"))
+    assert truth.tail(log) == ["first", "second", "100%|###", "wei\N{REPLACEMENT CHARACTER}"]
+    log.write_text("".join(f"line {i}\n" for i in range(100_000)), encoding="utf-8")
+    assert truth.tail(log, 3) == ["line 99997", "line 99998", "line 99999"]
+    log.write_text("x" * 1_000_000, encoding="utf-8")
+    assert len(truth.tail(log)) == 1
+
+
+def test_events_are_followed_by_offset(queue: Queue, add: Callable[..., int]) -> None:
+    id = add("x")
+    assert queue.events(id, 0) == ([], 0)
+    log = queue.job(id).folder / "events.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_text('{"event": "start"}\n{"event": "ste', encoding="utf-8")
+    events, offset = queue.events(id)
+    assert events == [{"event": "start"}] and offset == 19
+    with open(log, "a", encoding="utf-8") as file:
+        file.write('p"}\nnonsense\n7\n{"event": "\u2028"}\n')
+    events, offset = queue.events(id, offset)
+    assert events == [{"event": "step"}, {"event": "\u2028"}] and offset == log.stat().st_size
+    assert queue.events(id, offset) == ([], offset)
+    log.write_text('{"event": "anew"}\n', encoding="utf-8")
+    assert queue.events(id, offset) == ([{"event": "anew"}], 18)
+
+
+def test_the_time_left_is_of_this_process() -> None:
+    progress = truth.Progress(0)
+    now = time.time()
+    for event in (
+        {"event": "step", "step": 500, "t": now - 9000},
+        {"event": "start"},
+        {"event": "stage", "stage": "train", "step": 100, "steps": 200},
+        {"event": "step", "step": 101, "t": now - 20},
+        {"event": "step", "step": 111, "t": now},
+    ):
+        progress.take(event)
+    assert progress.eta_s() == pytest.approx(89 * 2, abs=1)
+
+
+def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> None:
+    queue = Queue(queue.home, roots=[tmp_path / "runs"])
+    folder = tmp_path / "runs/shell"
+    run = Run.create(folder, "[export]\nverify = false\n")
+    run.log_event("start")
+    run.log_event("stage", stage="train", step=0, steps=10)
+    run.log_event("step", step=3, loss=0.5)
+    (seen,) = queue.view()
+    assert (seen.id, seen.state, seen.step, seen.steps) == (str(folder), "running", 3, 10)
+    assert seen.sentence.text == "step 3 of 10"
+    queue.stop(str(folder))
+    assert run.requested("stop") and queue.job(str(folder)).state == "stopping"
+    run.close()  # as if killed
+    assert queue.job(str(folder)).state == "lost"
+    with pytest.raises(UserError, match="nothing is training"):
+        queue.stop(str(folder))
+    for event, fields, state in (
+        ("stopped", {}, "stopped"),
+        ("error", {"text": "no room"}, "failed"),
+        ("done", {"files": ["export/x.safetensors"]}, "done"),
+    ):
+        run = Run.create(folder, "", resume=True)
+        run.log_event("start")
+        run.log_event(event, **fields)
+        (run.export / "x.safetensors").touch()
+        run.close()
+        assert queue.job(str(folder)).state == state
+    assert queue.job(str(folder)).resumable is False
+    with pytest.raises(UserError, match="not a run folder"):
+        queue.job(str(tmp_path))
+
+
+def test_a_hundred_jobs_are_seen_in_a_moment(queue: Queue, add: Callable[..., int]) -> None:
+    """Half of them ended, with logs; in processor time, as others use this machine too."""
+    for number in range(100):
+        id = add(f"n{number}")
+        if number % 2:
+            folder = Path(queue.store.row(id).folder)
+            (folder / "checkpoints/step-000500").mkdir(parents=True)
+            lines = [json.dumps({"event": "step", "step": i, "loss": 0.1, "t": 1.0}) for i in range(200)]
+            (folder / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            over(queue, id)
+    assert len(queue.view()) == 100
+    seconds = []
+    for _ in range(5):
+        begun = time.process_time()
+        queue.view()
+        seconds.append(time.process_time() - begun)
+    assert min(seconds) < 0.020, seconds
+
+
+# ----------------------------------------------------------------------------------------------------------- the worker
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [(["0,1", "1"], "two groups"), (["0,0"], "twice"), (["gpu"], "no group"), (["-1"], "no group"), ([""], "no group")],
+)
+def test_groups_that_cannot_be(given: list[str], wrong: str) -> None:
+    with pytest.raises(UserError, match=wrong):
+        worker.groups(given)
+
+
+def test_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert worker.groups(["0, 1", "2"]) == ("0,1", "2")
+    monkeypatch.setattr(worker, "_num_gpus", lambda: 2)
+    assert worker.groups([]) == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-af12")
+    assert worker.groups([]) == ("3", "GPU-af12")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert worker.groups([]) == ("cpu",)
+    (tmp_path / "worker.toml").write_text('gpus = ["0"]\npatience_s = 1.5\n', encoding="utf-8")
+    assert worker.settings(tmp_path).gpus == ["0"] and worker.settings(tmp_path).patience_s == 1.5
+    (tmp_path / "worker.toml").write_text("gpu = 1\npatience_s = -1\n", encoding="utf-8")
+    with pytest.raises(config.UserErrors) as found:
+        worker.settings(tmp_path)
+    assert len(found.value.problems) == 2
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What a worker in this process would run; `sleep` is run in its place."""
+    commands: list[list[str]] = []
+    real = subprocess.Popen
+
+    def popen(command: list[str], **options: object) -> subprocess.Popen:
+        commands.append(command)
+        return real(["sleep", "300"], **options)
+
+    monkeypatch.setattr(worker.subprocess, "Popen", popen)
+    return commands
+
+
+def finish(queue: Queue) -> None:
+    for row in queue.store.rows("phase = 'launched'"):
+        procs.send(procs.members(row.token), signal.SIGKILL)
+        while procs.members(row.token):
+            time.sleep(0.01)
+
+
+def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
+    queue: Queue, add: Callable[..., int], started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "1")
+    monkeypatch.setenv("RANK", "4")
+    for name, gpus in (("nowhere", "7"), ("two", "1,2"), ("any", ""), ("waits", ""), ("waits2", "0")):
+        add(name, gpus=gpus)
+    one = jobs.Worker(queue.home, ["0", "1,2"], say=lambda line: None)
+    one.take_lock()
+    try:
+        for _ in range(3):
+            one.tick()
+        found = {job.name: job for job in queue.view()}
+        assert {name: job.assigned for name, job in found.items() if job.assigned} == {"two": "1,2", "any": "0"}
+        text = found["nowhere"].sentence.text
+        assert text.startswith("waits for GPUs 7") and "0; 1,2" in text
+        assert found["waits"].sentence.key == "queued" and found["waits"].place == 2
+        for name, gpus in (("two", "1,2"), ("any", "0")):
+            (pid,) = procs.members(queue.store.row(found[name].id).token)
+            environment = dict(
+                line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line
+            )
+            assert environment["CUDA_VISIBLE_DEVICES"] == gpus and environment["PYTHONUTF8"] == "1"
+            assert not {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "ACCELERATE_USE_FSDP", "RANK"} & set(environment)
+            assert os.getsid(pid) == pid
+        two = next(command for command in started if "--multi_gpu" in command)
+        assert two[two.index("--num_processes") + 1] == "2" and two[two.index("--main_process_port") + 1] == "0"
+        finish(queue)
+        one.tick()
+        said = Sentence(**json.loads(queue.store.row(found["two"].id).sentence))
+        assert said.text == "its processes have gone without a word; attempt 2 of 3 follows"
+        assert queue.job(found["two"].id).attempts == 2
+    finally:
+        finish(queue)
+        one._lock.close()
+
+
+def test_a_worker_that_died_between_noting_and_starting(queue: Queue, add: Callable[..., int]) -> None:
+    """Where nothing was started the job goes back; where something was, it is found by its token."""
+    first, second = add("nothing"), add("something")
+    values = {"phase": "launched", "attempts": 1, "boot": procs.boot_id(), "assigned": "cpu", "pid": 0, "start": 0}
+    queue.store.update(first, token="t1", launched=time.time() - 60, **values)
+    queue.store.update(second, token="t2", launched=time.time(), **values)
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, procs.TOKEN: "t2"}) as child:
+        while not procs.members("t2"):
+            time.sleep(0.01)
+        one = jobs.Worker(queue.home, ["7"], say=lambda line: None)
+        rows = {row.id: one._over(row) for row in queue.store.rows()}
+        child.kill()
+    assert rows == {first: True, second: False}
+    assert queue.store.row(first).phase == "queued" and queue.store.row(second).pid == child.pid
+
+
+def test_logs_are_kept_by_attempt(queue: Queue, tmp_path: Path) -> None:
+    one = jobs.Worker(queue.home, ["cpu"], say=lambda line: None)
+    for number in range(9):
+        with one._open_log(tmp_path / "run/log.txt") as log:
+            log.write(str(number).encode())
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "run").iterdir()}
+    assert kept == {"log.txt": "8", **{f"log.{i}.txt": str(8 - i) for i in range(1, 6)}}
+
+
+def test_a_run_folder_that_cannot_be_made_fails_the_job_and_not_the_queue(
+    queue: Queue, add: Callable[..., int], started: list[list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    bad = add("bad", overrides=[f"output_dir='{tmp_path / 'file'}'"])
+    good = add("good")
+    one = jobs.Worker(queue.home, ["cpu"], say=lambda line: None)
+    try:
+        one.tick()
+        assert queue.job(bad).state == "failed" and str(tmp_path / "file") in queue.job(bad).sentence.text
+        assert queue.job(good).state == "starting"
+    finally:
+        finish(queue)
+
+
+def test_a_worker_outlives_a_full_disk(queue: Queue, add: Callable[..., int]) -> None:
+    """It says so, tries again, and starts the job when there is room."""
+    add("x", max_attempts=1)
+    code = """
+import resource, sys, threading, time
+from pathlib import Path
+from lora_fp8 import jobs
+class Short(jobs.Worker):
+    def command(self, row, group, attempt):
+        return ["true"]
+worker = Short(Path(sys.argv[1]), ["cpu"])
+limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+def room():
+    time.sleep(1)
+    limit(resource.RLIM_INFINITY)
+    print("room", flush=True)
+threading.Thread(target=room).start()
+worker.take_lock(); worker._lock.close()
+limit(0)
+worker.run(idle_s=0.5)
+"""
+    done = fresh(code, queue.home)
+    assert done.returncode == 0, done
+    lines = done.stdout.splitlines()
+    assert any("trying again" in line for line in lines[: lines.index("room")]), lines
+    assert not any("started" in line for line in lines[: lines.index("room")])
+    assert queue.job(1).attempts == 1 and queue.job(1).state == "failed"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A home whose background worker is ended afterwards."""
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield tmp_path / "home"
+    if found := jobs.worker_info(tmp_path / "home"):
+        os.kill(found.pid, signal.SIGTERM)
+
+
+def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(procs.TOKEN, "of-a-job-that-submits")
+    found: list[jobs.Info] = []
+    threads = [threading.Thread(target=lambda: found.append(jobs.ensure_worker(home, 1.0))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len({info.pid for info in found}) == 1
+    pid = found[0].pid
+    assert procs.parent(pid) != os.getpid() and os.getsid(pid) != os.getsid(0)
+    assert procs.members("of-a-job-that-submits") == []  # or stopping that job would end the worker
+    with pytest.raises(UserError, match=f"a worker is there already.*{pid}"):
+        jobs.Worker(home, say=lambda line: None).run()
+    begun = time.monotonic()
+    while jobs.worker_info(home):  # it has nothing to do
+        assert time.monotonic() - begun < 20
+        time.sleep(0.05)
+
+
+def test_a_worker_that_cannot_start_says_why(home: Path) -> None:
+    Queue(home)
+    (home / "worker.toml").write_text("nonsense = 1", encoding="utf-8")
+    with pytest.raises(UserError, match="nonsense"):
+        jobs.ensure_worker(home)
+    (home / "worker.toml").unlink()
+    (home / "worker.json").mkdir()
+    with pytest.raises(UserError, match="the worker did not start.*worker.log ends with"):
+        jobs.ensure_worker(home)
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """ask("jobs", "move", 2, 1): (exit code, stdout, stderr) of a command in this process."""
+
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-fp8", *map(str, arguments)])
+        capfd.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        return (code, *capfd.readouterr())
+
+    return ask
+
+
+def test_the_queue_from_a_shell(
+    home: Path, ask: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.toml").write_text(TEXT.format(name="x"), encoding="utf-8")
+    assert "nothing here yet" in ask("jobs")[1]
+    told = json.loads(ask("submit", "x.toml", "--set", "train.steps=9", "--priority", 2, "--no-worker", "--json")[1])
+    assert told["id"] == 1 and told["sentence"]["key"] == "no_worker"
+    assert ask("jobs", "clone", 1, "--set", "train.steps=5", "--no-worker")[1].startswith("job 2 (x-2): queued")
+    assert ask("jobs", "move", 2, 1)[1] == "job 2: place 1\n"
+    assert [(job["id"], job["priority"]) for job in json.loads(ask("jobs", "--json")[1])] == [(2, 2), (1, 2)]
+    assert "taken out of the queue" in ask("jobs", "cancel", 2)[1]
+    assert "taken out of the queue" in ask("stop", 1)[1]
+    assert ask("jobs")[1].count("cancelled") == 2
+    for arguments in (("stop", 1), ("jobs", "cancel", 9), ("jobs", "move", 1, 1), ("jobs", "run", "rm", "--", "x")):
+        code, _, err = ask(*arguments)
+        assert code == 2 and err.count("\n") == 1, err
+    assert ask("submit", "nothing.toml", "--no-worker")[0] == 2 and ask("jobs", "--watch", "--json")[0] == 2
+    assert ask("jobs", "delete", 2)[0] == 0
+    assert len(Queue(home).view()) == 1
+    run = Run.create(tmp_path / "runs/shell", "x = 1")
+    assert ask("stop", "runs/shell")[0] == 0 and run.requested("stop")
+    assert "stopping" in ask("jobs")[1]
+    run.close()
+    assert "nothing is training" in ask("stop", "runs/shell")[1]
+    # Going on with a run that the queue does not know.
+    saved = config.dumps(config.loads(TEXT.format(name="before-it-was-moved")))
+    (tmp_path / "runs/shell/config.toml").write_text(saved, encoding="utf-8")
+    (tmp_path / "runs/shell/checkpoints/step-000002").mkdir()
+    assert ask("submit", "runs/shell", "--no-worker")[0] == 0
+    queue = Queue(home)
+    found = queue.job(3)
+    assert found.name == "shell" and found.folder == tmp_path / "runs/shell" and found.saved_step == 2
+    command = jobs.Worker(home, ["cpu"], say=print).command(queue.store.row(3), "cpu", tmp_path)
+    assert command[-2:] == ["resume", str(tmp_path / "runs/shell")]
+    assert ask("jobs", "show", 3)[1].split()[:2] == ["3", "queued"]
+
+
+def test_a_queued_command_runs_and_its_end_is_known(
+    home: Path, ask: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of its own, started by who submits; the command's own words are the reason."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')", encoding="utf-8")
+    assert ask("jobs", "run", "verify", "--json", "--", "missing.safetensors")[0] == 0
+    queue = Queue(home)
+    begun = time.monotonic()
+    while queue.job(1).state not in jobs.ENDED:
+        assert time.monotonic() - begun < 60, queue.job(1)
+        time.sleep(0.1)
+    found = queue.job(1)
+    assert (found.state, found.exit_code, found.sentence.key) == ("failed", 2, "input"), queue.log_tail(1)
+    assert "missing.safetensors" in found.sentence.text and "missing.safetensors" in queue.log_tail(1)[-1]
