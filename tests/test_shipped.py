@@ -17,7 +17,8 @@ from lora_fp8 import cli, config, families, run
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 PRESETS = sorted((ROOT / "presets").glob("*.toml"))
-GOALS = ("character", "style", "concept", "fp8_kohya_like")
+GOALS = ("character", "style", "concept", "object", "fp8_kohya_like")
+DEMOS = ("demo_sd15", "demo_flux")
 CARDS = ("vram_8gb", "vram_12gb", "vram_16gb", "vram_24gb")
 LEVELS = {  # model.dtype, quantize.storage, quantize.compute, adapter.dtype
     "precision_o0": ("fp32", "none", "upcast", "fp32"),
@@ -37,7 +38,7 @@ def names(paths: list[Path]) -> list[str]:
 
 def test_nothing_is_missing() -> None:
     assert {"debug", *families.available()} <= set(names(CONFIGS)), "a config for each family, and debug.toml"
-    assert set(names(PRESETS)) == {*GOALS, *CARDS, *LEVELS}
+    assert set(names(PRESETS)) == {*GOALS, *DEMOS, *CARDS, *LEVELS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=names(CONFIGS))
@@ -75,6 +76,15 @@ def test_every_preset_lies_under_a_config(path: Path) -> None:
         for key, value in values.items():
             expected = own.get(section, {}).get(key, value)  # the config wins over the preset
             assert getattr(getattr(under, section), key) == expected, f"{section}.{key}"
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_demo_preset_has_the_demos_own_values(name: str) -> None:
+    demo = tomllib.loads((ROOT / "lora_fp8/demo" / f"{name.removeprefix('demo_')}.toml").read_text(encoding="utf-8"))
+    found = tomllib.loads((ROOT / "presets" / f"{name}.toml").read_text(encoding="utf-8"))
+    del demo["model"], demo["dataset"]["folders"], demo["dataset"]["flip"], demo["preview"]["prompts"]
+    for section, values in demo.items():
+        assert values.items() <= found[section].items(), section
 
 
 @pytest.mark.parametrize("card", CARDS)

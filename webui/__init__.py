@@ -4,5 +4,10 @@ app.py       the two-language site: its pages, its routes, how it is served
 context.py   what every page is given: language, roots, queue
 words.py     every sentence of the page in English and Chinese, from texts/*.toml
 form.py      a training's settings from their declarations; the one text that all views of the form work on
+draft.py     the training that is being set up, on the server's disk
+bases.py     what a training can start from: base models, presets, configs
+pictures.py  folders of pictures, and taking in uploads
+importer.py  settings of other trainers, for the form
+outlook.py   what a training will take: steps, time, memory
 pages/       one file, one page; `build(ui)` lays it out
 """

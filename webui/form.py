@@ -39,6 +39,7 @@ class Setting:
         choices: what kinds with a choice know.
         whole: a number without a point stays one; of a number with a point, ".0" may be left out.
         default: what holds where nothing is written; None where something must be.
+        bounds: what a number must be, in words; "" where it is free or its choices say it.
         when: see `config.setting`.
     """
 
@@ -48,6 +49,7 @@ class Setting:
     whole: bool
     default: Any
     description: str
+    bounds: str
     when: dict[str, tuple[Any, ...]]
     columns: tuple["Setting", ...] = ()
 
@@ -108,7 +110,8 @@ def _declared(model: type[Section], prefix: str) -> Iterable[Setting]:
         kind, choices = ("table", ()) if inner is not None else _kind(field.annotation)
         columns = tuple(_declared(inner, f"{key}.")) if inner is not None else ()
         whole = int in (field.annotation, *get_args(field.annotation))
-        yield Setting(key, kind, choices, whole, default, field.description or "", when, columns)
+        bounds = config.accepted(field) if kind == "number" else ""
+        yield Setting(key, kind, choices, whole, default, field.description or "", bounds, when, columns)
 
 
 def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:

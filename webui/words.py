@@ -123,7 +123,7 @@ def meaning(language: str, key: str, description: str) -> str:
 
 def choice(language: str, key: str, word: str) -> str:
     """How a word that a setting accepts is shown."""
-    return word if language == "en" else named().get(key, {}).get("choices", {}).get(word, word)
+    return named().get(key, {}).get("choices-en" if language == "en" else "choices", {}).get(word, word)
 
 
 @cache

@@ -1,10 +1,777 @@
-"""Page: new."""
+"""Page: new. One draft, three views of it: simple, all settings, TOML; beside them what it comes to, and Start."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import gradio as gr
+from gradio.context import Context
 
+from lora_fp8 import config, families, jobs
+from lora_fp8.config import UserError
+
+from .. import bases, form, importer, outlook, pictures, safe, words
 from ..context import Ui
+from ..draft import Draft
+
+GOALS = ("character", "style", "concept", "object", "edit")
+"""Presets that say what is learned; those that are not bundled are not offered."""
+SIMPLE = (
+    "model.family",
+    "model.path",
+    "dataset.folders",
+    "dataset.trigger",
+    "dataset.missing_caption",
+    "train.steps",
+    "preview.prompts",
+    "name",
+)
+"""Settings of the simple view; what it asks beside them goes into `preset`."""
+SECONDS = 2.0
+QUIET: dict[str, Any] = {
+    "show_progress": "hidden",
+    "queue": False,
+    "concurrency_limit": None,
+    "api_visibility": "private",
+    "trigger_mode": "always_last",
+}
+SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
+STYLE = """
+<style>
+.setting .prose code { font-size: 11px; }
+.setting-group { margin-bottom: 18px; }
+.setting::after {
+  display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: var(--error-text-color);
+}
+.setting > .container { height: auto !important; }
+.style-only { display: none !important; }
+#new-side { align-self: flex-start; }
+@media (min-width: 900px) { #new-side { position: sticky; top: 12px; } }
+#new-summary ul { margin: 4px 0 10px; padding-left: 18px; }
+#new-summary li { margin: 3px 0; overflow-wrap: anywhere; }
+#new-summary p { margin: 6px 0; }
+#new-toml .cm-editor, #new-toml textarea { font-family: var(--font-mono); font-size: 13px; }
+</style>
+"""
 
 
 def build(ui: Ui) -> None:
     """Lay the page out."""
-    gr.Markdown(f"## {ui.say('page.new')}")
+    _Page(ui).lay_out()
+
+
+class _Page:
+    def __init__(self, ui: Ui):
+        self.ui = ui
+        self.draft = Draft(ui.place.home)
+        self.estimates = outlook.Estimates(ui.place.home)
+        self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
+        self.families = {name: families.facts(name)["title"] for name in families.available()}
+
+    # ------------------------------------------------------------------------------------------------------- layout
+
+    def lay_out(self) -> None:
+        say = self.ui.say
+        gr.HTML(STYLE, elem_classes="style-only")
+        self.marks, self.found = (gr.HTML(elem_classes="style-only") for _ in range(2))
+        self.seen = gr.State("")
+        self.address = gr.Textbox(visible="hidden", elem_id="new-address")
+        gr.Markdown(f"## {say('page.new')}")
+        with gr.Row():
+            with gr.Column(scale=5, min_width=320):
+                with gr.Tabs(elem_id="new-views"):
+                    with gr.Tab(say("new.view.simple"), id="simple") as simple:
+                        self._simple()
+                    with gr.Tab(say("new.view.all"), id="all") as every:
+                        self._all()
+                    with gr.Tab(say("new.view.toml"), id="toml") as toml:
+                        gr.Markdown(say("new.toml.info"), elem_classes="note")
+                        self.code = gr.Code(
+                            language=None,
+                            interactive=True,
+                            lines=20,
+                            max_lines=40,
+                            show_label=False,
+                            elem_id="new-toml",
+                        )
+            with gr.Column(scale=3, min_width=300, elem_id="new-side"):
+                self.summary = gr.HTML(elem_id="new-summary")
+                self.start = gr.Button(say("new.start"), variant="primary", elem_id="new-start")
+                self._files()
+                with gr.Accordion(say("new.changes"), open=False):
+                    self.changes = gr.HTML()
+        self._wire(simple, every, toml)
+
+    def _simple(self) -> None:
+        say = self.ui.say
+        goals = [name for name in GOALS if name in config.preset_names()]
+        gr.Markdown(f"#### {say('new.goal')}")
+        self.goal = gr.Radio(
+            [*((say(f"new.goal.{name}"), name) for name in goals), (say("new.goal.none"), "")],
+            show_label=False,
+            container=False,
+            elem_id="new-goal",
+        )
+        gr.Markdown(f"#### {say('new.base')}")
+        with gr.Row():
+            self.demos = {
+                name: gr.Button(f"{say('new.base.demo')}: {self.families[name]}", size="sm", elem_id=f"new-demo-{name}")
+                for name in bases.demos()
+            }
+        gr.Markdown(say("new.base.demo_help"), elem_classes="note")
+        with gr.Row():
+            self._field("simple", "model.family")
+            self._field("simple", "model.path")
+        self.base_note = gr.HTML(elem_classes="note")
+        gr.Markdown(f"#### {say('new.pictures')}")
+        with gr.Row():
+            with gr.Column(min_width=260):
+                kinds = [*pictures.EXTENSIONS, *pictures.CAPTIONS]
+                self.drop = gr.File(
+                    file_count="multiple",
+                    file_types=kinds,
+                    label=say("new.pictures.drop"),
+                    height=150,
+                    elem_id="new-drop",
+                )
+                self.set_name = gr.Textbox(
+                    "pictures", label=say("new.pictures.set"), info=say("new.pictures.set_info"), elem_id="new-set"
+                )
+            with gr.Column(min_width=260):
+                self.folder = gr.Dropdown(
+                    [], value=None, allow_custom_value=True, label=say("new.pictures.folder"), elem_id="new-folder"
+                )
+                self.add = gr.Button(say("new.pictures.add"), size="sm", elem_id="new-add")
+        self._field("simple", "dataset.folders")
+        self.taken = gr.HTML(elem_id="new-taken")
+        with gr.Row():
+            self._field("simple", "dataset.trigger")
+            self._field("simple", "dataset.missing_caption")
+        gr.Markdown(f"#### {say('new.card')}")
+        cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
+        self.card = gr.Radio(
+            [*cards, (say("new.card.none"), "")], show_label=False, container=False, elem_id="new-card"
+        )
+        gr.Markdown(f"#### {say('new.length')}")
+        with gr.Row():
+            self._field("simple", "train.steps")
+            self._field("simple", "name")
+        self._field("simple", "preview.prompts")
+
+    def _all(self) -> None:
+        say = self.ui.say
+        with gr.Row(equal_height=True):
+            self.search = gr.Textbox(
+                label=say("new.search"), info=say("new.search.info"), elem_id="new-search", scale=3
+            )
+            self.everything = gr.Checkbox(label=say("new.search.everything"), elem_id="new-everything", scale=1)
+        for section in form.sections():
+            key = f"section.{section}" if section else "section"
+            title = words.label(self.ui.language, key)
+            text = words.meaning(self.ui.language, key, form.sections()[section]).strip()
+            with gr.Column(elem_id=_id("section", section), elem_classes="setting-group"):
+                gr.Markdown(f"#### {title}{f' `[{section}]`' if section else ''}\n{text}")
+                members = [one for one in form.settings().values() if one.section == section]
+                for one in (one for one in members if one.kind == "table"):
+                    self._field("all", one.key)
+                rest = [one for one in members if one.kind != "table"]
+                for i in range(0, len(rest), 2):
+                    with gr.Row():
+                        for one in rest[i : i + 2]:
+                            self._field("all", one.key)
+
+    def _files(self) -> None:
+        say = self.ui.say
+        with gr.Accordion(say("new.files"), open=False, elem_id="new-files"):
+            self.source = gr.Dropdown(
+                [], value=None, allow_custom_value=True, label=say("new.files.load"), info=say("new.files.load_info")
+            )
+            self.load = gr.Button(say("new.files.load_button"), size="sm")
+            self.foreign = gr.File(label=say("new.files.import"), file_count="single", height=110, elem_id="new-import")
+            self.imported = gr.HTML()
+            self.preset_name = gr.Textbox(
+                label=say("new.files.preset_name"), info=say("new.files.preset_info"), elem_id="new-preset-name"
+            )
+            self.save = gr.Button(say("new.files.preset_save"), size="sm", elem_id="new-preset-save")
+            self.reset = gr.Button(say("new.files.reset"), size="sm", variant="stop", elem_id="new-reset")
+
+    def _field(self, view: str, key: str) -> None:
+        one = form.settings()[key]
+        language = self.ui.language
+        info = words.meaning(language, key, one.description)
+        bounds = f" ({one.bounds})" if one.bounds else ""
+        common: dict[str, Any] = {
+            "label": words.label(language, key),
+            "info": f"{info}{bounds} `{key}`" if view == "all" else info,
+            "elem_id": _id("set" if view == "all" else "new", key),
+            "elem_classes": ["setting"],
+            "interactive": True,
+        }
+        choices = [(words.choice(language, key, word), word) for word in one.choices]
+        part: Any
+        if key == "model.family":
+            part = gr.Dropdown([(title, name) for name, title in self.families.items()], value=None, **common)
+        elif key == "preset":
+            part = gr.Dropdown([], value=None, multiselect=True, allow_custom_value=True, **common)
+        elif key == "model.path" and view == "simple":
+            common["info"] = self.ui.say("new.base.path_info")
+            part = gr.Dropdown([], value=None, allow_custom_value=True, **common)
+        elif one.kind == "flag":
+            part = gr.Checkbox(**common)
+        elif one.kind == "choice":
+            part = gr.Dropdown(choices, value=None, **common)
+        elif one.kind == "mixed":
+            part = gr.Dropdown(choices, value=None, allow_custom_value=True, **common)
+        elif one.kind == "choices":
+            part = gr.Dropdown(choices, value=None, multiselect=True, **common)
+        elif one.kind == "table":
+            del common["info"]
+            part = gr.Dataframe(
+                headers=[words.label(language, column.key) for column in one.columns],
+                datatype=["bool" if column.kind == "flag" else "str" for column in one.columns],
+                type="array",
+                column_count=len(one.columns),
+                row_count=1,
+                wrap=True,
+                buttons=[],
+                **(common | {"label": words.label(language, f"section.{key}")}),
+            )
+        else:
+            lines = 3 if one.kind == "lines" or one.name == "description" else 1
+            part = gr.Textbox(lines=lines, max_lines=12 if lines > 1 else 1, **common)
+        self.parts[view][key] = part
+
+    # ------------------------------------------------------------------------------------------------------- wiring
+
+    def _wire(self, simple: gr.Tab, every: gr.Tab, toml: gr.Tab) -> None:
+        told = [self.summary, self.marks, self.changes, self.seen]
+        shown = {"everything": self.everything}
+        views: dict[str, list[Any]] = {
+            "simple": [*self.parts["simple"].values(), self.goal, self.card, self.folder, self.base_note],
+            "all": list(self.parts["all"].values()),
+            "toml": [self.code],
+        }
+        for view, parts in self.parts.items():
+            for key, part in parts.items():
+                repaint = key in ("preset", "model.family", "model.path")
+                event = part.input if not isinstance(part, gr.Dataframe) else part.input
+                event(
+                    functools.partial(self._change, view, key, repaint),
+                    inputs_kwargs={"held": part, **shown},
+                    outputs=[*told, *(views[view] if repaint else [])],
+                    **QUIET,
+                )
+        for part, names in ((self.goal, GOALS), (self.card, bases.cards())):
+            part.input(
+                functools.partial(self._choose, tuple(names)),
+                inputs_kwargs={"name": part, **shown},
+                outputs=[*told, *views["simple"]],
+                **QUIET,
+            )
+        for name, button in self.demos.items():
+            button.click(
+                functools.partial(self._demo, name), inputs_kwargs=shown, outputs=[*told, *views["simple"]], **QUIET
+            )
+        self.code.input(self._write, inputs_kwargs={"text": self.code, **shown}, outputs=told, **QUIET)
+        for tab, view in ((simple, "simple"), (every, "all"), (toml, "toml")):
+            tab.select(functools.partial(self._open, view), inputs_kwargs=shown, outputs=[*told, *views[view]], **QUIET)
+        everywhere = [part for parts in views.values() for part in parts]
+        Context.root_block.load(
+            functools.partial(self._open, "", offers=True),
+            inputs_kwargs=shown,
+            outputs=[*told, *everywhere, self.source],
+            **QUIET,
+        )
+        self.search.input(self._search, inputs_kwargs={"text": self.search}, outputs=[self.found], **QUIET)
+        self.everything.input(self._tell, inputs_kwargs=shown, outputs=told, **QUIET)
+        self.drop.upload(
+            self._take_in,
+            inputs_kwargs={"files": self.drop, "name": self.set_name, **shown},
+            outputs=[self.drop, self.taken, *told, *views["simple"]],
+            **SLOW,
+        )
+        self.add.click(
+            self._add_folder,
+            inputs_kwargs={"folder": self.folder, **shown},
+            outputs=[self.taken, *told, *views["simple"]],
+            **QUIET,
+        )
+        self.load.click(
+            self._load, inputs_kwargs={"source": self.source, **shown}, outputs=[*told, *everywhere], **QUIET
+        )
+        self.foreign.upload(
+            self._import,
+            inputs_kwargs={"file": self.foreign, **shown},
+            outputs=[self.foreign, self.imported, *told, *everywhere],
+            **SLOW,
+        )
+        self.save.click(
+            self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **QUIET
+        )
+        self.reset.click(self._reset, inputs_kwargs=shown, outputs=[*told, *everywhere], **QUIET)
+        self.start.click(self._start, inputs_kwargs=shown, outputs=[self.address, *told], **SLOW)
+        self.address.change(None, [self.address], None, js="address => { if (address) location.assign(address); }")
+        gr.Timer(SECONDS).tick(
+            self._tick, inputs_kwargs={"seen": self.seen}, outputs=[self.summary, self.seen], **QUIET
+        )
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def _change(self, view: str, key: str, repaint: bool, held: Any, everything: bool) -> dict[Any, Any]:
+        """A setting was changed in a view."""
+        value = form.read(form.settings()[key], held)
+
+        def put() -> None:
+            before = self.draft.text()
+            after = self.draft.put(key, value)
+            if key == "model.family":
+                self._settle_base(before, after)
+            elif key == "model.path":
+                self._recognise()
+
+        told = self._guarded(put) | self._tell(everything)
+        return told | (self._painted(view, but=key) if repaint else {})
+
+    def _settle_base(self, before: str, after: str) -> None:
+        """Another architecture: a base that was chosen from the old one's list is not one of the new one's."""
+        path = form.values(before, self.draft.home)["model.path"]
+        old, new = (form.values(text, self.draft.home)["model.family"] for text in (before, after))
+        if old != new and path in bases.usual(old):
+            self.draft.put("model.path", "")
+            self._name_presets(bases.demo_presets(), "")
+
+    def _recognise(self) -> None:
+        """The base tells its architecture, and the demo bases bring their preset."""
+        found = form.values(self.draft.text(), self.draft.home)
+        path, family = str(found["model.path"] or ""), str(found["model.family"])
+        known = bases.recognised(self._local(path)) if path and path != "demo" else None
+        if known and known != family:
+            self.draft.put("model.family", known)
+            gr.Info(self.ui.say("new.base.is_other", title=self.families[known]))
+        demo = f"demo_{family}" if path == "demo" else ""
+        self._name_presets(bases.demo_presets(), demo if demo in bases.demo_presets() else "")
+
+    def _demo(self, family: str, everything: bool) -> dict[Any, Any]:
+        def choose() -> None:
+            self.draft.put("model.family", family)
+            self.draft.put("model.path", "demo")
+            self._recognise()
+
+        return self._guarded(choose) | self._tell(everything) | self._painted("simple")
+
+    def _choose(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
+        """A goal or a card: the one of these presets that is laid under the draft."""
+        return self._guarded(lambda: self._name_presets(names, name)) | self._tell(everything) | self._painted("simple")
+
+    def _name_presets(self, among: tuple[str, ...], name: str) -> None:
+        """Name this preset instead of the others of its kind; demo presets come last, for they win."""
+        given = form.values(self.draft.text(), self.draft.home)["preset"]
+        kept = [one for one in given if one not in among] if isinstance(given, list) else []
+        kept += [name] if name else []
+        last = [one for one in kept if one in bases.demo_presets()]
+        self.draft.put("preset", [one for one in kept if one not in last] + last)
+
+    def _write(self, text: str, everything: bool) -> dict[Any, Any]:
+        """The TOML view was typed in."""
+        self.draft.write(text or "")
+        return self._tell(everything)
+
+    def _open(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
+        painted = self._tell(everything)
+        for one in (view,) if view else ("simple", "all", "toml"):
+            painted |= self._painted(one)
+        if offers:
+            painted[self.source] = gr.update(choices=self._sources())
+        return painted
+
+    def _take_in(self, files: list[str] | None, name: str, everything: bool) -> dict[Any, Any]:
+        """Pictures were dropped."""
+        lines: list[str] = []
+
+        def take() -> None:
+            folder = self.ui.place.home / "datasets" / safe.name(name or "")
+            count, refused = pictures.take_in(files or [], folder)
+            lines.append(self.ui.say("new.pictures.taken", count=count, folder=folder.name))
+            if refused:
+                told = "; ".join(self.ui.tell(line) for line in refused[:8]) + (" …" if len(refused) > 8 else "")
+                lines.append(self.ui.say("new.pictures.refused", lines=told))
+            if pictures.count(folder).pictures:
+                self._put_folder(folder)
+
+        guarded = self._guarded(take)
+        taken = "".join(f"<p class='note'>{safe.shown(line)}</p>" for line in lines)
+        told = {self.drop: None, self.taken: taken} | guarded
+        return told | self._tell(everything) | self._painted("simple")
+
+    def _add_folder(self, folder: str, everything: bool) -> dict[Any, Any]:
+        def add() -> None:
+            path = self.ui.path(folder or "")
+            if not path.is_dir():
+                raise UserError(f"{safe.shorter(folder)}: there is no such folder")
+            self._put_folder(path)
+
+        return {self.taken: ""} | self._guarded(add) | self._tell(everything) | self._painted("simple")
+
+    def _put_folder(self, folder: Path) -> None:
+        given = form.values(self.draft.text(), self.draft.home)["dataset.folders"]
+        rows = [row for row in given if isinstance(row, dict)] if isinstance(given, list) else []
+        if str(folder) not in (row.get("path") for row in rows):
+            self.draft.put("dataset.folders", [*rows, {"path": str(folder)}])
+
+    def _load(self, source: str, everything: bool) -> dict[Any, Any]:
+        def load() -> None:
+            path = self.ui.path(source or "")
+            path = path / "config.toml" if path.is_dir() else path
+            text = importer.decoded(path)
+            form.values(text, self.draft.home)  # TOML at all
+            self.draft.write(text)
+
+        return self._guarded(load) | self._open("", everything)
+
+    def _import(self, file: str | None, everything: bool) -> dict[Any, Any]:
+        told = {self.imported: "", self.foreign: None}
+
+        def take() -> None:
+            text, account = importer.account(self.ui, Path(file or ""))
+            self.draft.write(text)
+            told[self.imported] = account
+
+        return self._guarded(take) | told | self._open("", everything)
+
+    def _save(self, name: str) -> dict[Any, Any]:
+        def save() -> None:
+            stem = safe.name(name or "")
+            path = bases.save_preset(self.draft.home, stem, self.draft.text())
+            gr.Info(self.ui.say("new.files.preset_saved", name=path.stem))
+
+        self._guarded(save)
+        return {self.parts["all"]["preset"]: gr.update(choices=self._presets())}
+
+    def _reset(self, everything: bool) -> dict[Any, Any]:
+        self.draft.write(form.START)
+        return self._open("", everything)
+
+    def _start(self, everything: bool) -> dict[Any, Any]:
+        """Into the queue, as it stands now; the page goes on to the run."""
+        address: dict[Any, Any] = {}
+
+        def start() -> None:
+            text = self.draft.text()
+            if not self._findings(text):
+                home = self.ui.place.home
+                queue = jobs.Queue(home)
+                id = queue.submit(text, folder=home)
+                jobs.ensure_worker(home)
+                address[self.address] = self.ui.link("run", run=str(id))
+                gr.Info(self.ui.say("new.start.queued", id=id))
+
+        return self._guarded(start) | address | self._tell(everything)
+
+    def _tick(self, seen: str) -> tuple[Any, Any]:
+        summary = self._summary()
+        return (gr.skip(), gr.skip()) if summary == seen else (summary, summary)
+
+    def _search(self, text: str) -> str:
+        """Hide what a search does not find."""
+        wanted = text.strip().lower()
+        if not wanted:
+            return ""
+        hidden = [key for key, one in form.settings().items() if wanted not in self._searched(key, one)]
+        found = {one.section for key, one in form.settings().items() if key not in hidden}
+        ids = [f"#{_id('set', key)}" for key in hidden]
+        ids += [f"#{_id('section', section)}" for section in form.sections() if section not in found]
+        return f"<style>{', '.join(ids)} {{ display: none !important; }}</style>" if ids else ""
+
+    def _searched(self, key: str, one: form.Setting) -> str:
+        texts = words.named().get(key, {})
+        return " ".join(
+            [key, one.description, texts.get("en", ""), texts.get("zh-CN", ""), texts.get("help", "")]
+        ).lower()
+
+    def _guarded(self, action: Callable[[], None]) -> dict[Any, Any]:
+        """Do it, or say in a message why it cannot be done."""
+        try:
+            action()
+        except UserError as error:
+            gr.Warning(safe.shown(self.ui.tell(str(error))))
+        return {}
+
+    # ------------------------------------------------------------------------------------------------------- telling
+
+    def _painted(self, view: str, but: str = "") -> dict[Any, Any]:
+        """What every part of a view holds now; nothing where the text is not TOML."""
+        text = self.draft.text()
+        if view == "toml":
+            return {self.code: text}
+        try:
+            found = form.values(text, self.draft.home)
+        except UserError:
+            return {}
+        painted: dict[Any, Any] = {}
+        for key, part in self.parts[view].items():
+            if key != but:
+                painted[part] = self._held(view, key, part, found)
+        if view == "simple":
+            named = found["preset"] if isinstance(found["preset"], list) else []
+            painted[self.goal] = next((name for name in named if name in GOALS), "")
+            painted[self.card] = next((name for name in named if name in bases.cards()), "")
+            painted[self.folder] = gr.update(choices=[str(path) for path in pictures.folders(self.ui.place.roots)])
+            painted[self.base_note] = self._base_note(found)
+        return painted
+
+    def _held(self, view: str, key: str, part: Any, found: dict[str, Any]) -> Any:
+        one, value = form.settings()[key], found[key]
+        held = form.shown(one, value)
+        if key == "preset":
+            names = [str(name) for name in value] if isinstance(value, list) else []
+            return gr.update(choices=self._presets(names), value=names)
+        if key == "model.path" and view == "simple":
+            offered = bases.usual(str(found["model.family"])) + bases.nearby(self.ui.place.roots)
+            return gr.update(choices=list(dict.fromkeys([*offered, held])) if held else offered, value=held or None)
+        if one.kind == "table":
+            empty = [form.shown(column, column.default) for column in one.columns]
+            return [*held, empty]
+        if one.kind in ("choice", "choices") or key == "model.family":
+            known = list(self.families) if key == "model.family" else list(one.choices)
+            strange = [word for word in (held if isinstance(held, list) else [held]) if word and word not in known]
+            titles = self.families if key == "model.family" else {}
+            labels = [(titles.get(w) or words.choice(self.ui.language, key, w), w) for w in [*known, *strange]]
+            return gr.update(choices=labels, value=held or None)
+        return gr.update(value=held)
+
+    def _tell(self, everything: bool = False) -> dict[Any, Any]:
+        """Summary, marks beside the settings, and what differs from the defaults."""
+        text = self.draft.text()
+        findings = self._findings(text)
+        summary = self._summary(findings)
+        return {
+            self.summary: summary,
+            self.seen: summary,
+            self.marks: self._marks(text, findings, everything),
+            self.changes: self._changes(text),
+        }
+
+    def _findings(self, text: str) -> list[tuple[str, str]]:
+        """(setting, line in the page's language) of everything that keeps the draft from being started."""
+        home = self.draft.home
+        found = [(one.key, self._told(one)) for one in form.problems(text, home)]
+        try:
+            values = form.values(text, home)
+        except UserError:
+            return found
+        told = {key for key, _ in found}
+        for key, path in bases.paths(values):
+            if key in told:
+                continue
+            try:
+                self._allowed(key, path)
+            except UserError as error:
+                found.append((key, self.ui.tell(str(error))))
+        if "dataset.folders" not in {key for key, _ in found}:
+            counts = [(folder, one) for folder, one, _ in self._counts(values)]
+            for folder, one in counts:
+                if not one.pictures:
+                    found.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
+            without = sum(one.without_caption for _, one in counts)
+            if without and values["dataset.missing_caption"] == "error":
+                found.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
+        return found
+
+    def _told(self, problem: form.Problem) -> str:
+        """The line in the page's language, without the key of its setting, which is told by where it stands."""
+        return self.ui.tell(problem.line.removeprefix(f"{problem.key}: "))
+
+    def _named(self, key: str, line: str) -> str:
+        """A line with its setting, for a list of several."""
+        label = words.label(self.ui.language, f"section.{key}" if form.settings()[key].kind == "table" else key)
+        return f"{label} ({key}): {line}" if self.ui.language == "en" else f"{label}（{key}）：{line}"
+
+    def _local(self, path: str) -> Path:
+        """Where a path of the draft leads; relative ones begin at the page's home, as the job's do."""
+        return self.ui.place.home / Path(path).expanduser()
+
+    def _allowed(self, key: str, path: str) -> None:
+        """Raises UserError for a path that the page may not use, or that has no picture folder."""
+        if key == "dataset.cache_dir" and not path.startswith(("/", "~")) and ".." not in Path(path).parts:
+            return  # the page's own, below its home
+        full = self.ui.path(self._local(path))
+        if key != "output_dir" and key != "dataset.cache_dir" and not full.exists():
+            raise UserError(f"{safe.shorter(path)}: there is no such folder")
+
+    def _counts(self, values: dict[str, Any]) -> list[tuple[Path, pictures.Count, int]]:
+        """Folder, what is in it, and its repeats."""
+        rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
+        found = []
+        for row in rows:
+            path = row.get("path") if isinstance(row, dict) else None
+            repeats = row.get("repeats", 1) if isinstance(row, dict) else 1
+            if isinstance(path, str) and path and isinstance(repeats, int):
+                try:
+                    folder = self.ui.path(self._local(path))
+                except UserError:
+                    continue  # told by the check of paths
+                if folder.is_dir():
+                    found.append((folder, pictures.count(folder), repeats))
+        return found
+
+    def _summary(self, findings: list[tuple[str, str]] | None = None) -> str:
+        say, shown = self.ui.say, safe.shown
+        text = self.draft.text()
+        findings = self._findings(text) if findings is None else findings
+        parts = []
+        if findings:
+            lines = [self._named(key, line) if key else line for key, line in findings]
+            items = "".join(f"<li>{shown(line)}</li>" for line in lines)
+            parts.append(f"<p><strong>{shown(say('new.summary.open'))}</strong></p><ul class='problems'>{items}</ul>")
+        else:
+            parts.append(f"<p><strong class='ready'>{shown(say('new.summary.ready'))}</strong></p>")
+        try:
+            values = form.values(text, self.draft.home)
+        except UserError:
+            return parts[0]
+        counts = self._counts(values)
+        for folder, one, _ in counts:
+            line = say("new.pictures.count", folder=folder.name, count=one.pictures, without=one.without_caption)
+            parts.append(f"<p>{shown(line)}</p>")
+        skipping = values["dataset.missing_caption"] == "skip"
+        samples = sum((one.pictures - (one.without_caption if skipping else 0)) * times for _, one, times in counts)
+        reckoned = outlook.epochs(samples, values)
+        if reckoned is None:
+            parts.append(f"<p>{shown(say('new.summary.none'))}</p>")
+        else:
+            line = say(
+                "new.summary.epochs",
+                samples=reckoned.samples,
+                per_step=reckoned.per_step,
+                steps=f"{reckoned.steps:.4g}",
+                total=values["train.steps"],
+                epochs=f"{reckoned.epochs:.3g}",
+            )
+            parts.append(f"<p>{shown(line)}</p>")
+        if not findings:
+            parts += [f"<p>{shown(line)}</p>" for line in (self._time(values), *self._memory(text))]
+        return "".join(parts)
+
+    def _time(self, values: dict[str, Any]) -> str:
+        say = self.ui.say
+        folders = [self.ui.place.home / "runs", *self.ui.place.roots]
+        known = outlook.pace(dict.fromkeys(folders), str(values["model.family"]))
+        if known is None:
+            return say("new.summary.no_time")
+        seconds, run = known
+        minutes = seconds * values["train.steps"] / 60
+        name, count = ("new.time.minutes", minutes) if minutes < 90 else ("new.time.hours", minutes / 60)
+        return say("new.summary.time", time=say(name, count=f"{max(count, 1):.3g}"), seconds=f"{seconds:.3g}", run=run)
+
+    def _memory(self, text: str) -> list[str]:
+        say = self.ui.say
+        known = self.estimates.of(text)
+        if known is None:
+            return [say("new.summary.estimating")]
+        if isinstance(known, str):
+            return [say("new.summary.no_estimate", why=self.ui.tell(known))] if known else []
+
+        def size(num: int | None) -> str:
+            if num is None:
+                return say("new.summary.unknown")
+            return f"{num / 2**30:.2f} GiB" if num >= 2**28 else f"{num / 2**20:.1f} MiB"
+
+        lines = [
+            say(
+                "new.summary.memory",
+                peak=size(known["peak_bytes"]),
+                base=size(known["base_bytes"]),
+                adapter=size(known["adapter_bytes"]),
+                optimizer=size(known["optimizer_bytes"]),
+                step=size(known["step_bytes"]),
+            )
+        ]
+        files = ", ".join(f"{layout} {size(num)}" for layout, num in known["file_bytes"].items())
+        return [*lines, say("new.summary.files", file=files, cache=size(known["cache_bytes"]))]
+
+    def _marks(self, text: str, findings: list[tuple[str, str]], everything: bool) -> str:
+        """Style that hides settings without effect and puts each problem under its setting."""
+        rules = []
+        try:
+            found = form.values(text, self.draft.home)
+            set_here = form.origins(text, self.draft.home)
+        except UserError:
+            return ""
+        wrong: dict[str, list[str]] = {}
+        for key, line in findings:
+            wrong.setdefault(key, []).append(line)
+        if not everything:
+            hidden = [key for key in form.idle(found) if key not in wrong and set_here.get(key) != ""]
+            if hidden:
+                ids = ", ".join(f"#{_id('set', key)}" for key in sorted(hidden))
+                rules.append(f"{ids} {{ display: none; }}")
+        for key, lines in wrong.items():
+            if key:
+                ids = f"#{_id('set', key)}::after, #{_id('new', key)}::after"
+                rules.append(f"{ids} {{ content: {_css_text(chr(10).join(lines))}; }}")
+        return f"<style>{' '.join(rules)}</style>" if rules else ""
+
+    def _changes(self, text: str) -> str:
+        say = self.ui.say
+        try:
+            found, origins = form.values(text, self.draft.home), form.origins(text, self.draft.home)
+        except UserError as error:
+            return f"<p class='wrong'>{safe.shown(self.ui.tell(str(error)))}</p>"
+        rows = []
+        for key, one in form.settings().items():
+            if key in origins and key != "preset" and not form.same(found[key], one.default):
+                label = words.label(self.ui.language, key)
+                before, now = (_brief(form.shown(one, value)) for value in (one.default, found[key]))
+                origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
+                cells = (f"{label} {key}", before, now, origin)
+                rows.append("<tr>" + "".join(f"<td>{safe.shown(cell)}</td>" for cell in cells) + "</tr>")
+        if not rows:
+            return f"<p class='note'>{safe.shown(say('new.changes.none'))}</p>"
+        heads = "".join(
+            f"<th>{safe.shown(say(f'new.changes.{name}'))}</th>" for name in ("setting", "default", "now", "from")
+        )
+        return f"<table class='facts wide'><tr>{heads}</tr>{''.join(rows)}</table>"
+
+    def _base_note(self, found: dict[str, Any]) -> str:
+        say, path, family = self.ui.say, str(found["model.path"] or ""), str(found["model.family"])
+        title = self.families.get(family, family)
+        if not path:
+            return ""
+        if path == "demo":
+            return safe.shown(say("new.base.demo_is", title=title))
+        size = families.facts(family).get("native_resolution") if family in self.families else None
+        lines = []
+        known = bases.recognised(self._local(path))
+        if known:
+            lines.append(say("new.base.is", title=self.families[known]))
+        elif bases.on_the_hub(path):
+            lines.append(say("new.base.hub", path=path))
+        if size:
+            lines.append(say("new.base.size", pixels=size))
+        return safe.shown(" ".join(lines))
+
+    # ------------------------------------------------------------------------------------------------------- offers
+
+    def _presets(self, named: list[str] | None = None) -> list[tuple[str, str]]:
+        own = [(path.stem, str(path)) for path in bases.own_presets(self.draft.home)]
+        known = [*((name, name) for name in config.preset_names()), *own]
+        return known + [(Path(name).stem, name) for name in named or [] if name not in {value for _, value in known}]
+
+    def _sources(self) -> list[tuple[str, str]]:
+        return [(label, str(path)) for label, path in bases.configs(self.ui.place.roots)]
+
+
+def _id(prefix: str, key: str) -> str:
+    return f"{prefix}-{key.replace('.', '-') or 'job'}"
+
+
+def _brief(held: Any) -> str:
+    text = json.dumps(held, ensure_ascii=False) if not isinstance(held, str) else held
+    return safe.shorter(text, 80)
+
+
+def _css_text(text: str) -> str:
+    """Text as a string of a style sheet that stands in HTML: nothing in it ends the string or the sheet."""
+    return '"' + "".join(c if c.isalnum() or c in " .,:;-_=()" else f"\\{ord(c):x} " for c in safe.plain(text)) + '"'

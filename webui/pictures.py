@@ -1,0 +1,111 @@
+"""Folders of pictures as the form needs them: which there are, how many pictures are in them, and taking in new ones.
+
+Uploads go into the page's own folder, byte for byte as they came, after each was decoded by a child process with
+limits. Nothing is ever written into a folder that is the user's own.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_fp8.config import UserError
+from lora_fp8.data.images import CAPTIONS, EXTENSIONS
+
+from . import safe
+from .decoder import Decoders
+
+MOST_UPLOADED = 5000
+LONGEST_CAPTION = 1 << 20
+DEEP = 2
+"""How far below a root folders of pictures are offered; any can be typed."""
+FRESH_SECONDS = 4.0
+_counted: dict[Path, tuple[float, "Count"]] = {}
+_decoders = Decoders(1)
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a folder holds, by the names of its files."""
+
+    pictures: int = 0
+    without_caption: int = 0
+
+
+def count(folder: Path) -> Count:
+    """Pictures in a folder and its subfolders, hidden ones left out; a few seconds old at most."""
+    now = time.monotonic()
+    known = _counted.get(folder)
+    if known is None or now - known[0] > FRESH_SECONDS:
+        pictures = without = 0
+        for _, folders, names in os.walk(folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            captions = {Path(name).stem for name in names if Path(name).suffix in CAPTIONS}
+            for name in names:
+                if Path(name).suffix.lower() in EXTENSIONS and not name.startswith("."):
+                    pictures += 1
+                    without += Path(name).stem not in captions
+        known = _counted[folder] = (now, Count(pictures, without))
+    return known[1]
+
+
+def folders(roots: Iterable[Path]) -> list[Path]:
+    """Folders with pictures in them, near the roots."""
+    found: list[Path] = []
+    for root in roots:
+        waiting = [(root, 0)]
+        while waiting and len(found) < 200:
+            folder, depth = waiting.pop(0)
+            try:
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            except OSError:
+                continue  # gone, or not for us to read: not offered
+            if any(Path(entry.name).suffix.lower() in EXTENSIONS for entry in entries):
+                found.append(folder)
+            if depth < DEEP:
+                inner = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+                waiting += [(Path(entry.path), depth + 1) for entry in inner]
+    return list(dict.fromkeys(found))
+
+
+def take_in(files: list[str], folder: Path) -> tuple[int, list[str]]:
+    """Copy uploaded pictures and captions into a folder of the page's own, each after a look at it.
+
+    Returns:
+        How many pictures are new, and a line for each file that was refused.
+
+    Raises:
+        UserError: there are too many, or the folder cannot be written.
+    """
+    if len(files) > MOST_UPLOADED:
+        raise UserError(f"{len(files)} files at once; upload at most {MOST_UPLOADED}, or name a folder")
+    taken, refused = 0, []
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for file in map(Path, files):
+            try:
+                name = safe.name(file.name)
+                _look(file)
+                target = folder / name
+                if target.exists() and target.read_bytes() != file.read_bytes():
+                    raise UserError(f"{name}: another file of this name is there already; rename it")
+                if not target.exists():
+                    with open(file, "rb") as source, open(target, "xb") as copy:
+                        shutil.copyfileobj(source, copy)
+                    taken += target.suffix.lower() in EXTENSIONS
+            except UserError as error:
+                refused.append(str(error))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+    _counted.pop(folder, None)
+    return taken, refused
+
+
+def _look(file: Path) -> None:
+    """Refuse what is neither a picture that can be decoded nor a caption. Raises UserError."""
+    if file.suffix.lower() in EXTENSIONS:
+        _decoders.webp(file, 64)
+    elif file.suffix not in CAPTIONS or file.stat().st_size > LONGEST_CAPTION:
+        raise UserError(f"{file.name}: neither a picture ({' '.join(EXTENSIONS)}) nor a caption ({' '.join(CAPTIONS)})")
