@@ -5,6 +5,7 @@ and can be resumed.
 """
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -713,6 +714,26 @@ def demo(
     print(json.dumps(result.to_json(), indent=1) if as_json else "\n".join(result.lines()))
     if not result.ok:
         sys.exit(3)
+
+
+@app.command()
+def ui(
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; any but this machine's own needs a login."),
+    port: int = typer.Option(7860, min=0, max=65535, help="Port; 0 takes a free one."),
+    root: list[Path] = typer.Option([], metavar="FOLDER", help="Folder that the page may use. Repeatable."),
+    user: str = typer.Option("", help="Who may log in; the password is that of $LORA_FP8_PASSWORD."),
+    name: list[str] = typer.Option([], help="Name that browsers call this machine by, behind a proxy. Repeatable."),
+    open_browser: bool = typer.Option(False, "--open", help="Show it in the browser."),
+) -> None:
+    """Open the web page: new trainings, pictures, the queue, running jobs."""
+    from . import config
+
+    missing = [package for package in ("gradio", "psutil") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise config.UserError(f"the page needs {' and '.join(missing)}: pip install 'lora-fp8[ui]'")
+    from webui import serve
+
+    serve.run(host, port, [path.absolute() for path in root], user, name, open_browser)
 
 
 cli_jobs.add_to(app)

@@ -26,7 +26,7 @@ COMMANDS = (
     *("dataset",),
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
     *("estimate", "inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
-    *("submit", "jobs", "worker"),
+    *("submit", "jobs", "worker", "ui"),
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 RUN = "import sys; sys.argv[0] = 'lora-fp8'; from lora_fp8.cli import main; main()"

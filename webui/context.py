@@ -15,7 +15,7 @@ from lora_fp8.run import atomic_write
 
 from . import safe, words
 
-OWN_FOLDERS = ("datasets", "runs", "presets", "tools")
+OWN_FOLDERS = ("datasets", "runs", "presets", "cache", "tools")
 """Folders below the page's home that belong to the person, and may be named as those below a root."""
 SYSTEM = ("/etc", "/proc", "/sys", "/dev", "/boot")
 """Folders that are never roots, nor is anything in them."""

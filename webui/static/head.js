@@ -27,20 +27,19 @@ const paint = () => {
   const dark = chosen === "dark" || (chosen === "system" && askSystem("(prefers-color-scheme: dark)").matches);
   document.documentElement.style.colorScheme = dark ? "dark" : "light";
   document.body?.classList.toggle("dark", dark);
-  for (const button of document.querySelectorAll("[data-theme]"))
-    button.setAttribute("aria-pressed", String(button.dataset.theme === chosen));
+  mark();
 };
-document.addEventListener("DOMContentLoaded", () => {
+const mark = () => {
+  for (const button of document.querySelectorAll("#site-header [data-theme]"))
+    button.setAttribute("aria-pressed", String(button.dataset.theme === theme()));
+};
+const start = () => {
   paint();
-  // Gradio draws the header when it is ready: then its buttons are marked.
-  const waiting = new MutationObserver(() => {
-    if (document.querySelector("[data-theme]")) {
-      paint();
-      waiting.disconnect();
-    }
-  });
-  waiting.observe(document.body, { childList: true, subtree: true });
-});
+  // Gradio draws the header when it is ready, and again later.
+  new MutationObserver(mark).observe(document.body, { childList: true, subtree: true });
+};
+if (document.body) start();
+else document.addEventListener("DOMContentLoaded", start);
 askSystem("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(paint));
 
 document.addEventListener("click", (event) => {

@@ -1,0 +1,114 @@
+"""What a browser or a program may make a training read and write: below the roots, whatever the config says."""
+
+import re
+import typing
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from lora_fp8 import config, jobs
+from lora_fp8.config import UserError
+from webui import submit
+from webui.context import Place
+
+TEXT = """
+name = "cat"
+[model]
+family = "sd15"
+path = "demo"
+[[dataset.folders]]
+path = "{folder}"
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    (tmp_path / "data/cats").mkdir(parents=True)
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/x.toml").write_text('name = "stolen"', encoding="utf-8")
+    (tmp_path / "home").mkdir()
+    return Place(tmp_path / "home", [tmp_path / "data"])
+
+
+def test_paths_become_absolute_below_the_home(place: Place) -> None:
+    job = submit.checked(place, TEXT.format(folder=f"{place.given[0]}/cats"))
+    assert (job.output_dir, job.dataset.cache_dir) == (str(place.home / "runs"), str(place.home / "cache"))
+    assert job.model.path == "demo" and job.dataset.folders[0].path == str(place.given[0] / "cats")
+    job = submit.checked(place, TEXT.format(folder="datasets/pets"))
+    assert job.dataset.folders[0].path == str(place.home / "datasets/pets")
+    # A base of the hub stays as it is.
+    text = TEXT.format(folder="datasets/pets").replace("demo", "stable-diffusion-v1-5/stable-diffusion-v1-5")
+    assert submit.checked(place, text).model.path == "stable-diffusion-v1-5/stable-diffusion-v1-5"
+
+
+@pytest.mark.parametrize("key", submit.PATHS)
+@pytest.mark.parametrize(
+    "path", ["/etc", "{0}/secret", "../secret", "{0}/data-evil", "datasets/../../secret", "~/.ssh"]
+)
+def test_every_path_outside_is_refused(place: Place, key: str, path: str) -> None:
+    import tomlkit
+
+    data = tomlkit.parse(TEXT.format(folder="datasets/pets"))
+    *parts, name = key.split(".")
+    table = data
+    for part in parts:
+        table = table.setdefault(part, {})
+        table = table[0] if part == "folders" else table
+    table[name] = path.format(place.home.parent)
+    with pytest.raises(UserError, match=name):
+        submit.checked(place, tomlkit.dumps(data))
+    with pytest.raises(UserError):
+        submit.train(place, tomlkit.dumps(data))
+    assert jobs.Queue(place.home).view() == []
+
+
+@pytest.mark.parametrize("preset", ["{0}/secret/x.toml", "../../secret/x.toml", "/etc/x.toml", "../x", "~/x.toml"])
+def test_presets_outside_are_not_read(place: Place, preset: str) -> None:
+    text = f'preset = ["{preset.format(place.home.parent)}"]\n' + TEXT.format(folder="datasets/pets")
+    with pytest.raises(UserError, match="preset") as refused:
+        submit.checked(place, text)
+    assert "stolen" not in str(refused.value)
+
+
+def test_what_the_check_finds_is_told_as_always(place: Place) -> None:
+    with pytest.raises(UserError, match="rnak"):
+        submit.checked(place, TEXT.format(folder="datasets/pets") + "[adapter]\nrnak = 4\n")
+
+
+NO_PATHS = {
+    "name": "a name",
+    "preset": "looked at by itself, before it is read",
+    "dataset.folders.trigger": "a word",
+    "export.title": "text in the file",
+    "export.author": "text in the file",
+    "export.description": "text in the file",
+    "export.license": "text in the file",
+}
+"""Free text that speaks of files or folders and is none."""
+
+
+def strings(model: type[pydantic.BaseModel], prefix: str = ""):
+    """(key, description) of each setting that takes free text."""
+    for name, field in model.model_fields.items():
+        key, parts = f"{prefix}{name}", [field.annotation]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, type) and issubclass(part, pydantic.BaseModel):
+                yield from strings(part, f"{key}.")
+            elif part is str:
+                yield key, field.description or ""
+            elif typing.get_origin(part) is not typing.Literal:
+                parts += typing.get_args(part)
+
+
+def test_no_setting_that_is_a_path_is_forgotten() -> None:
+    """A new setting whose name or description speaks of a file or folder belongs into PATHS, or above."""
+    found = {
+        key
+        for key, description in strings(config.Job)
+        if re.search(r"path|dir|file|folder", key.rpartition(".")[2])
+        or re.search(r"(?i)\b(folder|file)\b", description)
+    }
+    assert set(submit.PATHS) <= found
+    assert found - set(submit.PATHS) - set(NO_PATHS) == set(), "is this a path? see webui/submit.py"

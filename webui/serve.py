@@ -1,0 +1,171 @@
+"""`lora-fp8 ui`: the site behind a socket of this machine, until Ctrl-C. Jobs are the worker's and go on without it."""
+
+import gc
+import os
+import socket
+import sys
+import tempfile
+import threading
+import warnings
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_fp8 import jobs
+from lora_fp8.config import UserError
+
+from .context import Place
+from .login import Login
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DEMO = Path(jobs.__file__).resolve().parent.parent / "demo"
+PASSWORD = "LORA_FP8_PASSWORD"
+
+
+def run(
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    roots: Sequence[Path] = (),
+    user: str = "",
+    names: Sequence[str] = (),
+    open_browser: bool = False,
+    home: Path | None = None,
+) -> None:
+    """Serve the page until Ctrl-C or SIGTERM.
+
+    Args:
+        host, port: where it listens; port 0 takes a free one.
+        roots: folders that the page may use, beside ./runs, the demo's files and those of its settings.
+        user: who may log in, with the password of $LORA_FP8_PASSWORD (or of the file that $LORA_FP8_PASSWORD_FILE
+            names); "" asks nobody, which is for this machine alone.
+        names: Host names that it answers to beside this machine's own.
+        open_browser: show it.
+        home: None is the queue's, `jobs.home_folder()`.
+
+    Raises:
+        UserError: the port is taken, a root is no folder, or others could reach it without a password.
+    """
+    home = (home or jobs.home_folder()).resolve()
+    password = _password()
+    if host not in LOOPBACK and not (user and password):
+        raise UserError(
+            f"--host {host}: other machines could train and read here; set {PASSWORD} and give --user NAME, "
+            "or leave it at 127.0.0.1 and use ssh -L"
+        )
+    if bool(user) != bool(password):
+        missing = f"{PASSWORD} is not set" if user else "--user NAME is not given"
+        raise UserError(f"a login needs a user and a password: {missing}")
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"--root {root}: there is no such folder")
+    place = Place(home, [*roots, Path("runs"), DEMO], fixed=host not in LOOPBACK)
+    listening = _listen(host, port)
+    with listening:
+        address = _address(host, listening.getsockname()[1])
+        _set_up(home)
+        login = Login(user, password, home / "sessions.json") if user else None
+        server = _server(place, login, [host, socket.gethostname(), *names], host not in LOOPBACK)
+        started = threading.Event()
+        threading.Thread(target=_prepare, args=(place, address, started, open_browser), daemon=True).start()
+        try:
+            server.on_started = started.set
+            server.run(sockets=[listening])
+        except KeyboardInterrupt:  # uvicorn has ended in order, and passes the signal on
+            pass
+    print("the page is closed; jobs go on (lora-fp8 jobs shows them)")
+
+
+def _password() -> str:
+    """From the environment, and out of it: what the page starts must not have it."""
+    given, file = os.environ.pop(PASSWORD, ""), os.environ.pop(f"{PASSWORD}_FILE", "")
+    if given or not file:
+        return given
+    try:
+        return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{PASSWORD}_FILE: {file} cannot be read ({error})") from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket, so that a taken port is told before anything is loaded."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise UserError(f"--host {host}: {error.strerror}; give a name or address of this machine") from None
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(where)
+        found.listen(128)
+    except OSError as error:
+        found.close()
+        holder = f" by {_holder(port)}" if error.errno == 98 else ""
+        what = f"taken{holder}; choose another port" if error.errno == 98 else error.strerror
+        raise UserError(f"--host {host} --port {port}: {what}") from None
+    return found
+
+
+def _holder(port: int) -> str:
+    """Who listens on the port, as far as this user may know."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                process = psutil.Process(connection.pid)
+                return f"process {process.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
+    except psutil.Error:
+        pass
+    return "another process"
+
+
+def _address(host: str, port: int) -> str:
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+
+
+def _set_up(home: Path) -> None:
+    """An empty folder to run in and a private one for uploads: Gradio serves what it finds in either."""
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in ("empty", "uploads"):
+        (home / name).mkdir(exist_ok=True, mode=0o700)
+    os.chdir(home / "empty")
+    tempfile.tempdir = str(home / "uploads")  # not $TMPDIR: jobs have their own
+    os.environ["GRADIO_TEMP_DIR"] = str(home / "uploads")
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    warnings.filterwarnings("ignore", message="SSR mode is not supported")  # nor asked for
+
+
+def _server(place: Place, login: Login | None, names: Sequence[str], addresses: bool) -> Any:
+    import uvicorn
+
+    gc.disable()  # nothing that is made until the page is built is garbage; looking for some takes a tenth of the time
+    from . import app
+
+    class Server(uvicorn.Server):
+        on_started = staticmethod(lambda: None)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            gc.freeze()
+            gc.enable()
+            self.on_started()
+
+    site = app.build(place, login=login, names=names, addresses=addresses)
+    return Server(uvicorn.Config(site, log_level="warning", server_header=False, timeout_graceful_shutdown=1))
+
+
+def _prepare(place: Place, address: str, started: threading.Event, open_browser: bool) -> None:
+    """What need not be done before the page answers."""
+    from . import files
+
+    started.wait()
+    print(f"lora_fp8 is at {address}  (Ctrl-C closes the page; jobs go on)", flush=True)
+    if open_browser:
+        webbrowser.open(address)
+    try:
+        jobs.ensure_worker(place.home)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+    files.prune(place)
