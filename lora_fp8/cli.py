@@ -702,6 +702,40 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
 
 
 @app.command()
+def caption(
+    folder: Path = FOLDER,
+    model: str = typer.Option(..., help="Captioning model: folder or Hugging Face id (OWNER/NAME)."),
+    kind: str = typer.Option("text", help="text or tags."),
+    prompt: str = typer.Option("", help="What the model is asked; empty is a question that fits the kind."),
+    overwrite: bool = typer.Option(
+        False, "--overwrite/--only-missing", help="Also pictures that have a caption, or only those without."
+    ),
+    trigger: str = typer.Option("", help="Trigger word, put in front."),
+    threshold: float = typer.Option(0.35, min=0, max=1, help="Of a tagger: probability from which a tag counts."),
+    exclude: list[str] = typer.Option([], metavar="TAG", help="Leave this tag out. Repeatable."),
+    max_tokens: int = typer.Option(300, min=1, help="Longest answer."),
+    batch_size: int = typer.Option(1, min=1, max=256, help="Pictures at once."),
+    dtype: str = typer.Option("", help="bf16, fp16 or fp32; empty: bf16 on a GPU, else fp32."),
+    revision: str = typer.Option("", help="Branch, tag or commit on the hub."),
+    as_json: bool = JSON,
+) -> None:
+    """Have a model write captions beside the pictures; goes on where it was stopped; `dataset undo` takes it back."""
+    from .config import UserError
+
+    if kind not in ("text", "tags"):
+        raise UserError(f"--kind {kind!r}: accepted are text, tags")
+    from . import captioner
+
+    settings = captioner.Settings(
+        model, kind, prompt, overwrite, trigger, max_tokens, threshold, tuple(exclude), batch_size, dtype, revision
+    )
+    result = captioner.run(folder, settings, echo=_json_line if as_json else _say)
+    captioner.problems(result, folder)
+    if not as_json:
+        print(f"{folder}: {result.written} captions written, {result.kept} were there")
+
+
+@app.command()
 def demo(
     family: str = typer.Option("sd15", help="sd15 (UNet) or flux (DiT)."),
     out: Path = typer.Option(Path("runs"), help="Where the run folder is made."),
@@ -793,6 +827,7 @@ def _say(event: dict[str, Any]) -> None:
             f"{e['of_fp32']:.3g} of float32"
         ),
         "resume": lambda e: f"resuming from {e['checkpoint']}",
+        "caption": lambda e: f"{e['done']} of {e['total']} {e['file']}: {e['text']}",
         "verify": lambda e: "\n".join(
             [f"verify {e['file']}: {'all right' if e['ok'] else 'FAILED'}", *(f"  {line}" for line in e["lines"])]
         ),

@@ -23,7 +23,7 @@ from lora_fp8 import cli, config, families, run, train
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
-    *("dataset",),
+    *("dataset", "caption"),
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
     *("estimate", "inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
     *("submit", "jobs", "worker", "ui"),

@@ -32,7 +32,7 @@ LAYERS = {
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
     + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py")),
     3.0: "dry memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader",
-    3.25: "tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
+    3.25: "captioner tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
     3.5: "prepare finish",
     3.625: "resume",
     3.75: "measure estimate tools.average",
@@ -51,7 +51,7 @@ ROOMS = {
     "transformer_engine": {"precision.backend_te"},
     "triton": {"precision.kernels"},
     "accelerate": {"processes", "scripts"},
-    "transformers": {"families", "scripts"},
+    "transformers": {"families", "captioner", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},
     "typer": {"cli", "cli_jobs"},
     "tomlkit": {"config", "cli", "export", "importing", "jobs"},

@@ -21,7 +21,6 @@ import base64
 import contextlib
 import fcntl
 import fnmatch
-import itertools
 import json
 import os
 import re
@@ -30,7 +29,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -459,6 +458,24 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
         changed = operation.all(bodies) if isinstance(operation, ReplacePattern) else list(map(operation, bodies))
         for text, body in zip(texts.values(), changed, strict=True):
             text.body = body
+    _add_changes(edit, texts)
+    return edit
+
+
+def assign(folder: Path, wanted: Mapping[str, str], title: str) -> Edit:
+    """An edit that sets captions one by one: relative names of caption files, as `listed` has them, and their texts."""
+    edit, texts = Edit(title), {}
+    for name, wish in wanted.items():
+        try:
+            texts[name] = _Text.of(_read(_target(folder, name)), [])
+            texts[name].body = SetText(wish)(texts[name].body)
+        except (OSError, ValueError, UserError) as error:
+            edit.problems.append(f"{name} {getattr(error, 'strerror', None) or error}")
+    _add_changes(edit, texts)
+    return edit
+
+
+def _add_changes(edit: Edit, texts: dict[str, _Text]) -> None:
     for name, text in texts.items():
         try:
             after = text.encoded()
@@ -467,7 +484,6 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
             continue
         if after != (text.raw or b""):
             edit.changes.append(Change(name, text.raw, after))
-    return edit
 
 
 @dataclass
@@ -557,7 +573,7 @@ def apply(folder: Path, edit: Edit, group: str = "") -> Entry:
         journal = _Journal.read(folder)
         number = journal.last + 1
         record = {"edit": number, "t": round(time.time(), 3), "title": edit.title, "files": len(edit.changes)}
-        record |= {"group": group} if group else {}
+        record |= {"group": group, "names": [change.file for change in edit.changes]} if group else {}
         journal.append({**record, "changes": _packed(edit.changes)})
         try:
             _write_all(folder, edit.changes, "before", "after")
@@ -584,11 +600,18 @@ def redo(folder: Path) -> Entry:
 def history(folder: Path) -> list[Entry]:
     """The edits of the journal, oldest first; those that are undone and can be done again stand at the end."""
     journal = _Journal.read(folder)
-    found = []
-    for done, stack in ((True, journal.done), (False, list(reversed(journal.undone)))):
-        for _, numbers in itertools.groupby(stack, key=journal.group):
-            found.append(journal.entry(list(numbers), done))
-    return found
+    done = [journal.entry(numbers, True) for numbers in journal.together(journal.done)]
+    return done[::-1] + [journal.entry(numbers, False) for numbers in journal.together(journal.undone)]
+
+
+def standing(folder: Path, group: str) -> set[str]:
+    """Caption files that an edit of this group has written and nobody has changed since."""
+    journal = _Journal.read(folder)
+    last = {}
+    for number in journal.done:
+        if journal.group(number) == group:
+            last |= {change.file: change.after for change in _unpacked(folder, journal.records[number])}
+    return {file for file, after in last.items() if _read(_target(folder, file)) == after}
 
 
 def _step(folder: Path, what: str) -> Entry:
@@ -597,8 +620,7 @@ def _step(folder: Path, what: str) -> Entry:
         stack = journal.done if what == "undo" else journal.undone
         if not stack:
             raise UserError(f"{folder}: no caption edit to {what}")
-        group = journal.group(stack[-1])
-        numbers = list(itertools.takewhile(lambda number: journal.group(number) == group, reversed(stack)))
+        numbers = journal.together(stack)[0]
         changes = [change for number in numbers for change in _unpacked(folder, journal.records[number])]
         here, there = ("after", "before") if what == "undo" else ("before", "after")
         title = journal.records[numbers[0]].get("title", "")
@@ -770,6 +792,19 @@ class _Journal:
     def group(self, number: int) -> str:
         """What an edit is undone together with: its group, or itself."""
         return self.records[number].get("group") or f"edit {number}"
+
+    def together(self, stack: list[int]) -> list[list[int]]:
+        """The edits of a stack as they are undone or done again: the next first. No file comes twice in one of them."""
+        found: list[list[int]] = []
+        names: set[str] = set()
+        for number in reversed(stack):
+            these = set(self.records[number].get("names", ()))
+            if not found or self.group(found[-1][0]) != self.group(number) or names & these:
+                found.append([])
+                names = set()
+            found[-1].append(number)
+            names |= these
+        return found
 
     def entry(self, numbers: Sequence[int], done: bool) -> Entry:
         records = [self.records[number] for number in numbers]
