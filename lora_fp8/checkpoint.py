@@ -152,6 +152,8 @@ PINNED = (
     "quantize.sensitivity_bound",
     "adapter.type",
     "adapter.rank",
+    "adapter.factor",
+    "adapter.decompose_both",
     "adapter.alpha",
     "adapter.targets",
     "adapter.dtype",

@@ -159,8 +159,21 @@ class Quantize(Section):
 class Adapter(Section):
     """The trainable part."""
 
-    type: Literal["lora"] = setting("lora", "Kind of adapter.")
+    type: Literal["lora", "dora", "lokr", "loha"] = setting(
+        "lora", "lora; dora: LoRA with a length for each row of the weight; lokr, loha: LyCORIS' products."
+    )
     rank: int = setting(16, "Size of the low-rank update; larger learns more and weighs more.", ge=1, le=1024)
+    factor: int = setting(
+        8,
+        "LoKr: size of the first matrix wherever it divides the layer's; smaller weighs more; 0: the root.",
+        when={"adapter.type": ("lokr",)},
+        ge=0,
+    )
+    decompose_both: bool = setting(
+        False,
+        "LoKr: the first matrix is of low rank as well, where the rank is below it.",
+        when={"adapter.type": ("lokr",)},
+    )
     alpha: float = setting(16.0, "Update strength; the update is scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Probability of dropping an adapter input while training.", ge=0, lt=1)
     targets: list[str] = setting([], "Module name endings to adapt, such as 'to_q'; empty means the family's choice.")

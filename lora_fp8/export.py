@@ -25,7 +25,7 @@ import tomlkit
 import torch
 from torch import Tensor
 
-from . import __version__, config
+from . import __version__, config, kinds
 from .config import UserError
 from .layouts import (  # noqa: F401 - this file is the room's door: the others read them here
     LAYOUTS,
@@ -34,6 +34,7 @@ from .layouts import (  # noqa: F401 - this file is the room's door: the others 
     first_few,
     from_layout,
     fuse,
+    kinds_in,
     modules,
     sgm_blocks,
     split,
@@ -53,6 +54,8 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+KEPT_WIDE = (".alpha", ".lora_magnitude_vector")
+"""Float32 in every file: alpha is a setting; DoRA's lengths scale whole rows of the base, which bf16 moves by 0.4 %."""
 MAX_TAGS = 200  # per folder in ss_tag_frequency: clients show two dozen, and headers must stay small
 MAX_HEADER = 1 << 20  # bytes; hosts give up on large headers, ours are far below
 LEGACY_WINDOW = (0x100000, 0x10000)  # offset and size of the bytes that A1111's old hash looks at
@@ -106,6 +109,8 @@ class ExportFacts:
         mixed_precision: "bf16" or "no".
         base_name: the base model; a path is reduced to its last part.
         base_hash: sha256 hex over the base's denoiser files.
+        kind: of the adapter: "lora", "dora", "lokr", "loha".
+        kind_settings: what `ss_network_args` says of it.
         prediction_type: "epsilon" or "v_prediction"; None for flow matching.
         trigger: the word to prompt with.
         tags: ModelSpec tags.
@@ -123,6 +128,8 @@ class ExportFacts:
     resolution: tuple[int, int]
     learning_rate_factor: float = 1.0
     text_encoder_lr: float | None = None
+    kind: str = "lora"
+    kind_settings: Mapping[str, str] = field(default_factory=dict)
     folders: tuple[FolderFacts, ...] = ()
     batch_size: int = 1
     optimizer: str = ""
@@ -177,8 +184,7 @@ def write(
     for layout in dict.fromkeys(section.formats):  # all layouts are made before any is written
         tensors = to_layout(state, scaling, family, denoiser_config, layout)
         dtype = DTYPES[section.dtype]
-        # alpha stays float32: it is a setting, and bf16 would round it
-        contents[layout] = {k: v if k.endswith(".alpha") else v.to(dtype) for k, v in tensors.items()}
+        contents[layout] = {k: v if k.endswith(KEPT_WIDE) else v.to(dtype) for k, v in tensors.items()}
         _refuse_broken(contents[layout], f"the {layout} file in {section.dtype}")
     paths = []
     for layout, tensors in contents.items():
@@ -320,7 +326,7 @@ def _refuse_broken(tensors: Mapping[str, Tensor], what: str) -> None:
     if wrong:
         advice = "; write it in bf16 or fp32 (export.dtype)" if what.endswith("fp16") else ""
         raise RunFailure(f"{what} has NaN or infinity in {first_few(wrong)}{advice}")
-    is_up = (".lora_B.weight", ".lora_up.weight")
+    is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))
     wrong = sorted(name for name, tensor in tensors.items() if name.endswith(is_up) and not tensor.any())
     if wrong:
         raise RunFailure(f"{what} is zero in {first_few(wrong)}: never trained, the file would do nothing there")
@@ -344,6 +350,18 @@ def implementation(family: Any, layout: str) -> str:
     return {"diffusers": "diffusers", "comfy": COMFYUI}.get(layout) or IMPLEMENTATIONS[family.kohya_naming]
 
 
+def network_module(family: Any, kind: str) -> str:
+    """kohya's word for what an adapter of this kind was trained with."""
+    if kind in ("lokr", "loha"):
+        return "lycoris.kohya"
+    return "networks.lora_flux" if family.kohya_naming == "bfl_flux" else "networks.lora"
+
+
+def baked(layout: str, kind: str) -> bool:
+    """Whether alpha / rank is multiplied into the weights of such a file, which then has no alpha."""
+    return layout == "diffusers" or (layout == "comfy" and kind not in ("lokr", "loha"))
+
+
 LOADING = (  # what a program needs to tell what the file is for and how it is to be used
     *("format", "modelspec.sai_model_spec", "modelspec.architecture", "modelspec.implementation", "modelspec.title"),
     *("modelspec.resolution", "modelspec.prediction_type", "ss_network_module", "ss_network_dim", "ss_network_alpha"),
@@ -362,9 +380,8 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
 
     `section.metadata` says how much of it; the hashes of the bytes are added by `write_file` at every level.
     """
-    naming = family.kohya_naming
     width, height = facts.resolution
-    tags = [*facts.tags, *(tag for tag in ("lora",) if tag not in facts.tags)]
+    tags = [*facts.tags, *(tag for tag in dict.fromkeys(("lora", facts.kind)) if tag not in facts.tags)]
     epoch_size = sum(folder.num_images * folder.repeats for folder in facts.folders)
     epochs = math.ceil(facts.steps * facts.batch_size / epoch_size) if epoch_size else 0
     folders = _folder_names(facts.folders)
@@ -382,12 +399,12 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
         "modelspec.trigger_phrase": facts.trigger,
         "modelspec.tags": ", ".join(tags),
         "modelspec.prediction_type": (facts.prediction_type or "").replace("v_prediction", "v"),
-        "ss_network_module": "networks.lora_flux" if naming == "bfl_flux" else "networks.lora",
+        "ss_network_module": network_module(family, facts.kind),
         "ss_network_dim": facts.rank,
         # Where the scaling is multiplied into the weights, the file behaves as alpha = rank; who reads alpha here must
         # not scale a second time.
-        "ss_network_alpha": facts.alpha if layout == "kohya" else float(facts.rank),
-        "ss_network_args": "{}",
+        "ss_network_alpha": float(facts.rank) if baked(layout, facts.kind) else facts.alpha,
+        "ss_network_args": _json(facts.kind_settings),
         "ss_network_dropout": facts.dropout,
         "ss_base_model_version": family.kohya_base_version,
         "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),  # A1111 sorts by it

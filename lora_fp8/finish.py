@@ -12,12 +12,12 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from . import adapters, checkpoint, config, export, families, optim, precision, sample, verify
+from . import adapters, checkpoint, config, export, families, kinds, optim, precision, sample, verify
 from .config import Job, UserError
 from .data import images
 from .data.buckets import Placed, Size
 from .families.base import ModelFamily
-from .prepare import DTYPES, Data, Loaded, place, preview_conditioning, resolve_auto
+from .prepare import DTYPES, Data, Loaded, carried, place, preview_conditioning, resolve_auto
 from .processes import Processes
 from .run import Run, RunFailure, atomic_write
 from .text_encoders import answers
@@ -54,7 +54,7 @@ def finish(
 
     state = adapters.state(loaded.adapted)
     facts = _facts(job, family, data.examples, data.buckets, step)
-    files = export.write(state, _scaling(job), family, family.denoiser_config(), job.export, facts, run.export)
+    files = export.write(state, _scaling(job, state), family, family.denoiser_config(), job.export, facts, run.export)
     for path in files:
         run.log_event("export", path=str(path.relative_to(run.path)), bytes=path.stat().st_size)
     reports = prove(job, family, data, loaded, state, drawn, files, run) if job.export.verify else []
@@ -104,7 +104,7 @@ def prove(
     reports = []
     for path in files:
         report = verify.check(
-            path, family, state=state, scaling=_scaling(job), probe=probe, previews=previews, base=decoded
+            path, family, state=state, scaling=_scaling(job, state), probe=probe, previews=previews, base=decoded
         )
         run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
         reports.append(report)
@@ -151,7 +151,9 @@ def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, ta
     """
     job, family, facts = _described(job, step)
     try:
-        return export.write(adapter, _scaling(job), family, family.denoiser_config(), job.export, facts, target)
+        return export.write(
+            adapter, _scaling(job, adapter), family, family.denoiser_config(), job.export, facts, target
+        )
     except OSError as error:
         raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
 
@@ -180,7 +182,7 @@ def _checkpointed(folder: Path, overrides: list[str], step: int) -> tuple[Run, J
 def _described(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFacts]:
     """The job without "auto", its family, and what is to be said of the run at a step."""
     family = families.get(job.model.family)(job.model, device="cpu", dtype=DTYPES[job.model.dtype])
-    job = resolve_auto(job, type(family))
+    job = carried(resolve_auto(job, type(family)), family)
     scanned = images.scan(job.dataset)
     if scanned.problems:
         # The pictures are needed for what the metadata tell of them, and that is no reason to withhold the file.
@@ -202,8 +204,18 @@ def _as_trained(
         yield name, precision.plain(tensor)
 
 
-def _scaling(job: Job) -> float:
-    return job.adapter.alpha / job.adapter.rank
+def _scaling(job: Job, state: dict[str, Tensor]) -> dict[str, float]:
+    return kinds.scalings(state, job.adapter.alpha, job.adapter.rank)
+
+
+def _kind_settings(section: config.Adapter) -> dict[str, str]:
+    """What LyCORIS' own files say of its kinds; {} for LoRA and DoRA."""
+    if section.type not in ("lokr", "loha"):
+        return {}
+    told = {"algo": section.type}
+    if section.type == "lokr":
+        told |= {"factor": str(section.factor or -1), "decompose_both": str(section.decompose_both)}
+    return told
 
 
 def _facts(
@@ -220,6 +232,8 @@ def _facts(
         steps=step,
         rank=job.adapter.rank,
         alpha=job.adapter.alpha,
+        kind=job.adapter.type,
+        kind_settings=_kind_settings(job.adapter),
         learning_rate=job.optimizer.lr * factor,
         learning_rate_factor=factor,
         text_encoder_lr=optim.text_encoder_lr(job.optimizer) if job.adapter.text_encoder else None,

@@ -28,6 +28,9 @@ Where the original code holds several layers as one (q, k and v), several LoRAs 
 without loss: the A's are stacked, the B's stand in a block diagonal, the rank is the sum of the ranks, and alpha grows
 with the rank. Members that were not trained are rows of zeros.
 
+DoRA, LoKr and LoHa have their own tensors (`kinds`) under the same names of layers, and not every layout carries them:
+`uncarried` says which does not, and why. alpha is written wherever LyCORIS writes it; diffusers takes none.
+
 Pure functions of tensors and names; files are the matter of `export`. What `to_layout` and `from_layout` take and give
 stays as it is: other tools build on them. Sources: kohya-ss/sd-scripts' names; ComfyUI's rule for them.
 """
@@ -40,12 +43,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import naming
+from . import kinds, naming
 from .config import UserError
 
 LAYOUTS = ("diffusers", "comfy", "kohya")
 HALVES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
 """The two matrices in kohya's words, and in those of the others."""
+
+
+PAIR = tuple(f".{name}" for name in HALVES.values())
+
+
+def kinds_in(state: Mapping[str, Tensor]) -> set[str]:
+    """The kinds of adapter in the internal naming; an unknown tensor counts as LoRA's, whose readers refuse it by name.
+
+    Raises:
+        UserError: a layer whose tensors are not whole.
+    """
+    if not any(name.endswith(OTHER_PARTS) for name in state):
+        return {"lora"}
+    return {kinds.kind_of(parts, layer) for layer, parts in kinds.grouped(state).items()}
+
+
+OTHER_PARTS = tuple(f".{part}" for part in kinds.ALL_PARTS if part not in kinds.PARTS["lora"])
+
+
+def uncarried(
+    kind: str, modules: Iterable[str], family: Any, denoiser_config: Mapping[str, Any], layout: str
+) -> str | None:
+    """Why a layout cannot carry a kind of adapter of these layers, or None where it can."""
+    if kind == "lora":
+        return None
+    if kind == "dora":
+        if layout == "diffusers":
+            return None
+        return (
+            "programs that read it give DoRA's lengths another meaning (A1111: of the weight's columns, ComfyUI: over "
+            "the length without the update)"
+        )
+    title = kinds.TITLES[kind]
+    if layout == "diffusers":
+        read = family.split_names_in_comfy or (kind == "lokr" and family.lokr_of_diffusers)
+        return None if read else f"nothing reads {title} of {family.title} under these names"
+    name_of, _ = _rule(family, denoiser_config, layout)
+    swapped = _swapped(family, denoiser_config, layout)
+    for module in modules:
+        name, members = name_of(module)
+        if len(members) > 1:
+            return f"it holds {len(members)} layers as one ({name}), whose {title}s are no {title} of the whole"
+        if module in swapped:
+            return f"it has the rows of {module} in another order, of which there is no {title}"
+    return None
 
 
 def first_few(names: list[str]) -> str:
@@ -59,6 +107,8 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
     Raises:
         UserError: an A without its B (or the other way round), a pair of different ranks, or a name of another kind.
     """
+    if any(not name.endswith(PAIR) for name in state) and kinds_in(state) - {"lora"}:
+        return list(kinds.grouped(state))
     halves: dict[str, set[str]] = {}
     for name in state:
         module, dot, half = name.rpartition(".lora_")
@@ -86,6 +136,8 @@ def to_layout(
     Raises:
         UserError: an incomplete pair, or a module that the layout has no name for.
     """
+    if kinds_in(state) != {"lora"}:
+        return _others_to_layout(state, scaling, family, denoiser_config, layout)
     name_of, _ = _rule(family, denoiser_config, layout)
     swapped = _swapped(family, denoiser_config, layout)
     down, up = HALVES if layout == "kohya" else HALVES.values()
@@ -125,6 +177,8 @@ def from_layout(
         UserError: names of no layout, of no layer of this base, or incomplete pairs.
     """
     layout = layout or detect_layout(tensors, family)
+    if any(name.endswith(OTHER_PARTS) for name in tensors):
+        return _others_from_layout(tensors, family, denoiser_config, layout)
     _, members_of = _rule(family, denoiser_config, layout)
     prefixes = _prefixes(family, layout)
     renamed: dict[str, Tensor] = {}
@@ -160,6 +214,69 @@ def from_layout(
             if pair is not None:
                 state[f"{member}.lora_A.weight"], state[f"{member}.lora_B.weight"] = pair
                 scaling[member] = alphas[group] / a.shape[0] if group in alphas else 1.0
+    return state, scaling
+
+
+def _others_to_layout(
+    state: Mapping[str, Tensor],
+    scaling: Mapping[str, float] | float,
+    family: Any,
+    denoiser_config: Mapping[str, Any],
+    layout: str,
+) -> dict[str, Tensor]:
+    """`to_layout` of DoRA, LoKr and LoHa: one layer there for each here."""
+    name_of, _ = _rule(family, denoiser_config, layout)
+    out: dict[str, Tensor] = {}
+    for module, parts in kinds.grouped(state).items():
+        kind, scale = kinds.kind_of(parts, module), _scale_of(scaling, module)
+        if kind == "lora":
+            raise UserError(f"{module}: LoRA beside another kind of adapter; files hold one kind")
+        if reason := uncarried(kind, [module], family, denoiser_config, layout):
+            raise UserError(f"the {layout} layout of {family.title} carries no {kinds.TITLES[kind]}: {reason}")
+        name = name_of(module)[0]
+        held = dict(parts)
+        if layout == "diffusers" and scale != 1:  # into a factor that every layer has
+            factor = next(part for part in SCALED if part in held)
+            held[factor] = held[factor].float() * scale
+        if kind == "dora":
+            rows = held["lora_magnitude_vector"]
+            is_conv = held["lora_A.weight"].ndim > 2
+            held["lora_magnitude_vector"] = rows.view(1, -1, 1, 1) if is_conv else rows.flatten()
+        out |= {f"{name}.{part}": tensor for part, tensor in held.items()}
+        if layout != "diffusers":
+            out[f"{name}.alpha"] = torch.tensor(scale * (kinds.rank_of(parts) or 1), dtype=torch.float32)
+    return out
+
+
+SCALED = ("lora_B.weight", "lokr_w1", "lokr_w1_a", "hada_w1_a")
+
+
+def _others_from_layout(
+    tensors: Mapping[str, Tensor], family: Any, denoiser_config: Mapping[str, Any], layout: str
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """`from_layout` of DoRA, LoKr and LoHa.
+
+    Raises:
+        UserError: also for DoRA in another layout than diffusers', and for a layer that stands for several here.
+    """
+    _, members_of = _rule(family, denoiser_config, layout)
+    prefix = _prefix(family, layout)
+    alphas = {name.removesuffix(".alpha"): float(t) for name, t in tensors.items() if name.endswith(".alpha")}
+    groups = kinds.grouped({name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")})
+    if foreign := [group for group in (*groups, *alphas) if not group.startswith(prefix) or group not in groups]:
+        raise UserError(f"{first_few(foreign)}: not part of the {layout} layout ({prefix}...) of {family.title}")
+    state: dict[str, Tensor] = {}
+    scaling: dict[str, float] = {}
+    for group, parts in groups.items():
+        kind = kinds.kind_of(parts, group)
+        module, *others = members_of(group)
+        if others:
+            raise UserError(f"{group}: {kinds.TITLES[kind]} of {1 + len(others)} layers as one cannot be taken apart")
+        if reason := uncarried(kind, [module], family, denoiser_config, layout) if layout != "diffusers" else None:
+            raise UserError(f"{group}: {kinds.TITLES[kind]} is not known in the {layout} layout: {reason}")
+        scaling[module] = alphas[group] / kinds.rank_of(parts) if group in alphas and kinds.has_rank(parts) else 1.0
+        for part, tensor in parts.items():
+            state[f"{module}.{part}"] = tensor.flatten() if part == "lora_magnitude_vector" else tensor
     return state, scaling
 
 
@@ -315,8 +432,10 @@ def split(a: Tensor, b: Tensor, rows: list[int]) -> list[tuple[Tensor, Tensor] |
     return out
 
 
-def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout: str) -> str | None:
-    """Why diffusers itself cannot load this layout for this base, or None where it can."""
+def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout: str, kind: str = "lora") -> str | None:
+    """Why diffusers itself cannot load this layout and kind for this base, or None where it can."""
+    if kind == "loha" or (kind == "lokr" and not (family.lokr_of_diffusers and layout == "diffusers")):
+        return f"diffusers does not read {kinds.TITLES[kind]} in the {layout} layout of {family.title}"
     if layout not in family.layouts_of_diffusers:
         return f"diffusers does not read the {layout} layout of {family.title}"
     if layout == "diffusers" or not family.converter_width:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, config, exchange, memory, optim, precision, text_encoders
-from .config import Job, UserError
+from . import adapters, config, exchange, kinds, layouts, memory, optim, precision, text_encoders
+from .config import Job, UserError, UserErrors
 from .data import buckets as bucketing
 from .data import images
 from .data.cache import Cache, dataset_captions, truncation_warnings
@@ -84,14 +84,45 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
             f"dataset.resolution = {resolution}: {Family.title} needs a multiple of {Family.bucket_multiple}"
         )
     section = job.export
-    if section.formats == ["auto"]:
+    # Which layouts carry another kind than LoRA depends on the layers: see `carried`.
+    if section.formats == ["auto"] and job.adapter.type == "lora":
         section = section.model_copy(update={"formats": list(Family.recommended_layouts())})
-    if unknown := [layout for layout in section.formats if layout not in Family.layouts]:
+    unknown = [layout for layout in section.formats if layout not in Family.layouts]
+    if unknown and section.formats != ["auto"]:
         raise UserError(
             f"export.formats = {unknown}: {Family.title} has no such layout; accepted: auto | "
             f"{' | '.join(Family.layouts)}"
         )
     return job.model_copy(update={"dataset": job.dataset.model_copy(update=updates), "export": section})
+
+
+def carried(job: Job, family: ModelFamily) -> Job:
+    """The job with layouts that can carry its kind of adapter; found out before anything is encoded.
+
+    Raises:
+        UserErrors: a layout that was asked for cannot, or none can.
+    """
+    kind, formats = job.adapter.type, job.export.formats
+    if kind == "lora":
+        return job
+    title, sizes = kinds.TITLES[kind], family.denoiser_config()
+    names = family.adapter_names(family.empty_denoiser(), job.adapter.targets)
+    reasons = {layout: layouts.uncarried(kind, names, family, sizes, layout) for layout in family.layouts}
+    able = [layout for layout, reason in reasons.items() if reason is None]
+    refused = family.layouts if formats == ["auto"] and not able else [one for one in formats if reasons.get(one)]
+    if refused:
+        instead = (
+            f"set export.formats = ['{able[0]}']"
+            if able
+            else "none carries it: leave such layers out of adapter.targets, or set adapter.type = 'lora'"
+        )
+        raise UserErrors(
+            [f"the {one} layout of {family.title} carries no {title}: {reasons[one]}; {instead}" for one in refused],
+            f"adapter.type = '{kind}'",
+        )
+    if formats != ["auto"]:
+        return job
+    return job.model_copy(update={"export": job.export.model_copy(update={"formats": able[:1]})})
 
 
 def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Size, list[bucketing.Placed]]:
@@ -264,6 +295,9 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found.append("optimizer.rounding = 'stochastic' has no effect: adapter.dtype is fp32, nothing is rounded")
     if job.optimizer.text_encoder_lr != "auto" and not job.adapter.text_encoder:
         found.append("optimizer.text_encoder_lr has no effect: adapter.text_encoder is false")
+    if job.adapter.type != "lokr":
+        given = [key for key, usual in (("factor", 8), ("decompose_both", False)) if getattr(job.adapter, key) != usual]
+        found += [f"adapter.{key} has no effect: adapter.type is {job.adapter.type!r}, not 'lokr'" for key in given]
     if job.dataset.shuffle_tags is False and job.dataset.keep_tokens != 1:
         found.append("dataset.keep_tokens has no effect: dataset.shuffle_tags is false")
     if job.dataset.shuffle_tags is False and job.dataset.caption_variants != 8:

@@ -154,6 +154,11 @@ class Adapted(nn.Module):
 
 def problem(section: config.Adapter, Family: type[ModelFamily]) -> str:
     """Why this family cannot train what the section asks for; "" where it can."""
+    if section.text_encoder and section.type != "lora":
+        return (
+            "adapter.text_encoder = true: text encoders are trained as LoRA only, and adapter.type is "
+            f"{section.type!r}; use adapter.type = 'lora', or false"
+        )
     if not section.text_encoder or Family.trained_text:
         return ""
     return (

@@ -35,7 +35,7 @@ from .families.base import ModelFamily
 from .finish import Result, finish
 from .measure import moved_layers
 from .objectives import Objective
-from .prepare import DTYPES, Data, Loaded, cache, load, plan, preview_conditioning, resolve_auto
+from .prepare import DTYPES, Data, Loaded, cache, carried, load, plan, preview_conditioning, resolve_auto
 from .processes import Elsewhere, Gradients, Processes
 from .resume import State, last_good, same_step, save_checkpoint, take_up
 from .run import Run, RunFailure, Stopped, StopSignal
@@ -90,7 +90,7 @@ def _stages(
         if text := text or memory.problem(job.memory, processes.device):
             raise UserError(text)
         plan(job, family)
-        job = resolve_auto(job, Family)
+        job = carried(resolve_auto(job, Family), family)
         scanned = images.scan(job.dataset)
         if scanned.problems:
             raise UserErrors(scanned.problems, "dataset")

@@ -5,7 +5,7 @@
     file, metadata, hash        the bytes are whole, the header says what hosts need, the hash is that of the bytes
     pairs, finite, trained      each A has its B at one rank; no NaN or infinity; no B is zero
     load                        `pipeline.load_lora_weights` of a clean pipeline takes every tensor, and nothing else
-    delta                       each layer's B @ A * scaling in that pipeline is the trained one
+    delta                       what each layer's weight gains in that pipeline is what training added: B @ A * scaling
     text, text effect           where they were trained: its text encoders make of captions what training made of them
     prediction, effect          its denoiser answers stored inputs (the probe) as the training model did
     preview                     its pictures are those made while training (PSNR)
@@ -25,7 +25,8 @@ with. The precise question is `delta`: it compares weights, and no arithmetic of
 Nothing of training is reused but the probe and the trained tensors: the clean pipeline's denoiser is a plain diffusers
 model without a module of this package, and the file goes through diffusers' own conversion. Not every layout that other
 programs read has one there, and kohya's of FLUX.1 has the sizes of the released model written into it: such a file is
-renamed by `export.from_layout` first, and the report says so.
+renamed by `export.from_layout` first, and the report says so. Of LoHa, and mostly of LoKr, diffusers reads nothing:
+what such a file adds to a weight is made from the file and added beside the clean pipeline's layer, as the report says.
 
 Shapes: B batch, C channels, H height, W width (latents); r rank.
 """
@@ -45,8 +46,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from . import config, export, families, layouts, precision
+from . import config, export, families, kinds, layouts, precision
 from .config import UserError
 from .families.base import quiet
 from .run import RunFailure
@@ -319,15 +321,19 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
     """Load a LoRA file into a pipeline as a user of diffusers does.
 
     Returns:
-        (what diffusers and peft complained about, why the file was renamed before loading or None).
+        (what diffusers and peft complained about, why the file was not given to diffusers as it is or None).
     """
     denoiser_config = dict(getattr(pipeline, family.denoiser_name).config)
     tensors, _ = export.read(file)
     layout = export.detect_layout(tensors, family)
-    renamed = export.unread_by_diffusers(family, denoiser_config, layout)
+    (kind,) = export.kinds_in(export.from_layout(tensors, family, denoiser_config, layout)[0])
+    renamed = export.unread_by_diffusers(family, denoiser_config, layout, kind)
     with _complaints() as complaints, quiet():
         if renamed:
             state, scaling = export.from_layout(tensors, family, denoiser_config, layout)
+            if export.unread_by_diffusers(family, denoiser_config, "diffusers", kind):
+                _attach(getattr(pipeline, family.denoiser_name), state, scaling)
+                return complaints, f"{renamed}: each delta, made from the file, is added beside the layer"
             pipeline.load_lora_weights(export.to_layout(state, scaling, family, denoiser_config, "diffusers"))
         else:
             pipeline.load_lora_weights(str(file.parent), weight_name=file.name, local_files_only=True)
@@ -363,25 +369,79 @@ def _complaints() -> Iterator[list[str]]:
             logger.setLevel(level)
 
 
-def adapters_of(pipeline: Any, family: Any) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """`adapter_of` the denoiser and of each text encoder in a pipeline, by an adapter's names."""
-    found = adapter_of(getattr(pipeline, family.denoiser_name))
+class _Attached:
+    """A forward hook that adds what LoKr or LoHa tensors do to a layer's answer."""
+
+    def __init__(self, parts: dict[str, Tensor], scaling: float) -> None:
+        self.parts, self.scaling, self.strength = parts, scaling, 1.0
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], answer: Tensor) -> Tensor:
+        x = inputs[0]
+        added = kinds.delta({name: part.to(x.device) for name, part in self.parts.items()}, self.scaling)
+        added = (added * self.strength).to(x.dtype).reshape(layer.weight.shape)
+        if isinstance(layer, nn.Conv2d):
+            return answer + F.conv2d(x, added, None, layer.stride, layer.padding, layer.dilation)
+        return answer + F.linear(x, added)
+
+
+def _attach(denoiser: nn.Module, state: Mapping[str, Tensor], scaling: Mapping[str, float]) -> None:
+    for path, parts in kinds.grouped(state).items():
+        layer = denoiser.get_submodule(path)
+        layer.attached = _Attached(parts, scaling[path])
+        layer.register_forward_hook(layer.attached)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What acts on one layer: its tensors by the last part of their names, and what their product is multiplied with.
+
+    Attributes:
+        weight: the layer's own, which DoRA's delta depends on.
+    """
+
+    parts: dict[str, Tensor]
+    scaling: float
+    weight: Tensor
+
+    @property
+    def acts(self) -> bool:
+        """Whether it does anything; what begins at zero is zero in a layer that was filled up when fused."""
+        return all(tensor.any() for name, tensor in self.parts.items() if name in kinds.ZERO_AT_START)
+
+
+def loaded_layers(denoiser: nn.Module) -> dict[str, Loaded]:
+    """{module path: what acts there} in a denoiser that a file was loaded into."""
+    found = {}
+    for path, module in denoiser.named_modules():
+        if attached := getattr(module, "attached", None):
+            found[path] = Loaded(attached.parts, attached.scaling, module.weight)
+        for adapter in module.active_adapters if hasattr(module, "get_base_layer") else ():
+            parts = {}
+            for part in kinds.ALL_PARTS:
+                held = getattr(module, part.removesuffix(".weight"), None)
+                if held is not None and adapter in held:
+                    tensor = held[adapter] if isinstance(held, nn.ParameterDict) else held[adapter].weight
+                    parts[part] = tensor.detach()
+            if parts:
+                found[path] = Loaded(parts, float(module.scaling[adapter]), module.get_base_layer().weight)
+    return found
+
+
+def all_loaded(pipeline: Any, family: Any) -> dict[str, Loaded]:
+    """`loaded_layers` of the denoiser and of each text encoder in a pipeline, by an adapter's names."""
+    found = loaded_layers(getattr(pipeline, family.denoiser_name))
     for name in family.trained_text:
         if (encoder := getattr(pipeline, name, None)) is not None:
-            found |= {layouts.text_layer(name, path): pair for path, pair in adapter_of(encoder).items()}
+            found |= {layouts.text_layer(name, path): one for path, one in loaded_layers(encoder).items()}
     return found
 
 
 def adapter_of(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
     """{module path: (A, B, scaling)} of the LoRA that is active in a denoiser loaded by diffusers."""
-    found = {}
-    for path, module in denoiser.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "active_adapters"):
-            for name in module.active_adapters:
-                if name in module.lora_A:
-                    a, b = module.lora_A[name].weight, module.lora_B[name].weight
-                    found[path] = (a.detach(), b.detach(), float(module.scaling[name]))
-    return found
+    return {
+        path: (one.parts["lora_A.weight"], one.parts["lora_B.weight"], one.scaling)
+        for path, one in loaded_layers(denoiser).items()
+    }
 
 
 def delta_error(pair: tuple[Tensor, Tensor, float], other: tuple[Tensor, Tensor, float]) -> float:
@@ -398,6 +458,29 @@ def delta_error(pair: tuple[Tensor, Tensor, float], other: tuple[Tensor, Tensor,
     norm = gram(b0 * s0, a0)
     error = gram(torch.cat([b * s, -b0 * s0], 1), torch.cat([a, a0.to(a.device)]))
     return math.sqrt(error / norm) if norm else (0.0 if error == 0 else math.inf)
+
+
+def _layer_error(loaded: Loaded, parts: dict[str, Tensor], scale: float) -> float:
+    """Relative error of what a loaded layer adds to its weight against what the trained tensors would.
+
+    Of DoRA the larger error of the two things that are loaded: B @ A, and the lengths. The change of the weight that
+    they make together is a small difference, in which the lengths' rounding in a bf16 pipeline would look large.
+    """
+    if set(loaded.parts) != set(parts):
+        return math.inf
+    device = loaded.weight.device
+    trained = {name: tensor.to(device) for name, tensor in parts.items()}
+    if "lora_A.weight" not in parts:
+        deltas = (
+            kinds.delta(held, by, torch.float64) for held, by in ((loaded.parts, loaded.scaling), (trained, scale))
+        )
+        return relative_error(*deltas)
+    pair, own = ((one["lora_A.weight"], one["lora_B.weight"]) for one in (loaded.parts, trained))
+    error = delta_error((*pair, loaded.scaling), (*own, scale))
+    if "lora_magnitude_vector" in parts:
+        lengths = (one["lora_magnitude_vector"].flatten() for one in (loaded.parts, trained))
+        error = max(error, relative_error(*lengths))
+    return error
 
 
 def relative_error(tensor: Tensor, reference: Tensor) -> float:
@@ -457,7 +540,7 @@ def check(
         return report
     denoiser = getattr(pipeline, family.denoiser_name)
     if state is not None:
-        _check_delta(adapters_of(pipeline, family), state, scaling, tensors, report)
+        _check_delta(all_loaded(pipeline, family), state, scaling, tensors, report)
     where = "on the base that training saw (decoded)" if base is not None else "on the base"
     # peft computes an adapter in the adapter's own dtype, so that of the trained one counts as well
     step = max(ROUNDING.get(d, 0.0) for d in {dtype} | _dtypes(tensors) | _dtypes(state or {}))
@@ -548,7 +631,8 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
         whole &= report.add("pairs", False, str(error))
     wrong = sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all())
     whole &= report.add("finite", not wrong, f"NaN or infinity in {wrong[:3]}" if wrong else "no NaN, no infinity")
-    ups = {name: t for name, t in tensors.items() if name.endswith((".lora_B.weight", ".lora_up.weight"))}
+    is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))
+    ups = {name: t for name, t in tensors.items() if name.endswith(is_up)}
     zero = sorted(name for name, tensor in ups.items() if not tensor.any())
     detail = f"B is zero in {zero[:3]} ({len(zero)} of {len(ups)})" if zero else "no layer is zero"
     whole &= report.add("trained", bool(ups) and not zero, detail)
@@ -556,15 +640,15 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
 
 
 def _pairs(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
+    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
+    renamed = {n.replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): t for n, t in weights.items()}
+    other = export.kinds_in(renamed) != {"lora"}
+    modules = export.modules(renamed if layout == "kohya" or other else tensors)
     if layout == "kohya":
-        weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
-        renamed = {n.replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): t for n, t in weights.items()}
-        modules = export.modules(renamed)
         alphas = {name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")}
         if alphas != set(modules):
             raise UserError(f"alpha and weights do not belong together in {sorted(alphas ^ set(modules))[:3]}")
-        return modules
-    return export.modules(tensors)
+    return modules
 
 
 def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Tensor], report: Report) -> bool:
@@ -574,9 +658,8 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
         complaints, renamed = load(pipeline, file, family)
     except Exception as error:  # diffusers raises many kinds for a file that does not fit; all mean the same here
         return report.add("load", False, f"{type(error).__name__}: {str(error)[:500]}")
-    loaded = adapters_of(pipeline, family)
     # a fused layer of which some members were not trained comes back with zeros for these
-    acting = {path for path, (_, b, _) in loaded.items() if b.any()}
+    acting = {path for path, one in all_loaded(pipeline, family).items() if one.acts}
     wanted = set(export.modules(in_file))
     problems = [f"diffusers warns: {text[:300]}" for text in complaints]
     if wanted - acting:
@@ -591,24 +674,23 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
 
 
 def _check_delta(
-    loaded: Mapping[str, tuple[Tensor, Tensor, float]],
+    loaded: Mapping[str, Loaded],
     state: Mapping[str, Tensor],
     scaling: Mapping[str, float] | float,
     tensors: Mapping[str, Tensor],
     report: Report,
 ) -> None:
-    trained = export.modules(state)
+    trained = kinds.grouped(state)
     missing = sorted(set(trained) - set(loaded))
     if missing:
         report.add("delta", False, f"{len(missing)} trained layers are not in the file, as {missing[:3]}")
         return
     errors = {}
-    for module in trained:
-        scale = scaling[module] if isinstance(scaling, Mapping) else scaling
-        a, b = (state[f"{module}.lora_{half}.weight"].to(loaded[module][0].device) for half in "AB")
-        errors[module] = delta_error(loaded[module], (a, b, float(scale)))
+    for module, parts in trained.items():
+        scale = float(scaling[module] if isinstance(scaling, Mapping) else scaling)
+        errors[module] = _layer_error(loaded[module], parts, scale)
     worst = max(errors, key=lambda module: errors[module])
-    dtypes = _dtypes(tensors) | {a.dtype for a, _, _ in loaded.values()}
+    dtypes = _dtypes(tensors) | {tensor.dtype for one in loaded.values() for tensor in one.parts.values()}
     tolerance = max(DELTA_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     error = report.measure("delta_error", errors[worst])
     where = f" in {worst}" if error > 0 else ""
@@ -692,14 +774,15 @@ def survival(weight_NK: Tensor, delta_NK: Tensor, form: precision.Format) -> flo
 
 def _measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) -> None:
     state, scaling = export.from_layout(tensors, family, family.denoiser_config())
-    wanted = {f"{module}.weight": module for module in export.modules(state)}
+    layers = kinds.grouped(state)
+    wanted = {f"{module}.weight": module for module in layers}
     left: dict[str, dict[str, float]] = {name: {} for name in MERGED_FORMATS}
     for name, weight in family.denoiser_tensors():
         if module := wanted.get(name):
-            a, b = (state[f"{module}.lora_{half}.weight"].flatten(1).float() for half in "AB")
-            delta = b @ a * scaling[module]
+            weight_NK = precision.plain(weight).flatten(1).float()
+            delta = kinds.changed(weight_NK, layers[module], scaling[module]) - weight_NK
             for form_name, form in MERGED_FORMATS.items():
-                left[form_name][module] = survival(precision.plain(weight).flatten(1), delta, form)
+                left[form_name][module] = survival(weight_NK, delta, form)
     for name, found in left.items():
         median = report.measure(f"merged_{name}", float(np.median(list(found.values()))))
         worst = min(found, key=lambda module: found[module])
@@ -716,18 +799,39 @@ def _measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) 
 @contextmanager
 def _scaled(denoiser: nn.Module, factor: float) -> Iterator[None]:
     """Inside, the loaded adapter acts `factor` times as strongly."""
-    layers = [(module, dict(module.scaling)) for module in denoiser.modules() if hasattr(module, "lora_A")]
+    attached = [module.attached for module in denoiser.modules() if hasattr(module, "attached")]
+    layers = [(module, dict(module.scaling)) for module in denoiser.modules() if hasattr(module, "get_base_layer")]
+    lengths = [
+        (dora, dora.weight.detach().clone(), module, name)
+        for module, _ in layers
+        for name, dora in (getattr(module, "lora_magnitude_vector", None) or {}).items()
+    ]
     try:
+        for one in attached:
+            one.strength = factor
         for module, before in layers:
             module.scaling.update({name: scale * factor for name, scale in before.items()})
+        for dora, before, module, name in lengths:
+            dora.weight.data = _lengths_at(factor, before, module, name)
         yield
     finally:
+        for one in attached:
+            one.strength = 1.0
         for module, before in layers:
             module.scaling.update(before)
+        for dora, before, _, _ in lengths:
+            dora.weight.data = before
+
+
+def _lengths_at(factor: float, trained: Tensor, module: Any, adapter: str) -> Tensor:
+    """DoRA's lengths on the way from the weight's own (factor 0) to the trained ones (1)."""
+    a, b = (half[adapter].weight for half in (module.lora_A, module.lora_B))
+    own = kinds.row_lengths(module.get_base_layer(), a, b, 0.0).view(trained.shape)
+    return (own + factor * (trained.float() - own)).to(trained.dtype)
 
 
 def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
-    return {tensor.dtype for name, tensor in tensors.items() if not name.endswith(".alpha")}
+    return {tensor.dtype for name, tensor in tensors.items() if not name.endswith(export.KEPT_WIDE)}
 
 
 def _measure_plain(

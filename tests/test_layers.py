@@ -4,7 +4,7 @@
 4.5  demo.show            4    train            3.5  prepare  finish  (resume, measure above them)
 3    memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader
 2    families/*             1.5  importing.*
-1    objectives precision adapters optim layouts data.{images,colour,buckets,captions,...}
+1    objectives precision adapters kinds optim layouts data.{images,colour,buckets,captions,...}
      demo.pictures demo.measure
 0    config run jobs, the list of families                  (standard library, pydantic, tomlkit: no torch)
 """
@@ -22,8 +22,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0.0: "lora_fp8 config run families demo jobs jobs.procs jobs.store jobs.truth jobs.worker jobs.keeper",
-    1.0: "naming objectives adapters optim layouts precision precision.formats precision.quantized precision.matmul "
-    "precision.kernels "
+    1.0: "naming objectives adapters kinds optim layouts precision precision.formats precision.quantized "
+    "precision.matmul precision.kernels "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
     "data data.images data.colour data.buckets data.captions data.pattern data.doctor demo.pictures demo.measure",

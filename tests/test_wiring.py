@@ -35,6 +35,7 @@ BASE = (
 )
 SHUFFLED = ("dataset.shuffle_tags=true", "dataset.keep_tokens=0")
 
+LOKR = ("adapter.type=lokr", "adapter.rank=1", "export.formats=['kohya']")
 IN_FP8 = ("quantize.compute=fp8", "quantize.fp8_min_features=0")
 
 
@@ -75,6 +76,9 @@ FLIPS = {
     "quantize.recipe": Flip("delayed", TRAINING, ("shapes", "rates", "storage"), IN_FP8),
     "quantize.fp8_min_features": Flip("9999", (*TRAINING, "storage"), ("shapes", "rates"), IN_FP8),
     "quantize.fp8_exclude": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates"), IN_FP8),
+    "adapter.type": Flip("dora", ("shapes", "losses"), under=("export.formats=['diffusers']",)),
+    "adapter.factor": Flip("2", ("shapes", "losses"), under=LOKR),
+    "adapter.decompose_both": Flip("true", ("shapes", "losses"), under=LOKR),
     "adapter.rank": Flip("8", ("shapes", "losses")),
     "adapter.alpha": Flip("16.0", TRAINING, ("shapes",)),
     "adapter.dropout": Flip("0.5", TRAINING, ("shapes", "rates")),
@@ -151,7 +155,6 @@ OWN_TEST = {
     "model.revision": "test_revision",
     "quantize.fast_accum": "test_fast_accum_reaches_the_kernel",
     "quantize.kernels": "test_kernels_reach_the_layers",
-    "adapter.type": "test_adapter_type",
     "dataset.folders.0.path": "test_folder_path",
     "dataset.missing_caption": "test_missing_caption",
     "dataset.max_pixels": "test_max_pixels",
@@ -409,16 +412,6 @@ def test_revision(job: Callable[..., config.Job], tiny: Callable[[str], Path], m
     train.run(job("model.path=somebody/base", "model.revision=v2", "train.steps=1"), progress=False)
     train.run(job("model.path=somebody/base", "train.steps=1", "name=second"), progress=False)
     assert set(asked) == {("somebody/base", "v2"), ("somebody/base", None)}
-
-
-def test_adapter_type() -> None:
-    """There is one, so there is nothing to flip to: whatever else is given is refused, not taken for it."""
-    field = config.Adapter.model_fields["type"]
-    assert get_args(field.annotation) == ("lora",)
-    text = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}"
-    for other in ("dora", "LoRA", ""):
-        with pytest.raises(UserError, match=r"adapter\.type: expected lora"):
-            config.loads(text, [f"adapter.type='{other}'"])
 
 
 def test_folder_path(

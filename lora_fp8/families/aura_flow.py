@@ -49,6 +49,7 @@ class Family(ModelFamily):
     kohya_base_version = "auraflow"
     kohya_naming = ""  # kohya's tools do not train it
     layouts = ("diffusers", "comfy")
+    split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)
     reference_config = {"sample_size": 64, "pos_embed_max_size": 9216}  # 0.3
     native_layers = (

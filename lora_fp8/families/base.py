@@ -202,6 +202,10 @@ class ModelFamily(ABC):
     """Key layouts that LoRA files of this architecture are written in, the one that most programs read in front."""
     layouts_of_diffusers: ClassVar[tuple[str, ...]] = ("diffusers", "comfy", "kohya")
     """Those of `layouts` that diffusers' pipeline loads whole; tests hold it against what the pipeline does."""
+    lokr_of_diffusers: ClassVar[bool] = False
+    """Whether diffusers' pipeline loads LoKr under its own names of layers; for most architectures it refuses it."""
+    split_names_in_comfy: ClassVar[bool] = False
+    """Whether ComfyUI knows the layers by diffusers' names too, each as the rows that it is of a fused one."""
     converter_width: ClassVar[int] = 0
     """The width of the released model, if diffusers' converter of other layouts has it written into it."""
     auto_layouts: ClassVar[tuple[str, ...]] = ()

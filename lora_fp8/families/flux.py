@@ -61,6 +61,7 @@ class Family(ModelFamily):
     kohya_base_version = "flux1"
     kohya_naming = "bfl_flux"
     layouts = ("diffusers", "kohya", "comfy")
+    split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers", "kohya")
     converter_width = 3072
     auto_layouts = ("diffusers", "kohya")  # Forge reads kohya's

@@ -53,6 +53,7 @@ class Family(ModelFamily):
     kohya_base_version = "flux_2_dev"
     kohya_naming = "native"
     layouts = ("comfy", "diffusers", "kohya")
+    lokr_of_diffusers = True
     native_layers = _flux2.LAYERS
     reference_config = {
         "num_layers": 8,

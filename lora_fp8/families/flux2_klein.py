@@ -46,6 +46,7 @@ class Family(ModelFamily):
     kohya_base_version = "flux_2_klein"
     kohya_naming = "native"
     layouts = ("comfy", "diffusers", "kohya")
+    lokr_of_diffusers = True
     native_layers = _flux2.LAYERS
     config_marks = {"guidance_embeds": False}
     reference_config = {

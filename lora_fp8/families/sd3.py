@@ -61,6 +61,7 @@ class Family(ModelFamily):
     kohya_base_version = "sd3"
     kohya_naming = "native"
     layouts = ("diffusers", "comfy", "kohya")
+    split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)
     # 3.5 medium; the sizes of the others are read from their files.
     reference_config = {

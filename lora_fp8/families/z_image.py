@@ -64,6 +64,7 @@ class Family(ModelFamily):
     # ComfyUI reads the names of diffusers too; with those of the original, q, k and v are one layer, which diffusers
     # does not take apart.
     layouts = ("diffusers", "comfy", "kohya")
+    lokr_of_diffusers = True
     layouts_of_diffusers = ("diffusers", "kohya")
     native_layers = (
         *(row for name in ("layers", "noise_refiner", "context_refiner") for row in _block(name)),

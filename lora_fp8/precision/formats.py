@@ -16,6 +16,8 @@ Bytes are uint8 whatever they mean: a float8 tensor is turned to bf16, without i
 Shapes: N output features (rows), K input features (columns); a block of r x c weights shares one scale.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +124,28 @@ def decode(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Tenso
     else:
         values_NK = qweight_NK.view(torch.float8_e4m3fn).to(torch.float32)
     return apply_scale_(values_NK, scale).to(dtype)
+
+
+def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The weight of `decode`, some rows at a time: (which rows, their weights in `dtype`), bit for bit the same."""
+    qweight, scale = parts[:2]
+    num_rows, num_columns = qweight.shape[0], qweight.shape[1] * (2 if storage == "nf4" else 1)
+    # Rows that share a scale stay together; of nf4, where scales run on over the rows, those of a whole nested block.
+    nested = NF4_BLOCK * NF4_NESTED_BLOCK
+    together = nested // math.gcd(nested, num_columns) if storage == "nf4" else num_rows // scale.shape[0]
+    chunk = CHUNK_ELEMENTS if qweight.device.type == "cpu" else 64 * CHUNK_ELEMENTS  # a GPU likes more at once
+    step = max(1, chunk // num_columns)
+    if together < num_rows or storage == "nf4":
+        step = max(together, step - step % together)
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        if storage == "nf4":
+            first, last = (row * num_columns // NF4_BLOCK for row in (rows.start, rows.stop))
+            inner = slice(first // NF4_NESTED_BLOCK, -(-last // NF4_NESTED_BLOCK))
+            own = (scale[first:last], parts[2][inner], parts[3])
+        else:
+            own = (scale if scale.shape[0] == 1 else scale[rows.start // together : rows.stop // together],)
+        yield rows, decode((qweight[rows], *own), storage, dtype)
 
 
 def round_trip(weight_NK: Tensor, form: Format, dtype: torch.dtype, name: str = "weight") -> Tensor:
