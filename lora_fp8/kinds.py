@@ -92,6 +92,16 @@ def rank_of(parts: Parts) -> int:
     return 0
 
 
+def shape_of(parts: Parts) -> tuple[int, int]:
+    """(N, K) of the layer's weight, taken as a matrix."""
+    if "lora_A.weight" in parts:
+        return parts["lora_B.weight"].shape[0], parts["lora_A.weight"][0].numel()
+    if "hada_w1_a" in parts:
+        return parts["hada_w1_a"].shape[0], parts["hada_w1_b"].shape[1]
+    w1, w2 = kronecker_factors(parts)
+    return w1.shape[0] * w2.shape[0], w1.shape[1] * w2[0].numel()
+
+
 def scalings(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, float]:
     """What each layer's product is multiplied with, of an adapter trained with one alpha and rank."""
     return {layer: alpha / rank if has_rank(parts) else 1.0 for layer, parts in grouped(state).items()}
@@ -108,11 +118,11 @@ def delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32) -> Ten
     return kronecker(w1, w2) * scale
 
 
-def changed(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -> Tensor:
-    """The weight with the adapter in it, in the weight's shape and dtype.
+def gain(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -> Tensor:
+    """What a weight gains by the adapter, in the weight's shape and dtype.
 
     Args:
-        strength: of the adapter as a whole: W + strength * (changed - W), as programs that load it have it.
+        strength: of the adapter as a whole, as programs that load it have it.
     """
     added = delta(parts, scale, weight.dtype).to(weight.device)
     if "lora_magnitude_vector" in parts:
@@ -120,7 +130,7 @@ def changed(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -
         length_N = torch.linalg.vector_norm(sum_NK, dim=1)
         magnitude_N = parts["lora_magnitude_vector"].flatten().to(weight)
         added = sum_NK * _ratio(magnitude_N, length_N)[:, None] - weight.flatten(1)
-    return weight + (added * strength).reshape(weight.shape)
+    return (added * strength).reshape(weight.shape)
 
 
 # -- DoRA --------------------------------------------------------------------------------------------------------------

@@ -780,7 +780,7 @@ def _measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) 
     for name, weight in family.denoiser_tensors():
         if module := wanted.get(name):
             weight_NK = precision.plain(weight).flatten(1).float()
-            delta = kinds.changed(weight_NK, layers[module], scaling[module]) - weight_NK
+            delta = kinds.gain(weight_NK, layers[module], scaling[module])
             for form_name, form in MERGED_FORMATS.items():
                 left[form_name][module] = survival(weight_NK, delta, form)
     for name, found in left.items():

@@ -76,7 +76,7 @@ FLIPS = {
     "quantize.recipe": Flip("delayed", TRAINING, ("shapes", "rates", "storage"), IN_FP8),
     "quantize.fp8_min_features": Flip("9999", (*TRAINING, "storage"), ("shapes", "rates"), IN_FP8),
     "quantize.fp8_exclude": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates"), IN_FP8),
-    "adapter.type": Flip("dora", ("shapes", "losses"), under=("export.formats=['diffusers']",)),
+    "adapter.type": Flip("loha", ("shapes", "losses"), under=("export.formats=['kohya']",)),
     "adapter.factor": Flip("2", ("shapes", "losses"), under=LOKR),
     "adapter.decompose_both": Flip("true", ("shapes", "losses"), under=LOKR),
     "adapter.rank": Flip("8", ("shapes", "losses")),

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import checkpoint, config, export, finish, verify
+from .. import checkpoint, config, export, finish, kinds, verify
 from ..config import UserError
 from ..run import Run, RunFailure
 from . import merge, pairs, resize
@@ -113,7 +113,7 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
         The weights by step, and the files, which `verify.check_file` has passed.
 
     Raises:
-        UserError: no run, or fewer than two checkpoints.
+        UserError: no run, fewer than two checkpoints, or "delta" of another kind than LoRA.
         RunFailure: a checkpoint is not whole, or a file does not pass.
     """
     opened = Run.open(folder)
@@ -125,23 +125,37 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
         kept = f"{len(found)} checkpoint(s) to average, two are needed"
         raise UserError(f"{folder}: {kept}; checkpoint.keep says how many a run keeps, --last how many are taken")
     held = [checkpoint.read(path) for _, path in found]
-    scale = job.adapter.alpha / job.adapter.rank
-    loras = []
-    for one in held:
-        names = export.modules(one.adapter)
-        halves = pairs.HALVES[0]
-        made = {name: Pair(one.adapter[name + halves[0]], one.adapter[name + halves[1]], scale) for name in names}
-        loras.append(Lora(made, halves, False, torch.float32))
     newest = held[-1].step
     shares = weights([newest - one.step for one in held], half_life)
-    average, _ = mean(loras, shares, what, 0)
-    state = {}
-    for name, pair in average.pairs.items():
-        # What the run's own files say of rank and alpha holds of these, too: B is the one of that strength.
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = pair.a, pair.b * (pair.scale / scale)
+    if job.adapter.type == "lora":
+        state = _of_pairs(held, shares, what, job.adapter.alpha / job.adapter.rank)
+    elif what == "factors":
+        state = {name: _sum([one.adapter[name] for one in held], shares) for name in held[-1].adapter}
+    else:
+        raise UserError(
+            f"--average {what}: the mean of what {kinds.TITLES[job.adapter.type]}s do is none; use --average factors"
+        )
     written = finish.export_adapter(opened, job, state, newest, opened.export / "average")
     for path in written:
         report = verify.check_file(path, family_name=job.model.family)
         if not report.ok:
             raise RunFailure(f"{path}: {'; '.join(report.failed())}")
     return {one.step: share for one, share in zip(held, shares, strict=True)}, written
+
+
+def _of_pairs(
+    held: Sequence[checkpoint.Checkpoint], shares: Sequence[float], what: str, scale: float
+) -> dict[str, Tensor]:
+    """The mean of checkpoints of a LoRA, in the internal naming at the strength `scale`."""
+    halves = pairs.HALVES[0]
+    loras = []
+    for one in held:
+        names = export.modules(one.adapter)
+        made = {name: Pair(one.adapter[name + halves[0]], one.adapter[name + halves[1]], scale) for name in names}
+        loras.append(Lora(made, halves, False, torch.float32))
+    average, _ = mean(loras, shares, what, 0)
+    state = {}
+    for name, pair in average.pairs.items():
+        # What the run's own files say of rank and alpha holds of these, too: B is the one of that strength.
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = pair.a, pair.b * (pair.scale / scale)
+    return state

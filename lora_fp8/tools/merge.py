@@ -9,6 +9,7 @@ gets its delta in float32 and is rounded once. No more than one tensor is held.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import config, export, families
+from .. import config, export, families, kinds
 from ..config import UserError
 from ..families import _files
 from ..run import sync_folder, write_synced
@@ -164,25 +165,27 @@ def into(
         raise UserError(f"{sources[0][0]} does not say its architecture; name it with --family ({accepted})")
     section = config.Model(family=family_name, path=base, components=components)
     family = families.get(family_name)(section, device="cpu", dtype=torch.float32)
-    deltas: dict[str, list[tuple[Pair, float]]] = {}
+    deltas: dict[str, list[_Change]] = {}
     for (tensors, _), (_, weight) in zip(loras, sources, strict=True):
         state, scaling = export.from_layout(tensors, family, family.denoiser_config())
-        for module in export.modules(state):
-            pair = Pair(state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], scaling[module])
-            deltas.setdefault(f"{module}.weight", []).append((pair, weight))
+        export.modules(state)  # UserError where half a pair is missing
+        for module, parts in kinds.grouped(state).items():
+            deltas.setdefault(f"{module}.weight", []).append(_Change(parts, scaling[module], weight))
     places = _places(family)
     if lost := sorted(name.removesuffix(".weight") for name in deltas.keys() - places.keys()):
         raise UserError(f"{base} has no layer {export.first_few(lost)}: the LoRA is for another model")
     for name, found in deltas.items():
-        if wrong := next((pair.shape for pair, _ in found if pair.shape != places[name].shape), None):
+        rows, *columns = places[name].shape
+        if wrong := next((one.shape for one in found if one.shape != (rows, math.prod(columns))), None):
             raise UserError(
-                f"{name} is {list(places[name].shape)} in {base} and {list(wrong)} in the LoRA: it is for another model"
+                f"{name} is {rows} x {math.prod(columns)} in {base} and {wrong[0]} x {wrong[1]} in the LoRA: it is for "
+                "another model"
             )
     files = sorted({place.file for place in places.values()})
     for path in files:
         _refuse_quantized(path)
 
-    changes: dict[Path, dict[str, list[tuple[_Place, list[tuple[Pair, float]]]]]] = {path: {} for path in files}
+    changes: dict[Path, dict[str, list[tuple[_Place, list[_Change]]]]] = {path: {} for path in files}
     for name, found in deltas.items():
         place = places[name]
         changes[place.file].setdefault(place.key, []).append((place, found))
@@ -202,6 +205,24 @@ def into(
             shutil.rmtree(output, ignore_errors=True)
         raise
     return Merged(len(deltas), list(targets.values()))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One adapter of a layer, of any kind: its tensors, alpha / rank, and the weight that the user gave it."""
+
+    parts: dict[str, Tensor]
+    scaling: float
+    strength: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the layer's weight, taken as a matrix."""
+        return kinds.shape_of(self.parts)
+
+    def delta(self, weight: Tensor) -> Tensor:
+        """What the weight gains; of DoRA it depends on the weight, and several add up as programs add them."""
+        return kinds.gain(weight, self.parts, self.scaling, self.strength)
 
 
 @dataclass(frozen=True)
@@ -262,7 +283,7 @@ def _copy_without_weights(folder: Path, part: Path, output: Path) -> None:
 def _rewrite(
     source: Path,
     target: Path,
-    changes: Mapping[str, Sequence[tuple[_Place, Sequence[tuple[Pair, float]]]]],
+    changes: Mapping[str, Sequence[tuple[_Place, Sequence[_Change]]]],
     about: Mapping[str, str],
 ) -> None:
     """Copy a safetensors file tensor by tensor, with the deltas in those that have one; whole or not at all."""
@@ -298,16 +319,15 @@ def _copy(read: Any, write: Any, size: int) -> None:
         write.write(read.read(min(1 << 24, size - begin)))
 
 
-def _add_(held: Tensor, place: _Place, found: Sequence[tuple[Pair, float]]) -> None:
+def _add_(held: Tensor, place: _Place, found: Sequence[_Change]) -> None:
     """Add the deltas to a tensor as the file holds it, in float32; a fused one gets them in its own rows."""
-    total = sum(pair.delta() * weight for pair, weight in found)
-    assert isinstance(total, Tensor)
     wide = torch.promote_types(held.dtype, torch.float32)
-    if place.rows is None:
-        held.copy_(held.to(wide) + total.reshape(held.shape))
-        return
-    # Which rows the family takes, and in what order, asked with the rows' numbers in place of their values.
-    numbers = torch.arange(held.shape[0]).reshape(-1, *(1 for _ in held.shape[1:]))
-    rows = place.rows(numbers).flatten()
-    total = total.reshape(len(rows), *held.shape[1:])
-    held[rows] = (held[rows].to(wide) + total).to(held.dtype)
+    rows: Any = slice(None)
+    if place.rows is not None:
+        # Which rows the family takes, and in what order, asked with the rows' numbers in place of their values.
+        numbers = torch.arange(held.shape[0]).reshape(-1, *(1 for _ in held.shape[1:]))
+        rows = place.rows(numbers).flatten()
+    weight = held[rows].to(wide)
+    total = sum(one.delta(weight) for one in found)
+    assert isinstance(total, Tensor)
+    held[rows] = (weight + total).to(held.dtype)
