@@ -171,7 +171,7 @@ class Adapter(Section):
     )
     decompose_both: bool = setting(
         False,
-        "LoKr: the first matrix is of low rank as well, where the rank is below it.",
+        "LoKr: the first matrix is of low rank as well, where the rank is below half its side.",
         when={"adapter.type": ("lokr",)},
     )
     alpha: float = setting(16.0, "Update strength; the update is scaled by alpha / rank.", gt=0)
