@@ -283,6 +283,12 @@ class Objective(Section):
     )
     timesteps: Literal["auto", "uniform", "logit_normal"] = setting("auto", "Distribution of the noise level.")
     shift: float | Literal["auto"] = setting("auto", "Flow matching: timestep shift; auto depends on the resolution.")
+    t_min: float = setting(
+        0.0, "Least noise that is trained, as a share of all noise; 0 is a clean picture.", ge=0, lt=1
+    )
+    t_max: float = setting(
+        1.0, "Most noise that is trained; 1 is noise alone. Wan 2.2's low-noise expert: 0.875.", gt=0, le=1
+    )
     guidance: float = setting(1.0, "Embedded guidance shown to guidance-distilled models while training.", ge=0)
 
 
@@ -677,6 +683,12 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         )
     if isinstance(job.objective.shift, float) and job.objective.shift <= 0:
         say("objective.shift", f"must be above 0, got {job.objective.shift:g}")
+    if job.objective.t_min >= job.objective.t_max:
+        say(
+            "objective.t_min",
+            f"{job.objective.t_min:g} leaves nothing below objective.t_max = {job.objective.t_max:g}; it must be less",
+            "objective.t_max",
+        )
     if isinstance(job.preview.guidance, float) and job.preview.guidance < 0:
         say("preview.guidance", f"must be at least 0, got {job.preview.guidance:g}")
     for key in ("width", "height"):

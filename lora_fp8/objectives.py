@@ -109,8 +109,10 @@ class Diffusion(Objective):
         self.num_timesteps: int = self.scheduler.config.num_train_timesteps
 
     def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
-        """Uniform integers in [0, T). -> (B,) int64"""
-        draws = [torch.randint(0, self.num_timesteps, (1,), generator=g) for g in generator_per_sample]
+        """Uniform integers in [0, T), or in the part of it that t_min and t_max name. -> (B,) int64"""
+        low = math.floor(self.section.t_min * self.num_timesteps)
+        high = max(math.ceil(self.section.t_max * self.num_timesteps), low + 1)
+        draws = [torch.randint(low, high, (1,), generator=g) for g in generator_per_sample]
         return torch.cat(draws)
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
@@ -190,12 +192,28 @@ class FlowMatching(Objective):
         return s * t_B / (1 + (s - 1) * t_B)
 
     def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
-        """Logit-normal (location 0, scale 1) or uniform, then shifted. -> (B,) float32 in (0, 1)"""
+        """Logit-normal (location 0, scale 1) or uniform, then shifted. -> (B,) float32 in (0, 1)
+
+        With t_min or t_max: the same density, cut off there; t is as the sampler counts it, after the shift.
+        """
+        if (self.section.t_min, self.section.t_max) != (0.0, 1.0):
+            return self._sample_between(generator_per_sample, seq_len)
         if self.section.timesteps == "uniform":
             t_B = torch.cat([torch.rand(1, generator=g) for g in generator_per_sample])
         else:
             t_B = torch.cat([torch.randn(1, generator=g) for g in generator_per_sample]).sigmoid()
         return self.warp(t_B, seq_len)
+
+    def _sample_between(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
+        """By the inverse of the distribution function, in float64: every draw counts, none is thrown away."""
+        ends = torch.tensor([self.section.t_min, self.section.t_max], dtype=torch.float64)
+        s, uniform = self.shift(seq_len), self.section.timesteps == "uniform"
+        unshifted = ends / (s - (s - 1) * ends)
+        low, high = unshifted if uniform else torch.special.ndtr(unshifted.logit())
+        u_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generator_per_sample])
+        quantile_B = low + (high - low) * u_B
+        t_B = quantile_B if uniform else torch.special.ndtri(quantile_B).sigmoid()
+        return self.warp(t_B, seq_len).clamp(*ends.tolist()).float()
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         t_B111 = t_B.to(latents_BCHW).view(-1, 1, 1, 1)

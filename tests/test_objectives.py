@@ -194,3 +194,28 @@ def test_settings_without_effect_are_named():
     assert [text.split(" ")[0] for text in unused] == ["objective.min_snr_gamma"]
     for objective in (Diffusion(SD, config.Objective()), FlowMatching(FLUX, config.Objective())):
         assert objective.unused_settings() == []
+
+
+@pytest.mark.parametrize("timesteps", ["uniform", "logit_normal"])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_range_of_noise_is_the_same_density_cut_off(timesteps: str, shift: float) -> None:
+    """Against draws of the whole range, thrown away outside of it."""
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    whole = FlowMatching(scheduler, config.Objective(timesteps=timesteps, shift=shift))
+    part = FlowMatching(scheduler, config.Objective(timesteps=timesteps, shift=shift, t_min=0.4, t_max=0.875))
+    generators = [torch.Generator().manual_seed(seed) for seed in range(6000)]
+    drawn, kept = part.sample_t(generators, 256), whole.sample_t(generators, 256)
+    kept = kept[(kept >= 0.4) & (kept <= 0.875)]
+    assert drawn.dtype == torch.float32 and 0.4 <= drawn.min() < 0.41 and 0.86 < drawn.max() <= 0.875
+    levels = torch.linspace(0.05, 0.95, 19)
+    torch.testing.assert_close(drawn.quantile(levels), kept.quantile(levels), atol=0.02, rtol=0)
+
+
+def test_a_range_of_noise_of_a_diffusion_model() -> None:
+    section = config.Objective(t_min=0.25, t_max=0.5)
+    drawn = Diffusion({"num_train_timesteps": 1000}, section).sample_t(
+        [torch.Generator().manual_seed(seed) for seed in range(4000)], 64
+    )
+    assert drawn.min() == 250 and drawn.max() == 499
+    one = Diffusion({"num_train_timesteps": 1000}, config.Objective(t_min=0.9999, t_max=1.0))
+    assert one.sample_t([torch.Generator()], 64).tolist() == [999]

@@ -122,6 +122,8 @@ FLIPS = {
     "objective.min_snr_gamma": Flip("1.0", TRAINING, ("rates", "samples")),
     "objective.timesteps": Flip("uniform", TRAINING, ("rates", "samples"), family="flux"),
     "objective.shift": Flip("9.0", TRAINING, ("rates", "samples"), family="flux"),
+    "objective.t_min": Flip("0.9", TRAINING, ("rates", "samples")),
+    "objective.t_max": Flip("0.1", TRAINING, ("rates", "samples"), family="flux"),
     "objective.guidance": Flip("4.0", TRAINING, ("rates", "samples"), family="flux"),
     "memory.gradient_checkpointing": Flip("true", ("blocks",), ("losses_1", "shapes", "rates")),
     "preview.prompts": Flip("['a dog']", ("previews",), ASIDE),

@@ -17,9 +17,11 @@ from .base import (
     Rule,
     Source,
     Tool,
+    always,
     flag,
     flattened,
     idle,
+    near,
     none,
     positive,
     read_source,
@@ -27,6 +29,7 @@ from .base import (
 )
 
 NO_VIDEO = "videos are not trained on here"
+SQUEEZED = "there squeezed into the range, unless preserve_distribution_shape is set; here cut off"
 NO_CONTROL = "no control pictures are used here"
 
 RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
@@ -57,7 +60,9 @@ RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
     "gradient_checkpointing_cpu_offload": none("activations are recomputed, not moved to main memory"),
     "img_in_txt_in_offloading": none(words.NO_SWAP),
     "num_timestep_buckets": none("every timestep is drawn by itself"),
-    "preserve_distribution_shape": none("the whole range of noise is trained"),
+    "min_timestep": near("objective.t_min", words.thousandths, SQUEEZED),
+    "max_timestep": near("objective.t_max", words.thousandths, SQUEEZED),
+    "preserve_distribution_shape": always("objective.t_min and t_max cut the distribution off, as this has it"),
     "show_timesteps": idle("shows, and trains nothing"),
     "compile": JOINT,
     "compile_backend": idle("torch.compile uses inductor"),

@@ -62,6 +62,11 @@ DIFFUSION = ("sd15", "sd2", "sd21", "sd20", "sdxl", "kolors")
 """Families that predict noise or v: min-SNR means something to them, timestep shifts do not."""
 
 
+def thousandths(value: Any) -> float:
+    """A timestep of 1000 as a share of all noise."""
+    return number(value) / 1000
+
+
 def accepted(setting: str) -> list[str]:
     """The words that a setting of ours takes now, such as the optimizers that exist."""
     section, _, name = setting.rpartition(".")
