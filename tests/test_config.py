@@ -236,7 +236,7 @@ def test_a_whole_number_is_a_number() -> None:
         kinds = leaves(field.annotation)
         if float in kinds and int not in kinds:
             limits = [getattr(m, a) for m in field.metadata for a in ("lt", "le") if hasattr(m, a)]
-            number = 0 if limits and min(limits) <= 1 and key != "optimizer.lr" else 1
+            number = 0 if limits and min(limits) <= 1 and key != "objective.t_max" else 1
             if key in ("optimizer.lr", "optimizer.text_encoder_lr"):
                 continue  # between 0 and 1 without both: no whole number is accepted
             value: Any = config.loads(LEAST, [f"{key}={number}"])
