@@ -338,6 +338,20 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
         assert not procs.alive(other) and procs.members("abc") == []  # dead, though nobody has waited for it
 
 
+def test_a_process_that_is_ending_is_still_there() -> None:
+    """A large one that was killed gives its memory back for a while; its lock and its GPU come after that."""
+    code = "x = bytearray(b'1') * 2_000_000_000; print(flush=True); import time; time.sleep(60)"
+    environment = {**os.environ, procs.TOKEN: "large"}
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=-1, env=environment, start_new_session=True)
+    child.stdout.readline()
+    child.kill()
+    while procs.identify(child.pid):
+        known = procs.members("large", child.pid)
+        assert known == [child.pid] or not procs.identify(child.pid)
+    assert procs.members("large", child.pid) == [] and child.wait() == -9
+    child.stdout.close()
+
+
 @pytest.mark.parametrize("status", [0, 2, 75, -9, -15, -7, -11])
 def test_a_keeper_learns_how_a_process_ended(status: int, tmp_path: Path) -> None:
     code = f"import os, sys; os.kill(os.getpid(), {-status}) if {status} < 0 else sys.exit({status})"
@@ -710,7 +724,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(procs.TOKEN, "of-a-job-that-submits")
     found: list[jobs.Info] = []
-    threads = [threading.Thread(target=lambda: found.append(jobs.ensure_worker(home, 1.0))) for _ in range(4)]
+    waits = Queue(home).submit(TEXT.format(name="x"), gpus="7")  # so that it has something to wait for
+    threads = [threading.Thread(target=lambda: found.append(jobs.ensure_worker(home, 0.5))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -721,6 +736,7 @@ def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch)
     assert procs.members("of-a-job-that-submits") == []  # or stopping that job would end the worker
     with pytest.raises(UserError, match=f"a worker is there already.*{pid}"):
         jobs.Worker(home, say=lambda line: None).run()
+    Queue(home).cancel(waits)
     begun = time.monotonic()
     while jobs.worker_info(home):  # it has nothing to do
         assert time.monotonic() - begun < 20

@@ -75,18 +75,21 @@ def _sweep(patience: float) -> int:
     token, own = os.environ[procs.TOKEN], os.getpid()
 
     def left() -> list[int]:
-        while True:  # reap whom this process has inherited
-            try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    break
-            except ChildProcessError:
-                break
         return [pid for pid in procs.members(token) if pid != own]
+
+    def reaped() -> bool:
+        """Wait for whom this process has inherited; whether nobody is left to wait for."""
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return True
+        return False
 
     found = left()
     procs.send(found, signal.SIGTERM)
     deadline = time.monotonic() + patience
-    while left():
+    while not reaped() or left():
         if time.monotonic() > deadline:
             procs.send(left(), signal.SIGKILL)
         time.sleep(0.05)

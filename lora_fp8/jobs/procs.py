@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..config import UserError
 
 PROC = Path("/proc")
+PF_EXITING = 0x4  # among the flags in /proc/PID/stat
 TOKEN = "LORA_FP8_JOB"
 """Environment variable that all processes of an attempt have, and nobody else."""
 
@@ -53,15 +54,25 @@ def alive(process: Identity) -> bool:
     return identify(process.pid) == process
 
 
-def members(token: str) -> list[int]:
-    """Ids of the living processes that have this token in their environment; about 30 us for each process there is."""
+def members(token: str, session: int = 0) -> list[int]:
+    """Ids of the living processes that have this token in their environment; about 30 us for each process there is.
+
+    One that is ending has no environment any more, and may still hold its lock and its GPU for seconds: with `session`
+    given, those of that session are found, too.
+    """
     wanted, found = f"{TOKEN}={token}".encode(), []
     for entry in os.scandir(PROC):
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
-            if wanted in Path(entry.path, "environ").read_bytes().split(b"\0") and identify(int(entry.name)):
-                found.append(int(entry.name))
+        pid, environment = int(entry.name), b""
+        # Somebody else's, gone, or ending: newer kernels refuse then, older ones answer with nothing.
+        with contextlib.suppress(OSError):
+            environment = Path(entry.path, "environ").read_bytes()
+        if wanted in environment.split(b"\0"):
+            if identify(pid):
+                found.append(pid)
+        elif session and exiting(pid, session):
+            found.append(pid)
     return sorted(found)
 
 
@@ -69,6 +80,14 @@ def parent(pid: int) -> int:
     """The id of a process's parent; 0 where it has gone."""
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
+
+
+def exiting(pid: int, session: int = 0) -> bool:
+    """Whether a process (of this session) is ending just now: it has left its memory, and still closes its files."""
+    fields = _stat(pid)
+    if fields is None or fields[0] in ("Z", "X") or (session and int(fields[3]) != session):
+        return False
+    return bool(int(fields[6]) & PF_EXITING)
 
 
 def send(pids: Iterable[int], number: int) -> None:

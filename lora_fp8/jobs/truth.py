@@ -275,7 +275,16 @@ def living(row: Row) -> bool:
         return False
     if row.pid and procs.alive(procs.Identity(row.pid, row.start, row.boot)):
         return True
-    return bool(procs.members(row.token))
+    return bool(procs.members(row.token, row.pid)) or _letting_go(row)
+
+
+def _letting_go(row: Row) -> bool:
+    """Whether the trainer, in a session of its own perhaps, is just ending: its lock and its GPU are not free yet."""
+    if not row.folder or not (run := Run(Path(row.folder))).alive():
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        return procs.exiting(int(run.lock_file.read_text(encoding="utf-8").rpartition(" ")[2]))
+    return False
 
 
 def records(folder: Path) -> dict[str, dict[str, Any]]:
