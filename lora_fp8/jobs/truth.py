@@ -39,6 +39,8 @@ SENTENCES = {
     "done": "done; files written and verified: {files}",
     "done_unverified": "done; files written, and not verified (export.verify = false): {files}",
     "command_done": "done",
+    "command_stopped": "stopped when asked",
+    "command_killed": "did not end when asked and was killed (SIGKILL)",
     "no_files": "the log says done, but these are not there or did not pass: {files}",
     "no_word": "ended with exit code 0, but the log does not say that it is done",
     "input": "something given is wrong: {message}",
@@ -375,6 +377,8 @@ def _verifies(folder: Path) -> bool:
 
 
 def _stopped(row: Row, step: int | None) -> Sentence:
+    if row.kind == "command":
+        return Sentence("command_killed" if row.killed else "command_stopped")
     hard = "_hard" if row.killed else ""
     if step is None:
         return Sentence("stopped_hard_early" if hard else "stopped_early")
