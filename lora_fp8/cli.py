@@ -105,7 +105,7 @@ def check(
     config_file: Path = typer.Argument(..., metavar="CONFIG"), overrides: list[str] = SET, as_json: bool = JSON
 ) -> None:
     """Check a config, its pictures and its base model's files, completely, without loading any model."""
-    from . import config
+    from . import config, families
     from .data import images
 
     problems: list[str] = []
@@ -117,7 +117,7 @@ def check(
             raise
         problems += getattr(error, "problems", [str(error)])
     else:
-        report = images.scan(job.dataset)
+        report = images.scan(job.dataset, families.facts(job.model.family).get("controls", (0, 0)), job.preview)
         problems += report.problems
         lines += images.describe(report)
         for look in (_look_at_base, _look_at_sizes):

@@ -191,6 +191,9 @@ class Folder(Section):
     )
     repeats: int = setting(1, "How often each image is seen per epoch.", ge=1)
     trigger: str = setting("", "Trigger word of this folder; empty means dataset.trigger.")
+    control: str = setting(
+        "", "For editing models: folder with a control picture of the same name (or name_1, name_2) for each image."
+    )
 
 
 class Dataset(Section):
@@ -207,6 +210,9 @@ class Dataset(Section):
         True, "Enlarge images that are smaller than their bucket; false gives them smaller buckets."
     )
     flip: bool = setting(False, "Mirror half of the samples; not for text, logos or asymmetric characters.")
+    control_resolution: int | Literal["auto"] = setting(
+        "auto", "Side of the square with the area of control pictures; auto: as the model's pipeline shows them."
+    )
     background: str = setting("#ffffff", "Colour under transparent images, as #rrggbb.", pattern="^#[0-9a-fA-F]{6}$")
     trigger: str = setting("", "Trigger word, put in front of captions that lack it.")
     missing_caption: Literal["error", "trigger", "skip"] = setting("error", "What an image without a caption means.")
@@ -312,6 +318,11 @@ class Preview(Section):
     """Images made while training, always from the same seed."""
 
     prompts: list[str] = setting([], "What to draw; empty makes no previews.")
+    controls: list[str] = setting(
+        [],
+        "For editing models: the control picture of each prompt; a folder stands for all pictures in it.",
+        when=DRAWN,
+    )
     negative: str = setting("", "Negative prompt.", when=DRAWN)
     every: int = setting(0, "Draw every so many steps; 0 draws only at the start and at the end.", ge=0, when=DRAWN)
     at_start: bool = setting(True, "Draw before the first step, to compare with.", when=DRAWN)
@@ -632,7 +643,7 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     def say(key: str, text: str, *looked_at: str) -> None:
         found.append(((key, *looked_at), f"{key}: {text}"))
 
-    from .families import available  # a list of file names; imports no torch
+    from .families import available  # imports no torch
 
     families = available()
     if job.model.family not in families:
@@ -653,6 +664,11 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         say("dataset.resolution", f"must lie between 16 and 8192 pixels, got {job.dataset.resolution}")
     if isinstance(job.dataset.bucket_step, int) and not 8 <= job.dataset.bucket_step <= 512:
         say("dataset.bucket_step", f"must lie between 8 and 512 pixels, got {job.dataset.bucket_step}")
+    if isinstance(job.dataset.control_resolution, int) and not 32 <= job.dataset.control_resolution <= 8192:
+        say("dataset.control_resolution", f"must lie between 32 and 8192 pixels, got {job.dataset.control_resolution}")
+    if job.model.family in families:
+        for key, text in _control_contradictions(job):
+            say(key, text, "model.family", "dataset.folders", "preview.prompts", "preview.controls")
     if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
         without = [str(i) for i, folder in enumerate(job.dataset.folders) if not folder.trigger]
         if without:
@@ -705,12 +721,33 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
     paths |= {"dataset.cache_dir": job.dataset.cache_dir}
     paths |= {f"dataset.folders.{i}.path": folder.path for i, folder in enumerate(job.dataset.folders)}
+    paths |= {f"dataset.folders.{i}.control": folder.control for i, folder in enumerate(job.dataset.folders)}
+    paths |= {f"preview.controls.{i}": path for i, path in enumerate(job.preview.controls)}
     for key, path in paths.items():
         if "\0" in path:
             say(key, f"{_shown(path)} cannot be a path")
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
         say("name", f"{_shown(job.name)} cannot name a folder; use letters, digits, '-' and '_'")
     return found
+
+
+def _control_contradictions(job: Job) -> Iterator[tuple[str, str]]:
+    """(setting, what is wrong) where the family takes no control pictures, or cannot do without."""
+    from .families import available, facts
+
+    fewest, most = (known := facts(job.model.family)).get("controls", (0, 0))
+    title, prompts, controls = known["title"], len(job.preview.prompts), len(job.preview.controls)
+    for i, folder in enumerate(job.dataset.folders):
+        key = f"dataset.folders.{i}.control"
+        if folder.control and not most:
+            editing = " | ".join(name for name in available() if "controls" in facts(name))
+            yield key, f"{title} is shown no control pictures; leave it out, or use an editing model: {editing}"
+        elif not folder.control and fewest:
+            yield key, f"{title} edits pictures, and needs a control picture for each; name the folder that has them"
+    if controls and not most:
+        yield "preview.controls", f"{title} is shown no control pictures; leave it out"
+    elif prompts and fewest and not controls or controls and controls != prompts:
+        yield "preview.controls", f"has {controls} entries for {prompts} in preview.prompts; give one for each prompt"
 
 
 def parse_override(entry: str) -> tuple[str, str, str] | None:

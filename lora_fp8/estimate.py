@@ -16,11 +16,10 @@ from torch import Tensor
 
 from . import adapters, dry, memory, optim, precision
 from .config import Job
-from .data import images
-from .data.cache import Cache, dataset_captions
+from .data.cache import Cache
 from .dry import META
 from .families.base import ModelFamily
-from .prepare import DTYPES, place, resolve_auto
+from .prepare import DTYPES, place, preview_asked, resolve_auto, scan
 
 GIB = 2**30
 FILE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -100,7 +99,7 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
         UserErrors: something is wrong with the pictures or the settings.
     """
     job = resolve_auto(job, type(family))
-    found = images.scan(job.dataset)
+    found = scan(job, type(family))
     examples = found.require()
     buckets = place(job, examples)
     placed = [one for members in buckets.values() for one in members]
@@ -108,7 +107,10 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     in_bucket = [sum(one.example.repeats for one in members) for members in buckets.values()]
     batches = sum(math.ceil(num / job.train.batch_size) for num in in_bucket)
     steps = batches / job.train.accumulate
-    heaviest = max(buckets, key=lambda wh: (wh[0] * wh[1] * _in_batch(job, buckets[wh]), wh))
+    store = Cache(Path(job.dataset.cache_dir), family, job.dataset, DTYPES[job.model.dtype])
+    shown = {wh: _largest_controls(store, members) for wh, members in buckets.items()}
+    weight = {wh: sum(math.prod(size) for size in (wh, *shown[wh])) * _in_batch(job, buckets[wh]) for wh in buckets}
+    heaviest = max(buckets, key=lambda wh: (weight[wh], wh))
     notes: list[str] = []
 
     plan, denoiser = _denoiser(job, family)
@@ -120,6 +122,9 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     num_trained = sum(parameter.numel() for _, parameter in named)
     step = None
     if latents is not None:
+        per_side = heaviest[0] // latents[2]
+        sizes = [(latents[0], high // per_side, wide // per_side) for wide, high in shown[heaviest]]
+        cond_shapes = cond_shapes | {f"control_{i}": size for i, size in enumerate(sizes)}
         step = _step(job, family, denoiser, latents, cond_shapes, _in_batch(job, buckets[heaviest]), notes)
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
     everything = sum(_nbytes(tensor) for tensor in (*denoiser.parameters(), *denoiser.buffers()))
@@ -138,7 +143,7 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
         encoders_bytes=encoders,
         vae_encode_bytes=vae_encode,
         vae_decode_bytes=vae_decode,
-        cache_bytes=_cache_bytes(job, family, placed, latents, heaviest, cond_bytes),
+        cache_bytes=_cache_bytes(job, store, placed, latents, heaviest, cond_bytes),
         file_bytes={layout: num_trained * FILE_BYTES[job.export.dtype] for layout in job.export.formats},
         notes=[*notes, *plan.warnings],
     )
@@ -148,6 +153,12 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
             "encoding the captions takes more memory than training; model.text_storage = 'fp8' halves the text encoders"
         )
     return estimated
+
+
+def _largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
+    """Sizes of the control pictures of the example that is shown most of them."""
+    sizes = [[shown.size for shown in store.shown(one)] for one in members]
+    return max(sizes, key=lambda found: sum(map(math.prod, found)))
 
 
 def _in_batch(job: Job, members: list[Any]) -> int:
@@ -218,16 +229,14 @@ def _step(
 
 
 def _cache_bytes(
-    job: Job, family: ModelFamily, placed: list[Any], latents: tuple[int, ...] | None, heaviest: Any, cond_bytes: int
+    job: Job, store: Cache, placed: list[Any], latents: tuple[int, ...] | None, heaviest: Any, cond_bytes: int
 ) -> int:
     """Of what is not in the cache yet; the longest prompt stands for every caption."""
-    dtype = DTYPES[job.model.dtype]
-    store = Cache(Path(job.dataset.cache_dir), family, job.dataset, dtype)
-    captions = dataset_captions([one.example for one in placed], job.dataset, job.seed)
-    prompts = [*job.preview.prompts, family.negative_text(job.preview.negative)] if job.preview.prompts else []
-    missing = store.missing(placed, list(dict.fromkeys([*captions, *prompts])))
-    per_pixel = 0.0 if latents is None else math.prod(latents) * dtype.itemsize / math.prod(heaviest)
+    texts = [*store.texts(placed, job.seed), *(text for each in preview_asked(job, store.family) for text in each)]
+    missing = store.missing(placed, list(dict.fromkeys(texts)))
+    per_pixel = 0.0 if latents is None else math.prod(latents) * store.dtype.itemsize / math.prod(heaviest)
     pixels = sum(math.prod(one.placement.bucket_wh) for one, _ in missing.images)
+    pixels += sum(math.prod(shown.size) for shown, _ in missing.controls)
     return round(pixels * per_pixel) + len(missing.captions) * cond_bytes
 
 

@@ -17,7 +17,7 @@ from .config import Job, UserError
 from .data import images
 from .data.buckets import Placed, Size
 from .families.base import ModelFamily
-from .prepare import DTYPES, Data, Loaded, carried, place, preview_conditioning, resolve_auto
+from .prepare import DTYPES, Data, Loaded, carried, place, preview_conditioning, resolve_auto, scan
 from .processes import Processes
 from .run import Run, RunFailure, atomic_write
 from .text_encoders import answers
@@ -43,8 +43,8 @@ def finish(
     drawn: list[Image.Image] = []
     with processes.together():
         if job.preview.prompts:
-            (conds, negative), side = preview_conditioning(data, loaded), job.dataset.resolution
-            drawn = sample.draw(family, loaded.denoiser, conds, negative, job.preview, side, step, run, processes)
+            (conds, negatives), side = preview_conditioning(data, loaded), job.dataset.resolution
+            drawn = sample.draw(family, loaded.denoiser, conds, negatives, job.preview, side, step, run, processes)
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])
@@ -117,13 +117,13 @@ def prove(
 
 def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Image.Image]:
     """The previews by another pipeline, whose own text encoders read the prompts where they are trained."""
-    conds, negative = data.preview_conds, data.preview_negative
+    conds, negatives = data.preview_conds, data.preview_negatives
     if job.adapter.text_encoder:
         prompts, guided_away = data.preview_texts
         conds = answers(family, pipeline, prompts, conds)
-        if negative is not None:
-            (negative,) = answers(family, pipeline, [guided_away], [negative])
-    return sample.render(family, pipeline, conds, negative, job.preview, job.dataset.resolution)
+        if None not in negatives:
+            negatives = answers(family, pipeline, [guided_away] * len(prompts), negatives)
+    return sample.render(family, pipeline, conds, negatives, job.preview, job.dataset.resolution)
 
 
 def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
@@ -183,7 +183,7 @@ def _described(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFact
     """The job without "auto", its family, and what is to be said of the run at a step."""
     family = families.get(job.model.family)(job.model, device="cpu", dtype=DTYPES[job.model.dtype])
     job = carried(resolve_auto(job, type(family)), family)
-    scanned = images.scan(job.dataset)
+    scanned = scan(job, type(family))
     if scanned.problems:
         # The pictures are needed for what the metadata tell of them, and that is no reason to withhold the file.
         print(

@@ -257,7 +257,8 @@ def _sidecar(facts: Facts) -> dict[str, Any]:
 def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str) -> str:
     """The model card: YAML that the Hub reads, and a page for people. Texts are quoted as JSON, which YAML is."""
     family = families.get(facts.family)
-    tags = ["text-to-image", "diffusers", "diffusers-training", "lora", facts.family, "template:sd-lora", *facts.tags]
+    task = "image-to-image" if family.controls[1] else "text-to-image"
+    tags = [task, "diffusers", "diffusers-training", "lora", facts.family, "template:sd-lora", *facts.tags]
     head: dict[str, Any] = {}
     if facts.base_model:
         head |= {"base_model": facts.base_model, "base_model_relation": "adapter"}

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from . import checkpoint, config, families, precision
 from .config import Job, UserError, UserErrors
-from .data import images
 from .data.loader import Loader
 from .families.base import Cond, ModelFamily
 from .objectives import Diffusion, FlowMatching, Objective
 from .precision import report as layerwise
-from .prepare import DTYPES, Data, base, cache, plan, resolve_auto, with_moved
+from .prepare import DTYPES, Data, base, cache, plan, resolve_auto, scan, with_moved
 from .processes import Processes
 from .run import Run, RunFailure
 
@@ -132,7 +131,7 @@ def report(
             "give a storage, such as --set quantize.storage=fp8"
         )
     job = resolve_auto(job, Family)
-    scanned = images.scan(job.dataset)
+    scanned = scan(job, Family)
     if scanned.problems:
         raise UserErrors(scanned.problems, "dataset")
     run = _Unwritten(echo)

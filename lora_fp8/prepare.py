@@ -18,7 +18,7 @@ from . import adapters, config, exchange, kinds, layouts, memory, optim, precisi
 from .config import Job, UserError, UserErrors
 from .data import buckets as bucketing
 from .data import images
-from .data.cache import Cache, dataset_captions, truncation_warnings
+from .data.cache import Asked, Cache, about, preview_pictures, truncation_warnings
 from .data.loader import Item, Loader
 from .exchange import Exchange
 from .families.base import Cond, ModelFamily
@@ -40,7 +40,7 @@ class Data:
     buckets: dict[bucketing.Size, list[bucketing.Placed]]
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
     preview_conds: list[Cond]
-    preview_negative: Cond | None
+    preview_negatives: list[Cond | None]
     preview_texts: tuple[list[str], str]  # what these two were encoded from
     fingerprint: str
 
@@ -125,11 +125,32 @@ def carried(job: Job, family: ModelFamily) -> Job:
     return job.model_copy(update={"export": job.export.model_copy(update={"formats": able[:1]})})
 
 
+def scan(job: Job, Family: type[ModelFamily]) -> images.ScanReport:
+    """Every picture of a job: those to train on, with their captions and control pictures, and the previews'."""
+    return images.scan(job.dataset, Family.controls, job.preview)
+
+
 def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Size, list[bucketing.Placed]]:
     """Every picture in its bucket; the job's "auto" sizes are resolved."""
     section = job.dataset
     placed = bucketing.assign(examples, section, resolution=section.resolution, step=section.bucket_step)
     return bucketing.group(placed)
+
+
+def preview_asked(job: Job, family: ModelFamily) -> tuple[list[str | Asked], list[str | Asked]]:
+    """The prompts of the previews and what each is guided away from, as the cache takes them.
+
+    Raises:
+        UserErrors: a control picture cannot be used.
+    """
+    guided_away = family.negative_text(job.preview.negative)
+    if not family.prompt_sees_controls:
+        return list(job.preview.prompts), [guided_away] * len(job.preview.prompts)
+    controls, problems = images.preview_controls(job.preview, job.dataset, family.controls)
+    if problems:
+        raise UserErrors(problems, "preview")
+    asked = [about(*each) for each in zip(job.preview.prompts, controls, strict=True)]
+    return asked, [about(guided_away, each) for each in controls]
 
 
 def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Run, processes: Processes) -> Data:
@@ -147,13 +168,12 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         family.check_bucket(width, height)
     placed = [one for members in buckets.values() for one in members]
     store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
-    captions = dataset_captions(examples, section, job.seed)
-    guided_away = family.negative_text(job.preview.negative)
-    for line in family.caption_caveats(captions):
+    captions = store.texts(placed, job.seed)
+    for line in family.caption_caveats([one if isinstance(one, str) else one.text for one in captions]):
         run.log_event("warning", text=line)
-    prompts = [*job.preview.prompts, *([guided_away] if job.preview.prompts else [])]
+    prompts, negatives = preview_asked(job, family)
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
-    texts = list(dict.fromkeys([*captions, *prompts]))
+    texts = list(dict.fromkeys([*captions, *prompts, *negatives]))
     mine = processes.share(placed), processes.share(texts)
     if store.missing(*mine):
         family.load_encoders()
@@ -177,22 +197,18 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
         buckets={f"{width}x{height}": len(members) for (width, height), members in buckets.items()},
     )
-    fingerprint = json.dumps(
-        [[o.uid, o.example.image_sha256, o.example.caption, o.example.repeats, o.placement.bucket_wh] for o in placed]
-    )
-    negative = None
-    if job.preview.prompts:
-        negative = store.cond(guided_away)
-        if not job.preview.negative:
-            negative = family.without_negative(negative)
+    fingerprint = json.dumps([_fingerprint(one) for one in placed])
+    controls = images.preview_controls(job.preview, section, family.controls)[0]
+    shown = [preview_pictures(each, section.background) for each in controls] or [{}] * len(prompts)
+    given = [store.cond(text) for text in negatives]
     return Data(
         loader=loader,
         examples=examples,
         buckets=buckets,
-        heaviest=max(range(loader.batches_per_epoch), key=lambda i: _pixels(loader.batch_at(i))),
-        preview_conds=[store.cond(prompt) for prompt in job.preview.prompts],
-        preview_negative=negative,
-        preview_texts=(job.preview.prompts, guided_away),
+        heaviest=max(range(loader.batches_per_epoch), key=lambda i: _pixels(store, loader.batch_at(i))),
+        preview_conds=[store.cond(prompt) | pictures for prompt, pictures in zip(prompts, shown, strict=True)],
+        preview_negatives=given if job.preview.negative else [family.without_negative(one) for one in given],
+        preview_texts=(job.preview.prompts, family.negative_text(job.preview.negative)),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
     )
 
@@ -277,15 +293,15 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
     return Loaded(denoiser, objective, optimizer, plan, amax, exchanged, list(moved), encoders)
 
 
-def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], Cond | None]:
+def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], list[Cond | None]]:
     """What previews are drawn from: prompts, and what to guide away from, as trained text encoders read them now."""
+    negatives = data.preview_negatives
     if loaded.text is None:
-        return data.preview_conds, data.preview_negative
+        return data.preview_conds, negatives
     prompts, guided_away = data.preview_texts
-    negative = data.preview_negative
-    if negative is not None:
-        (negative,) = loaded.text.answers([guided_away], [negative])
-    return loaded.text.answers(prompts, data.preview_conds), negative
+    if None not in negatives:
+        negatives = loaded.text.answers([guided_away] * len(prompts), negatives)
+    return loaded.text.answers(prompts, data.preview_conds), negatives
 
 
 def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
@@ -310,6 +326,8 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found.append("preview.negative has no effect: preview.prompts is empty")
     elif job.preview.negative and not family.uses_negative:
         found.append(f"preview.negative has no effect: {family.title} draws without a negative prompt")
+    if job.dataset.control_resolution != "auto" and not any(folder.control for folder in job.dataset.folders):
+        found.append("dataset.control_resolution has no effect: no folder has control pictures")
     if not job.preview.prompts and job.preview.every:
         found.append("preview.every has no effect: preview.prompts is empty")
     return found
@@ -329,6 +347,14 @@ def _every_two_seconds(run: Run) -> Callable[[int, int], None]:
     return tell
 
 
-def _pixels(items: list[Item]) -> int:
-    width, height = items[0].placed.placement.bucket_wh
-    return len(items) * width * height
+def _fingerprint(one: bucketing.Placed) -> list[Any]:
+    example = one.example
+    controls = [control.sha256 for control in example.controls]
+    facts = [one.uid, example.image_sha256, example.caption, example.repeats, one.placement.bucket_wh]
+    return [*facts, controls] if controls else facts
+
+
+def _pixels(store: Cache, items: list[Item]) -> int:
+    first = items[0].placed
+    sizes = [first.placement.bucket_wh, *(shown.size for shown in store.shown(first))]
+    return len(items) * sum(width * height for width, height in sizes)

@@ -29,13 +29,12 @@ from tqdm import tqdm
 
 from . import adapters, config, families, memory, optim, precision, sample
 from .config import Job, UserError, UserErrors
-from .data import images
 from .data.loader import Batch
 from .families.base import ModelFamily
 from .finish import Result, finish
 from .measure import moved_layers
 from .objectives import Objective
-from .prepare import DTYPES, Data, Loaded, cache, carried, load, plan, preview_conditioning, resolve_auto
+from .prepare import DTYPES, Data, Loaded, cache, carried, load, plan, preview_conditioning, resolve_auto, scan
 from .processes import Elsewhere, Gradients, Processes
 from .resume import State, last_good, same_step, save_checkpoint, take_up
 from .run import Run, RunFailure, Stopped, StopSignal
@@ -91,7 +90,7 @@ def _stages(
             raise UserError(text)
         plan(job, family)
         job = carried(resolve_auto(job, Family), family)
-        scanned = images.scan(job.dataset)
+        scanned = scan(job, Family)
         if scanned.problems:
             raise UserErrors(scanned.problems, "dataset")
     with processes.together():
@@ -232,9 +231,9 @@ def fit(
     stop.at_once = None
 
     def draw(step: int) -> None:
-        conds, negative = preview_conditioning(data, loaded)
+        conds, negatives = preview_conditioning(data, loaded)
         with stage(run, processes), precision.decoded_compute(denoiser):
-            sample.draw(family, denoiser, conds, negative, job.preview, job.dataset.resolution, step, run, processes)
+            sample.draw(family, denoiser, conds, negatives, job.preview, job.dataset.resolution, step, run, processes)
 
     # at the start: what the base draws, to compare with
     if job.preview.prompts and job.preview.at_start and state.step == 0:

@@ -135,6 +135,16 @@ def job(make_job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., co
     return lambda *overrides, family="sd15": make_job(tmp_path, *overrides, family=family)
 
 
+@pytest.fixture
+def small_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers' pipelines show control pictures with about 32 x 32 pixels, not 1024 x 1024: miniatures have VAEs that
+    only halve the sides."""
+    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+
+    preferred = [(4 * (w // 128), 4 * (h // 128)) for w, h in kontext.PREFERRED_KONTEXT_RESOLUTIONS]
+    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", preferred)
+
+
 @pytest.fixture(scope="session")
 def tree_hash() -> Callable[[Path], dict[str, str]]:
     """tree_hash(folder): SHA-256 of each file below it, by relative name."""

@@ -110,7 +110,7 @@ def called(family, *, told_sizes=True, **options):
     facts = sizes if told_sizes else {}
     facts["max_sequence_length"] = getattr(family, "max_sequence_length", None)
     facts = {name: value for name, value in facts.items() if name in accepted and value is not None}
-    return {**facts, "height": height, "width": width, **family.call_options, **options}
+    return {**facts, **family.size_inputs(width, height), **family.call_options, **options}
 
 
 def seq_len(family):
@@ -427,7 +427,7 @@ def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline)
     mine = family.pipeline(denoiser)
     inputs = family.pipeline_inputs(cond, bad if Family.uses_negative else None)
     height, width = Family.tiny_hw
-    options |= {"height": height, "width": width, **family.call_options}
+    options |= {**family.size_inputs(width, height), **family.call_options}
     picture = mine(**inputs, **options, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(torch.as_tensor(picture[0]), torch.as_tensor(expected[0]), rtol=1e-3, atol=1e-4)
 
@@ -441,7 +441,7 @@ def test_previews_in_bf16_decode_in_float32(Family, folder):
     section = config.Preview(prompts=["x"], steps=2, width=Family.tiny_hw[1], height=Family.tiny_hw[0])
     pipeline = family.pipeline(denoiser)
     assert pipeline.vae.dtype == torch.float32
-    (image,) = sample.render(family, pipeline, [cond], negative, section, 0)
+    (image,) = sample.render(family, pipeline, [cond], [negative], section, 0)
     assert image.size == (Family.tiny_hw[1], Family.tiny_hw[0])
 
 

@@ -55,6 +55,15 @@ class FakeCache:
         assert not self.captions or caption in self.captions, f"{caption!r} was never encoded"
         return {"embeds": torch.tensor([float(len(caption)), float(hash(caption) % 1000)])}
 
+    def asked(self, text, placed, flipped):
+        return text
+
+    def shown(self, placed):
+        return ()
+
+    def controls(self, placed, flipped):
+        return {}
+
 
 FAMILY = SimpleNamespace(
     name="fake",

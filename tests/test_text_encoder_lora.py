@@ -34,7 +34,7 @@ from lora_fp8 import (
 from lora_fp8.config import UserError
 from lora_fp8.run import Run
 
-CLIPS = ("sd15", "sd2", "sdxl", "sd3", "flux")
+CLIPS = ("sd15", "sd2", "sdxl", "sd3", "flux", "flux_kontext")
 ON = ("adapter.text_encoder=true", "optimizer.lr=1e-2", "train.batch_size=2")
 SHOWN = ("preview.prompts=['a cat']", "preview.negative=blue", "preview.guidance=2.0", "preview.at_start=false")
 

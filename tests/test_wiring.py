@@ -158,6 +158,9 @@ OWN_TEST = {
     "quantize.fast_accum": "test_fast_accum_reaches_the_kernel",
     "quantize.kernels": "test_kernels_reach_the_layers",
     "dataset.folders.0.path": "test_folder_path",
+    "dataset.folders.0.control": "test_control_pictures",
+    "dataset.control_resolution": "test_control_pictures",
+    "preview.controls": "test_control_pictures",
     "dataset.missing_caption": "test_missing_caption",
     "dataset.max_pixels": "test_max_pixels",
     "train.threads": "test_threads",
@@ -425,6 +428,22 @@ def test_folder_path(
     assert after["samples"] == 2 and baseline((), "sd15")["samples"] == 6
     # The same bytes at another place: nothing of them is encoded again.
     assert after["encoded"] == 0
+
+
+def test_control_pictures(
+    observe: Callable[..., dict[str, Any]], gallery: Path, small_controls: None, tmp_path: Path
+) -> None:
+    for path in [*gallery.glob("*.png"), *gallery.glob("*.jpg")]:
+        Image.open(path).convert("RGB").rotate(180).save(tmp_path / f"{path.stem}.png")
+    given = (f"dataset.folders=[{{path='{gallery}', control='{tmp_path}'}}]",)
+    plain = observe(family="flux_kontext")
+    shown = observe(*given, family="flux_kontext")
+    assert shown["losses"] != plain["losses"] and shown["encoded"] == 6
+    larger = observe(*given, "dataset.control_resolution=48", family="flux_kontext")
+    assert larger["losses"] != shown["losses"] and larger["encoded"] == 6
+    drawn = observe(*given, f"preview.controls=['{tmp_path / 'a.png'}']", family="flux_kontext")
+    assert drawn["losses"] == shown["losses"] and drawn["previews"].keys() == shown["previews"].keys()
+    assert all(drawn["previews"][name] != shown["previews"][name] for name in shown["previews"])
 
 
 def test_missing_caption(observe: Callable[..., dict[str, Any]], gallery: Path, tmp_path: Path) -> None:

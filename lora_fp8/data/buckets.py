@@ -178,6 +178,21 @@ def _place(
     return Placement(size, bucket, resized, crop)
 
 
+def control_box(placement: Placement, size: Size) -> tuple[int, int, int, int]:
+    """Which part of a control picture of this size is shown: (left, top, right, bottom) in its pixels.
+
+    One of its picture's shape is cropped as the picture is, so that what is at one place in both stays there; another
+    is shown whole.
+    """
+    if not same_shape(placement.original_wh, size):
+        return 0, 0, *size
+    (left, top), resized = placement.crop_xy, placement.resized_wh
+    right, bottom = left + placement.bucket_wh[0], top + placement.bucket_wh[1]
+    corners = ((left, 0), (top, 1), (right, 0), (bottom, 1))
+    left, top, right, bottom = (_rounded(at * size[axis], resized[axis]) for at, axis in corners)
+    return left, top, max(right, left + 1), max(bottom, top + 1)
+
+
 def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int) -> list[Placed]:
     """Place every example, in the same order.
 
@@ -207,6 +222,11 @@ def group(placed: Sequence[Placed]) -> dict[Size, list[Placed]]:
     for one in placed:
         groups.setdefault(one.placement.bucket_wh, []).append(one)
     return dict(sorted(groups.items()))
+
+
+def same_shape(size: Size, other: Size) -> bool:
+    """Whether two pictures have one aspect ratio, but for 1 %, as rounding to whole pixels makes them differ."""
+    return _distance(size, other) <= Fraction(101, 100)
 
 
 def fit(image: Image.Image, bucket: Size) -> Image.Image:

@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -42,9 +42,9 @@ from torch import Tensor
 
 from lora_fp8 import config
 from lora_fp8.data import permutation
-from lora_fp8.data.buckets import Placed, fit
+from lora_fp8.data.buckets import Placed, Size, control_box, fit
 from lora_fp8.data.captions import split_tags
-from lora_fp8.data.images import Example, ImageError, open_image
+from lora_fp8.data.images import Control, Example, ImageError, open_image
 from lora_fp8.run import RunFailure, write_synced
 
 if TYPE_CHECKING:
@@ -117,6 +117,26 @@ def dataset_captions(examples: Iterable[Example], section: config.Dataset, seed:
     return list(texts)
 
 
+# ------------------------------------------------------------------------------------------------------------- control
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A control picture as the denoiser is shown it: the part inside `box` (left, top, right, bottom), at `size`."""
+
+    control: Control
+    box: tuple[int, int, int, int]
+    size: Size
+
+
+class Asked(NamedTuple):
+    """A text about control pictures, for families whose text encoder looks at them."""
+
+    text: str
+    shown: tuple[Shown, ...]
+    flipped: bool
+
+
 # --------------------------------------------------------------------------------------------------------------- cache
 
 
@@ -148,14 +168,15 @@ class FillReport:
 
 @dataclass(frozen=True)
 class Missing:
-    """What has to be encoded; false if nothing. `images` are (placed example, whether mirrored)."""
+    """What has to be encoded; false if nothing. `images` and `controls` are (what, whether mirrored)."""
 
     images: list[tuple[Placed, bool]]
-    captions: list[str]
+    captions: list[str | Asked]
     reused: int
+    controls: list[tuple[Shown, bool]]
 
     def __bool__(self) -> bool:
-        return bool(self.images or self.captions)
+        return bool(self.images or self.captions or self.controls)
 
 
 class Cache:
@@ -165,7 +186,7 @@ class Cache:
         root: the cache folder; made when the first entry is written.
         family: encode_images, encode_prompts, overlong and encoder_identity are used; the encoders must be loaded only
             for a `fill` that finds something missing.
-        section: `[dataset]`: background and flip are read.
+        section: `[dataset]`: background, flip and control_resolution are read.
         dtype: floating-point tensors are held in it.
         ram_bytes: entries stay in memory up to this many bytes, the least recently used leaving first.
     """
@@ -217,9 +238,55 @@ class Cache:
             flip=flipped,
         )
 
-    def caption_key(self, caption: str) -> str:
+    def control_key(self, shown: Shown, flipped: bool) -> str:
+        """Key of a control picture's latents."""
+        return self._key("latents", **self._control_facts(shown), size=shown.size, flip=flipped)
+
+    def caption_key(self, caption: str | Asked) -> str:
         """Key of a caption's conditioning."""
-        return self._key("conds", caption=caption)
+        if isinstance(caption, str):
+            return self._key("conds", caption=caption)
+        controls = [self._control_facts(shown) for shown in caption.shown]
+        return self._key("conds", caption=caption.text, controls=controls, flip=caption.flipped)
+
+    def _control_facts(self, shown: Shown) -> dict[str, Any]:
+        return {
+            "control": shown.control.sha256,
+            "box": shown.box,
+            "background": self.section.background.lower(),
+        }
+
+    # control pictures
+
+    def shown(self, placed: Placed) -> tuple[Shown, ...]:
+        """The control pictures of an example, as they are shown."""
+        asked = self.section.control_resolution
+        found = []
+        for control in placed.example.controls:
+            box = control_box(placed.placement, (control.width, control.height))
+            cut = box[2] - box[0], box[3] - box[1]
+            size = self.family.control_size(*cut, None if asked == "auto" else asked)
+            found.append(Shown(control, box, size))
+        return tuple(found)
+
+    def asked(self, text: str, placed: Placed, flipped: bool) -> str | Asked:
+        """A text of an example, in the form that `fill` and `cond` take it."""
+        if self.family.prompt_sees_controls and placed.example.controls:
+            return Asked(text, self.shown(placed), flipped)
+        return text
+
+    def texts(self, placed: Sequence[Placed], seed: int) -> list[str | Asked]:
+        """All that training may ask the text encoder: see `dataset_captions`."""
+        if not self.family.prompt_sees_controls:
+            return list(dataset_captions([one.example for one in placed], self.section, seed))
+        found: dict[str | Asked, None] = {}
+        for one in placed:
+            for text in dataset_captions([one.example], self.section, seed):
+                found.update((self.asked(text, one, flipped), None) for flipped in self._flips())
+        return list(found)
+
+    def _flips(self) -> tuple[bool, ...]:
+        return (False, True) if self.section.flip else (False,)
 
     def path(self, kind: str, key: str) -> Path:
         """Where the entry is, or would be."""
@@ -227,26 +294,30 @@ class Cache:
 
     # filling
 
-    def missing(self, placed: Sequence[Placed], captions: Sequence[str]) -> Missing:
+    def missing(self, placed: Sequence[Placed], captions: Sequence[str | Asked]) -> Missing:
         """Which entries are not there, or there but not to be trusted (each is read and checked once per Cache)."""
-        flips = (False, True) if self.section.flip else (False,)
+        flips = self._flips()
         images = {self.image_key(one, flipped): (one, flipped) for one in placed for flipped in flips}
+        shown = [each for one in placed for each in self.shown(one)]
+        controls = {self.control_key(each, flipped): (each, flipped) for each in shown for flipped in flips}
         texts = {self.caption_key(caption): caption for caption in captions}
         images_left = [images[key] for key in images if not self._good("latents", key)]
+        controls_left = [controls[key] for key in controls if not self._good("latents", key)]
         texts_left = [texts[key] for key in texts if not self._good("conds", key)]
-        return Missing(images_left, texts_left, len(images) + len(texts) - len(images_left) - len(texts_left))
+        left = len(images_left) + len(controls_left) + len(texts_left)
+        return Missing(images_left, texts_left, len(images) + len(controls) + len(texts) - left, controls_left)
 
     def fill(
         self,
         placed: Sequence[Placed],
-        captions: Sequence[str],
+        captions: Sequence[str | Asked],
         log: Callable[[int, int], None] | None = None,
     ) -> FillReport:
         """Encode what is missing, image by image and caption by caption. Several processes may do so at a time.
 
         Args:
             placed: the examples in their places.
-            captions: texts, as from `dataset_captions`, and any others wanted (previews).
+            captions: as from `texts` or `dataset_captions`, and any others wanted (previews).
             log: called with (done, total) after every entry.
 
         Raises:
@@ -255,9 +326,14 @@ class Cache:
         """
         self._remove_leftovers()
         missing = self.missing(placed, captions)
-        total, done, written = len(missing.images) + len(missing.captions), 0, 0
+        total, done, written = len(missing.images) + len(missing.controls) + len(missing.captions), 0, 0
         for one, flipped in missing.images:
             written += self._store("latents", self.image_key(one, flipped), self._encode_image(one, flipped))
+            done += 1
+            if log:
+                log(done, total)
+        for shown, flipped in missing.controls:
+            written += self._store("latents", self.control_key(shown, flipped), self._encode_control(shown, flipped))
             done += 1
             if log:
                 log(done, total)
@@ -267,38 +343,58 @@ class Cache:
             if log:
                 log(done, total)
         # Asked each time, as tokenizers answer in no time: a second run says it again, though all is in the cache.
-        texts = list(dict.fromkeys(captions))
+        texts = list(dict.fromkeys(one if isinstance(one, str) else one.text for one in captions))
         truncated = tuple(self.family.overlong(texts))
         return FillReport(done, missing.reused, written, len(texts), truncated)
 
     @torch.no_grad()
     def _encode_image(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         example = placed.example
-        try:
-            raw = Path(example.path).read_bytes()
-            # The scan's hash is in the key; other bytes must not be stored under it.
-            if hashlib.sha256(raw).hexdigest() != example.image_sha256:
-                raise RunFailure(f"{example.path} changed while the run was starting; start it again")
-            image = open_image(io.BytesIO(raw), self.section.background)
-        except (OSError, ImageError) as error:
-            raise RunFailure(f"{example.path} can no longer be read: {error}") from error
-        image = fit(image, placed.placement.bucket_wh)
+        image = fit(self._opened(example.path, example.image_sha256), placed.placement.bucket_wh)
         if flipped:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return {"latents": self._latents_of(image, example.path)}
+
+    @torch.no_grad()
+    def _encode_control(self, shown: Shown, flipped: bool) -> dict[str, Tensor]:
+        image = self._control_picture(shown, flipped).resize(shown.size, Image.Resampling.LANCZOS)
+        return {"latents": self._latents_of(image, shown.control.path)}
+
+    def _control_picture(self, shown: Shown, flipped: bool) -> Image.Image:
+        """A control picture, cut and mirrored, at its own size."""
+        image = self._opened(shown.control.path, shown.control.sha256).crop(shown.box)
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else image
+
+    def _opened(self, path: Path, sha256: str) -> Image.Image:
+        try:
+            raw = Path(path).read_bytes()
+            # The scan's hash is in the key; other bytes must not be stored under it.
+            if hashlib.sha256(raw).hexdigest() != sha256:
+                raise RunFailure(f"{path} changed while the run was starting; start it again")
+            return open_image(io.BytesIO(raw), self.section.background)
+        except (OSError, ImageError) as error:
+            raise RunFailure(f"{path} can no longer be read: {error}") from error
+
+    def _latents_of(self, image: Image.Image, path: Path) -> Tensor:
         latents_BCHW = self.family.encode_images(pixels(image))
         if not torch.isfinite(latents_BCHW).all():
             raise RunFailure(
-                f"{example.path}: the VAE gave values that are not finite; some VAEs overflow in half precision (use "
+                f"{path}: the VAE gave values that are not finite; some VAEs overflow in half precision (use "
                 "model.dtype = 'fp32' or a repaired VAE), else the image or the VAE file is damaged"
             )
-        return {"latents": latents_BCHW[0]}
+        return latents_BCHW[0]
 
     @torch.no_grad()
-    def _encode_caption(self, caption: str) -> dict[str, Tensor]:
-        (cond,) = self.family.encode_prompts([caption])
+    def _encode_caption(self, caption: str | Asked) -> dict[str, Tensor]:
+        if isinstance(caption, str):
+            (cond,) = self.family.encode_prompts([caption])
+        else:
+            pictures = [self._control_picture(shown, caption.flipped) for shown in caption.shown]
+            (cond,) = self.family.encode_prompts([caption.text], [pictures])
         for name, tensor in cond.items():
             if not torch.isfinite(tensor).all():
-                raise RunFailure(f"caption {caption!r}: the text encoder gave {name} that is not finite")
+                text = caption if isinstance(caption, str) else caption.text
+                raise RunFailure(f"caption {text!r}: the text encoder gave {name} that is not finite")
         return cond
 
     def _store(self, kind: str, key: str, tensors: dict[str, Tensor]) -> int:
@@ -385,9 +481,35 @@ class Cache:
         """Latents (C, H, W) of an image in its place, in the cache's dtype. Not to be changed in place."""
         return self._get("latents", self.image_key(placed, flipped), str(placed.example.path))["latents"]
 
-    def cond(self, caption: str) -> dict[str, Tensor]:
+    def controls(self, placed: Placed, flipped: bool = False) -> dict[str, Tensor]:
+        """Latents (C, H, W) of an example's control pictures, as control_0, control_1, ... of its conditioning."""
+        return {
+            f"control_{i}": self._get("latents", self.control_key(shown, flipped), str(shown.control.path))["latents"]
+            for i, shown in enumerate(self.shown(placed))
+        }
+
+    def cond(self, caption: str | Asked) -> dict[str, Tensor]:
         """Conditioning of a caption, without batch dimension. Not to be changed in place."""
-        return dict(self._get("conds", self.caption_key(caption), f"caption {caption!r}"))
+        text = caption if isinstance(caption, str) else caption.text
+        return dict(self._get("conds", self.caption_key(caption), f"caption {text!r}"))
+
+
+def about(text: str, controls: Sequence[Control]) -> Asked:
+    """A preview's prompt about its control pictures, which are shown whole."""
+    whole = [Shown(one, (0, 0, one.width, one.height), (one.width, one.height)) for one in controls]
+    return Asked(text, tuple(whole), False)
+
+
+def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, Tensor]:
+    """Control pictures of a preview as the entries of its conditioning that `pipeline_inputs` reads.
+
+    The pipeline is given the pictures and brings them to its own size, as it will for whoever uses the LoRA.
+
+    Returns:
+        control_picture_0, control_picture_1, ...: uint8 (H, W, 3).
+    """
+    opened = [np.array(open_image(one.path, background), dtype=np.uint8) for one in controls]
+    return {f"control_picture_{i}": torch.from_numpy(picture) for i, picture in enumerate(opened)}
 
 
 def _note_use(path: Path) -> None:

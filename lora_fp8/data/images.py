@@ -21,6 +21,10 @@ is written into the user's folders.
 Captions: `name.txt`, else `name.caption`, beside `name.png`. Lines are joined by spaces. An empty caption counts as
 missing. If there is a trigger word (the folder's, else the dataset's) and the caption lacks it as a word of its own
 (case counts), it is put in front: "trigger, caption".
+
+Control pictures, which editing models are shown beside the noise, lie in a folder of their own (`control`), under the
+picture's name with any of the extensions: `name.jpg` for `name.png`, subfolders alike. Several of one picture are
+`name_1`, `name_2` and so on. They are decoded as pictures are, and have no captions.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from lora_fp8 import config
+from lora_fp8.data.buckets import same_shape
 from lora_fp8.data.colour import ProfileError, to_srgb
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
@@ -69,6 +74,16 @@ class ImageError(ValueError):
 
 
 @dataclass(frozen=True)
+class Control:
+    """One control picture: pixels of the upright image, and the hash of the file's bytes."""
+
+    path: Path
+    width: int
+    height: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Example:
     """One image and its caption.
 
@@ -80,6 +95,7 @@ class Example:
         repeats: how often an epoch shows it.
         width, height: pixels of the upright image.
         image_sha256: of the file's bytes.
+        controls: its control pictures, in order.
     """
 
     path: Path
@@ -90,6 +106,7 @@ class Example:
     width: int
     height: int
     image_sha256: str
+    controls: tuple[Control, ...] = ()
 
     @property
     def uid(self) -> str:
@@ -99,7 +116,8 @@ class Example:
 
 @dataclass
 class ScanReport:
-    """What a scan found; `counts` has images, triggered, no_caption, skipped, upscaled, copies, converted (to sRGB)."""
+    """What a scan found; `counts` has images, triggered, no_caption, skipped, upscaled, copies, controls, converted
+    (to sRGB)."""
 
     examples: list[Example] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -354,12 +372,16 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
         yield folder, [entry for entry in entries if not (folder / entry).is_dir()]
 
 
-def scan(section: config.Dataset) -> ScanReport:
-    """Look at every image and caption of the dataset.
+def scan(
+    section: config.Dataset, num_controls: tuple[int, int] | None = None, previews: config.Preview | None = None
+) -> ScanReport:
+    """Look at every image, caption and control picture of the dataset.
 
     Args:
         section: the `[dataset]` section; folder paths are used as they are given. Where its resolution is "auto",
             `note_sizes` has to be called for warnings about small images.
+        num_controls: fewest and most control pictures that the model takes with one picture; None does not judge.
+        previews: the `[preview]` section, whose control pictures are looked at too.
 
     Returns:
         The report. It never raises for what it finds in files: all problems come together. Examples are in the order of
@@ -373,15 +395,20 @@ def scan(section: config.Dataset) -> ScanReport:
     for index in range(len(section.folders)):
         found += list_folder(index, section, report)
     looks = list(look_all([path for _, _, path, _ in found], section))
+    controls = _controls(section, found, num_controls, report)
     notes: dict[str, list[str]] = defaultdict(list)
-    for (index, root, path, caption_path), look in zip(found, looks, strict=True):
+    for (index, root, path, caption_path), look, shown in zip(found, looks, controls, strict=True):
         folder = section.folders[index]
         if look.error:
             report.problems.append(f"{path} {look.error}")
         caption = _caption(path, caption_path, folder.trigger or section.trigger, section, report)
-        if look.error or caption is None:
+        if look.error or caption is None or shown is None:
             continue
         _note_oddities(path, look, notes)
+        for control in shown:
+            if not same_shape((look.width, look.height), (control.width, control.height)):
+                notes["shapes"].append(f"{control.path} ({control.width} x {control.height})")
+        report.counts["controls"] += len(shown)
         report.counts["converted"] += look.converted
         report.examples.append(
             Example(
@@ -393,6 +420,7 @@ def scan(section: config.Dataset) -> ScanReport:
                 width=look.width,
                 height=look.height,
                 image_sha256=look.sha256,
+                controls=shown,
             )
         )
     _note_copies(report, notes)
@@ -401,6 +429,8 @@ def scan(section: config.Dataset) -> ScanReport:
     report.warnings += _warnings(notes)
     if isinstance(section.resolution, int):
         note_sizes(report, section, section.resolution)
+    if previews is not None:
+        report.problems += preview_controls(previews, section, num_controls)[1]
     if skipped := report.counts["skipped"]:
         report.warnings.append(f"{skipped} image(s) left out for having no caption (missing_caption = 'skip')")
         if not report.examples and not report.problems:
@@ -417,6 +447,7 @@ _NOTES = {
     "small": "{n} image(s) smaller than the training resolution, trained in smaller buckets (upscale = false)",
     "wide": "{n} image(s) with a wider aspect ratio than dataset.max_aspect, cropped to it",
     "copies": "{n} image(s) that are copies of others",
+    "shapes": "{n} control picture(s) of another shape than their picture, shown whole",
 }
 
 
@@ -528,6 +559,117 @@ def list_folder(index: int, section: config.Dataset, report: ScanReport) -> list
     return found
 
 
+def _controls(
+    section: config.Dataset,
+    found: list[tuple[int, Path, Path, Path | None]],
+    num_controls: tuple[int, int] | None,
+    report: ScanReport,
+) -> list[tuple[Control, ...] | None]:
+    """The control pictures of each found image; None where something about them is wrong, which is in the report."""
+    answers: list[tuple[Control, ...] | None] = []
+    for index, folder in enumerate(section.folders):
+        pictures = [(root, path) for number, root, path, _ in found if number == index]
+        if not folder.control:
+            answers += [()] * len(pictures)
+            continue
+        files = _list_controls(Path(os.path.expanduser(folder.control)), index, section, report)
+        stems = {path.relative_to(root).with_suffix("").as_posix() for root, path in pictures}
+        named = {stem: _controls_of(stem, stems, files) for stem in stems}
+        used = sorted({path for members in named.values() for candidates in members for path in candidates})
+        looks = dict(zip(used, look_all(used, section), strict=True))
+        for path, look in looks.items():
+            if look.error:
+                report.problems.append(f"control picture {path} {look.error}")
+        for root, path in pictures:
+            members = named[path.relative_to(root).with_suffix("").as_posix()]
+            if text := _wrong_controls(members, folder.control, path.stem, num_controls) if files is not None else "":
+                report.problems.append(f"{path} {text}")
+            if files is None or text or any(looks[member[0]].error for member in members):
+                answers.append(None)
+            else:
+                paths = [member[0] for member in members]
+                answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256) for p in paths))
+        if lonely := sorted(str(path) for members in (files or {}).values() for path in members if path not in used):
+            report.warnings.append(f"{len(lonely)} control picture(s) belong to no picture: {_some(lonely)}")
+    return answers
+
+
+def _list_controls(root: Path, index: int, section: config.Dataset, report: ScanReport) -> dict[str, list[Path]] | None:
+    """{path inside the control folder without extension: image files}; None if it cannot be used."""
+    if not root.is_dir():
+        what = "is a file, not a folder" if root.exists() else f"does not exist (looked in {Path.cwd()})"
+        report.problems.append(f"control folder {root} {what}")
+        return None
+    for other in section.folders:
+        trained = Path(os.path.realpath(os.path.expanduser(other.path)))
+        if trained in (real := Path(os.path.realpath(root)), *real.parents):
+            report.problems.append(
+                f"control folder {root} is in the picture folder {other.path}, all of which is trained on; "
+                "move it beside that folder"
+            )
+            return None
+    files: dict[str, list[Path]] = defaultdict(list)
+    try:
+        for folder, names in _walk(root):
+            for name in names:
+                if Path(name).suffix.lower() in EXTENSIONS:
+                    files[(folder / name).relative_to(root).with_suffix("").as_posix()].append(folder / name)
+    except OSError as error:
+        report.problems.append(f"control folder {error.filename} cannot be read: {error.strerror}")
+        return None
+    return files
+
+
+def _controls_of(stem: str, stems: set[str], files: dict[str, list[Path]] | None) -> list[list[Path]]:
+    """The candidates for each control picture of the picture with this name: `name`, else `name_1`, `name_2`, ..."""
+    if not files:
+        return []
+    if stem in files:
+        return [files[stem]]
+    numbered = []
+    # A picture called name_1 has a control picture of that name for itself.
+    while (name := f"{stem}_{len(numbered) + 1}") in files and name not in stems:
+        numbered.append(files[name])
+    return numbered
+
+
+def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_controls: tuple[int, int] | None) -> str:
+    """What is wrong with a picture's control pictures, apart from what is in them; "" for nothing."""
+    if not members:
+        return f"has no control picture {stem}.png (or another extension) in {folder}"
+    for candidates in members:
+        if len(candidates) > 1:
+            names = ", ".join(path.name for path in candidates)
+            return f"has several candidates for one control picture, {names}; keep one of them"
+    if num_controls is not None and len(members) > num_controls[1]:
+        return f"has {len(members)} control pictures, and this model takes at most {num_controls[1]}"
+    return ""
+
+
+def preview_controls(
+    section: config.Preview, dataset: config.Dataset, num_controls: tuple[int, int] | None
+) -> tuple[list[tuple[Control, ...]], list[str]]:
+    """The control pictures of each preview, and what is wrong with them.
+
+    A file is one control picture; a folder stands for all pictures in it, in the order of their names.
+    """
+    found, problems = [], []
+    for i, given in enumerate(section.controls):
+        path = Path(os.path.expanduser(given))
+        names = sorted(path.iterdir()) if path.is_dir() else [path]
+        names = [name for name in names if name.suffix.lower() in EXTENSIONS or name == path]
+        controls = []
+        for name, look in zip(names, look_all(names, dataset), strict=True):
+            if look.error:
+                problems.append(f"preview.controls.{i}: {name} {look.error}")
+            controls.append(Control(name, look.width, look.height, look.sha256))
+        if num_controls is not None and not num_controls[0] <= len(controls) <= num_controls[1]:
+            between = " to ".join(str(number) for number in dict.fromkeys(num_controls))
+            problems.append(f"preview.controls.{i}: {path} has {len(controls)} pictures; this model takes {between}")
+        found.append(tuple(controls))
+    return found, problems
+
+
 def _is_text(name: str) -> bool:
     try:
         name.encode()
@@ -580,6 +722,8 @@ def describe(report: ScanReport) -> list[str]:
         lines.append(f"{len({example.caption for example in examples})} different captions")
     if counts["converted"]:
         lines.append(f"{counts['converted']} images converted from their colour profile to sRGB")
+    if counts["controls"]:
+        lines.append(f"{counts['controls']} control pictures")
     if counts["triggered"]:
         lines.append(f"{counts['triggered']} captions had the trigger word put in front")
     if counts["no_caption"]:

@@ -107,7 +107,7 @@ class Batch:
 
 
 def epoch_batches(
-    items_by_bucket: Mapping[Size, Sequence[Any]], batch_size: int, seed: int, epoch: int
+    items_by_bucket: Mapping[tuple[int, ...], Sequence[Any]], batch_size: int, seed: int, epoch: int
 ) -> list[list[Any]]:
     """The batches of an epoch in their order; a pure function of its arguments.
 
@@ -144,10 +144,13 @@ class Loader:
         batch_size: int,
     ):
         self.cache, self.family, self.section, self.seed, self.batch_size = cache, family, section, seed, batch_size
-        self.items = {
-            bucket: [Item(one, repeat) for one in placed for repeat in range(one.example.repeats)]
-            for bucket, placed in buckets.items()
-        }
+        # A batch has control pictures of one size as well: their sizes tell buckets of one size apart.
+        self.items: dict[tuple[int, ...], list[Item]] = {}
+        for bucket, placed in buckets.items():
+            for one in placed:
+                sides = [side for shown in cache.shown(one) for side in shown.size]
+                repeated = [Item(one, repeat) for repeat in range(one.example.repeats)]
+                self.items.setdefault((*bucket, *sides), []).extend(repeated)
         self.samples_per_epoch = sum(map(len, self.items.values()))
         self.batches_per_epoch = sum(-(-len(items) // batch_size) for items in self.items.values())
         if not self.samples_per_epoch:
@@ -228,11 +231,12 @@ class Loader:
         return caption_variant(caption, variant, self.section, self.seed)
 
     def _cond(self, placed: Placed, caption: str, flipped: bool) -> dict[str, Tensor]:
-        """The caption's conditioning and, for families that have it, the image's (SDXL: sizes and crop)."""
+        """The caption's conditioning and, for families that have it, the image's: sizes and crop, control pictures."""
         place = placed.placement
         crop = place.flipped_crop_top_left if flipped else place.crop_top_left
-        cond = self.cache.cond(caption)
+        cond = self.cache.cond(self.cache.asked(caption, placed, flipped))
         image_cond = self.family.image_conditioning(place.original_hw, crop, place.target_hw)
+        image_cond = image_cond | self.cache.controls(placed, flipped)
         if twice := cond.keys() & image_cond.keys():
             raise ValueError(f"family {self.family.name}: {sorted(twice)} come from both the prompt and the image")
         return cond | image_cond

@@ -45,6 +45,8 @@ from diffusers.loaders.single_file_utils import (
     create_diffusers_clip_model_from_ldm,
     infer_diffusers_model_type,
 )
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from PIL import Image
 from torch import Tensor, nn
 
@@ -53,7 +55,7 @@ from lora_fp8.config import UserError, UserErrors
 from lora_fp8.objectives import Objective
 from lora_fp8.precision import Format, Quantized, Weight, name_matches, quantize_
 
-from . import _files, available
+from . import _files, available, get
 from ._files import Header
 from ._weights import ADVICE, WeightFile
 
@@ -185,6 +187,13 @@ class ModelFamily(ABC):
     """Text encoders that can be trained, by the pipeline's names: those whose LoRA diffusers' pipeline loads."""
 
     # -- facts with a default -------------------------------------------------------------------------------------
+    controls: ClassVar[tuple[int, int]] = (0, 0)
+    """Fewest and most control pictures that the denoiser is shown beside the noise. A plain value: read without
+    importing the file."""
+    prompt_sees_controls: ClassVar[bool] = False
+    """Whether the text encoder looks at the control pictures, so that a prompt's conditioning depends on them."""
+    same_tensors_as: ClassVar[str] = ""
+    """The family whose single files have the very same tensors, so that nothing but their name tells them apart."""
     bucket_step: ClassVar[int] = 64
     """Default distance between bucket sizes, in pixels: few enough buckets that images share one."""
     uses_negative: ClassVar[bool] = True
@@ -347,6 +356,14 @@ class ModelFamily(ABC):
         latents_BCHW = latents_BCHW.to(self.device, torch.float32) / self.vae.config.scaling_factor
         return self.vae.decode(latents_BCHW + (self.vae.config.shift_factor or 0.0), return_dict=False)[0]
 
+    def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+        """The size (width, height) that a control picture of this size is shown in, stretched to it.
+
+        Args:
+            resolution: side of the square with its area; None: as the pipeline shows it.
+        """
+        raise NotImplementedError(f"{self.title} is shown no control pictures")
+
     def image_conditioning(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Cond:
@@ -372,6 +389,10 @@ class ModelFamily(ABC):
     def guidance_inputs(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the pipeline draws with this guidance; 1 is to draw without a negative prompt."""
         return {"guidance_scale": guidance}
+
+    def size_inputs(self, width: int, height: int) -> dict[str, Any]:
+        """Arguments with which the pipeline draws in this size, in pixels."""
+        return {"width": width, "height": height}
 
     def collate(self, conds: list[Cond]) -> Cond:
         """Unbatched conditionings -> one batch. Where lengths differ by prompt, see `padded`."""
@@ -636,8 +657,11 @@ class ModelFamily(ABC):
         vae = self.vae
         if "decode" not in vars(vae):
             decode = vae.decode
-            # Pipelines hand latents over in the denoiser's dtype; this VAE is float32 whatever that is.
+            # Pipelines hand latents over in the denoiser's dtype, and pictures to be answered in it; this VAE is in
+            # float32 whatever that is.
             vae.decode = lambda z, *args, **kwargs: decode(z.to(torch.float32), *args, **kwargs)
+            if self.controls[1]:
+                vae.encode = _encoding_as_given(vae.encode)
         scheduler = self.scheduler_config()
         class_name = scheduler.get("_class_name")
         scheduler_class = getattr(diffusers, str(class_name), None)
@@ -684,13 +708,15 @@ class ModelFamily(ABC):
 
     # -- below: how the defaults above do it ----------------------------------------------------------------------
     def _check_architecture(self) -> None:
+        relative = get(self.same_tensors_as) if self.same_tensors_as else None
         if self.checkpoint:
-            if not self.recognises(self._header):
+            if not self.recognises(self._header) and not (relative and relative.recognises(self._header)):
                 raise UserError(self._other_architecture(str(self.checkpoint), *describe_checkpoint(self._header)))
         index = self.folder / self.index_name
         if index.is_file():
             found = str(_files.read_json(index).get("_class_name"))
-            if found != self.pipeline_class:
+            # The parts beside a single file may be its relative's.
+            if found != self.pipeline_class and not (self.checkpoint and relative and found == relative.pipeline_class):
                 other = self._family_of(found)
                 what = f"{other.title} ({found})" if other else f"made for {found}"
                 raise UserError(self._other_architecture(str(self.folder), what, other))
@@ -867,6 +893,16 @@ class ModelFamily(ABC):
         )
 
 
+def _encoding_as_given(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """The `encode` of a float32 VAE, taking pictures of any dtype and answering in theirs."""
+
+    def encode_as_given(pixels: Tensor) -> Any:
+        parameters = encode(pixels.to(torch.float32)).latent_dist.parameters
+        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(parameters.to(pixels.dtype)))
+
+    return encode_as_given
+
+
 def _is_component(entry: Any) -> bool:
     """Whether an entry of model_index.json names a part of the pipeline, as [library, class] or [null, null]."""
     return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
@@ -878,6 +914,17 @@ def _layer_shapes(denoiser_class: str, denoiser_config: str) -> Mapping[str, tup
         denoiser = getattr(diffusers, denoiser_class).from_config(json.loads(denoiser_config))
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     return {path: tuple(layer.weight.shape) for path, layer in denoiser.named_modules() if isinstance(layer, layers)}
+
+
+def control_latents(cond: Cond) -> list[Tensor]:
+    """The latents of the control pictures in a conditioning, (C, H, W) or (B, C, H, W) each, in their order."""
+    return [cond[f"control_{i}"] for i in range(sum(re.fullmatch(r"control_\d+", name) is not None for name in cond))]
+
+
+def control_pictures(cond: Cond) -> list[Image.Image]:
+    """The control pictures of a preview's conditioning, as their files have them: see `data.cache.preview_pictures`."""
+    names = [f"control_picture_{i}" for i in range(sum(name.startswith("control_picture_") for name in cond))]
+    return [Image.fromarray(cond[name].cpu().numpy()) for name in names]
 
 
 def padded(conds: Sequence[Cond], name: str) -> Cond:

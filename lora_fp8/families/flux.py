@@ -171,6 +171,14 @@ class Family(ModelFamily):
             return [f"objective.guidance = {section.guidance} has no effect: this model has no guidance embedding"]
         return []
 
+    def caveats(self) -> list[str]:
+        if not self.file_is_called("kontext"):
+            return []
+        return [
+            f"{self.checkpoint.name} is FLUX.1 Kontext by its name, which edits pictures: it is trained and drawn here "
+            "without one to edit; set model.family = 'flux_kontext' to give it control pictures"
+        ]
+
     def denoiser_config(self) -> dict[str, Any]:
         found = ModelFamily.denoiser_config(self)
         if self.checkpoint:  # dev and schnell differ in this only, and the file knows which it is

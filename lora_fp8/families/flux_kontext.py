@@ -1,0 +1,168 @@
+"""FLUX.1 Kontext: FLUX.1-dev trained to edit; it sees a picture beside the noise and is told what to change.
+
+Black Forest Labs 2025 (https://arxiv.org/abs/2506.15742). The network is FLUX.1's and so are its tensors. A control
+picture's latents are appended to the noise as tokens, with 1 in the first position id where the noise has 0; what the
+network answers for them is dropped. Without one it draws from the prompt alone, as FLUX.1-dev does.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxKontextPipeline
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from torch import Tensor, nn
+
+from lora_fp8 import config
+from lora_fp8.objectives import FlowMatching
+
+from . import _files, _miniature, flux
+from ._files import Header
+from .base import Cond, Conversion, ModelFamily, control_latents, control_pictures
+
+
+class Family(ModelFamily):
+    name = "flux_kontext"
+    title = "FLUX.1 Kontext"
+    example_base = "black-forest-labs/FLUX.1-Kontext-dev"
+    controls = (0, 1)
+    same_tensors_as = "flux"
+    pipeline_class = "FluxKontextPipeline"
+    denoiser_class = "FluxTransformer2DModel"
+    denoiser_name = "transformer"
+    text_parts = flux.Family.text_parts
+    trained_text = flux.Family.trained_text
+    judge_length_by = flux.Family.judge_length_by
+    objective = FlowMatching
+    adapter_targets = flux.Family.adapter_targets
+    adapter_exclude = flux.Family.adapter_exclude
+    keep_precise = flux.Family.keep_precise
+    modulation = flux.Family.modulation
+    bucket_multiple = 16
+    native_resolution = 1024
+    default_guidance = 2.5
+    text_shapes = flux.Family.text_shapes
+    uses_negative = False
+    modelspec_architecture = "flux-1-dev"  # as musubi-tuner writes it: programs have one module for both
+    kohya_base_version = "flux_kontext"
+    kohya_naming = "bfl_flux"
+    layouts = flux.Family.layouts
+    layouts_of_diffusers = flux.Family.layouts_of_diffusers
+    converter_width = 3072
+    auto_layouts = flux.Family.auto_layouts
+    native_layers = flux.Family.native_layers
+    reference_config = flux.Family.reference_config
+
+    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
+        with torch.no_grad():
+            embeds_BLD, pooled_BD, _ = self.text_pipeline.encode_prompt(
+                prompts, device=self.device, max_sequence_length=self.max_sequence_length
+            )
+        pairs = zip(embeds_BLD.to(self.dtype), pooled_BD.to(self.dtype), strict=True)
+        return [{"prompt_embeds": e_LD.clone(), "pooled_prompt_embeds": p_D.clone()} for e_LD, p_D in pairs]
+
+    def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
+        pooled_BD = pipeline._get_clip_prompt_embeds(prompts, device=self.device)
+        return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
+
+    def token_limit(self, name: str) -> int:
+        limit = self.tokenizer(name).model_max_length
+        return min(512, limit) if name == "tokenizer_2" else limit
+
+    @property
+    def max_sequence_length(self) -> int:
+        """T5 tokens that a prompt is padded or cut to; what the pipeline calls so."""
+        return self.token_limit("tokenizer_2")
+
+    def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+        # As the pipeline: sides without what is over a whole token, and the nearest by the difference of the ratios.
+        width, height = (max(self._token_side, side // self._token_side * self._token_side) for side in (width, height))
+        preferred = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
+        _, wide, high = min((abs(width / height - w / h), w, h) for w, h in preferred)
+        if resolution is None:
+            return wide, high
+        scale, multiple = resolution / (wide * high) ** 0.5, self.bucket_multiple
+        return tuple(max(multiple, round(side * scale / multiple) * multiple) for side in (wide, high))
+
+    @cached_property
+    def _token_side(self) -> int:
+        """Pixels that a token is wide: two latents."""
+        return 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])
+
+    def predict(
+        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
+    ) -> Tensor:
+        num, _, height, width = noisy_BCHW.shape
+        device = noisy_BCHW.device
+        to = {"device": device, "dtype": self.dtype}
+        tokens, ids = [], []
+        for i, latents_BCHW in enumerate([noisy_BCHW, *control_latents(cond)]):
+            rows, columns = (side // 2 for side in latents_BCHW.shape[-2:])
+            place_S3 = FluxKontextPipeline._prepare_latent_image_ids(num, rows, columns, device, torch.float32)
+            place_S3[:, 0] = i
+            tokens.append(self.pack(latents_BCHW.to(**to)))
+            ids.append(place_S3)
+        pred_BSD = denoiser(
+            hidden_states=torch.cat(tokens, dim=1),
+            timestep=t_B.to(device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
+            guidance=torch.full((num,), guidance, device=device) if denoiser.config.guidance_embeds else None,
+            pooled_projections=cond["pooled_prompt_embeds"].to(**to),
+            encoder_hidden_states=cond["prompt_embeds"].to(**to),
+            txt_ids=torch.zeros(cond["prompt_embeds"].shape[1], 3, device=device),
+            img_ids=torch.cat(ids),
+            return_dict=False,
+        )[0]
+        return self.unpack(pred_BSD[:, : tokens[0].shape[1]], (height, width))
+
+    def pack(self, latents_BCHW: Tensor) -> Tensor:
+        return FluxKontextPipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
+
+    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
+        # The helper takes pixels; with a scale factor of 1 they are latents.
+        return FluxKontextPipeline._unpack_latents(packed, *latent_hw, vae_scale_factor=1)
+
+    def seq_len(self, latent_hw: tuple[int, int]) -> int:
+        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
+
+    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        # A negative prompt would need true_cfg_scale > 1, twice the time, on a model distilled to do without.
+        inputs = {key: cond[key][None] for key in ("prompt_embeds", "pooled_prompt_embeds")}
+        inputs = {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
+        pictures = control_pictures(cond)
+        return inputs | {"image": pictures[0]} if pictures else inputs
+
+    def size_inputs(self, width: int, height: int) -> dict[str, Any]:
+        # It draws in 1024 x 1024 pixels, whatever it is asked for, unless it is told another area.
+        return {"width": width, "height": height, "max_area": width * height}
+
+    def unused_settings(self, section: config.Objective) -> list[str]:
+        if section.guidance != 1.0 and not self.denoiser_config().get("guidance_embeds", False):
+            return [f"objective.guidance = {section.guidance} has no effect: this model has no guidance embedding"]
+        return []
+
+    def caveats(self) -> list[str]:
+        if not self.checkpoint or self.file_is_called("kontext"):
+            return []
+        return [
+            f"{self.checkpoint.name} does not have Kontext in its name, and nothing in the file tells it from FLUX.1: "
+            "is it the model that edits pictures?"
+        ]
+
+    def denoiser_config(self) -> dict[str, Any]:
+        found = ModelFamily.denoiser_config(self)
+        if self.checkpoint:  # the parts beside it may be schnell's
+            found["guidance_embeds"] = any("guidance_in.in_layer.weight" in key for key in self._header)
+        return found
+
+    def convert_checkpoint(self, header: Header) -> Conversion:
+        return flux.bfl_conversion(header)
+
+    @classmethod
+    def tiny(cls, folder: Path, seed: int = 0) -> None:
+        with _miniature.seeded(seed):
+            FluxKontextPipeline(**flux.Family._tiny_pipeline().components).save_pretrained(
+                folder, safe_serialization=True
+            )
