@@ -75,6 +75,7 @@ KOHYA_TEXT = {  # kohya's prefix and the layers, by family and encoder; 6 to a l
     "sdxl": {"text_encoder": ("lora_te1_", "clip_l", 72), "text_encoder_2": ("lora_te2_", "clip_g", 192)},
     "sd3": {"text_encoder": ("lora_te1_", "clip_l", 72), "text_encoder_2": ("lora_te2_", "clip_g", 192)},
     "flux": {"text_encoder": ("lora_te1_", "clip_l", 72)},
+    "flux_kontext": {"text_encoder": ("lora_te1_", "clip_l", 72)},
 }
 
 
@@ -227,7 +228,7 @@ def test_with_fresh_adapters_live_conditioning_is_the_cached_one(tiny, name):
     # what the encoders do not say is the cache's, to the bit, and what they say is not
     marked = {key: torch.full_like(tensor, 7.0) for key, tensor in cached.items()}
     mixed = text.cond(PROMPTS, marked)
-    if name == "flux":
+    if name in ("flux", "flux_kontext"):
         assert torch.equal(mixed["prompt_embeds"], marked["prompt_embeds"])
         assert torch.equal(mixed["pooled_prompt_embeds"], live["pooled_prompt_embeds"])
     elif name == "sd3":
@@ -255,7 +256,7 @@ def reference_conditioning(name, folder, state, scale):
         made.append(torch.func.functional_call(encoder, weights, (ids,), {"output_hidden_states": True}))
     if name in ("sd15", "sd2"):
         return {"prompt_embeds": made[0].last_hidden_state}
-    if name == "flux":
+    if name in ("flux", "flux_kontext"):
         return {"pooled_prompt_embeds": made[0].pooler_output}
     embeds = torch.cat([one.hidden_states[-2] for one in made], -1)
     if name == "sdxl":
