@@ -9,6 +9,7 @@ import ast
 import difflib
 import importlib
 import pkgutil
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,11 @@ def facts(name: str) -> dict[str, Any]:
         UserError: there is no such file.
     """
     _known(name)
+    return dict(_stated(name))
+
+
+@cache
+def _stated(name: str) -> dict[str, Any]:
     tree = ast.parse((Path(__path__[0]) / f"{name}.py").read_text(encoding="utf-8"))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Family")
     found = {}
