@@ -826,6 +826,11 @@ def _say(event: dict[str, Any]) -> None:
             f"gradients travel in {e['kind']}: {e['bytes_per_step'] / 1e6:.3g} MB sent per process and step, "
             f"{e['of_fp32']:.3g} of float32"
         ),
+        "validation": lambda e: (
+            f"held-out loss at step {e['step']}: {e['loss']:.4g} ("
+            + ", ".join(f"{band}: {loss:.4g}" for band, loss in e["bands"].items())
+            + ")"
+        ),
         "resume": lambda e: f"resuming from {e['checkpoint']}",
         "caption": lambda e: f"{e['done']} of {e['total']} {e['file']}: {e['text']}",
         "verify": lambda e: "\n".join(

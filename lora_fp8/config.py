@@ -333,6 +333,15 @@ class Preview(Section):
     seed: int = setting(42, "Seed of the first preview; the next ones count up.", ge=0, le=MAX_SEED, when=DRAWN)
 
 
+class Validation(Section):
+    """The loss on pictures that are kept out of training: it turns up when the LoRA begins to learn them by heart."""
+
+    every: int = setting(0, "Measure every so many steps, at the start and at the end; 0 never.", ge=0)
+    pictures: int = setting(
+        0, "Pictures kept out of training and measured on, drawn from all folders by the seed.", ge=0
+    )
+
+
 class Checkpoint(Section):
     """What is kept to go on training."""
 
@@ -380,6 +389,7 @@ class Job(Section):
     objective: Objective = Objective()
     memory: Memory = Memory()
     preview: Preview = Preview()
+    validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     export: Export = Export()
 
@@ -710,6 +720,10 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     for key in ("width", "height"):
         if getattr(job.preview, key) % 16:
             say(f"preview.{key}", f"must be a multiple of 16 pixels, got {getattr(job.preview, key)}")
+    if job.validation.every and not job.validation.pictures:
+        say("validation.pictures", "is 0, so that validation.every has nothing to measure on; keep out 2, or a tenth")
+    if job.validation.pictures and not job.validation.every:
+        say("validation.every", "is 0, so that validation.pictures would be kept out for nothing; say how often")
     if not job.export.formats:
         say("export.formats", "is empty; accepted: auto | diffusers | comfy | kohya")
     if "auto" in job.export.formats and len(job.export.formats) > 1:

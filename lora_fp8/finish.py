@@ -17,7 +17,7 @@ from .config import Job, UserError
 from .data import images
 from .data.buckets import Placed, Size
 from .families.base import ModelFamily
-from .prepare import DTYPES, Data, Loaded, carried, place, preview_conditioning, resolve_auto, scan
+from .prepare import DTYPES, Data, Loaded, carried, place, preview_conditioning, resolve_auto, scan, split
 from .processes import Processes
 from .run import Run, RunFailure, atomic_write
 from .text_encoders import answers
@@ -191,7 +191,8 @@ def _described(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFact
             "what the file tells of the training data is incomplete",
             file=sys.stderr,
         )
-    return job, family, _facts(job, family, scanned.examples, place(job, scanned.examples), step)
+    examples, _ = split(job, scanned.examples)
+    return job, family, _facts(job, family, examples, place(job, examples), step)
 
 
 def _as_trained(

@@ -27,7 +27,6 @@ from . import checkpoint, config, families, precision
 from .config import Job, UserError, UserErrors
 from .data.loader import Loader
 from .families.base import Cond, ModelFamily
-from .objectives import Diffusion, FlowMatching, Objective
 from .precision import report as layerwise
 from .prepare import DTYPES, Data, base, cache, plan, resolve_auto, scan, with_moved
 from .processes import Processes
@@ -179,7 +178,7 @@ def questions(job: Job, family: ModelFamily, data: Data, num_pictures: int = NUM
         batch = loader.micro(0, index)
         assert batch is not None  # one process, which has every sample
         for level in LEVELS:
-            t_B, label = _noise_level(objective, level)
+            t_B, label = objective.at_level(level)
             noisy = objective.add_noise(batch.latents_BCHW, batch.noise_BCHW, t_B)
             found.append(Question(label, noisy, t_B, batch.cond, job.objective.guidance))
     return found
@@ -198,16 +197,6 @@ class _Unwritten(Run):
     def log_event(self, event: str, **fields: Any) -> None:
         if self.echo is not None:
             self.echo({"event": event, **fields})
-
-
-def _noise_level(objective: Objective, level: float) -> tuple[Tensor, str]:
-    """A share of the way from clean to noise as this objective's t (1,), and in words."""
-    if isinstance(objective, Diffusion):
-        step = round(level * (objective.num_timesteps - 1))
-        return torch.tensor([step]), f"t = {step} of {objective.num_timesteps}"
-    if isinstance(objective, FlowMatching):
-        return torch.tensor([level]), f"t = {level:g}"
-    raise TypeError(f"{type(objective).__name__}: tell measure._noise_level what its t means")
 
 
 def _settle(job: Job, family: ModelFamily, data: Data, run: Run) -> dict[str, str]:

@@ -64,6 +64,10 @@ class Objective(ABC):
     def weight(self, t_B: Tensor) -> Tensor:
         """The factor of each sample's squared error. -> (B,) float32, on t's device."""
 
+    @abstractmethod
+    def at_level(self, level: float) -> tuple[Tensor, str]:
+        """A share of the way from clean (0) to noise (1) as t (1,), and in words."""
+
     def loss(self, pred_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """Weighted mean squared error of each sample over C, H and W, computed in float32. -> (B,)"""
         error_BCHW = pred_BCHW.float() - target_BCHW.float()
@@ -114,6 +118,10 @@ class Diffusion(Objective):
         high = max(math.ceil(self.section.t_max * self.num_timesteps), low + 1)
         draws = [torch.randint(low, high, (1,), generator=g) for g in generator_per_sample]
         return torch.cat(draws)
+
+    def at_level(self, level: float) -> tuple[Tensor, str]:
+        step = round(level * (self.num_timesteps - 1))
+        return torch.tensor([step]), f"t = {step} of {self.num_timesteps}"
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         return self.scheduler.add_noise(latents_BCHW, noise_BCHW, t_B.to(latents_BCHW.device))
@@ -214,6 +222,9 @@ class FlowMatching(Objective):
         quantile_B = low + (high - low) * u_B
         t_B = quantile_B if uniform else torch.special.ndtri(quantile_B).sigmoid()
         return self.warp(t_B, seq_len).clamp(*ends.tolist()).float()
+
+    def at_level(self, level: float) -> tuple[Tensor, str]:
+        return torch.tensor([level]), f"t = {level:g}"
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         t_B111 = t_B.to(latents_BCHW).view(-1, 1, 1, 1)

@@ -17,7 +17,7 @@ from torch import nn
 from . import adapters, config, exchange, kinds, layouts, memory, optim, precision, text_encoders
 from .config import Job, UserError, UserErrors
 from .data import buckets as bucketing
-from .data import images
+from .data import images, permutation
 from .data.cache import Asked, Cache, about, preview_pictures, truncation_warnings
 from .data.loader import Item, Loader
 from .exchange import Exchange
@@ -36,9 +36,10 @@ class Data:
     """What the cache stage leaves to the others."""
 
     loader: Loader
-    examples: list[images.Example]
+    examples: list[images.Example]  # those that are trained on
     buckets: dict[bucketing.Size, list[bucketing.Placed]]
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
+    held_out: Loader | None  # what validation measures on: one picture a batch, the same each time
     preview_conds: list[Cond]
     preview_negatives: list[Cond | None]
     preview_texts: tuple[list[str], str]  # what these two were encoded from
@@ -153,28 +154,51 @@ def preview_asked(job: Job, family: ModelFamily) -> tuple[list[str | Asked], lis
     return asked, [about(guided_away, each) for each in controls]
 
 
+def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example], list[images.Example]]:
+    """What is trained on, and what is kept out of it for validation, drawn by the seed.
+
+    Raises:
+        UserError: nothing would be left to train on.
+    """
+    wanted = job.validation.pictures
+    if wanted and wanted >= len(examples):
+        raise UserError(
+            f"validation.pictures = {wanted}: of {len(examples)} pictures none would be left to train on; use fewer"
+        )
+    held_out = set(permutation(len(examples), "held out", job.seed)[:wanted])
+    parts: tuple[list[images.Example], list[images.Example]] = ([], [])
+    for number, example in enumerate(examples):
+        parts[number in held_out].append(example)
+    return parts
+
+
 def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Run, processes: Processes) -> Data:
     """Encode every picture and caption that is not in the cache yet; the encoders leave before the denoiser arrives.
 
+    Args:
+        examples: all of the dataset; `split` is made here.
+
     Raises:
-        Stopped: somebody asked for it. RunFailure: see `Cache.fill`.
+        UserError: see `split`. Stopped: somebody asked for it. RunFailure: see `Cache.fill`.
     """
     if job.preview.prompts and job.preview.guidance != "auto":
         family.guidance_inputs(job.preview.guidance)  # what the family cannot do is refused before anything is encoded
     run.log_event("stage", stage="cache")
     section = job.dataset
-    buckets = place(job, examples)
-    for width, height in buckets:
+    examples, held_out = split(job, examples)
+    buckets, held_buckets = place(job, examples), place(job, held_out)
+    for width, height in buckets | held_buckets:
         family.check_bucket(width, height)
     placed = [one for members in buckets.values() for one in members]
+    held_placed = [one for members in held_buckets.values() for one in members]
     store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
-    captions = store.texts(placed, job.seed)
+    captions = store.texts([*placed, *held_placed], job.seed)
     for line in family.caption_caveats([one if isinstance(one, str) else one.text for one in captions]):
         run.log_event("warning", text=line)
     prompts, negatives = preview_asked(job, family)
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
     texts = list(dict.fromkeys([*captions, *prompts, *negatives]))
-    mine = processes.share(placed), processes.share(texts)
+    mine = processes.share([*placed, *held_placed]), processes.share(texts)
     if store.missing(*mine):
         family.load_encoders()
     report = store.fill(*mine, log=_every_two_seconds(run))
@@ -193,6 +217,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     run.log_event(
         "data",
         images=len(examples),
+        held_out=len(held_out),
         samples_per_epoch=loader.samples_per_epoch,
         steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
         buckets={f"{width}x{height}": len(members) for (width, height), members in buckets.items()},
@@ -201,10 +226,12 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     controls = images.preview_controls(job.preview, section, family.controls)[0]
     shown = [preview_pictures(each, section.background) for each in controls] or [{}] * len(prompts)
     given = [store.cond(text) for text in negatives]
+    plain = section.model_copy(update={"flip": False, "caption_dropout": 0.0, "shuffle_tags": False})
     return Data(
         loader=loader,
         examples=examples,
         buckets=buckets,
+        held_out=Loader(held_buckets, store, family, plain, seed=job.seed, batch_size=1) if held_out else None,
         heaviest=max(range(loader.batches_per_epoch), key=lambda i: _pixels(store, loader.batch_at(i))),
         preview_conds=[store.cond(prompt) | pictures for prompt, pictures in zip(prompts, shown, strict=True)],
         preview_negatives=given if job.preview.negative else [family.without_negative(one) for one in given],

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from . import adapters, config, families, memory, optim, precision, sample
+from . import adapters, config, families, memory, optim, precision, sample, validate
 from .config import Job, UserError, UserErrors
 from .data.loader import Batch
 from .families.base import ModelFamily
@@ -235,7 +235,13 @@ def fit(
         with stage(run, processes), precision.decoded_compute(denoiser):
             sample.draw(family, denoiser, conds, negatives, job.preview, job.dataset.resolution, step, run, processes)
 
-    # at the start: what the base draws, to compare with
+    def hold_against_held_out(step: int) -> None:
+        with stage(run, processes):
+            validate.measure(job, family, data, loaded, step, run, processes)
+
+    # at the start: what the base makes of the held-out pictures, and what it draws, to compare with
+    if data.held_out and state.step == 0:
+        hold_against_held_out(0)
     if job.preview.prompts and job.preview.at_start and state.step == 0:
         draw(0)
 
@@ -304,6 +310,10 @@ def fit(
                     residuals = exchange.collect()
                     if processes.is_main:
                         save_checkpoint(job, family, data, loaded, state, residuals, run)
+
+            # every so often and at the end: the loss on what is kept out of training
+            if data.held_out and (step % job.validation.every == 0 or step == steps):
+                hold_against_held_out(step)
 
             # every so often and on request: previews, after the save so that a failing preview loses nothing
             if job.preview.prompts and step < steps:

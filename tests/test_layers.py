@@ -34,7 +34,7 @@ LAYERS = {
     3.0: "dry memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader",
     3.25: "captioner tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
     3.5: "prepare finish",
-    3.625: "resume",
+    3.625: "resume validate",
     3.75: "measure estimate tools.average",
     4.0: "train",
     4.5: "demo.show",

@@ -135,6 +135,10 @@ FLIPS = {
     "preview.width": Flip("64", ("previews", "sizes"), ASIDE),
     "preview.height": Flip("64", ("previews", "sizes"), ASIDE),
     "preview.seed": Flip("43", ("previews",), ASIDE),
+    "validation.every": Flip("1", ("validated",), ASIDE, under=("validation.every=2", "validation.pictures=1")),
+    "validation.pictures": Flip(
+        "2", ("validated", "samples", *TRAINING), ("rates", "shapes"), ("validation.every=2", "validation.pictures=1")
+    ),
     "checkpoint.every": Flip("3", ("checkpoints",), ASIDE),
     "checkpoint.keep": Flip("3", ("checkpoints",), ASIDE, under=("checkpoint.every=1",)),
     "export.formats": Flip("['kohya']", ("exports",), ("losses",)),
@@ -248,6 +252,7 @@ def observables(of: run.Run) -> dict[str, Any]:
         "rates": [e["lr"] for e in steps],
         "norms_1": steps[0]["grad_norm"],
         "logged": [e["step"] for e in steps],
+        "validated": [(e["step"], e["bands"]) for e in events.get("validation", [])],
         "encoded": events["cache"][0]["encoded"],
         "samples": events["data"][0]["samples_per_epoch"],
         "buckets": events["data"][0]["buckets"],

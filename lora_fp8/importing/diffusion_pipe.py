@@ -30,7 +30,7 @@ from .base import (
     whole,
 )
 
-NO_EVAL = "there is no validation loss here"
+NO_EVAL = "say validation.every and validation.pictures, which are kept out of the folders"
 NO_VIDEO = "videos are not trained on here"
 
 RULES: dict[str, Rule] = {

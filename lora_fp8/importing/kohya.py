@@ -45,7 +45,7 @@ NO_TAG = "single tags are not dropped here; dataset.caption_dropout drops whole 
 NO_RATIO = "both matrices of an adapter have the same rate here"
 NO_DROPOUT = "adapter.dropout drops inputs of the adapter"
 NO_LYCORIS = "belongs to LyCORIS"
-NO_VALIDATION = "there is no validation loss here"
+NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
 
 SD_SCRIPTS_RULES: dict[str, Rule] = {
     # The model

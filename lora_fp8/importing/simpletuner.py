@@ -27,7 +27,7 @@ from .base import (
     whole,
 )
 
-NO_VALIDATION = "there is no validation loss here"
+NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
 NO_CONTROL = "no control pictures are used here"
 NO_CLOUD = "pictures are read from folders of this machine"
 
