@@ -140,3 +140,16 @@ def test_a_run_takes_what_was_reckoned(tiny: Callable[[str], Path], pictures: Pa
     assert sum(found.file_bytes.values()) == pytest.approx(tensors, rel=0.35)  # the miniature's names weigh a lot
     again = estimate.estimate(job, family_of(job))
     assert again.cache_bytes == 0
+
+
+def test_text_encoders_that_are_trained_stay(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+    """With adapter.text_encoder both CLIPs of SDXL are beside the denoiser in every step."""
+    jobs = [job_of("sdxl", tiny("sdxl"), pictures, tmp_path, "dataset.resolution=64", *more)
+            for more in ((), ("adapter.text_encoder=true",))]  # fmt: skip
+    without, trained = (estimate.estimate(job, family_of(job)) for job in jobs)
+    family = family_of(jobs[0])
+    family.load_encoders()
+    held = sum(p.nbytes for name in ("text_encoder", "text_encoder_2") for p in
+               getattr(family.text_pipeline, name).parameters())  # fmt: skip
+    assert trained.base_bytes - without.base_bytes == pytest.approx(held, rel=0.02)
+    assert any("stay in memory" in note for note in trained.notes) and not without.notes

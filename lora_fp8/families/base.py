@@ -30,7 +30,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -554,10 +554,19 @@ class ModelFamily(ABC):
 
     def encoders_bytes(self) -> int:
         """What VAE and text encoders take while everything is encoded, by the headers of their files."""
+        prefix = self._vae_prefix()
+        if prefix:
+            vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
+        else:
+            (path, *_) = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model")
+            vae = _files.read_header(path)
+        encoders = [name for name in self.text_parts if not self._is_tokenizer(name)]
+        return self.text_bytes(encoders) + sum(map(math.prod, vae.values())) * torch.float32.itemsize
+
+    def text_bytes(self, names: Iterable[str]) -> int:
+        """What these text encoders take, by the headers of their files."""
         total = 0
-        for name in self.text_parts:
-            if self._is_tokenizer(name):
-                continue
+        for name in names:
             if self._has_text(name):
                 headers = [{k: v for k, v in self._header.items() if k.startswith(self.checkpoint_text[name])}]
             else:
@@ -565,13 +574,7 @@ class ModelFamily(ABC):
                     map(_files.read_header, _files.weight_files(self.folder / name, self._text_class(name)[1]))
                 )
             total += sum(self._text_bytes(key, shape) for header in headers for key, shape in header.items())
-        prefix = self._vae_prefix()
-        if prefix:
-            vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
-        else:
-            (path, *_) = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model")
-            vae = _files.read_header(path)
-        return total + sum(math.prod(shape) for shape in vae.values()) * torch.float32.itemsize
+        return total
 
     def _text_bytes(self, key: str, shape: tuple[int, ...]) -> int:
         """A tensor of a text encoder, as it is held."""
