@@ -116,7 +116,7 @@ SHORT: dict[str, Rule] = {
     "train.gradient_accumulation_steps": JOINT,
     "train.gradient_accumulation": JOINT,
     "train.train_unet": none("the denoiser is what is trained", True),
-    "train.train_text_encoder": none(words.NO_TEXT_ENCODER),
+    "train.train_text_encoder": JOINT,
     "train.gradient_checkpointing": to("memory.gradient_checkpointing", flag),
     "train.noise_scheduler": none("the model's scheduler_config.json says how it noises", "flowmatch", "ddpm"),
     "train.optimizer": JOINT,
@@ -126,7 +126,7 @@ SHORT: dict[str, Rule] = {
     "train.optimizer_params.**": none("not known to the optimizers here"),
     "train.lr": JOINT,
     "train.unet_lr": JOINT,
-    "train.text_encoder_lr": none(words.NO_TEXT_ENCODER),
+    "train.text_encoder_lr": JOINT,
     "train.embedding_lr": none("no embeddings are trained here"),
     "train.lr_scheduler": JOINT,
     "train.lr_scheduler_params.num_cycles": JOINT,
@@ -403,6 +403,10 @@ def _set_training(draft: Draft) -> None:
     draft.mapped([key("gradient_accumulation_steps"), key("gradient_accumulation")], {"train.accumulate": accumulate})
     rate = key("unet_lr") if draft.has(key("unet_lr")) else key("lr")
     words.set_optimizer(draft, key("optimizer"), [rate], draft.get(rate, number))
+    own = key("text_encoder_lr") if draft.has(key("text_encoder_lr")) else key("lr")
+    on = words.on(draft.get(key("train_text_encoder")))
+    rates = {"CLIP": draft.get(own, number)} if on else {}
+    words.set_text_encoders(draft, [key("train_text_encoder")], [key("text_encoder_lr")], rates)
     draft.none([key("lr"), key("unet_lr")], "unet_lr counts for the denoiser", off=True)
     if not draft.has(key("optimizer_params.eps")) and "adam" in str(draft.get(key("optimizer"))).lower():
         draft.set("optimizer.eps", 1e-6, "not in the file: ai-toolkit's own")

@@ -105,8 +105,8 @@ RULES: dict[str, Rule] = {
     "model.min_snr_gamma": JOINT,
     "model.debiased_estimation_loss": none("min_snr_gamma is the only weight here"),
     "model.unet_lr": JOINT,
-    "model.text_encoder_1_lr": none(words.NO_TEXT_ENCODER),
-    "model.text_encoder_2_lr": none(words.NO_TEXT_ENCODER),
+    "model.text_encoder_1_lr": JOINT,
+    "model.text_encoder_2_lr": JOINT,
     "model.min_t": none("the whole range of noise is trained"),
     "model.max_t": none("the whole range of noise is trained", 1, 1.0),
     "model.first_frame_conditioning_p": none(NO_VIDEO),
@@ -339,6 +339,12 @@ def _set_length_and_rate(draft: Draft) -> None:
         words.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, 1)
     rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
     words.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
+    keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
+    general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # of SDXL alone it trains them
+    own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}
+    rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
+    why = "theirs trains SDXL's text encoders too, unless their rates are 0" if not draft.has(keys[0]) else ""
+    words.set_text_encoders(draft, keys, keys, rates, why)
     draft.none(["optimizer.lr", "model.unet_lr"], f"{rate} counts for the denoiser", off=True)
     betas = draft.get("optimizer.betas", pair)
     if betas:

@@ -80,7 +80,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "network_alpha": to("adapter.alpha", number),
     "network_dropout": to("adapter.dropout", number),
     "network_train_unet_only": JOINT,
-    "network_train_text_encoder_only": none("only the denoiser is trained here"),
+    "network_train_text_encoder_only": none("the denoiser is always trained here"),
     "network_weights": none(words.NO_START),
     "dim_from_weights": none(words.NO_START),
     "base_weights": none("no LoRA is merged into the base; merge it beforehand"),
@@ -95,7 +95,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "optimizer_args": JOINT,
     "learning_rate": JOINT,
     "unet_lr": JOINT,
-    "text_encoder_lr": none(words.NO_TEXT_ENCODER),
+    "text_encoder_lr": JOINT,
     "lr_scheduler": JOINT,
     "lr_warmup_steps": JOINT,
     "lr_scheduler_num_cycles": JOINT,
@@ -294,8 +294,8 @@ PAGE_RULES: dict[str, Rule] = {
     "save_as_bool": idle("the page's own"),
     "train_on_input": idle("the page's own"),
     "unit": none("belongs to DyLoRA", 1),
-    "stop_text_encoder_training": none(words.NO_TEXT_ENCODER),
-    "stop_text_encoder_training_pct": none(words.NO_TEXT_ENCODER),
+    "stop_text_encoder_training": none("text encoders are trained to the end"),
+    "stop_text_encoder_training_pct": none("text encoders are trained to the end"),
     "noise_offset_type": idle("says which of the noise keys counts"),
     "no_token_padding": none("captions are padded as the pipeline does"),
     "LyCORIS_preset": JOINT,
@@ -633,12 +633,6 @@ def set_network(draft: Draft) -> None:
             draft.none(key, "not used by this kind of LoRA" if page else NO_CONV, off=page or not used)
         else:
             draft.none(key, "not used by this kind of LoRA" if plain else NO_LYCORIS, off=plain or not used)
-    if draft.has("network_train_unet_only") and flag(draft.given["network_train_unet_only"]):
-        draft.mapped("network_train_unet_only", {}, "only the denoiser is trained here")
-    else:
-        draft.none("network_train_unet_only", words.NO_TEXT_ENCODER)
-        if draft.tool.name != "musubi-tuner" and not words.on(draft.get("cache_text_encoder_outputs")):
-            draft.notes.append("theirs trains the text encoders too, unless their outputs are cached; ours never does")
 
 
 def set_precision(draft: Draft) -> None:
@@ -801,6 +795,20 @@ def _set_aspect(draft: Draft) -> None:
     )
 
 
+def _set_text_encoders(draft: Draft) -> None:
+    """Theirs trains the CLIPs unless told not to, at learning_rate unless told another."""
+    keys = ["network_train_unet_only"]
+    off = any(words.on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
+    given = [number(one) for one in listed(draft.given["text_encoder_lr"])] if draft.has("text_encoder_lr") else []
+    general = draft.get("learning_rate", number)
+    names = {"sdxl": ("CLIP-L", "CLIP-G"), "sd3": ("CLIP-L", "CLIP-G")}.get(draft.family, ("CLIP",))
+    found = given or ([general] if general else [])
+    rates = {name: found[min(i, len(found) - 1)] for i, name in enumerate(names) if found}
+    rates = {} if off else {name: rate for name, rate in rates.items() if rate > 0}
+    why = "theirs trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
+    words.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why)
+
+
 def set_length_and_rate(draft: Draft) -> None:
     """Steps, batch, rate and schedule; how often something is saved."""
     batch_keys, inner = each(draft, "batch_size", subsets(draft))
@@ -840,6 +848,8 @@ def set_length_and_rate(draft: Draft) -> None:
                 draft.given[key], name_key = name, key
     words.set_optimizer(draft, name_key, [rate_key], rate)
     draft.none(["use_8bit_adam", "use_lion_optimizer"], "off", off=True)
+    if draft.tool.name != "musubi-tuner":
+        _set_text_encoders(draft)
     draft.none(["learning_rate", "unet_lr"], f"{rate_key} counts for the denoiser", off=True)
     for key in ("optimizer_args", "optimizer_args_custom"):
         if draft.has(key):

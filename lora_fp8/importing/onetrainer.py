@@ -39,6 +39,7 @@ NO_VALIDATION = "say validation.every and validation.pictures, which are kept ou
 NO_COLOUR = "colours are not changed here"
 NO_VIDEO = "videos are not trained on here"
 PARTS = ("unet", "prior", "transformer")
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 OTHER_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4", "vae", "effnet_encoder", "decoder")
 OTHER_PARTS += ("decoder_text_encoder", "decoder_vqgan", "unconditional_transformer")
 
@@ -160,7 +161,7 @@ RULES: dict[str, Rule] = {
     **{f"{part}.{name}": idle("no embeddings are trained here") for part in PARTS for name in ("train_embedding",)},
     **{f"{part}.attention_mask": none("the pipeline's own attention is used") for part in PARTS},
     **{f"{part}.activation_offloading": none(words.NO_SWAP) for part in PARTS},
-    **{f"{part}.train": none(words.NO_TEXT_ENCODER) for part in OTHER_PARTS if part.startswith("text")},
+    **{f"{part}.{name}": JOINT for part in TEXT_PARTS for name in ("train", "learning_rate")},
     **{f"{part}.dropout_probability": none("dataset.caption_dropout drops captions") for part in OTHER_PARTS},
     **{f"{part}.**": idle("text encoders and VAE are used and freed before training") for part in OTHER_PARTS},
     "text_encoder.dropout_probability": JOINT,
@@ -182,11 +183,13 @@ RULES: dict[str, Rule] = {
     "train_unet_epochs": idle("train.steps is the end"),
     "train_prior": none("the denoiser is what is trained", True),
     "train_prior_epochs": idle("train.steps is the end"),
-    "train_text_encoder": none(words.NO_TEXT_ENCODER),
-    "train_text_encoder_2": none(words.NO_TEXT_ENCODER),
+    "train_text_encoder": JOINT,
+    "train_text_encoder_2": JOINT,
+    "text_encoder_learning_rate": JOINT,
+    "text_encoder_2_learning_rate": JOINT,
     **dict.fromkeys(
-        ("train_text_encoder_epochs", "train_text_encoder_2_epochs", "text_encoder_learning_rate")
-        + ("text_encoder_2_learning_rate", "text_encoder_weight_dtype", "text_encoder_2_weight_dtype")
+        ("train_text_encoder_epochs", "train_text_encoder_2_epochs")
+        + ("text_encoder_weight_dtype", "text_encoder_2_weight_dtype")
         + ("vae_weight_dtype", "vae_model_name", "lora_weight_dtype_te"),
         idle("text encoders and VAE are used and freed before training"),
     ),
@@ -355,8 +358,6 @@ def combine(draft: Draft) -> None:
     else:
         draft.none("training_method", "only LoRAs are trained here; a LoRA was written")
         draft.need("adapter.rank", "theirs trained something else: choose the size of a LoRA")
-    if not any(draft.has(key) for key in ("text_encoder.train", "train_text_encoder")):
-        draft.notes.append("theirs trains the text encoders too unless the file says otherwise; ours never does")
     part = _part(draft)
     _set_path(draft, part)
     words.set_dtype(draft, "train_dtype")
@@ -507,6 +508,26 @@ def _set_folders(draft: Draft) -> None:
     draft.none([*switches, *(f"{table}image.resolution_override" for table in kept)], "resolution counts", off=True)
 
 
+def _set_text_encoders(draft: Draft, scale: float) -> None:
+    """Theirs trains each text encoder unless told not to, at learning_rate unless told another."""
+    clips = {"sdxl": 2, "sd3": 2}.get(draft.family, 1)
+    keys, rate_keys, rates = [], [], {}
+    for part in TEXT_PARTS:
+        switches = [key for key in (f"{part}.train", f"train_{part}") if key in draft.given]
+        own = [key for key in (f"{part}.learning_rate", f"{part}_learning_rate") if key in draft.given]
+        if part not in TEXT_PARTS[:clips]:
+            trained = any(words.on(draft.given[key]) for key in switches)
+            draft.none([*switches, *own], "T5 and language models are not trained here", off=not trained)
+            continue
+        keys, rate_keys = [*keys, *switches], [*rate_keys, *own]
+        used = next((key for key in own if draft.has(key)), "learning_rate")
+        rate = draft.get(used, number)
+        if rate and all(words.on(draft.given[key]) for key in switches):
+            rates[part] = rate * scale
+    why = "" if keys else "theirs trains the text encoders too, unless the file says otherwise"
+    words.set_text_encoders(draft, keys, rate_keys, rates, why)
+
+
 def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     """Steps, batch, rate and schedule; the steps of an epoch, where they are known."""
     batch = positive(draft.get("batch_size") or 1)
@@ -532,6 +553,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
         told = f"the rate times the root of {factors[scaler]}"
         draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, told)
     draft.mapped("learning_rate_scaler", {}, "the rate is not scaled")
+    _set_text_encoders(draft, scale)
     others = [f"{other}.learning_rate" for other in PARTS] + ["unet_learning_rate", "prior_learning_rate"]
     draft.none([*rates, *others], f"{used} counts for the denoiser", off=True)
     warmup = draft.get("learning_rate_warmup_steps", number)

@@ -63,8 +63,8 @@ RULES: dict[str, Rule] = {
     "fuse_qkv_projections": idle("q, k and v share one quantized input"),
     "controlnet": none(NO_CONTROL),
     "control": none(NO_CONTROL),
-    "train_text_encoder": none(words.NO_TEXT_ENCODER),
-    "text_encoder_lr": none(words.NO_TEXT_ENCODER),
+    "train_text_encoder": JOINT,
+    "text_encoder_lr": JOINT,
     "optimizer": JOINT,
     "optimizer_config": JOINT,
     "optimizer_beta1": to("optimizer.beta1", number),
@@ -545,6 +545,9 @@ def _set_length_and_rate(draft: Draft) -> None:
         told = f"{'the root of ' if root else ''}{processes} processes x {accumulate} accumulated x {batch} in a batch"
     rate = draft.get("learning_rate", number)
     words.set_optimizer(draft, "optimizer", ["learning_rate"], rate, scale)
+    own = draft.get("text_encoder_lr", number) or rate
+    rates = {"CLIP": own * scale} if words.on(draft.get("train_text_encoder")) and own else {}
+    words.set_text_encoders(draft, ["train_text_encoder"], ["text_encoder_lr"], rates)
     if scale != 1:
         draft.mapped(["lr_scale", "lr_scale_sqrt"], {"optimizer.lr_scale": scale}, told)
     draft.none(["lr_scale", "lr_scale_sqrt"], "off", off=True)

@@ -14,7 +14,9 @@ from lora_fp8.data.images import CAPTIONS, EXTENSIONS
 
 from .base import Draft, Folder, Unfit, flag, listed, number, text, whole
 
-NO_TEXT_ENCODER = "text encoders are not trained here; only the denoiser is"
+NO_TEXT_ENCODER = "no text encoder of this architecture is trained here; only the denoiser is"
+TRAINED_TEXT = ("sd15", "sd2", "sdxl", "sd3", "flux")
+"""The families of which adapter.text_encoder trains the CLIPs; a test holds it against theirs."""
 NOT_HERE = "nothing like it here"
 ALWAYS_CACHED = "pictures and captions are always encoded beforehand, into dataset.cache_dir"
 OTHER_CACHE = "caches of other tools are not read; ours is made anew in dataset.cache_dir"
@@ -277,6 +279,36 @@ ALIKE = {
     "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
 }
 FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
+
+
+def set_text_encoders(
+    draft: Draft, keys: Sequence[str], rate_keys: Sequence[str], rates: Mapping[str, float], why: str = ""
+) -> None:
+    """adapter.text_encoder and optimizer.text_encoder_lr.
+
+    Args:
+        keys: those that say whether text encoders are trained; rate_keys: those that say at which rate.
+        rates: of the CLIPs that theirs trains, by name, with scaling; {} where it trains none.
+        why: what to say where the file itself does not ask for it.
+    """
+    if not rates:
+        draft.mapped(keys, {}, "text encoders are not trained")
+        draft.none(rate_keys, "text encoders are not trained", off=True)
+        return
+    if draft.family not in TRAINED_TEXT:
+        draft.none([*keys, *rate_keys], NO_TEXT_ENCODER)
+        return
+    draft.mapped(keys, {"adapter.text_encoder": True}, why)
+    if not any(draft.has(key) for key in keys) and why:
+        draft.notes.append(why)
+    rate = next(iter(rates.values()))
+    if not 0 < rate < 1:  # of optimizers that find their own
+        draft.none(rate_keys, f"{rate:g} is no rate for AdamW; half of optimizer.lr is taken")
+    elif len(set(rates.values())) > 1:
+        told = ", ".join(f"{name} {value:g}" for name, value in rates.items())
+        draft.differs(rate_keys, {"optimizer.text_encoder_lr": rate}, f"one rate for all here, the first of {told}")
+    else:
+        draft.mapped(rate_keys, {"optimizer.text_encoder_lr": rate})
 
 
 def set_optimizer(draft: Draft, name_key: str, rate_keys: Sequence[str], rate: Any, scale: float = 1.0) -> None:
