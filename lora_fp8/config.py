@@ -254,7 +254,9 @@ class Optimizer(Section):
         "auto", "Factor on the rate: auto (1.4 on an FP8 base, else 1), none, or a number."
     )
     text_encoder_lr: Literal["auto"] | float = setting(
-        "auto", "Rate of adapter.text_encoder; lr_scale leaves it alone. auto: half of lr."
+        "auto",
+        "Rate of adapter.text_encoder; lr_scale leaves it alone. auto: half of lr.",
+        when={"adapter.text_encoder": (True,)},
     )
     weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0)
     beta1: float = setting(0.9, "Decay of the first moment.", ge=0, lt=1)

@@ -242,7 +242,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "seed": 1234567890123 % 2**32,
         "model": {"family": "sdxl", "path": "stabilityai/stable-diffusion-xl-base-1.0", "dtype": "bf16"},
         "quantize": {"storage": "bf16"},
-        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0, "text_encoder": True},
         "dataset": {
             "resolution": 1024,
             "buckets": True,
@@ -254,7 +254,13 @@ WRITTEN: dict[str, dict[str, Any]] = {
         },
         # 50 samples on two GPUs, 4 epochs
         "train": {"steps": 100, "batch_size": 2},
-        "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none", "weight_decay": 0.01},
+        "optimizer": {
+            "name": "adamw8bit",
+            "lr": 1e-4,
+            "lr_scale": "none",
+            "weight_decay": 0.01,
+            "text_encoder_lr": 1e-4,
+        },
         "schedule": {"name": "cosine", "warmup": 0},
         "objective": {"min_snr_gamma": 5.0},
         "memory": {"gradient_checkpointing": False},
@@ -453,10 +459,16 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "name": "lora",
         "model": {"family": "sd15", "path": "stable-diffusion-v1-5/stable-diffusion-v1-5", "dtype": "bf16"},
         "quantize": {"storage": "bf16"},
-        "adapter": {"type": "lora", "rank": 16, "alpha": 1.0},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 1.0, "text_encoder": True},
         "dataset": {"resolution": 512, "buckets": True, "folders": [{"path": "TODO"}]},
         "train": {"steps": 1500, "batch_size": 4, "accumulate": 1},
-        "optimizer": {"name": "adamw", "lr": 2e-4, "lr_scale": "none", "weight_decay": 0.01},
+        "optimizer": {
+            "name": "adamw",
+            "lr": 2e-4,
+            "lr_scale": "none",
+            "weight_decay": 0.01,
+            "text_encoder_lr": 3e-4,
+        },
         "schedule": {"name": "constant", "warmup": 200},
         "export": {"dtype": "fp16"},
     },
@@ -510,7 +522,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
         "|saving.save_every_n_epochs",
         "dataset.resolution|model.clip_l|model.t5xxl|model.ae|network.network_args|dataset.max_token_length"
-        f"|{DATA}.subsets.2.image_dir|{DATA}.subsets.2.is_reg|{DATA}.subsets.1.color_aug|optimizer.text_encoder_lr"
+        f"|{DATA}.subsets.2.image_dir|{DATA}.subsets.2.is_reg|{DATA}.subsets.1.color_aug"
         "|training.blocks_to_swap|training.noise_offset|saving.sample_sampler|saving.huggingface_token",
     ),
     "sd_scripts_train.sh": (
@@ -525,8 +537,8 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     "lora_scripts_preset.toml": ("data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
     "lora_scripts_sd.toml": (
         "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso",
-        "network_module|lycoris_algo|conv_dim|conv_alpha|lokr_factor|network_train_unet_only|max_train_epochs"
-        "|save_every_n_epochs|sample_every_n_epochs|text_encoder_lr|sample_sampler|max_token_length|clip_skip",
+        "network_module|lycoris_algo|conv_dim|conv_alpha|lokr_factor|max_train_epochs"
+        "|save_every_n_epochs|sample_every_n_epochs|sample_sampler|max_token_length|clip_skip",
     ),
     "musubi_qwen.toml": (
         "musubi_dataset.toml: general.resolution|training.max_train_epochs|output.save_every_n_epochs"
@@ -550,7 +562,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "backup_after|backup_after_unit|cache_dir|offset_noise_weight"
         "|onetrainer_concepts.json: 0.image.enable_crop_jitter",
     ),
-    "onetrainer_sd15_old.json": ("train_dtype", "epochs|cache_dir|train_text_encoder|offset_noise_weight"),
+    "onetrainer_sd15_old.json": ("train_dtype", "epochs|cache_dir|offset_noise_weight"),
     "simpletuner_flux.json": (
         "base_model_precision|simpletuner_backend.json: 0.repeats|simpletuner_backend.json: 0.resolution"
         "|simpletuner_backend.json: 0.crop|num_train_epochs|optimizer|optimizer_config|checkpoint_step_interval",
@@ -799,7 +811,9 @@ def test_kohyas_defaults_are_written_where_ours_differ(tmp_path: Path) -> None:
     """A file that says nothing still trains at rank 4, alpha 1 and a rate of 2e-6 there."""
     made = kohya(tmp_path, "")
     found = settings(made)
-    assert found["adapter"] == {"type": "lora", "rank": 4, "alpha": 1.0}
+    # The text encoders are trained at the same rate, where the architecture has some that can be.
+    assert found["adapter"] == {"type": "lora", "rank": 4, "alpha": 1.0, "text_encoder": True}
+    assert found["optimizer"]["text_encoder_lr"] == 2e-6
     assert (found["optimizer"]["lr"], found["train"]["steps"], found["dataset"]["buckets"]) == (2e-6, 1600, False)
     assert {"network_dim", "network_alpha", "learning_rate", "max_train_steps"} <= keys(made.defaults)
 
@@ -946,3 +960,39 @@ def test_families_are_those_of_this_version(
     monkeypatch.setattr(families, "available", lambda: ["qwen"])
     made = bring("musubi_qwen.toml")
     assert settings(made)["model"]["family"] == "qwen" and not importing.problems(made)
+
+
+# ------------------------------------------------------------------------------------------------- text encoders
+
+
+def test_the_families_with_trained_text_encoders_are_theirs() -> None:
+    from lora_fp8 import families
+
+    assert set(words.TRAINED_TEXT) == {name for name in families.available() if families.get(name).trained_text}
+
+
+@pytest.mark.parametrize(
+    ("text", "trained", "rate"),
+    [
+        ("", True, 2e-6),
+        ("learning_rate = 1e-4", True, 1e-4),
+        ("unet_lr = 1e-4", True, 2e-6),
+        ("text_encoder_lr = 5e-5", True, 5e-5),
+        ("text_encoder_lr = 0", False, None),
+        ("network_train_unet_only = true\ntext_encoder_lr = 5e-5", False, None),
+        ("cache_text_encoder_outputs = true", False, None),
+    ],
+)
+def test_kohyas_text_encoders(tmp_path: Path, text: str, trained: bool, rate: float | None) -> None:
+    found = settings(kohya(tmp_path, text))
+    assert found["adapter"].get("text_encoder", False) is trained
+    assert found["optimizer"].get("text_encoder_lr") == rate
+
+
+def test_ai_toolkits_text_encoder(here: Path, tmp_path: Path) -> None:
+    text = (here / "ai_toolkit_flux.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "ai_toolkit_flux.yaml"
+    path.write_text(text.replace("train_text_encoder: false", "train_text_encoder: true"), encoding="utf-8")
+    found = settings(importing.import_file(path))
+    assert found["adapter"]["text_encoder"] is True
+    assert found["optimizer"]["text_encoder_lr"] == found["optimizer"]["lr"]

@@ -523,7 +523,7 @@ class ModelFamily(ABC):
     def load_encoders(self) -> None:
         """VAE, tokenizers and text encoders."""
         self.load_vae()
-        parts = {name: self._load_text_part(name) for name in self.text_parts}
+        parts = {name: self._load_text_part(name, self.text_storage) for name in self.text_parts}
         self._text_pipeline = self._assemble(**parts)
 
     def load_vae(self) -> None:
@@ -640,9 +640,9 @@ class ModelFamily(ABC):
         return scheduler
 
     def trained_text_parts(self) -> dict[str, Any]:
-        """The text encoders that can be trained and their tokenizers, loaded anew from the model's files."""
+        """The text encoders that can be trained and their tokenizers, loaded anew, and not quantized."""
         pairs = [(encoder.replace("text_encoder", "tokenizer"), encoder) for encoder in self.trained_text]
-        return {name: self._load_text_part(name) for pair in pairs for name in pair}
+        return {name: self._load_text_part(name, "none") for pair in pairs for name in pair}
 
     def trained_text_pipeline(self) -> diffusers.DiffusionPipeline:
         """A pipeline of `trained_text_parts` and nothing else, for `encode_with`."""
@@ -840,7 +840,7 @@ class ModelFamily(ABC):
         with quiet():
             return cls.from_pretrained(self.folder / name, **options)
 
-    def _load_text_part(self, name: str) -> Any:
+    def _load_text_part(self, name: str, storage: str) -> Any:
         if self._is_tokenizer(name):
             return self.tokenizer(name)
         cls, stem = self._text_class(name)
@@ -848,10 +848,10 @@ class ModelFamily(ABC):
             encoder = self._convert_text(cls, name)
         else:
             encoder = self._from_pretrained(cls, name, stem, dtype=self.dtype)
-        if self.text_storage != "none":
+        if storage != "none":
             # T5 names its `wo` here, which transformers itself holds in float32 beside float16 only.
             encoder._keep_in_fp32_modules = ()
-            quantize_(encoder, config.Quantize(storage=self.text_storage), TEXT_PRECISE, self.dtype)
+            quantize_(encoder, config.Quantize(storage=storage), TEXT_PRECISE, self.dtype)
             return encoder.to(self.device).eval()
         return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
 

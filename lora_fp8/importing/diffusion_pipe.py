@@ -344,7 +344,8 @@ def _set_length_and_rate(draft: Draft) -> None:
     own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}
     rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
     why = "theirs trains SDXL's text encoders too, unless their rates are 0" if not draft.has(keys[0]) else ""
-    words.set_text_encoders(draft, keys, keys, rates, why)
+    left_out = [name for name in ("CLIP-L", "CLIP-G") if name not in rates]
+    words.set_text_encoders(draft, keys, keys, rates, why, left_out)
     draft.none(["optimizer.lr", "model.unet_lr"], f"{rate} counts for the denoiser", off=True)
     betas = draft.get("optimizer.betas", pair)
     if betas:

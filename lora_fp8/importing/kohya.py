@@ -804,9 +804,10 @@ def _set_text_encoders(draft: Draft) -> None:
     names = {"sdxl": ("CLIP-L", "CLIP-G"), "sd3": ("CLIP-L", "CLIP-G")}.get(draft.family, ("CLIP",))
     found = given or ([general] if general else [])
     rates = {name: found[min(i, len(found) - 1)] for i, name in enumerate(names) if found}
-    rates = {} if off else {name: rate for name, rate in rates.items() if rate > 0}
+    left_out = [name for name, rate in rates.items() if not rate]
+    rates = {} if off else {name: rate for name, rate in rates.items() if rate}
     why = "theirs trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
-    words.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why)
+    words.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
 
 
 def set_length_and_rate(draft: Draft) -> None:

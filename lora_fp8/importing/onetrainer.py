@@ -512,20 +512,24 @@ def _set_text_encoders(draft: Draft, scale: float) -> None:
     """Theirs trains each text encoder unless told not to, at learning_rate unless told another."""
     clips = {"sdxl": 2, "sd3": 2}.get(draft.family, 1)
     keys, rate_keys, rates = [], [], {}
+    left_out, trained = [], True
     for part in TEXT_PARTS:
         switches = [key for key in (f"{part}.train", f"train_{part}") if key in draft.given]
         own = [key for key in (f"{part}.learning_rate", f"{part}_learning_rate") if key in draft.given]
         if part not in TEXT_PARTS[:clips]:
-            trained = any(words.on(draft.given[key]) for key in switches)
-            draft.none([*switches, *own], "T5 and language models are not trained here", off=not trained)
+            on = any(words.on(draft.given[key]) for key in switches)
+            draft.none([*switches, *own], "T5 and language models are not trained here", off=not on)
             continue
         keys, rate_keys = [*keys, *switches], [*rate_keys, *own]
         used = next((key for key in own if draft.has(key)), "learning_rate")
         rate = draft.get(used, number)
-        if rate and all(words.on(draft.given[key]) for key in switches):
+        trained = all(words.on(draft.given[key]) for key in switches) if switches else trained
+        if rate and trained:
             rates[part] = rate * scale
+        else:
+            left_out.append(part)
     why = "" if keys else "theirs trains the text encoders too, unless the file says otherwise"
-    words.set_text_encoders(draft, keys, rate_keys, rates, why)
+    words.set_text_encoders(draft, keys, rate_keys, rates, why, left_out)
 
 
 def _set_length_and_rate(draft: Draft, part: str) -> int | None:

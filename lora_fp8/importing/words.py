@@ -282,7 +282,12 @@ FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy
 
 
 def set_text_encoders(
-    draft: Draft, keys: Sequence[str], rate_keys: Sequence[str], rates: Mapping[str, float], why: str = ""
+    draft: Draft,
+    keys: Sequence[str],
+    rate_keys: Sequence[str],
+    rates: Mapping[str, float],
+    why: str = "",
+    left_out: Sequence[str] = (),
 ) -> None:
     """adapter.text_encoder and optimizer.text_encoder_lr.
 
@@ -290,6 +295,7 @@ def set_text_encoders(
         keys: those that say whether text encoders are trained; rate_keys: those that say at which rate.
         rates: of the CLIPs that theirs trains, by name, with scaling; {} where it trains none.
         why: what to say where the file itself does not ask for it.
+        left_out: names of CLIPs that theirs does not train.
     """
     if not rates:
         draft.mapped(keys, {}, "text encoders are not trained")
@@ -298,8 +304,12 @@ def set_text_encoders(
     if draft.family not in TRAINED_TEXT:
         draft.none([*keys, *rate_keys], NO_TEXT_ENCODER)
         return
-    draft.mapped(keys, {"adapter.text_encoder": True}, why)
-    if not any(draft.has(key) for key in keys) and why:
+    if left_out:
+        why = f"theirs leaves {' and '.join(left_out)} as it is; here all of the CLIPs are trained or none"
+        draft.differs(keys, {"adapter.text_encoder": True}, why)
+    else:
+        draft.mapped(keys, {"adapter.text_encoder": True}, why)
+    if why and not any(draft.has(key) for key in keys):
         draft.notes.append(why)
     rate = next(iter(rates.values()))
     if not 0 < rate < 1:  # of optimizers that find their own
