@@ -20,6 +20,7 @@ from .data.cache import Cache
 from .dry import META
 from .families.base import ModelFamily
 from .prepare import DTYPES, place, preview_asked, resolve_auto, scan
+from .text_encoders import Adapted, checkpoint_, inject_
 
 GIB = 2**30
 FILE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -118,16 +119,21 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     vae_encode, latents = _vae(family, heaviest, "encode", notes)
     previews = (job.preview.width or heaviest[0], job.preview.height or heaviest[1])
     vae_decode = _vae(family, previews, "decode", notes)[0] if job.preview.prompts else 0
-    named = adapters.parameters(denoiser)
+    encoders_trained = _text_encoders(job, family)
+    adapted = Adapted(denoiser, encoders_trained)
+    named = adapters.parameters(adapted)
     num_trained = sum(parameter.numel() for _, parameter in named)
     step = None
     if latents is not None:
         per_side = heaviest[0] // latents[2]
         sizes = [(latents[0], high // per_side, wide // per_side) for wide, high in shown[heaviest]]
         cond_shapes = cond_shapes | {f"control_{i}": size for i, size in enumerate(sizes)}
-        step = _step(job, family, denoiser, latents, cond_shapes, _in_batch(job, buckets[heaviest]), notes)
+        num = _in_batch(job, buckets[heaviest])
+        step = _step(job, family, denoiser, latents, cond_shapes, num, notes)
+        if step is not None:  # what is read of the captions waits for the denoiser's gradient
+            step += sum(_text_step(encoder, num) for encoder in encoders_trained.values())
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
-    everything = sum(_nbytes(tensor) for tensor in (*denoiser.parameters(), *denoiser.buffers()))
+    everything = sum(_nbytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
     cond_bytes = sum(math.prod(shape) for shape in cond_shapes.values()) * DTYPES[job.model.dtype].itemsize
     encoders, stay = family.encoders_bytes(), 0
     if job.adapter.text_encoder:
@@ -179,6 +185,27 @@ def _denoiser(job: Job, family: ModelFamily) -> tuple[precision.Plan, torch.nn.M
     adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off", "cuda_graphs": False}))
     return plan, denoiser.train()
+
+
+def _text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Module]:
+    """Those that are trained, with their adapters, as `text_encoders.TextEncoders` makes them, on the meta device."""
+    if not job.adapter.text_encoder:
+        return {}
+    found = family.empty_trained_text()
+    inject_(found, family, job.adapter, job.seed)
+    for encoder in found.values():
+        if job.memory.gradient_checkpointing:
+            checkpoint_(encoder)
+        encoder.train()
+    return found
+
+
+def _text_step(encoder: torch.nn.Module, num: int) -> int:
+    """The most that reading so many captions, and the gradient of it, needs beside what is held."""
+    tokens = torch.zeros(num, encoder.config.max_position_embeddings, dtype=torch.long, device=META)
+    with dry.on_meta(), dry.Tally() as tally:
+        encoder(tokens, output_hidden_states=True)[0].sum().backward()
+    return tally.most
 
 
 def _vae(

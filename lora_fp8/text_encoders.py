@@ -9,14 +9,14 @@ drawn for a sample. Previews and the proof ask the encoders as they are at that 
 Shape suffixes: B batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import adapters, config
-from .adapters import InjectReport
 from .families.base import CLIP_LAYERS, Cond, ModelFamily, silent_tokenizers
 from .layouts import text_layer
 
@@ -39,24 +39,12 @@ class TextEncoders:
         self.family = family
         self.pipeline = family.trained_text_pipeline()
         self.encoders: dict[str, nn.Module] = {name: getattr(self.pipeline, name) for name in family.trained_text}
-        self.injected: list[InjectReport] = []
-        for name, encoder in self.encoders.items():
-            wanted = adapted_layers(family, name, encoder)
-            self.injected.append(
-                adapters.inject(
-                    encoder,
-                    section.model_copy(update={"targets": []}),
-                    wanted,
-                    seed,
-                    called=lambda path, name=name: text_layer(name, path),
-                )
-            )
+        self.injected = inject_(self.encoders, family, section, seed)
 
     def checkpoint_(self) -> None:
         """Recompute activations in the backward pass, as `memory.apply_` has the denoiser do."""
         for encoder in self.encoders.values():
-            old = getattr(encoder, "gradient_checkpointing_enable", None)  # its name until transformers 5.23
-            getattr(encoder, "activation_checkpointing_enable", old)({"use_reentrant": False})
+            checkpoint_(encoder)
 
     def num_bytes(self) -> int:
         """Held by them while training, adapters left out."""
@@ -87,6 +75,22 @@ class TextEncoders:
     def answers(self, prompts: Sequence[str], conds: Sequence[Cond]) -> list[Cond]:
         """As `answers`: of these encoders as they are now."""
         return answers(self.family, self.pipeline, prompts, conds)
+
+
+def inject_(
+    encoders: Mapping[str, nn.Module], family: Any, section: config.Adapter, seed: int
+) -> list[adapters.InjectReport]:
+    """Adapters beside the linears of these text encoders, by the pipeline's names."""
+    section = section.model_copy(update={"targets": []})
+    return [
+        adapters.inject(encoder, section, adapted_layers(family, name, encoder), seed, called=partial(text_layer, name))
+        for name, encoder in encoders.items()
+    ]
+
+
+def checkpoint_(encoder: nn.Module) -> None:
+    old = getattr(encoder, "gradient_checkpointing_enable", None)  # its name until transformers 5.23
+    getattr(encoder, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
 
 def answers(family: ModelFamily, pipeline: Any, prompts: Sequence[str], conds: Sequence[Cond]) -> list[Cond]:

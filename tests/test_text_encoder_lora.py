@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 from diffusers.utils.state_dict_utils import convert_state_dict_to_diffusers, convert_state_dict_to_peft
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_export import flux_names, sd15_names, sdxl_names
-from test_families import PROMPTS, make
+from test_families import PROMPTS, make, original_layout
 from test_processes import FLOAT32, launch
 from test_resume import run_until
 
@@ -22,6 +22,7 @@ from lora_fp8 import (
     adapters,
     checkpoint,
     config,
+    estimate,
     export,
     families,
     layouts,
@@ -33,6 +34,7 @@ from lora_fp8 import (
 )
 from lora_fp8.config import UserError
 from lora_fp8.run import Run
+from lora_fp8.tools import average, extract, files, merge, pairs, resize
 
 CLIPS = ("sd15", "sd2", "sdxl", "sd3", "flux", "flux_kontext")
 ON = ("adapter.text_encoder=true", "optimizer.lr=1e-2", "train.batch_size=2")
@@ -555,3 +557,178 @@ def test_prompts_that_are_too_long_are_told_of_once(tiny, caplog):
     finally:
         diffusers.utils.logging.disable_propagation()
         diffusers.utils.logging.set_verbosity(before)
+
+
+# -- the tools
+
+
+def text_and_denoiser_lora(family, rank=2, seed=0):
+    """A LoRA of a miniature: of all text layers, and of two of the denoiser; internal naming, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {}
+    for name in family.trained_text:
+        encoder = family._load_text_part(name, "none")
+        for path, module in encoder.named_modules():
+            if isinstance(module, torch.nn.Linear) and ".layers." in path:
+                shapes[f"{name}.text_model.{path.removeprefix('text_model.')}"] = tuple(module.weight.shape)
+    denoiser = family.empty_denoiser()
+    for path in family.adapter_names(denoiser)[:2]:
+        shapes[path] = tuple(denoiser.get_submodule(path).weight.shape)
+    state = {}
+    for path, (out, inner, *kernel) in shapes.items():
+        state[f"{path}.lora_A.weight"] = torch.randn(rank, inner, *kernel, generator=generator) * 0.1
+        state[f"{path}.lora_B.weight"] = torch.randn(out, rank, *(1 for _ in kernel), generator=generator)
+    return state
+
+
+def as_file(family, state, path, layout="diffusers", scale=1.0):
+    tensors = layouts.to_layout(state, scale, family, family.denoiser_config(), layout)
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        path,
+        {"ss_base_model_version": family.kohya_base_version},
+    )
+    return path
+
+
+def text_weights(family):
+    return {name: tensor.clone() for name, tensor in family.trained_text_tensors()}
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
+def test_merged_into_a_folder_text_encoders_are_as_diffusers_fuses_them(tiny, tmp_path, name):
+    family = make(families.get(name), tiny(name))
+    state = text_and_denoiser_lora(family)
+    file = as_file(family, state, tmp_path / "lora.safetensors")
+    merged = merge.into([(file, 0.7)], str(tiny(name)), tmp_path / "merged")
+    assert merged.layers == len(state) // 2
+    pipe = getattr(diffusers, family.pipeline_class).from_pretrained(tiny(name))
+    pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
+    parts = [family.denoiser_name, *family.trained_text]
+    pipe.fuse_lora(components=parts, lora_scale=0.7)
+    pipe.unload_lora_weights()
+    ours = getattr(diffusers, family.pipeline_class).from_pretrained(tmp_path / "merged")
+    for part in parts:
+        expected, found = (getattr(one, part).state_dict() for one in (pipe, ours))
+        assert expected.keys() == found.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)
+    before = text_weights(family)
+    after = text_weights(make(families.get(name), tmp_path / "merged"))
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {
+        f"{key.removesuffix('.lora_A.weight')}.weight" for key in state if key.startswith("text") and "_A" in key
+    }
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_merged_into_a_single_file_text_encoders_gain_the_delta(tmp_path, name):
+    """In the original's names, OpenCLIP's fused q, k and v too; read back as the family reads a single file."""
+    Family, base = families.get(name), tmp_path / "base"
+    Family.tiny(base)
+    save_file(original_layout(Family, base), tmp_path / "one.safetensors")
+    family = make(Family, base)
+    state = text_and_denoiser_lora(family)
+    file = as_file(family, state, tmp_path / "lora.safetensors", "kohya", 0.5)
+    out = tmp_path / "merged.safetensors"
+    merge.into([(file, 1.0)], str(tmp_path / "one.safetensors"), out, components=str(base))
+    before, after = text_weights(family), text_weights(make(Family, out, components=str(base)))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        module = key.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in state:
+            tensor = tensor + 0.5 * state[f"{module}.lora_B.weight"] @ state[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(after[key], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_a_single_file_without_text_encoders_is_told(tmp_path):
+    Family, base = families.get("flux"), tmp_path / "base"
+    Family.tiny(base)
+    save_file(original_layout(Family, base), tmp_path / "one.safetensors")
+    family = make(Family, base)
+    file = as_file(family, text_and_denoiser_lora(family), tmp_path / "lora.safetensors")
+    with pytest.raises(UserError, match="one.safetensors holds no text_encoder, .* merge into a diffusers folder"):
+        merge.into([(file, 1.0)], str(tmp_path / "one.safetensors"), tmp_path / "x.safetensors", components=str(base))
+
+
+def test_extract_finds_what_was_merged_into_text_encoders(tiny, tmp_path):
+    family = make(families.get("sdxl"), tiny("sdxl"))
+    state = text_and_denoiser_lora(family)
+    file = as_file(family, state, tmp_path / "lora.safetensors")
+    merge.into([(file, 1.0)], str(tiny("sdxl")), tmp_path / "merged")
+    out = tmp_path / "found.safetensors"
+    extract.extract(
+        str(tiny("sdxl")), str(tmp_path / "merged"), out, family_name="sdxl", rank=2, dtype="fp32", layout="kohya"
+    )
+    found, scaling = layouts.from_layout(load_file(out), family, family.denoiser_config())
+    assert found.keys() == state.keys()
+    for module in layouts.modules(found):
+        mine, theirs = ([one[f"{module}.lora_{half}.weight"] for half in "AB"] for one in (found, state))
+        assert verify.delta_error((*mine, scaling[module]), (*theirs, 1.0)) < 1e-4
+    report = extract.extract(
+        str(tiny("sdxl")),
+        str(tmp_path / "merged"),
+        tmp_path / "few.safetensors",
+        family_name="sdxl",
+        rank=2,
+        layers=["to_q", "proj_in"],
+    )
+    assert any(name.startswith("text_encoder_2.") for name in report.left_out)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_inspect_and_convert_know_the_family_by_its_text_layers(tmp_path, name):
+    """Files of the released sizes, of text encoders alone: what kohya's network_train_text_encoder_only gives."""
+    Family = families.get(name)
+    file = tmp_path / "lora.safetensors"
+    tensors = layouts.to_layout(full_text_state(name), 0.5, Family, Family.reference_config, "kohya")
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, file)
+    about = files.inspect(file)
+    alike = {"sdxl", "sd3"} if name in ("sdxl", "sd3") else {"sdxl", "sd3", "flux"} if name == "flux" else {name}
+    assert set(about.families) == alike and about.layout == "kohya"
+    out = tmp_path / "converted.safetensors"
+    assert files.convert(file, out, "diffusers", family=name) == len(tensors) // 3
+    back, _ = layouts.from_layout(load_file(out), Family, Family.reference_config)
+    state = full_text_state(name)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[k], state[k] * (0.5 if "lora_B" in k else 1)) for k in state)
+
+
+def test_resize_merge_and_average_take_text_layers_as_any_other(tiny, tmp_path):
+    family = make(families.get("sd15"), tiny("sd15"))
+    states = [text_and_denoiser_lora(family, rank=4, seed=seed) for seed in (0, 1)]
+    one, two = (as_file(family, state, tmp_path / f"{i}.safetensors", "kohya") for i, state in enumerate(states))
+    modules = len(states[0]) // 2
+    resize.resize(one, tmp_path / "small.safetensors", rank=2, energy=0, uniform=False, dtype="")
+    assert {pair.rank for pair in pairs.read(tmp_path / "small.safetensors").pairs.values()} == {2}
+    merge.merge([(one, 0.5), (two, 0.5)], tmp_path / "both.safetensors", rank=0, energy=0, dtype="")
+    average.files([one, two], tmp_path / "mean.safetensors", what="delta", half_life=0, rank=8, dtype="")
+    for made in ("both", "mean"):
+        found = pairs.read(tmp_path / f"{made}.safetensors").pairs
+        assert len(found) == modules and any(name.startswith("lora_te_") for name in found)
+        for name, pair in found.items():
+            wanted = sum(pairs.read(path).pairs[name].delta() for path in (one, two)) / 2
+            torch.testing.assert_close(pair.delta(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_average_of_a_runs_checkpoints_holds_the_text_encoders(job):
+    mine = job(*ON, "train.steps=4", "adapter.targets=['attn2.to_k']", "export.formats=['kohya']")
+    run(mine)
+    _, (file,) = average.run(folder_of(mine), what="factors", half_life=0, last=0)
+    names = pairs.read(file).pairs
+    assert sum(name.startswith("lora_te_") for name in names) == 12 and len(names) > 12
+
+
+def test_the_estimate_counts_what_they_hold(job, tiny):
+    found = {}
+    for setting in ("false", "true"):
+        mine = job(f"adapter.text_encoder={setting}", family="sdxl")
+        found[setting] = estimate.estimate(mine, make(families.get("sdxl"), tiny("sdxl"), torch.bfloat16))
+    text = text_encoders.TextEncoders(make(families.get("sdxl"), tiny("sdxl"), torch.bfloat16), mine.adapter, 0)
+    text.train()
+    adapted = [p for encoder in text.encoders.values() for p in encoder.parameters() if p.requires_grad]
+    assert found["true"].adapter_bytes - found["false"].adapter_bytes == sum(p.nbytes for p in adapted)
+    buffers = sum(b.nbytes for encoder in text.encoders.values() for b in encoder.buffers())
+    assert found["true"].base_bytes - found["false"].base_bytes == text.num_bytes() + buffers
+    assert found["true"].step_bytes > found["false"].step_bytes
+    assert found["true"].optimizer_bytes > found["false"].optimizer_bytes

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 
 from lora_fp8 import config, naming
 from lora_fp8.config import UserError, UserErrors
+from lora_fp8.layouts import text_layer
 from lora_fp8.objectives import Objective
 from lora_fp8.precision import Format, Quantized, Weight, name_matches, quantize_
 
@@ -485,6 +486,19 @@ class ModelFamily(ABC):
         return _layer_shapes(cls.denoiser_class, json.dumps(dict(denoiser_config), sort_keys=True, default=str))
 
     @classmethod
+    def text_layer_shapes(cls) -> dict[str, tuple[int, int]]:
+        """{module path: (out, in)} of the linears that LoRAs adapt in the released model's trained text encoders."""
+        return {
+            text_layer(name, f"encoder.layers.{number}.{layer}"): {
+                "mlp.fc1": (about.hidden, about.width),
+                "mlp.fc2": (about.width, about.hidden),
+            }.get(layer, (about.width, about.width))
+            for name, about in cls.trained_text.items()
+            for number in range(about.num_layers)
+            for layer in CLIP_LAYERS
+        }
+
+    @classmethod
     def recommended_layouts(cls) -> tuple[str, ...]:
         """The layouts that export.formats = ["auto"] stands for."""
         first = cls.layouts[0]
@@ -643,6 +657,25 @@ class ModelFamily(ABC):
         """The text encoders that can be trained and their tokenizers, loaded anew, and not quantized."""
         pairs = [(encoder.replace("text_encoder", "tokenizer"), encoder) for encoder in self.trained_text]
         return {name: self._load_text_part(name, "none") for pair in pairs for name in pair}
+
+    def empty_trained_text(self) -> dict[str, nn.Module]:
+        """The text encoders of `trained_text` on the meta device, in the model's dtype: all shapes, no memory."""
+        found = {}
+        for name in self.trained_text:
+            cls = self._text_class(name)[0]
+            with torch.device("meta"):
+                encoder = cls(cls.config_class.from_pretrained(self.folder / name, local_files_only=True))
+            found[name] = encoder.to(self.dtype).requires_grad_(False)
+        return found
+
+    def trained_text_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, CPU tensor) of all that the text encoders of `trained_text` hold, one encoder at a time.
+
+        Names are those of an adapter's modules with `.weight` or `.bias` behind.
+        """
+        for name in self.trained_text:
+            for path, tensor in self._load_text_part(name, "none").state_dict().items():
+                yield text_layer(name, path), tensor.cpu()
 
     def trained_text_pipeline(self) -> diffusers.DiffusionPipeline:
         """A pipeline of `trained_text_parts` and nothing else, for `encode_with`."""

@@ -1,8 +1,9 @@
 """`lora-fp8 extract`: the difference of two models of one architecture as a LoRA.
 
 Both are streamed in the order of their files, and a layer is compared as soon as both have come: of two models in one
-layout no more than one tensor of each is held. Layers that no LoRA is made for may differ as well (norms, biases, what
---layers leaves out); how much of the whole difference that is, is measured and told.
+layout no more than one tensor of each is held (of CLIP text encoders, one encoder). Layers that no LoRA is made for may
+differ as well (norms, biases, what --layers leaves out); how much of the whole difference that is, is measured and
+told.
 
 The singular values of a difference come from the exact SVD, or, where a rank is given and the layer is large, from a
 randomised one with two power iterations and twice as many columns as asked for (Halko, Martinsson and Tropp, 2011). The
@@ -12,7 +13,7 @@ energy is that of the difference itself in both, so that the share that is kept 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from torch import Tensor
 
 from .. import config, export, families, precision
 from ..config import UserError
+from ..families.base import CLIP_LAYERS
+from ..layouts import text_encoder_of
 from . import pairs
 from .pairs import Spectrum
 from .resize import Row
 
+TEXT_WEIGHTS = tuple(f".{layer}.weight" for layer in CLIP_LAYERS)
 EXACT = 1024
 """Shorter side of a matrix up to which the exact SVD is taken, in any case: it takes a second there."""
 
@@ -80,7 +84,8 @@ def extract(
         components: as `model.components`, for single files.
         rank: at most this; 0 leaves it to `energy`.
         energy: share of each layer's difference to keep; 0 asks for `rank` alone.
-        layers: endings of layers' names; empty is what a LoRA of the family is trained on, ("all",) every layer.
+        layers: endings of the denoiser's layers; empty is what a LoRA of the family is trained on, ("all",) every
+            layer. With either, CLIP text encoders that differ are part of the file too.
         layout: of the file; empty is the first of the family's.
         progress: is given a line for each layer.
 
@@ -107,10 +112,17 @@ def extract(
         targets = [name for name, module in modules if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
     wanted = {f"{name}.weight": name for name in targets}
 
+    with_text = not layers or list(layers) == ["all"]
+
     state: dict[str, Tensor] = {}
     rows: list[Row] = []
     left_out: dict[str, float] = {}
-    for name, before, after in both(models[0].denoiser_tensors(), models[1].denoiser_tensors()):
+    for name, before, after in chain(
+        both(models[0].denoiser_tensors(), models[1].denoiser_tensors()),
+        both(models[0].trained_text_tensors(), models[1].trained_text_tensors()),
+    ):
+        if with_text and text_encoder_of(name, Family) and name.endswith(TEXT_WEIGHTS):
+            wanted[name] = name.removesuffix(".weight")
         difference = after.float() - before.float()
         size = float(difference.double().square().sum())
         if not math.isfinite(size):

@@ -109,7 +109,7 @@ def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
             state, _ = layouts.from_layout(tensors, Family, Family.reference_config)
         except UserError:  # names of another architecture
             continue
-        shapes = Family.layer_shapes(Family.reference_config)
+        shapes = {**Family.layer_shapes(Family.reference_config), **Family.text_layer_shapes()}
         fits = (
             module in shapes
             and state[f"{module}.lora_A.weight"].shape[1] == shapes[module][1]

@@ -11,18 +11,21 @@ gets its delta in float32 and is rounded once. No more than one tensor is held.
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import config, export, families, kinds
+from .. import config, export, families, kinds, layouts
 from ..config import UserError
 from ..families import _files
+from ..layouts import text_encoder_of
 from ..run import sync_folder, write_synced
 from . import pairs, resize
 from .pairs import STALE, Lora, Pair
@@ -172,6 +175,8 @@ def into(
         for module, parts in kinds.grouped(state).items():
             deltas.setdefault(f"{module}.weight", []).append(_Change(parts, scaling[module], weight))
     places = _places(family)
+    if any(text_encoder_of(name, family) for name in deltas):
+        places |= _text_places(family)
     if lost := sorted(name.removesuffix(".weight") for name in deltas.keys() - places.keys()):
         raise UserError(f"{base} has no layer {export.first_few(lost)}: the LoRA is for another model")
     for name, found in deltas.items():
@@ -181,7 +186,9 @@ def into(
                 f"{name} is {rows} x {math.prod(columns)} in {base} and {wrong[0]} x {wrong[1]} in the LoRA: it is for "
                 "another model"
             )
-    files = sorted({place.file for place in places.values()})
+    # A text encoder that no LoRA touches is copied as it is.
+    parts = {text_encoder_of(name, family) for name in deltas} | {""}
+    files = sorted({place.file for name, place in places.items() if text_encoder_of(name, family) in parts})
     for path in files:
         _refuse_quantized(path)
 
@@ -194,9 +201,8 @@ def into(
         targets = {family.checkpoint: output}
         _make_folder(output.parent)
     else:
-        part = family.folder / family.denoiser_name
-        _copy_without_weights(family.folder, part, output)
-        targets = {path: output / family.denoiser_name / path.name for path in files}
+        _copy_without_weights(family.folder, [family.folder / (part or family.denoiser_name) for part in parts], output)
+        targets = {path: output / path.relative_to(family.folder) for path in files}
     try:
         for source, target in targets.items():
             _rewrite(source, target, changes[source], {"modelspec.merged_from": told})
@@ -249,6 +255,55 @@ def _places(family: Any) -> dict[str, _Place]:
     return {name: _Place(path, name, shape) for path in found for name, shape in _files.read_header(path).items()}
 
 
+OPEN_CLIP = {"self_attn.out_proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
+"""Layers of CLIP as OpenCLIP calls them, in single files; its attn.in_proj_weight is q, k and v."""
+
+
+def _text_places(family: Any) -> dict[str, _Place]:
+    """As `_places`, of the weights that LoRAs of text encoders change.
+
+    Raises:
+        UserError: a single file without its text encoders.
+    """
+    found: dict[str, _Place] = {}
+    header = _files.read_header(family.checkpoint) if family.checkpoint else {}
+    for encoder in family.trained_text:
+        prefix = family.checkpoint_text.get(encoder, "")
+        if not family.checkpoint:
+            for path in _files.weight_files(family.folder / encoder, "model"):
+                for name, shape in _files.read_header(path).items():
+                    found[layouts.text_layer(encoder, name)] = _Place(path, name, shape)
+            continue
+        own = {key.removeprefix(prefix): shape for key, shape in header.items() if prefix and key.startswith(prefix)}
+        if not own:
+            raise UserError(
+                f"{family.checkpoint} holds no {encoder}, which the LoRA is for as well; merge into a diffusers folder"
+            )
+        for key, shape in own.items():
+            for path, place in _text_layers_in(key, prefix, shape, family.checkpoint):
+                found[layouts.text_layer(encoder, f"{path}.weight")] = place
+    return found
+
+
+def _text_layers_in(key: str, prefix: str, shape: tuple[int, ...], file: Path) -> Iterator[tuple[str, _Place]]:
+    """(path of a layer as transformers has it, where its weight is) of a tensor in a single file, if it is of one."""
+    if match := re.search(r"text_model\.(encoder\.layers\.\d+\..+)\.weight$", key):
+        yield match[1], _Place(file, prefix + key, shape)
+    elif match := re.search(r"resblocks\.(\d+)\.attn\.in_proj_weight$", key):
+        width = shape[0] // 3
+        for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            rows = partial(_slice, i * width, (i + 1) * width)
+            yield f"encoder.layers.{match[1]}.self_attn.{name}", _Place(file, prefix + key, (width, *shape[1:]), rows)
+    elif match := re.search(r"resblocks\.(\d+)\.(.+)\.weight$", key):
+        for ours, theirs in OPEN_CLIP.items():
+            if match[2] == theirs:
+                yield f"encoder.layers.{match[1]}.{ours}", _Place(file, prefix + key, shape)
+
+
+def _slice(begin: int, end: int, tensor: Tensor) -> Tensor:
+    return tensor[begin:end]
+
+
 def _refuse_quantized(path: Path) -> None:
     entries, _ = _files.read_entries(path)
     wrong = {name: entry.dtype for name, entry in entries.items() if entry.dtype not in PLAIN}
@@ -267,12 +322,12 @@ def _make_folder(folder: Path) -> None:
         raise UserError(f"{folder}: cannot be made ({error.strerror})") from None
 
 
-def _copy_without_weights(folder: Path, part: Path, output: Path) -> None:
-    """A diffusers folder without the denoiser's weights; those of variants that are not read go with them."""
+def _copy_without_weights(folder: Path, parts: Sequence[Path], output: Path) -> None:
+    """A diffusers folder without these parts' weights; those of variants that are not read go with them."""
 
     def left_out(place: str, names: list[str]) -> list[str]:
         weights = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")
-        return [name for name in names if Path(place) == part and name.endswith(weights)]
+        return [name for name in names if Path(place) in parts and name.endswith(weights)]
 
     try:
         shutil.copytree(folder, output, ignore=left_out)
