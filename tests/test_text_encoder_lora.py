@@ -684,7 +684,8 @@ def test_inspect_and_convert_know_the_family_by_its_text_layers(tmp_path, name):
     tensors = layouts.to_layout(full_text_state(name), 0.5, Family, Family.reference_config, "kohya")
     save_file({key: tensor.clone() for key, tensor in tensors.items()}, file)
     about = files.inspect(file)
-    alike = {"sdxl", "sd3"} if name in ("sdxl", "sd3") else {"sdxl", "sd3", "flux"} if name == "flux" else {name}
+    large = {"sdxl", "sd3"}  # all of whose first encoders are one, and that of FLUX.1
+    alike = large if name in large else large | {"flux", "flux_kontext"} if name.startswith("flux") else {name}
     assert set(about.families) == alike and about.layout == "kohya"
     out = tmp_path / "converted.safetensors"
     assert files.convert(file, out, "diffusers", family=name) == len(tensors) // 3

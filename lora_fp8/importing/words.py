@@ -15,7 +15,7 @@ from lora_fp8.data.images import CAPTIONS, EXTENSIONS
 from .base import Draft, Folder, Unfit, flag, listed, number, text, whole
 
 NO_TEXT_ENCODER = "no text encoder of this architecture is trained here; only the denoiser is"
-TRAINED_TEXT = ("sd15", "sd2", "sdxl", "sd3", "flux")
+TRAINED_TEXT = ("sd15", "sd2", "sdxl", "sd3", "flux", "flux_kontext")
 """The families of which adapter.text_encoder trains the CLIPs; a test holds it against theirs."""
 NOT_HERE = "nothing like it here"
 ALWAYS_CACHED = "pictures and captions are always encoded beforehand, into dataset.cache_dir"
