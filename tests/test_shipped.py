@@ -151,8 +151,11 @@ def test_the_commands_of_the_readme_exist(path: Path) -> None:
             assert words[1] == "launch" and any((ROOT / word).is_file() for word in words if word.endswith(".py")), said
         elif words[0] == "lora-fp8" and len(words) > 1 and not words[1].startswith("<"):
             assert words[1] in COMMANDS, f"{said}: no such command"
-            options = [option for parameter in COMMANDS[words[1]].params for option in parameter.opts]
-            assert {w.split("=")[0] for w in words[2:] if w.startswith("--")} <= {*options, "--help"}, said
+            command, rest = COMMANDS[words[1]], words[2:]
+            if rest and rest[0] in getattr(command, "commands", {}):  # a group, such as `jobs` or `dataset`
+                command, rest = command.commands[rest[0]], rest[1:]
+            options = [option for parameter in command.params for option in parameter.opts]
+            assert {w.split("=")[0] for w in rest if w.startswith("--")} <= {*options, "--help"}, said
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
