@@ -13,6 +13,7 @@ demo: .venv/installed
 	$(BIN)/lora-fp8 demo --family $(FAMILY)
 
 test: check
+	@scripts/install_browser.sh
 	@echo "== tests (two at a time; about twenty minutes)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

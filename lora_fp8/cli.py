@@ -391,6 +391,7 @@ def merge(
     rank: int = typer.Option(0, help="Resize the merged LoRA to this rank; 0 keeps it exact, at the sum of the ranks."),
     energy: float = typer.Option(0.0, help="Resize the merged LoRA to this share of each layer's squared norm."),
     dtype: str = DTYPE,
+    as_json: bool = JSON,
 ) -> None:
     """Add up LoRAs into one LoRA, or into the weights of a base model."""
     from . import config
@@ -401,11 +402,19 @@ def merge(
         if rank or energy or dtype:
             raise config.UserError("--rank, --energy and --dtype are about a merged LoRA; with --into there is none")
         done = room.into(sources, into, output, family_name=family, components=components)
+        if as_json:
+            told = {"layers": done.layers, "files": [str(path) for path in done.files]}
+            print(json.dumps(told, ensure_ascii=False, indent=1))
+            return
         print("\n".join([f"{done.layers} layers changed", *(f"{path} written" for path in done.files)]))
         return
     if family or components:
         raise config.UserError("--family and --components are about a base model; name it with --into BASE")
     report = room.merge(sources, output, rank=rank, energy=energy, dtype=dtype)
+    if as_json:
+        told = (report.to_json() if report else {}) | {"output": str(output)}
+        print(json.dumps(told, ensure_ascii=False, indent=1))
+        return
     print("\n".join([*(report.lines() if report else []), f"{output} written"]))
 
 

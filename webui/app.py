@@ -17,7 +17,7 @@ import gradio as gr
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 
-from . import files, words
+from . import api, files, words
 from .context import Place, Ui
 from .guard import Guard
 from .login import Login
@@ -44,6 +44,8 @@ def blocks(ui: Ui) -> gr.Blocks:
         title=ui.say("site.title"), analytics_enabled=False, fill_width=True, delete_cache=(hour, day)
     ) as site:
         _page(PAGES[0], ui)
+        if ui.language == "en":
+            api.add(ui)
     for name in PAGES[1:]:
         with site.route(ui.say(f"page.{name}"), f"/{name}"):
             _page(name, ui)

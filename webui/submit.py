@@ -27,8 +27,8 @@ def checked(place: Place, text: str) -> config.Job:
     Raises:
         UserErrors: everything that is wrong with it, as `config.loads` tells it; or every path that lies outside.
     """
-    _check_presets(place, text)
-    job = config.loads(text, folder=place.home / "presets")
+    check_presets(place, text)
+    job = config.loads(text, folder=place.home)
     data = job.model_dump()
     problems = []
     for key, table, name in _paths(data):
@@ -79,8 +79,12 @@ def _no_path(place: Place, given: str) -> bool:
     return given == "demo" or (HUB_ID.fullmatch(given) is not None and not (place.home / given).exists())
 
 
-def _check_presets(place: Place, text: str) -> None:
-    """Presets may be files; `loads` reads them, so they are looked at before."""
+def check_presets(place: Place, text: str) -> None:
+    """Presets may be files; `config.loads` reads them, so they are looked at before.
+
+    Raises:
+        UserErrors: one lies outside the roots.
+    """
     try:
         named = tomllib.loads(text).get("preset", [])
     except tomllib.TOMLDecodeError:
@@ -88,7 +92,7 @@ def _check_presets(place: Place, text: str) -> None:
     for name in named if isinstance(named, list) else [named]:
         if isinstance(name, str) and name.endswith(".toml"):
             try:
-                place.inside(str(place.home / "presets" / Path(name).expanduser()))
+                place.inside(str(place.home / Path(name).expanduser()))
             except UserError as error:
                 raise UserErrors([f"preset: {error}"], "config") from None
         elif isinstance(name, str) and ("/" in name or "\\" in name):

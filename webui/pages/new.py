@@ -9,10 +9,10 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
-from lora_fp8 import config, families, jobs
-from lora_fp8.config import UserError
+from lora_fp8 import config, families
+from lora_fp8.config import UserError, UserErrors
 
-from .. import bases, form, importer, outlook, pictures, safe, words
+from .. import bases, form, importer, outlook, pictures, safe, submit, words
 from ..context import Ui
 from ..draft import Draft
 
@@ -460,10 +460,7 @@ class _Page:
         def start() -> None:
             text = self.draft.text()
             if not self._findings(text):
-                home = self.ui.place.home
-                queue = jobs.Queue(home)
-                id = queue.submit(text, folder=home)
-                jobs.ensure_worker(home)
+                id = submit.train(self.ui.place, text)
                 address[self.address] = self.ui.link("run", run=str(id))
                 gr.Info(self.ui.say("new.start.queued", id=id))
 
@@ -556,6 +553,10 @@ class _Page:
     def _findings(self, text: str) -> list[tuple[str, str]]:
         """(setting, line in the page's language) of everything that keeps the draft from being started."""
         home = self.draft.home
+        try:
+            submit.check_presets(self.ui.place, text)
+        except UserErrors as error:
+            return [("preset", self.ui.tell(line)) for line in error.problems]
         found = [(one.key, self._told(one)) for one in form.problems(text, home)]
         try:
             values = form.values(text, home)

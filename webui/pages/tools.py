@@ -1,10 +1,182 @@
-"""Page: tools."""
+"""Page: tools. What is done with LoRA files after training; each is a command of the engine in a process of its own."""
+
+import os
+from pathlib import Path
+from typing import Any
 
 import gradio as gr
 
+from lora_fp8 import jobs
+from lora_fp8.config import UserError
+
+from .. import engine, safe, show
 from ..context import Ui
+
+TOOLS = ("inspect", "verify", "convert", "resize", "merge")
+WRITING = ("convert", "resize", "merge")
+QUEUED = ("verify", "resize", "merge")
+LAYOUTS = ("kohya", "comfy", "diffusers")
+DTYPES = ("", "bf16", "fp16", "fp32")
+MOST_SECONDS = 600
+MOST_FILES = 300  # that are offered to choose from
 
 
 def build(ui: Ui) -> None:
     """Lay the page out."""
-    gr.Markdown(f"## {ui.say('page.tools')}")
+    say = ui.say
+    gr.Markdown(f"## {say('page.tools')}")
+    tool = gr.Radio([(say(f"tools.{name}"), name) for name in TOOLS], value="inspect", show_label=False)
+    about = gr.Markdown(say("tools.inspect.about"), elem_classes="note")
+    file = gr.Dropdown(label=say("tools.file"), info=say("tools.file.info"), allow_custom_value=True, choices=[])
+    with gr.Row(visible=False) as row_verify:
+        base = gr.Textbox(label=say("tools.base"), info=say("tools.base.info"))
+    with gr.Row(visible=False) as row_convert:
+        layout = gr.Dropdown(LAYOUTS, value="kohya", label=say("tools.layout"))
+    with gr.Row(visible=False) as row_resize:
+        rank = gr.Number(0, precision=0, minimum=0, label=say("tools.rank"), info=say("tools.rank.info"))
+        energy = gr.Number(0, minimum=0, maximum=1, label=say("tools.energy"), info=say("tools.energy.info"))
+    with gr.Row(visible=False) as row_merge:
+        sources = gr.Textbox(lines=4, label=say("tools.sources"), info=say("tools.sources.info"))
+    with gr.Row(visible=False) as row_output:
+        output = gr.Textbox(label=say("tools.output"), info=say("tools.output.info"))
+        dtype = gr.Dropdown([(value or say("tools.dtype.same"), value) for value in DTYPES], label=say("tools.dtype"))
+    with gr.Row():
+        start = gr.Button(say("tools.start"), variant="primary")
+        later = gr.Button(say("tools.later"), visible=False)
+    result = gr.HTML(elem_id="tool-result")
+    rows = {row_verify: ("verify",), row_convert: ("convert",), row_resize: ("resize", "merge")}
+    rows |= {row_merge: ("merge",), row_output: WRITING}
+
+    def choose(tool: str) -> list[Any]:
+        known = tool if tool in TOOLS else TOOLS[0]
+        shown = [gr.update(visible=known in tools) for tools in rows.values()]
+        return [
+            say(f"tools.{known}.about"),
+            gr.update(visible=known != "merge"),
+            gr.update(visible=known in QUEUED),
+            *shown,
+        ]
+
+    given = {"tool": tool, "file": file, "base": base, "layout": layout, "rank": rank, "energy": energy}
+    given |= {"sources": sources, "output": output, "dtype": dtype}
+
+    def now(**values: Any) -> str:
+        return _answered(ui, lambda: _run(ui, **values))
+
+    def queued(**values: Any) -> str:
+        return _answered(ui, lambda: _queue(ui, **values))
+
+    quiet = {"api_visibility": "private"}
+    tool.change(choose, tool, [about, file, later, *rows], show_progress="hidden", queue=False, **quiet)
+    start.click(now, inputs_kwargs=given, outputs=result, concurrency_limit=2, trigger_mode="once", **quiet)
+    later.click(queued, inputs_kwargs=given, outputs=result, concurrency_limit=None, trigger_mode="once", **quiet)
+    gr.on([file.focus], lambda: gr.update(choices=found(ui)), None, file, show_progress="hidden", **quiet)
+
+
+def found(ui: Ui) -> list[str]:
+    """LoRA files of runs below the roots, and what the tools wrote, newest first."""
+    places = [ui.place.home / "tools"]
+    for root in ui.place.roots:
+        places += [root, *root.glob("*/export"), *root.glob("runs/*/export")]
+    files = {path for place in places for path in place.glob("*.safetensors") if path.stat().st_size < 4 * 2**30}
+    newest = sorted(files, key=lambda path: -path.stat().st_mtime)
+    return [str(path) for path in newest[:MOST_FILES]]
+
+
+def arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | None]:
+    """What the engine is called with, and the file that it will write. Nothing in it is but what we put there.
+
+    Raises:
+        UserError: a path lies outside, a value is missing or none that the tool takes.
+    """
+    if tool not in TOOLS:
+        raise UserError(f"{safe.shorter(tool)}: no such tool")
+    line: list[str] = []
+    if tool == "verify" and (base := str(given["base"] or "").strip()):
+        line += ["--base", base if base == "demo" else str(ui.path(base))]
+    if tool == "convert":
+        line += ["--format", _one_of(given["layout"], LAYOUTS)]
+    if tool in ("resize", "merge"):
+        line += ["--rank", str(int(given["rank"] or 0)), "--energy", str(float(given["energy"] or 0))]
+    target = None
+    if tool in WRITING:
+        line += ["--dtype", _one_of(given["dtype"] or "", DTYPES)]
+        target = _target(ui, str(given["output"] or ""))
+        line += ["--output", str(target)]
+    if tool == "merge":
+        weighted = [_weighted(ui, text) for text in str(given["sources"] or "").splitlines() if text.strip()]
+        if not weighted:
+            raise UserError("no file given")
+        return [*line, "--", *weighted], target
+    return [*line, "--", str(_lora(ui, str(given["file"] or "")))], target
+
+
+def _run(ui: Ui, tool: str, **given: Any) -> str:
+    line, target = arguments(ui, tool, **given)
+    answer = engine.ask(tool, line, MOST_SECONDS, verdicts=tool == "verify")
+    titles = {key: ui.say(f"tools.key.{key}") for key in answer if key in KEYS}
+    parts = [show.table(answer, titles)]
+    if target is not None:
+        link = f'<a href="{safe.shown(ui.download(target))}" download>{safe.shown(target.name)}</a>'
+        parts.insert(0, f"<p>{safe.shown(ui.say('tools.written'))} {link}</p>")
+    return "".join(parts)
+
+
+def _queue(ui: Ui, tool: str, **given: Any) -> str:
+    if tool not in QUEUED:
+        raise UserError(f"{safe.shorter(tool)}: no such tool")
+    line, target = arguments(ui, tool, **given)
+    subject = target.name if target else Path(line[-1]).name
+    id = jobs.Queue(ui.place.home).submit_command(tool, line, folder=ui.place.home, name=f"{tool} {subject}")
+    jobs.ensure_worker(ui.place.home)
+    link = f'<a href="{ui.link("")}">{safe.shown(ui.say("page.runs"))}</a>'
+    return f"<p>{safe.shown(ui.say('tools.queued', id=id))} {link}</p>"
+
+
+KEYS = frozenset(
+    ["file", "bytes", "layout", "families", "ranks", "alphas", "dtypes", "norms", "metadata", "hashes", "output"]
+    + ["layers", "kept", "dropped", "ok", "checks", "measured"]
+)
+"""Keys of the engine's answers that have words of their own (tools.key.*)."""
+
+
+def _answered(ui: Ui, do: Any) -> str:
+    """What came of it as HTML, or why nothing did."""
+    try:
+        return do()
+    except UserError as error:
+        return f'<p class="wrong" role="alert">{safe.shown(ui.tell(str(error)))}</p>'
+
+
+def _lora(ui: Ui, text: str) -> Path:
+    path = ui.path(text)
+    if path.suffix.lower() != ".safetensors" or not path.is_file():
+        raise UserError(f"{safe.shorter(text)}: no .safetensors file")
+    return path
+
+
+def _weighted(ui: Ui, text: str) -> str:
+    """A line of the merge: a path, a colon and a weight; without one it is 1."""
+    name, colon, weight = text.strip().rpartition(":")
+    try:
+        number = float(weight) if colon else 1.0
+    except ValueError:
+        raise UserError(
+            f"{safe.shorter(text)}: write a file, a colon and its weight, such as /a.safetensors:0.7"
+        ) from None
+    return f"{_lora(ui, name if colon else weight)}:{number}"
+
+
+def _target(ui: Ui, text: str) -> Path:
+    name = safe.name(text if text.strip().endswith(".safetensors") else f"{text.strip()}.safetensors" if text else text)
+    folder = ui.place.home / "tools"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if os.path.lexists(folder / name):
+        raise UserError(f"{name}: exists already; choose another name")
+    return folder / name
+
+
+def _one_of(value: Any, accepted: tuple[str, ...]) -> str:
+    if value not in accepted:
+        raise UserError(f"{safe.shorter(value)}: accepted: {', '.join(filter(None, accepted))}")
+    return str(value)

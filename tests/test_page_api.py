@@ -1,0 +1,140 @@
+"""The endpoints for programs, through gradio_client over a real server, with the login."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import uvicorn
+from gradio_client import Client
+from gradio_client.exceptions import AppError, AuthenticationError
+
+from lora_fp8 import jobs
+from webui import app
+from webui.context import Place
+from webui.login import Login
+
+PASSWORD = "a long password"
+NAMES = {"/submit", "/list", "/status", "/events", "/stop", "/export"}
+CONFIG = """
+name = "{name}"
+[model]
+family = "sd15"
+path = "demo"
+[[dataset.folders]]
+path = "{folder}"
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("api")
+    run = folder / "data/shell"
+    (run / "export").mkdir(parents=True)
+    (run / "config.toml").write_text(CONFIG.format(name="shell", folder="x"), encoding="utf-8")
+    lines = [
+        {"t": 1.0, "event": "stage", "stage": "cache"},
+        {"t": 2.0, "event": "step", "step": 1, "steps": 9, "loss": 0.5},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (run / "export/shell_kohya.safetensors").write_bytes(b"12345")
+    (folder / "data/pictures").mkdir()
+    return Place(folder / "home", [folder / "data"])
+
+
+@pytest.fixture(scope="module")
+def address(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A page with a login whose queue nobody works on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADIO_TEMP_DIR", str(tmp_path_factory.mktemp("uploads")))
+        patch.setattr(jobs, "ensure_worker", lambda home: None)
+        place.home.mkdir()
+        site = app.build(place, login=Login("me", PASSWORD, place.home / "sessions.json"))
+        server = uvicorn.Server(uvicorn.Config(site, log_level="error", timeout_graceful_shutdown=1))
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+            thread.start()
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            server.should_exit = True
+            thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def client(address: str, tmp_path_factory: pytest.TempPathFactory) -> Client:
+    folder = tmp_path_factory.mktemp("downloads")
+    return Client(
+        f"{address}/en/", auth=("me", PASSWORD), verbose=False, download_files=folder, analytics_enabled=False
+    )
+
+
+def test_without_the_password_nothing_is_told(address: str) -> None:
+    for auth in (None, ("me", "wrong password")):
+        with pytest.raises((AuthenticationError, ValueError)):
+            Client(f"{address}/en/", auth=auth, verbose=False, analytics_enabled=False)
+
+
+def test_the_public_functions_are_these_six_and_all_others_are_private(client: Client, address: str) -> None:
+    told = client.view_api(return_format="dict", print_info=False)
+    assert set(told["named_endpoints"]) == NAMES and told["unnamed_endpoints"] == {}
+    assert "TOML text" in told["named_endpoints"]["/submit"]["description"]
+    chinese = Client(f"{address}/zh-CN/", auth=("me", PASSWORD), verbose=False, analytics_enabled=False)
+    assert chinese.view_api(return_format="dict", print_info=False)["named_endpoints"] == {}
+
+
+def test_a_job_is_submitted_seen_and_stopped(client: Client, place: Place) -> None:
+    id = client.predict(CONFIG.format(name="cat", folder=f"{place.given[0]}/pictures"), 3, api_name="/submit")["id"]
+    (row,) = [job for job in client.predict(api_name="/list") if job["id"] == id]
+    assert (row["name"], row["priority"], row["state"]) == ("cat", 3, "queued")
+    # The queue itself, as the command line sees it.
+    assert jobs.Queue(place.home).job(id).name == "cat"
+    assert client.predict(str(id), api_name="/stop")["state"] in jobs.ENDED
+    assert client.predict(str(id), api_name="/status")["state"] in jobs.ENDED
+
+
+def test_events_are_read_on_from_an_offset(client: Client, place: Place) -> None:
+    run = place.given[0] / "shell"
+    first = client.predict(str(run), api_name="/events")
+    assert [event["event"] for event in first["events"]] == ["stage", "step"]
+    assert client.predict(str(run), first["offset"], api_name="/events")["events"] == []
+    with open(run / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"t": 3.0, "event": "step", "step": 2, "loss": 0.25}\n')
+    then = client.predict(str(run), first["offset"], api_name="/events")
+    assert [event["step"] for event in then["events"]] == [2]
+
+
+def test_files_are_exported_and_downloaded(client: Client, place: Place, address: str) -> None:
+    run = place.given[0] / "shell"
+    told = client.predict(str(run), [], api_name="/export")
+    assert told["job"] is None and [(file["name"], file["bytes"]) for file in told["files"]] == [
+        ("shell_kohya.safetensors", 5)
+    ]
+    got = httpx.get(address + told["files"][0]["download"], auth=("me", PASSWORD))
+    assert (got.status_code, got.content) == (200, b"12345")
+    assert httpx.get(address + told["files"][0]["download"]).status_code == 401
+    id = client.predict(str(run), ["comfy"], api_name="/export")["job"]
+    assert jobs.Queue(place.home).job(id).command == ("export", "--format", "comfy", "--", str(run))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("/submit", ("nonsense = [",), "not valid TOML"),
+        ("/submit", (CONFIG.format(name="x", folder="/etc"),), "dataset.folders.0.path: /etc: not below"),
+        ("/submit", (CONFIG.format(name="../x", folder="datasets/a"),), "name"),
+        ("/status", ("999",), "999"),
+        ("/status", ("/etc",), "not below"),
+        ("/events", ("/etc/../etc",), "without .."),
+        ("/stop", ("; reboot",), "not a path"),
+        ("/export", ("1e3", []), "not a path"),
+    ],
+)
+def test_what_is_wrong_is_told_in_the_engines_words(client: Client, name: str, given: tuple, told: str) -> None:
+    with pytest.raises(AppError) as error:
+        client.predict(*given, api_name=name)
+    assert told in str(error.value) and "Traceback" not in str(error.value)

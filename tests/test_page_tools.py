@@ -1,0 +1,89 @@
+"""The Tools page without a browser: what the engine is called with, and what its answer looks like."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lora_fp8.config import UserError
+from webui import show
+from webui.context import Place, Ui
+from webui.pages import tools
+
+LAYER = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+CANARIES = ["; touch {0}", "$(touch {0})", "`touch {0}`", "| touch {0}", "\ntouch {0}", "--output={0}", "-rf", "%PATH%"]
+CANARIES += ["../../{0}", "{0}\0", "<script>alert(1)</script>", "${{IFS}}", "a b'c\"d", "\u202e{0}"]
+
+
+@pytest.fixture
+def ui(tmp_path: Path) -> Ui:
+    root = tmp_path / "data"
+    root.mkdir()
+    rng = np.random.default_rng(0)
+    pair = {f"{LAYER}.lora_A.weight": rng.normal(size=(4, 320)), f"{LAYER}.lora_B.weight": rng.normal(size=(320, 4))}
+    metadata = {"ss_output_name": "<img src=x onerror=alert(1)>"}
+    save_file({name: value.astype("float32") for name, value in pair.items()}, root / "a;b.safetensors", metadata)
+    (root / "x.txt").touch()
+    return Ui("en", Place(tmp_path / "home", [root]))
+
+
+def given(ui: Ui, **changed: Any) -> dict[str, Any]:
+    file = str(ui.place.given[0] / "a;b.safetensors")
+    usual = {"file": file, "base": "", "layout": "kohya", "rank": 2, "energy": 0, "sources": f"{file}:0.5", "dtype": ""}
+    return usual | {"output": "new"} | changed
+
+
+@pytest.mark.parametrize("tool", tools.TOOLS)
+def test_the_line_has_our_options_and_resolved_paths(ui: Ui, tool: str) -> None:
+    line, target = tools.arguments(ui, tool, **given(ui))
+    before, after = line[: line.index("--")], line[line.index("--") + 1 :]
+    assert all(re.fullmatch(r"--[a-z]+", option) for option in before[::2])
+    (subject,) = after
+    assert subject.startswith(str(ui.place.given[0])) and (target is None) == (tool not in tools.WRITING)
+    if target:
+        assert target == ui.place.home / "tools/new.safetensors"
+
+
+@pytest.mark.parametrize("tool", tools.TOOLS)
+@pytest.mark.parametrize("field", ["tool", "file", "base", "layout", "sources", "output", "dtype"])
+@pytest.mark.parametrize("canary", CANARIES)
+def test_canaries_are_refused_or_stay_names(ui: Ui, tmp_path: Path, tool: str, field: str, canary: str) -> None:
+    """No text of a browser becomes an option, a second argument, or a path that is not below a root."""
+    text = canary.format(tmp_path / "canary")
+    known, _ = tools.arguments(ui, tool, **given(ui))
+    try:
+        line, target = tools.arguments(ui, **({"tool": tool} | given(ui) | {field: text}))
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    assert len(line) == len(known)
+    changed = [(a, b) for a, b in zip(known, line, strict=True) if a != b]
+    assert not changed or [(str(ui.place.home / "tools/new.safetensors"), str(target))] == changed
+    assert target is None or target.parent == ui.place.home / "tools"
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_file_is_inspected_and_resized(ui: Ui) -> None:
+    """The engine itself, in its own process; what a file says about itself is shown as text."""
+    answer = tools._answered(ui, lambda: tools._run(ui, "inspect", **given(ui)))
+    assert "sd15" in answer and "attn1.to_q" in answer and "&lt;img src=x onerror" in answer and "<img" not in answer
+    answer = tools._answered(ui, lambda: tools._run(ui, "resize", **given(ui)))
+    assert 'href="/download?path=' in answer and (ui.place.home / "tools/new.safetensors").is_file()
+    again = tools._answered(ui, lambda: tools._run(ui, "resize", **given(ui)))
+    assert "exists already" in again and 'class="wrong"' in again
+
+
+def test_what_the_engine_refuses_is_told_in_its_line(ui: Ui) -> None:
+    wrong = ui.place.given[0] / "b.safetensors"
+    wrong.write_bytes(b"no header")
+    answer = tools._answered(ui, lambda: tools._run(ui, "inspect", **given(ui, file=str(wrong))))
+    assert 'class="wrong"' in answer and "b.safetensors" in answer and "Traceback" not in answer
+
+
+def test_tables_hold_text_only() -> None:
+    evil = "<script>alert(1)</script>"
+    html = show.table({evil: evil, "list": [{evil: evil, "b": 1.23456789}], "deep": {evil: {evil: [evil]}}, "ok": True})
+    assert "<script" not in html and html.count("&lt;script") >= 6 and "1.2346" in html and "✓" in html

@@ -1,0 +1,98 @@
+"""Every sentence of the page exists in both languages, with the same places for values, and is used."""
+
+import ast
+import re
+import string
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from webui import words
+
+WEBUI = Path(words.__file__).parent
+CODE = [*WEBUI.rglob("*.py")]
+OWN_TABLES = ("settings.toml",)  # labels of settings, by their key; tests of the form hold them against config
+
+
+def sentences() -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for file in sorted((WEBUI / "texts").glob("*.toml")):
+        if file.name not in OWN_TABLES:
+            found |= tomllib.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def places(text: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+
+
+@pytest.mark.parametrize("language", words.LANGUAGES)
+def test_every_sentence_is_there_and_is_not_empty(language: str) -> None:
+    assert len(sentences()) > 100
+    assert [key for key, texts in sentences().items() if not texts.get(language, "").strip()] == []
+
+
+def test_both_languages_have_the_same_places() -> None:
+    """The engine's English has words that Chinese leaves out (a plural's s): none may come on top."""
+    different = {
+        key: {language: sorted(places(text)) for language, text in texts.items()}
+        for key, texts in sentences().items()
+        if places(texts["zh-CN"]) - places(texts["en"])
+        or (places(texts["en"]) - places(texts["zh-CN"]) and not key.startswith("engine."))
+    }
+    assert different == {}
+
+
+def test_chinese_sentences_are_chinese() -> None:
+    """A sentence that was copied instead of translated has no Chinese character; names and units have none, either."""
+    same = [
+        key
+        for key, texts in sentences().items()
+        if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\{[^}]*\}", "", texts["en"]))) > 3
+        and not re.search(r"[\u4e00-\u9fff]", texts["zh-CN"])
+    ]
+    assert same == []
+
+
+def spoken() -> tuple[dict[str, str], list[re.Pattern[str]]]:
+    """Keys that the code says as they stand, with where; and patterns of those that it puts together."""
+    plain: dict[str, str] = {}
+    made: list[re.Pattern[str]] = []
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                plain.setdefault(node.value, f"{path.name}:{node.lineno}")
+            elif isinstance(node, ast.JoinedStr):
+                parts = [re.escape(p.value) if isinstance(p, ast.Constant) else r".+" for p in node.values]
+                if isinstance(node.values[0], ast.Constant) and re.match(r"[a-z]+\.", node.values[0].value):
+                    made.append(re.compile("".join(parts)))
+    return plain, made
+
+
+def test_every_sentence_is_used() -> None:
+    plain, made = spoken()
+    unused = [
+        key
+        for key in sentences()
+        # What the engine says is looked up by its pattern (words.tell), what a job's state says by its own key.
+        if not key.startswith(("engine.", "job."))
+        and key not in plain
+        and not any(pattern.fullmatch(key) for pattern in made)
+    ]
+    assert unused == []
+
+
+def test_every_key_that_is_said_exists() -> None:
+    """Calls of say with a key as it stands: say("runs.stop"), say(language, "login.title")."""
+    said = set()
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "say":
+                said |= {
+                    (argument.value, f"{path.name}:{node.lineno}")
+                    for argument in node.args
+                    if isinstance(argument, ast.Constant) and "." in str(argument.value)
+                }
+    assert len(said) > 50
+    assert [where for where in sorted(said) if where[0] not in sentences()] == []

@@ -1,0 +1,91 @@
+"""What programs may ask the page: six functions, the only public ones. Described for people in docs/api.md.
+
+They are endpoints of the English site: `gradio_client.Client("http://127.0.0.1:7860/en/")`. Answers are plain JSON;
+what is wrong with a request is an error with the same line that the command line would print.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import gradio as gr
+
+from lora_fp8 import jobs
+from lora_fp8.config import UserError
+from lora_fp8.jobs import JobView
+
+from . import submit as entry
+from .context import Place, Ui
+
+
+def add(ui: Ui) -> None:
+    """Put the endpoints into the site that is being laid out."""
+    for name, function in functions(ui.place).items():
+        gr.api(_told(function), api_name=name, concurrency_limit=None)
+
+
+def functions(place: Place) -> dict[str, Callable[..., Any]]:
+    """The endpoints by name, on this place's queue."""
+    queue = jobs.Queue(place.home)
+
+    def look(id: str) -> JobView:
+        return queue.job(int(id) if id.isascii() and id.isdecimal() and len(id) < 15 else str(place.inside(id)))
+
+    def run_of(id: str) -> tuple[JobView, Any]:
+        view = look(id)
+        if view.folder is None:
+            raise UserError(f"job {view.id} is a command and has no run folder")
+        return view, place.inside(view.folder)
+
+    def submit(config: str, priority: int = 0, gpus: str = "") -> dict:
+        """Queue a training. config: TOML text, its paths below the page's folders. Returns {"id"}."""
+        return {"id": entry.train(place, config, priority=priority, gpus=gpus)}
+
+    def every() -> list[dict]:
+        """All jobs of the queue: those that run, those that wait, in their order, then what has ended."""
+        return [view.to_json() for view in queue.view(shell=False)]
+
+    def status(id: str) -> dict:
+        """One job by its number, or a run by the path of its folder, as it is now."""
+        return look(id).to_json()
+
+    def events(id: str, offset: int = 0) -> dict:
+        """A run's events behind this byte of its log: {"events", "offset"}; ask again with that offset."""
+        view, _ = run_of(id)
+        found, behind = queue.events(view.id, max(0, offset))
+        return {"events": found, "offset": behind}
+
+    def stop(id: str) -> dict:
+        """Save and stop, what runs; take out of the queue, what waits. Returns the job's status."""
+        queue.stop(look(id).id)
+        return look(id).to_json()
+
+    def export(id: str, formats: list[str] = []) -> dict:  # noqa: B006 - Gradio shows the default
+        """A run's LoRA files with the address of each; with formats, a job that writes them again is queued: "job"."""
+        _, folder = run_of(id)
+        job = None
+        if formats:
+            wanted = [part for layout in formats for part in ("--format", layout)]
+            job = queue.submit_command("export", [*wanted, "--", str(folder)], name=f"export {folder.name}")
+            jobs.ensure_worker(place.home)
+        files = sorted((folder / "export").glob("*.safetensors"))
+        link = Ui("en", place).download
+        return {
+            "job": job,
+            "files": [{"name": file.name, "bytes": file.stat().st_size, "download": link(file)} for file in files],
+        }
+
+    return {"submit": submit, "list": every, "status": status, "events": events, "stop": stop, "export": export}
+
+
+def _told(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its UserErrors as errors that the client is told."""
+
+    @wraps(function)
+    def asked(*given: Any, **named: Any) -> Any:
+        try:
+            return function(*given, **named)
+        except UserError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+
+    return asked
