@@ -98,18 +98,13 @@ def _hub_home() -> Path:
 
 def _about(ui: Ui) -> str:
     say, home = ui.say, ui.place.home
-    libraries = []
-    for name in LIBRARIES:
-        try:
-            libraries.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            libraries.append(f"{name} –")
+    libraries = [_version(name) for name in LIBRARIES]
     memory, disk = psutil.virtual_memory().total / GIB, psutil.disk_usage(str(home))
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     cards = [f"{card['name']} ({card['total'] / GIB:.1f} GiB)" for card in watch.gpus()]
     return _table(
         [
-            (say("place.version"), f"lora_fp8 {metadata.version('lora-fp8')}"),
+            (say("place.version"), _version("lora-fp8")),
             (say("place.python"), platform.python_version()),
             (say("place.libraries"), ", ".join(libraries)),
             (say("place.machine"), say("place.machine.value", system=system, cores=os.cpu_count(), memory=memory)),
@@ -118,3 +113,11 @@ def _about(ui: Ui) -> str:
             (say("place.disk"), say("place.disk.value", free=disk.free / GIB, total=disk.total / GIB)),
         ]
     )
+
+
+def _version(package: str) -> str:
+    """ "torch 2.13.0"; a dash where it is not installed, as of a checkout that is run in place."""
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package} –"
