@@ -7,6 +7,7 @@ form.py      a training's settings from their declarations; the one text that al
 draft.py     the training that is being set up, on the server's disk
 bases.py     what a training can start from: base models, presets, configs
 pictures.py  folders of pictures, and taking in uploads
+album.py     a folder of pictures: captions, tags, the doctor's report, captioning as a job
 importer.py  settings of other trainers, for the form
 outlook.py   what a training will take: steps, time, memory
 pages/       one file, one page; `build(ui)` lays it out

@@ -536,6 +536,18 @@ def _target(folder: Path, name: str) -> Path:
     return real
 
 
+def read(folder: Path, name: str) -> str:
+    """The text of a caption file, by its relative name, as it stands but for the newlines at its end; "" for none.
+
+    Raises:
+        UserError: it is not to be read: no text, or a link that leads out of the folder.
+    """
+    try:
+        return _Text.of(_read(_target(folder, name)), []).body
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name} {getattr(error, 'strerror', None) or error}") from None
+
+
 def _read(path: Path) -> bytes | None:
     """The bytes of a file, or None if there is none."""
     try:

@@ -1,10 +1,672 @@
-"""Page: dataset."""
+"""Pictures and captions: a grid, a caption editor, edits of many with undo, the doctor's findings, buckets, captioning.
+
+`?folder=` names the folder, so that a reload and a second window show the same. Captions are read from disk at every
+look; what the doctor says comes from a program of its own that decodes the pictures.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import gradio as gr
 
+from lora_fp8 import families
+from lora_fp8.config import UserError
+from lora_fp8.data import buckets, captions
+
+from .. import album as room
+from .. import live, pictures, shows, watch
 from ..context import Ui
+from ..safe import shown
+
+PER_PAGE = 60
+MOST_TAGS, MOST_FILES, MOST_CHANGES = 300, 200, 40
+STYLE = (Path(__file__).parent.parent / "dataset.css").read_text(encoding="utf-8")
+OPERATIONS: dict[str, tuple[int, Callable[..., captions.Operation]]] = {
+    # what is done: how many fields it has, and what does it
+    "add_last": (1, captions.AddTag),
+    "add_first": (1, partial(captions.AddTag, first=True)),
+    "remove": (1, captions.RemoveTag),
+    "rename": (2, captions.RenameTag),
+    "replace": (2, captions.Replace),
+    "pattern": (2, captions.ReplacePattern),
+    "trigger": (1, captions.Trigger),
+    "prepend": (1, captions.Prepend),
+    "append": (1, captions.Append),
+    "dedupe": (0, captions.DedupeTags),
+    "sort": (0, captions.SortTags),
+    "recode": (1, captions.Recode),
+}
+SHOWING = ("all", "uncaptioned", "chosen")
+GO = "(folder) => { location.search = '?' + new URLSearchParams({folder: folder || ''}); }"
 
 
 def build(ui: Ui) -> None:
     """Lay the page out."""
-    gr.Markdown(f"## {ui.say('page.dataset')}")
+    page = _Page(ui)
+    page.lay_out()
+
+
+def panel(**given: Any) -> gr.HTML:
+    """As live.panel, with what this page shows."""
+    return gr.HTML("", css_template=live.STYLE + STYLE, js_on_load=live.CLICKS, apply_default_css=False, **given)
+
+
+class _Page:
+    """The components of one language, and what happens when they are used.
+
+    `at` is where somebody is: folder, filters, page of the grid, picked picture, chosen pictures, and the caption as it
+    was when it was loaded into the editor.
+    """
+
+    def __init__(self, ui: Ui):
+        self.ui, self.say = ui, ui.say
+        self.families = {name: str(families.facts(name)["title"]) for name in families.available()}
+
+    def lay_out(self) -> None:
+        say = self.say
+        self.at, self.edit, self.seen = gr.State({}), gr.State(None), gr.State({})
+        self.family = gr.Dropdown(
+            [(title, name) for name, title in self.families.items()],
+            value="sdxl",
+            label=say("dataset.family"),
+            elem_id="dataset-family",
+            render=False,
+        )
+        self.resolution = gr.Number(
+            0,
+            precision=0,
+            minimum=0,
+            label=say("dataset.resolution"),
+            elem_id="dataset-resolution",
+            render=False,
+        )
+        self.here = {"at": self.at, "family": self.family, "resolution": self.resolution}
+        with gr.Row():
+            self.folder = gr.Dropdown(
+                label=say("dataset.folder"), choices=[], allow_custom_value=True, elem_id="dataset-folder", scale=5
+            )
+            go = gr.Button(say("dataset.open"), elem_id="dataset-open", size="md", scale=1, min_width=100)
+        self.head = panel(elem_id="dataset-head")
+        self.said = panel(elem_id="dataset-said", visible=False)
+        with gr.Tabs(visible=False, elem_id="dataset-tabs") as self.tabs:
+            with gr.Tab(say("dataset.tab.pictures"), id="pictures"):
+                self._lay_out_pictures()
+            with gr.Tab(say("dataset.tab.tags"), id="tags"):
+                self.tags = panel(elem_id="dataset-tags")
+            with gr.Tab(say("dataset.tab.findings"), id="findings"):
+                with gr.Row():
+                    self.family.render()
+                    self.resolution.render()
+                    again = gr.Button(say("dataset.again"), elem_id="dataset-again", size="md")
+                self.findings = panel(elem_id="dataset-findings")
+            with gr.Tab(say("dataset.tab.buckets"), id="buckets"):
+                self.buckets = panel(elem_id="dataset-buckets")
+            with gr.Tab(say("dataset.tab.caption"), id="caption"):
+                self._lay_out_captioning()
+        shown_ = [self.head, self.grid, self.view, self.caption, self.tags]
+        self.everything = [self.at, *shown_]
+        gr.on([live.opened()], self.open, outputs=[self.folder, self.tabs, *self.everything], **live.quiet())
+        go.click(None, inputs=[self.folder], js=GO, api_visibility="private")
+        self.folder.select(None, inputs=[self.folder], js=GO, api_visibility="private")
+        for clickable in (self.grid, self.view, self.tags, self.findings, self.head):
+            clickable.click(
+                self.press,
+                inputs_kwargs=self.here,
+                outputs=[self.said, *self.everything, self.operation, self.first, self.second, self.edit, self.changes],
+                **live.quiet(),
+            )
+        timer = gr.Timer(live.SECONDS)
+        gr.on(
+            [timer.tick, self.family.input, self.resolution.submit],
+            self.paint,
+            inputs_kwargs=self.here | {"seen": self.seen},
+            outputs=[self.findings, self.buckets, self.job, self.view, self.seen],
+            queue=False,
+            trigger_mode="always_last",
+            **live.quiet(),
+        )
+        again.click(
+            self.examine_again,
+            inputs_kwargs=self.here,
+            outputs=[self.seen],
+            **live.quiet(),
+        )
+
+    def _lay_out_pictures(self) -> None:
+        say = self.say
+        with gr.Row():
+            self.query = gr.Textbox(label=say("dataset.search"), max_lines=1, elem_id="dataset-search", scale=3)
+            self.showing = gr.Dropdown(
+                [(say(f"dataset.showing.{kind}"), kind) for kind in SHOWING], value="all", label=say("dataset.showing")
+            )
+        with gr.Row():
+            with gr.Column(scale=3, min_width=320):
+                self.grid = panel(elem_id="dataset-grid")
+            with gr.Column(scale=2, min_width=300):
+                self.view = panel(elem_id="dataset-view")
+                self.caption = gr.Textbox(
+                    label=say("dataset.caption"), lines=5, max_lines=14, elem_id="dataset-caption"
+                )
+                with gr.Row():
+                    save = gr.Button(say("dataset.save"), elem_id="dataset-save", size="md")
+                    following = gr.Button(
+                        say("dataset.save_next"), variant="primary", elem_id="dataset-next", size="md"
+                    )
+        with gr.Accordion(say("dataset.many"), open=True, elem_id="dataset-many"):
+            with gr.Row():
+                self.operation = gr.Dropdown(
+                    [(say(f"dataset.do.{name}"), name) for name in OPERATIONS],
+                    value="add_first",
+                    label=say("dataset.operation"),
+                    elem_id="dataset-operation",
+                )
+                self.first = gr.Textbox(label=say("dataset.first"), max_lines=1, elem_id="dataset-first")
+                self.second = gr.Textbox(label=say("dataset.second"), max_lines=1, elem_id="dataset-second")
+                self.scope = gr.Dropdown(
+                    [(say(f"dataset.scope.{name}"), name) for name in ("all", "filter", "chosen")],
+                    value="all",
+                    label=say("dataset.scope"),
+                    elem_id="dataset-scope",
+                )
+            with gr.Row():
+                look = gr.Button(say("dataset.preview"), elem_id="dataset-preview", size="md")
+                apply = gr.Button(say("dataset.apply"), variant="primary", elem_id="dataset-apply", size="md")
+                undo = gr.Button(say("dataset.undo"), elem_id="dataset-undo", size="md")
+                redo = gr.Button(say("dataset.redo"), elem_id="dataset-redo", size="md")
+            self.changes = panel(elem_id="dataset-changes")
+        shown_ = [self.head, self.grid, self.view, self.caption]
+        for event in (self.query.submit, self.query.blur, self.showing.input):
+            event(
+                self.narrow,
+                inputs_kwargs={"at": self.at, "query": self.query, "showing": self.showing},
+                outputs=[self.at, self.grid],
+                **live.quiet(),
+            )
+        self._after = [self.said, self.at, *shown_]
+        for button, step in ((save, 0), (following, 1)):
+            button.click(
+                partial(self.save, step),
+                inputs_kwargs=self.here | {"caption": self.caption},
+                outputs=self._after,
+                **live.quiet(),
+            )
+        given = {"at": self.at, "operation": self.operation, "first": self.first, "second": self.second}
+        look.click(
+            self.preview,
+            inputs_kwargs=given | {"scope": self.scope},
+            outputs=[self.said, self.edit, self.changes],
+            **live.quiet(),
+        )
+        apply.click(
+            self.apply,
+            inputs_kwargs=self.here | {"edit": self.edit},
+            outputs=[*self._after, self.edit, self.changes],
+            **live.quiet(),
+        )
+        for button, what in ((undo, captions.undo), (redo, captions.redo)):
+            button.click(partial(self.step, what), inputs_kwargs=self.here, outputs=self._after, **live.quiet())
+
+    def _lay_out_captioning(self) -> None:
+        say = self.say
+        gr.Markdown(say("dataset.auto.about"))
+        with gr.Row():
+            model = gr.Textbox(
+                label=say("dataset.auto.model"),
+                placeholder="florence-community/Florence-2-large-ft",
+                max_lines=1,
+                elem_id="auto-model",
+            )
+            kind = gr.Radio(
+                [(say(f"dataset.auto.{name}"), name) for name in ("text", "tags")],
+                value="text",
+                label=say("dataset.auto.kind"),
+            )
+        with gr.Row():
+            prompt = gr.Textbox(label=say("dataset.auto.prompt"), max_lines=3)
+            trigger = gr.Textbox(label=say("dataset.auto.trigger"), max_lines=1, elem_id="auto-trigger")
+        overwrite = gr.Checkbox(label=say("dataset.auto.overwrite"), value=False)
+        begin = gr.Button(say("dataset.auto.begin"), variant="primary", elem_id="auto-begin", size="md")
+        self.job = panel(elem_id="dataset-job")
+        self.job.click(self.press_job, outputs=[self.said], **live.quiet())
+        begin.click(
+            self.begin,
+            inputs_kwargs={
+                "at": self.at,
+                "model": model,
+                "kind": kind,
+                "prompt": prompt,
+                "trigger": trigger,
+                "overwrite": overwrite,
+            },
+            outputs=[self.said, self.seen],
+            **live.quiet(),
+        )
+
+    # -- what happens
+
+    def open(self, request: gr.Request) -> list[Any]:
+        """The page is opened: the folder that its address names."""
+        given = dict(request.query_params).get("folder", "")
+        offered = [str(path) for path in pictures.folders(self.ui.place.roots)]
+        choices = gr.update(choices=[*dict.fromkeys([*offered, *([given] if given else [])])], value=given or None)
+        if not given:
+            empty = self.say("dataset.none" if not offered else "dataset.choose")
+            return [choices, gr.update(visible=False), {}, f'<p class="empty">{shown(empty)}</p>', "", "", "", ""]
+        try:
+            folder = self.ui.path(given)
+            room.album(folder, fresh=True)
+        except UserError as error:
+            return [choices, gr.update(visible=False), {}, self._wrong(error), "", "", "", ""]
+        at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "", "chosen": [], "loaded": ""}
+        return [choices, gr.update(visible=True), *self._shown({**at, "finding": ""})]
+
+    def press(self, event: gr.EventData, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
+        """A button in the grid, a tag or a finding."""
+        told = live.clicked(event)
+        do, name = told.get("do", ""), told.get("name", "")
+        rest = [gr.skip()] * 5
+        said = gr.update(visible=False)
+        try:
+            album = self._album(at)
+            at = dict(at)
+            if do == "page":
+                at["page"] = max(0, int(told.get("to", "0")))
+            elif do in ("pick", "look") and name in album.files:
+                at |= {"picked": name, "loaded": room.album(album.folder, fresh=True).texts[name]}
+                if do == "look":
+                    said = self._note(self.say("dataset.looked", file=name))
+            elif do == "choose" and name in album.files:
+                at["chosen"] = [one for one in at["chosen"] if one != name] + [name] * (name not in at["chosen"])
+            elif do == "choose_all":
+                at["chosen"] = list(dict.fromkeys([*at["chosen"], *self._filtered(at, album)]))
+            elif do == "choose_none":
+                at["chosen"] = []
+            elif do == "tag":
+                at |= {"query": f"[{name}]", "page": 0, "finding": ""}
+                said = self._note(self.say("dataset.filtered", what=name))
+            elif do == "finding":
+                at |= {"finding": name, "page": 0, "query": "", "only": self._files_of(at, name, family, resolution)}
+                said = self._note(self.say("dataset.filtered", what=self.say(f"dataset.kind.{name}")))
+            elif do == "clear":
+                at |= {"query": "", "finding": "", "showing": "all", "page": 0}
+            elif do in ("remove", "rename"):
+                edit = captions.preview(album.folder, [captions.RemoveTag(name)]) if do == "remove" else None
+                said = self._note(self.say("dataset.prepared"))
+                rest = [do, name, "", edit, self._diff(edit) if edit else ""]
+        except (UserError, ValueError) as error:
+            return [self._complaint(error), *([gr.skip()] * 6), *rest]
+        return [said, *self._shown(at, family, resolution), *rest]
+
+    def narrow(self, at: dict[str, Any], query: str, showing: str) -> list[Any]:
+        """The search or the choice of what is shown has changed."""
+        if (query, showing) == (at.get("query"), at.get("showing")) or not at:
+            return [gr.skip(), gr.skip()]
+        at = {**at, "query": query, "showing": showing, "page": 0, "finding": ""}
+        return [at, self._grid(at, self._album(at))]
+
+    def save(self, step: int, at: dict[str, Any], family: str, resolution: float, caption: str) -> list[Any]:
+        """Write the editor's caption, and go on to the next picture."""
+        skipped = [gr.skip()] * 5
+        try:
+            album = room.album(self._album(at).folder, fresh=True)
+            name = at.get("picked", "")
+            if name not in album.files:
+                raise UserError(self.say("dataset.pick_first"))
+            if album.texts[name] != at["loaded"]:
+                at = {**at, "loaded": album.texts[name]}
+                complaint = self._note(self.say("dataset.changed_meanwhile", file=name), wrong=True)
+                return [complaint, *self._shown(at, family, resolution)[:5]]
+            edit = captions.assign(album.folder, {album.files[name]: caption}, f"caption of {name}")
+            if edit.problems:
+                raise UserError(edit.problems[0])
+            if edit.changes:
+                captions.apply(album.folder, edit)
+            said = self._note(self.say("dataset.saved" if edit.changes else "dataset.unchanged", file=name))
+            album = room.album(album.folder, fresh=True)
+            names = self._filtered(at, album)
+            if step and name in names and names.index(name) + 1 < len(names):
+                name = names[names.index(name) + 1]
+            at = {**at, "picked": name, "loaded": album.texts[name]}
+            if name in names:
+                at["page"] = names.index(name) // PER_PAGE
+        except UserError as error:
+            return [self._complaint(error), *skipped]
+        return [said, *self._shown(at, family, resolution)[:5]]
+
+    def preview(self, at: dict[str, Any], operation: str, first: str, second: str, scope: str) -> list[Any]:
+        """Show what an edit of many would do."""
+        try:
+            album = self._album(at)
+            count, make = OPERATIONS[operation]
+            only = None
+            if scope != "all":
+                only = self._filtered(at, album) if scope == "filter" else [n for n in at["chosen"] if n in album.files]
+                if not only:
+                    raise UserError(self.say("dataset.none_chosen"))
+            edit = captions.preview(album.folder, [make(*(first, second)[:count])], only)
+        except UserError as error:
+            return [self._complaint(error), None, ""]
+        return [gr.update(visible=False), edit, self._diff(edit)]
+
+    def apply(self, at: dict[str, Any], family: str, resolution: float, edit: captions.Edit | None) -> list[Any]:
+        """Do what was previewed."""
+        try:
+            if edit is None or not edit.changes:
+                raise UserError(self.say("dataset.preview_first"))
+            folder = self._album(at).folder
+            entry = captions.apply(folder, edit)
+        except UserError as error:
+            return [self._complaint(error), *([gr.skip()] * 5), None, ""]
+        said = self._note(self.say("dataset.applied", count=entry.files))
+        return [said, *self._reloaded(at, family, resolution), None, ""]
+
+    def step(
+        self, what: Callable[[Path], captions.Entry], at: dict[str, Any], family: str, resolution: float
+    ) -> list[Any]:
+        """Undo or redo."""
+        try:
+            entry = what(self._album(at).folder)
+        except UserError as error:
+            return [self._complaint(error), *([gr.skip()] * 5)]
+        key = "dataset.redone" if entry.done else "dataset.undone"
+        return [self._note(self.say(key, count=entry.files)), *self._reloaded(at, family, resolution)]
+
+    def examine_again(self, at: dict[str, Any], family: str, resolution: float) -> dict[str, int]:
+        """Look at everything once more; what did not change is remembered."""
+        if at:
+            folder = self._album(at).folder
+            room.examination(self.ui.place, folder, family, self._resolution(family, resolution), again=True)
+        return {}
+
+    def begin(self, at: dict[str, Any], model: str, kind: str, prompt: str, trigger: str, overwrite: bool) -> list[Any]:
+        """Queue the captioning."""
+        try:
+            number = room.submit_captioning(
+                self.ui.place,
+                self._album(at).folder,
+                model=model,
+                kind=kind,
+                prompt=prompt,
+                overwrite=overwrite,
+                trigger=trigger,
+            )
+        except UserError as error:
+            return [self._complaint(error), gr.skip()]
+        watch.watch(self.ui.place).views.forget()
+        return [self._note(self.say("dataset.auto.queued", number=number)), {}]
+
+    def press_job(self, event: gr.EventData) -> Any:
+        """Stop, or go on with, a captioning."""
+        told = live.clicked(event)
+        try:
+            return self._note(watch.act(self.ui, told.get("do", ""), told.get("id", "")))
+        except UserError as error:
+            return self._complaint(error)
+
+    def paint(self, at: dict[str, Any], family: str, resolution: float, seen: dict[str, int]) -> list[Any]:
+        """The tick: the doctor's progress or report, and captioning."""
+        if not at:
+            return [gr.skip()] * 5
+        try:
+            album = self._album(at)
+            found = room.examination(self.ui.place, album.folder, family, self._resolution(family, resolution))
+            view = self._view(at, album, family, resolution)
+            panels = [self._findings(found), self._buckets(found), self._job(album.folder), view]
+        except UserError as error:
+            panels = [self._wrong(error), "", "", ""]
+        sent, seen = live.changed(panels, seen)
+        return [*sent, seen]
+
+    # -- what is shown
+
+    def _album(self, at: dict[str, Any]) -> room.Album:
+        """The folder that somebody is at, which the page may still use. Raises UserError."""
+        if not at.get("folder"):
+            raise UserError(self.say("dataset.choose"))
+        return room.album(self.ui.path(at["folder"]))
+
+    def _resolution(self, family: str, given: float) -> int:
+        return int(given or 0) or int(families.facts(family)["native_resolution"])
+
+    def _reloaded(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
+        album = room.album(Path(at["folder"]), fresh=True)
+        return self._shown({**at, "loaded": album.texts.get(at["picked"], "")}, family, resolution)[:5]
+
+    def _shown(self, at: dict[str, Any], family: str = "sdxl", resolution: float = 0) -> list[Any]:
+        """at, head, grid, view, caption, tags"""
+        album = self._album(at)
+        caption = gr.update(value=at["loaded"], interactive=bool(at["picked"]))
+        view = self._view(at, album, family, resolution)
+        return [at, self._head(album), self._grid(at, album), view, caption, self._tags(at, album)]
+
+    def _filtered(self, at: dict[str, Any], album: room.Album) -> list[str]:
+        """Names that the filters let through. "[tag]" in the search is a tag, other words are parts of name or text."""
+        query = at["query"].strip()
+        names = list(album.files)
+        if at.get("finding"):
+            only = set(at.get("only", ()))
+            names = [name for name in names if name in only]
+        if at["showing"] == "uncaptioned":
+            names = [name for name in names if not album.texts[name].strip()]
+        if at["showing"] == "chosen":
+            names = [name for name in names if name in at["chosen"]]
+        if match := re.fullmatch(r"\[(.+)\]", query):
+            return [name for name in names if match[1] in captions.split_tags(" ".join(album.texts[name].splitlines()))]
+        wanted = query.casefold().split()
+        return [name for name in names if all(w in f"{name} {album.texts[name]}".casefold() for w in wanted)]
+
+    def _head(self, album: room.Album) -> str:
+        without = sum(not text.strip() for text in album.texts.values())
+        parts = [self.say("dataset.count", count=len(album.files))]
+        parts += [self.say("dataset.without", count=without)] if without else []
+        try:
+            history = captions.history(album.folder)
+        except UserError as error:
+            return self._wrong(error)
+        last = [entry for entry in history if entry.done][-1:]
+        parts += [self.say("dataset.last", title=entry.title, count=entry.files) for entry in last]
+        parts += [self.say("dataset.unreadable", count=len(album.wrong))] if album.wrong else []
+        return f'<p class="dim"><b>{shown(album.folder.name)}</b> · {" · ".join(map(shown, parts))}</p>'
+
+    def _grid(self, at: dict[str, Any], album: room.Album) -> str:
+        names = self._filtered(at, album)
+        pages = max(1, math.ceil(len(names) / PER_PAGE))
+        page = min(at["page"], pages - 1)
+        chosen = set(at["chosen"])
+        cells = "".join(
+            self._cell(album, name, name == at["picked"], name in chosen)
+            for name in names[page * PER_PAGE : (page + 1) * PER_PAGE]
+        )
+        bar = f"<span>{self.say('dataset.shown', count=len(names), of=len(album.files))}</span>"
+        if chosen:
+            bar += f"<span>{self.say('dataset.chosen', count=len(chosen))}</span>"
+        bar += shows.button("choose_all", self.say("dataset.choose_all"))
+        bar += shows.button("choose_none", self.say("dataset.choose_none")) if chosen else ""
+        if at["query"] or at.get("finding") or at["showing"] != "all":
+            bar += shows.button("clear", self.say("dataset.clear"))
+        turn = ""
+        if pages > 1:
+            back = shows.button("page", self.say("dataset.back"), to=str(page - 1)) if page else ""
+            on = shows.button("page", self.say("dataset.on"), to=str(page + 1)) if page + 1 < pages else ""
+            here = self.say("dataset.page", page=page + 1, pages=pages)
+            turn = f'<div class="tools">{back}<span>{here}</span>{on}</div>'
+        empty = "" if names else f'<p class="empty">{self.say("dataset.nothing")}</p>'
+        return f'<div class="tools">{bar}</div><div class="thumbs">{cells}</div>{empty}{turn}'
+
+    def _cell(self, album: room.Album, name: str, picked: bool, chosen: bool) -> str:
+        text = album.texts[name]
+        source = shown(self.ui.picture(album.folder / name, 192))
+        label, tick = shown(name), shown(self.say("dataset.choose_one", file=name))
+        line = shown(text[:90]) if text.strip() else f'<em class="wrong">{self.say("dataset.no_caption")}</em>'
+        return (
+            f'<div class="thumb{" picked" if picked else ""}{" chosen" if chosen else ""}">'
+            f'<button type="button" data-do="pick" data-name="{label}" title="{label}">'
+            f'<img src="{source}" alt="{label}" loading="lazy" decoding="async"></button>'
+            f'<button type="button" class="tick" data-do="choose" data-name="{label}" '
+            f'aria-pressed="{str(chosen).lower()}" aria-label="{tick}"></button><p>{line}</p></div>'
+        )
+
+    def _view(self, at: dict[str, Any], album: room.Album, family: str, resolution: float) -> str:
+        name = at["picked"]
+        if name not in album.files:
+            return f'<p class="empty">{self.say("dataset.pick")}</p>'
+        side = self._resolution(family, resolution)
+        found = room.examination(self.ui.place, album.folder, family, side)
+        size = next((one for one in (found.report or {}).get("pictures", ()) if one["file"] == name), None)
+        crop, told = "", [shown(name)]
+        if size is not None:
+            try:
+                place = buckets.place((size["width"], size["height"]), side, 64)
+            except UserError as error:
+                told.append(shown(self.ui.tell(str(error))))
+            else:
+                (width, height), (left, top), (w, h) = place.resized_wh, place.crop_xy, place.bucket_wh
+                style = f"left:{left / width:.3%};top:{top / height:.3%};width:{w / width:.3%};height:{h / height:.3%}"
+                crop = f'<i class="crop" data-bucket="{w}x{h}" style="{style}"></i>'
+                told.append(f"{size['width']} × {size['height']}")
+                told.append(self.say("dataset.crop", bucket=f"{w} × {h}", cut=f"{1 - w * h / (width * height):.0%}"))
+                told.append(shown(self.families[family]))
+        wrong = f'<p class="wrong">{shown(self.ui.tell(album.wrong[name]))}</p>' if name in album.wrong else ""
+        source = shown(self.ui.picture(album.folder / name, 1280))
+        picture = f'<div class="large"><img src="{source}" alt="{shown(name)}">{crop}</div>'
+        return f'{picture}<p class="dim">{" · ".join(told)}</p>{wrong}'
+
+    def _tags(self, at: dict[str, Any], album: room.Album) -> str:
+        counted = album.tags(self._filtered(at, album) if at["query"] or at.get("finding") else None)
+        if not counted:
+            return f'<p class="empty">{self.say("dataset.no_tags")}</p>'
+        rows = []
+        for tag, count in counted.most_common(MOST_TAGS):
+            buttons = "".join(
+                shows.button(do, self.say(f"dataset.tag.{do}"), name=tag) for do in ("tag", "rename", "remove")
+            )
+            rows.append([shown(tag), str(count), f'<div class="tools">{buttons}</div>'])
+        more = len(counted) - len(rows)
+        rest = f'<p class="dim">{self.say("dataset.more_tags", count=more)}</p>' if more > 0 else ""
+        return shows.table([self.say("dataset.tag"), self.say("dataset.captions"), ""], rows) + rest
+
+    def _diff(self, edit: captions.Edit) -> str:
+        head = self.say("dataset.would", count=len(edit.changes))
+        rows = []
+        for change in edit.changes[:MOST_CHANGES]:
+            rows.append(f"<dt>{shown(change.file)}</dt><dd>{_marked(*change.texts())}</dd>")
+        more = len(edit.changes) - len(rows)
+        rest = f'<p class="dim">{self.say("dataset.more", count=more)}</p>' if more > 0 else ""
+        wrong = "".join(f'<p class="wrong">{shown(self.ui.tell(line))}</p>' for line in edit.problems[:20])
+        return f'<p><b>{head}</b></p>{wrong}<dl class="diff">{"".join(rows)}</dl>{rest}'
+
+    def _progress(self, found: room.Examination) -> str:
+        if found.problem:
+            return f'<p class="wrong">{shown(self.ui.tell(found.problem))}</p>'
+        share = f"{100 * found.done / found.total:.0f}%" if found.total else "0%"
+        told = self.say("dataset.examining", done=found.done, total=found.total)
+        return f'<p class="dim" role="status">{told}</p><div class="bar"><i style="width:{share}"></i></div>'
+
+    def _findings(self, found: room.Examination) -> str:
+        if found.report is None:
+            return self._progress(found)
+        counts, sizes = found.report["counts"], found.report["sizes"]
+        head = self.say(
+            "dataset.figures", **{name: counts[name] for name in ("readable", "pictures", "different_captions")}
+        )
+        if sizes:
+            head += " " + self.say("dataset.sizes", smallest=sizes["smallest"], largest=sizes["largest"])
+        made = [f'<p class="dim">{shown(head)}</p>']
+        if not found.report["findings"]:
+            made.append(f'<p class="empty">{self.say("dataset.all_well")}</p>')
+        for finding in found.report["findings"]:
+            kind, files = finding["kind"], finding["files"]
+            rows = "".join(self._file_row(kind, one) for one in files[:MOST_FILES])
+            more = len(files) - MOST_FILES
+            rows += f'<li class="dim">{self.say("dataset.more", count=more)}</li>' if more > 0 else ""
+            level = self.say(f"dataset.level.{finding['level']}")
+            shown_only = any(one["file"] for one in files) and kind not in ("kohya_folder",)
+            button = shows.button("finding", self.say("dataset.show_these"), name=kind) if shown_only else ""
+            made.append(
+                f'<details class="finding {finding["level"]}" data-kind="{kind}"><summary>'
+                f'<span class="level">{level}</span>'
+                f'<b>{self.say(f"dataset.kind.{kind}")}</b> <span class="dim">{len(files)}</span></summary>'
+                f'<p>{self.say(f"dataset.advice.{kind}")}</p><div class="tools">{button}</div><ul>{rows}</ul></details>'
+            )
+        return "".join(made)
+
+    def _file_row(self, kind: str, one: dict[str, str]) -> str:
+        detail = self.ui.tell(one["detail"]) if one["detail"] else ""
+        if not one["file"] or kind == "kohya_folder":
+            return f"<li>{shown(' '.join(filter(None, (one['file'], detail))))}</li>"
+        button = shows.button("look", one["file"], "plain", name=one["file"])
+        return f'<li>{button} <span class="dim">{shown(detail)}</span></li>'
+
+    def _files_of(self, at: dict[str, Any], kind: str, family: str, resolution: float) -> list[str]:
+        folder = self._album(at).folder
+        found = room.examination(self.ui.place, folder, family, self._resolution(family, resolution))
+        findings = (found.report or {}).get("findings", ())
+        return [one["file"] for finding in findings if finding["kind"] == kind for one in finding["files"]]
+
+    def _buckets(self, found: room.Examination) -> str:
+        if found.report is None:
+            return self._progress(found)
+        report = found.report
+        head = self.say("dataset.buckets", resolution=report["resolution"], step=report["bucket_step"])
+        most = max((one["count"] for one in report["buckets"]), default=1)
+        rows = []
+        for one in report["buckets"]:
+            width, height = map(int, one["size"].split("x"))
+            scale = 36 / max(width, height)
+            shape = f'<i class="shape" style="width:{width * scale:.0f}px;height:{height * scale:.0f}px"></i>'
+            bar = f'<div class="bar"><i style="width:{100 * one["count"] / most:.0f}%"></i></div>'
+            cut = f"{one['cut']:.0%} / {one['most_cut']:.0%}"
+            rows.append([shape, f"{width} × {height}", f"{one['count']}{bar}", cut, str(one["enlarged"])])
+        names = ("", "bucket", "pictures", "cut", "enlarged")
+        columns = [self.say(f"dataset.column.{name}") if name else "" for name in names]
+        return f'<p class="dim">{head}</p>{shows.table(columns, rows)}'
+
+    def _job(self, folder: Path) -> str:
+        """The captionings of this folder that are in the queue, the newest first."""
+        watching = watch.watch(self.ui.place)
+        views = [view for view in watching.views() if view.command[:2] == ("caption", str(folder))]
+        made = []
+        for view in sorted(views, key=lambda view: -int(view.id))[:3]:
+            lines = watching.queue.log_tail(view.id)
+            done, total = room.progress(lines)
+            bar = f'<div class="bar"><i style="width:{100 * done / total:.0f}%"></i></div>' if total else ""
+            told = f"{done} / {total}" if total else ""
+            last = lines[-1] if lines and view.state == "failed" else ""
+            made.append(
+                f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h3>{shown(view.name)}</h3>'
+                f'{shows.state(self.ui, view)}<span class="dim">{told}</span></div>'
+                f'<p class="said">{shown(shows.sentence(self.ui, view.sentence))}</p>'
+                f"{f'<pre>{shown(last)}</pre>' if last else ''}{bar}{shows.buttons(self.ui, view)}</section>"
+            )
+        return f'<div class="cards">{"".join(made)}</div>'
+
+    def _note(self, line: str, wrong: bool = False) -> Any:
+        return gr.update(
+            value=f'<p class="{"wrong" if wrong else "dim"}" role="status">{shown(line)}</p>', visible=True
+        )
+
+    def _complaint(self, error: Exception) -> Any:
+        return self._note(self.ui.tell(str(error)), wrong=True)
+
+    def _wrong(self, error: Exception) -> str:
+        return f'<p class="wrong" role="status">{shown(self.ui.tell(str(error)))}</p>'
+
+
+def _marked(before: str, after: str) -> str:
+    """The text after an edit, with what is gone struck out and what is new marked."""
+    one, other = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after))
+    if len(one) * len(other) > 250_000:  # two books: shown side by side
+        return f"<del>{shown(before[:500])}</del> <ins>{shown(after[:500])}</ins>"
+    made = []
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        if kind == "equal":
+            made.append(shown("".join(one[a:b])))
+            continue
+        made.append(f"<del>{shown(''.join(one[a:b]))}</del>" if b > a else "")
+        made.append(f"<ins>{shown(''.join(other[c:d]))}</ins>" if d > c else "")
+    return "".join(made)

@@ -1,0 +1,187 @@
+"""A folder of pictures as the Dataset page needs it: captions and tags, the doctor's report, captioning as a job.
+
+Captions are read from disk whenever it has changed, so that edits from elsewhere show. What has to decode pictures runs
+as a program of its own (`lora-fp8 dataset`), one at a time; what it measured is kept below home by the files' sizes and
+times.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_fp8 import jobs
+from lora_fp8.config import UserError
+from lora_fp8.data import captions
+
+from .context import Place
+
+FRESH_SECONDS = 2.0
+KEPT = 8
+"""Folders and reports that are held in memory, those used last."""
+_one_at_a_time = threading.Semaphore(1)
+_lock = threading.Lock()
+
+
+@dataclass
+class Album:
+    """Pictures of a folder by relative name, each with its caption file, its text, and why there is none."""
+
+    folder: Path
+    files: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    read_at: float = -1.0
+    _seen: dict[str, tuple[tuple[int, int], str, str]] = field(default_factory=dict)
+
+    def tags(self, names: list[str] | None = None) -> Counter[str]:
+        """How many captions have each tag."""
+        counted: Counter[str] = Counter()
+        for name in self.files if names is None else names:
+            counted.update(set(captions.split_tags(" ".join(self.texts[name].splitlines()))))
+        return counted
+
+    def refresh(self) -> None:
+        """Read what has changed on disk. Raises UserError."""
+        listed = captions.listed(self.folder)
+        root = Path(os.path.expanduser(self.folder))
+        files = {name: path.relative_to(root).as_posix() for name, path in listed.items()}
+        texts, wrong = {}, {}
+        for name, path in listed.items():
+            try:
+                status = path.stat()
+                stamp = (status.st_mtime_ns, status.st_size)
+            except OSError:
+                stamp = (0, 0)
+            known = self._seen.get(files[name])
+            if known is None or known[0] != stamp:
+                text = why = ""
+                try:
+                    text = captions.read(self.folder, files[name])
+                except UserError as error:
+                    why = str(error)
+                known = self._seen[files[name]] = (stamp, text, why)
+            texts[name] = known[1]
+            if known[2]:
+                wrong[name] = known[2]
+        self.files, self.texts, self.wrong, self.read_at = files, texts, wrong, time.monotonic()
+
+
+_albums: dict[Path, Album] = {}
+
+
+def album(folder: Path, fresh: bool = False) -> Album:
+    """The pictures of a folder, at most a few seconds old; `fresh` reads now. Raises UserError."""
+    with _lock:
+        found = _albums.pop(folder, None) or Album(folder)
+        _albums[folder] = found
+        while len(_albums) > KEPT:
+            _albums.pop(next(iter(_albums)))
+        if fresh or time.monotonic() - found.read_at > FRESH_SECONDS:
+            found.refresh()
+        return found
+
+
+# --------------------------------------------------------------------------------------------------------- the doctor
+
+
+class Examination:
+    """`lora-fp8 dataset FOLDER` at work, or done: `report` is its JSON, `problem` why there is none."""
+
+    def __init__(self, place: Place, folder: Path, family: str, resolution: int):
+        self.report: dict[str, Any] | None = None
+        self.problem = ""
+        self.done = self.total = 0
+        key = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=12).hexdigest()
+        self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]
+        self._command += ["--family", family, "--resolution", str(resolution)]
+        self._command += ["--remember", str(place.home / "examined" / f"{key}.json")]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def running(self) -> bool:
+        return self.report is None and not self.problem
+
+    def _run(self) -> None:
+        with _one_at_a_time, tempfile.TemporaryFile() as answer:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=answer,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONUTF8": "1"},
+            )
+            said = []
+            for line in process.stderr or ():
+                try:
+                    told = json.loads(line)
+                    self.done, self.total = int(told["done"]), int(told["total"])
+                except (ValueError, KeyError, TypeError):
+                    said.append(line.decode(errors="replace").strip())
+            process.wait()
+            answer.seek(0)
+            try:
+                self.report = json.loads(answer.read())
+            except ValueError:
+                self.problem = "\n".join(said[-5:]) or f"ended with exit code {process.returncode}"
+
+
+_examinations: dict[tuple[Path, str, int], Examination] = {}
+
+
+def examination(place: Place, folder: Path, family: str, resolution: int, again: bool = False) -> Examination:
+    """The examination of a folder for a family at a resolution; begun where there is none, or it is wanted again."""
+    key = (folder, family, resolution)
+    with _lock:
+        found = _examinations.pop(key, None)
+        if found is None or (again and not found.running):
+            found = Examination(place, folder, family, resolution)
+        _examinations[key] = found
+        while len(_examinations) > KEPT:
+            _examinations.pop(next(iter(_examinations)))
+        return found
+
+
+# -------------------------------------------------------------------------------------------------- captioning as a job
+
+
+def submit_captioning(
+    place: Place, folder: Path, *, model: str, kind: str, prompt: str, overwrite: bool, trigger: str
+) -> int:
+    """Queue `lora-fp8 caption` for a folder, and see that somebody works on the queue. -> the job's number
+
+    Raises:
+        UserError: the model is neither a folder that the page may use nor the id of one on the hub.
+    """
+    model = model.strip()
+    if model.startswith(("/", "~")):
+        model = str(place.inside(model))
+    elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model, re.ASCII):
+        raise UserError(f"{model or 'no model'}: give a folder from / or ~/ on, or a Hugging Face id (OWNER/NAME)")
+    arguments = [str(folder), "--json", f"--model={model}", f"--kind={'tags' if kind == 'tags' else 'text'}"]
+    arguments += [f"--prompt={prompt.strip()}"] if prompt.strip() else []
+    arguments += [f"--trigger={trigger.strip()}"] if trigger.strip() else []
+    arguments += ["--overwrite"] if overwrite else []
+    number = jobs.Queue(place.home).submit_command("caption", arguments, folder=folder, name=f"caption {folder.name}")
+    jobs.ensure_worker(place.home)
+    return number
+
+
+def progress(lines: list[str]) -> tuple[int, int]:
+    """(done, of all) by the newest line of a captioning's log that tells it; (0, 0) before there is one."""
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            told = json.loads(line)
+            if told.get("event") == "caption":
+                return int(told["done"]), int(told["total"])
+    return 0, 0
