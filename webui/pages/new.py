@@ -40,19 +40,19 @@ QUIET: dict[str, Any] = {
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
 STYLE = """
 <style>
+#new-views .form { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); }
 .setting .prose code { font-size: 11px; }
-.setting-group { margin-bottom: 18px; }
-.setting::after {
-  display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: var(--error-text-color);
-}
 .setting > .container { height: auto !important; }
+.setting::after { display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: #b91c1c; }
+.dark .setting::after { color: #f87171; }
+.setting-group { margin-bottom: 18px; }
 .style-only { display: none !important; }
 #new-side { align-self: flex-start; }
 @media (min-width: 900px) { #new-side { position: sticky; top: 12px; } }
 #new-summary ul { margin: 4px 0 10px; padding-left: 18px; }
 #new-summary li { margin: 3px 0; overflow-wrap: anywhere; }
 #new-summary p { margin: 6px 0; }
-#new-toml .cm-editor, #new-toml textarea { font-family: var(--font-mono); font-size: 13px; }
+#new-toml .cm-editor { font-family: var(--font-mono); font-size: 13px; }
 </style>
 """
 
@@ -121,9 +121,8 @@ class _Page:
                 for name in bases.demos()
             }
         gr.Markdown(say("new.base.demo_help"), elem_classes="note")
-        with gr.Row():
-            self._field("simple", "model.family")
-            self._field("simple", "model.path")
+        self._field("simple", "model.family")
+        self._field("simple", "model.path")
         self.base_note = gr.HTML(elem_classes="note")
         gr.Markdown(f"#### {say('new.pictures')}")
         with gr.Row():
@@ -146,19 +145,16 @@ class _Page:
                 self.add = gr.Button(say("new.pictures.add"), size="sm", elem_id="new-add")
         self._field("simple", "dataset.folders")
         self.taken = gr.HTML(elem_id="new-taken")
-        with gr.Row():
-            self._field("simple", "dataset.trigger")
-            self._field("simple", "dataset.missing_caption")
+        self._field("simple", "dataset.trigger")
+        self._field("simple", "dataset.missing_caption")
         gr.Markdown(f"#### {say('new.card')}")
         cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
         self.card = gr.Radio(
             [*cards, (say("new.card.none"), "")], show_label=False, container=False, elem_id="new-card"
         )
         gr.Markdown(f"#### {say('new.length')}")
-        with gr.Row():
-            self._field("simple", "train.steps")
-            self._field("simple", "name")
-        self._field("simple", "preview.prompts")
+        for key in ("train.steps", "name", "preview.prompts"):
+            self._field("simple", key)
 
     def _all(self) -> None:
         say = self.ui.say
@@ -176,11 +172,8 @@ class _Page:
                 members = [one for one in form.settings().values() if one.section == section]
                 for one in (one for one in members if one.kind == "table"):
                     self._field("all", one.key)
-                rest = [one for one in members if one.kind != "table"]
-                for i in range(0, len(rest), 2):
-                    with gr.Row():
-                        for one in rest[i : i + 2]:
-                            self._field("all", one.key)
+                for one in (one for one in members if one.kind != "table"):
+                    self._field("all", one.key)
 
     def _files(self) -> None:
         say = self.ui.say

@@ -1,0 +1,224 @@
+"""Behind the New training page, without a browser: uploads, recognition, arithmetic, estimates, the draft."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lora_fp8 import config, families
+from lora_fp8.config import UserError
+from webui import bases, form, importer, outlook, pictures
+from webui.context import Place, Ui
+from webui.draft import Draft
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "lora_fp8" / "demo"
+
+
+def png(width: int = 8, height: int = 8) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(out, "PNG")
+    return out.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_page_has_every_setting_and_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, json, pathlib, gradio as gr\n"
+        "from webui.context import Place, Ui\n"
+        "from webui.pages import new\n"
+        "with gr.Blocks() as site: new.build(Ui('zh-CN', Place(pathlib.Path(sys.argv[1]))))\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(json.dumps([b.elem_id for b in site.blocks.values() if getattr(b, 'elem_id', None)]))\n"
+        "print(json.dumps([d.api_visibility for d in site.fns.values()]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ids, visible = map(json.loads, done.stdout.splitlines()[-2:])
+    assert {f"set-{key.replace('.', '-')}" for key in form.settings()} <= set(ids)
+    assert len(ids) == len(set(ids))
+    assert set(visible) == {"private"}, "nothing of the form is an endpoint for programs"
+
+
+def test_nothing_in_a_problem_ends_the_style_sheet_that_shows_it() -> None:
+    from webui.pages.new import _css_text
+
+    bad = "\"</style><script>alert(1)</script>\\ '} body { display: none } \u202e\n中文"
+    text = _css_text(bad)
+    assert text[0] == text[-1] == '"'
+    assert not set('<>"\\{}\n\u202e') & (set(text[1:-1]) - {"\\"}) and "</" not in text
+    assert "中文" in text
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def test_uploads_are_kept_byte_for_byte_and_what_is_no_picture_is_refused(tmp_path: Path) -> None:
+    sent, kept = tmp_path / "sent", tmp_path / "kept"
+    sent.mkdir()
+    files = {
+        "a.png": png(),
+        "a.txt": "标注".encode("utf-16"),
+        "broken.png": png()[:40],
+        "page.html": b"<script>",
+        "bomb.png": png(13000, 13000),
+        "text.png": b"not a picture",
+    }
+    for name, data in files.items():
+        (sent / name).write_bytes(data)
+    count, refused = pictures.take_in([str(sent / name) for name in files], kept)
+    assert count == 1 and {path.name for path in kept.iterdir()} == {"a.png", "a.txt"}
+    assert all((kept / name).read_bytes() == files[name] for name in ("a.png", "a.txt"))
+    assert [line.partition(":")[0] for line in refused] == ["broken.png", "page.html", "bomb.png", "text.png"]
+    # Once more is no harm; another picture of the same name is not put over the first.
+    assert pictures.take_in([str(sent / "a.png")], kept) == (0, [])
+    (sent / "a.png").write_bytes(png(9, 9))
+    count, refused = pictures.take_in([str(sent / "a.png")], kept)
+    assert count == 0 and len(refused) == 1 and (kept / "a.png").read_bytes() == files["a.png"]
+
+
+def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
+    from lora_fp8.data import images
+
+    for name in ("a.png", "b.PNG", "sub/c.png", ".hidden/d.png", "x.gifx"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(png(64, 64))
+    for name in ("a.txt", "sub/c.caption"):
+        (tmp_path / name).write_text("a caption")
+    scanned = images.scan(config.Dataset(folders=[config.Folder(path=str(tmp_path))], missing_caption="skip"))
+    found = pictures.count(tmp_path)
+    assert (found.pictures, found.without_caption) == (3, 1)
+    assert len(scanned.examples) == found.pictures - found.without_caption
+
+
+# --------------------------------------------------------------------------------------------------- bases and presets
+
+
+@pytest.mark.parametrize("family", bases.demos())
+def test_a_diffusers_folder_tells_its_family(family: str) -> None:
+    assert bases.recognised(DEMO / "base" / family) == family
+
+
+def test_relatives_are_told_apart_and_strangers_are_not_guessed(tmp_path: Path) -> None:
+    facts = families.facts("sd2")
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": facts["pipeline_class"]}))
+    (tmp_path / "unet" / "config.json").write_text(json.dumps(facts["config_marks"]))
+    assert bases.recognised(tmp_path) == "sd2"
+    (tmp_path / "unet" / "config.json").write_text(json.dumps({"in_channels": 9}))
+    assert bases.recognised(tmp_path) is None, "an inpainting model is neither"
+    assert bases.recognised(tmp_path / "nothing") is None
+
+
+def test_a_saved_preset_gives_the_same_settings_under_another_job(tmp_path: Path) -> None:
+    text = 'name = "x"\npreset = ["character"]\n[model]\nfamily = "sdxl"\npath = "a/b"\n[adapter]\nrank = 5\n'
+    path = bases.save_preset(tmp_path, "mine", text)
+    data = tomllib.loads(path.read_text())
+    assert data["adapter"]["rank"] == 5 and data["train"]["steps"] == 1200 and not {"name", "model"} & data.keys()
+    other = f'preset = ["{path}"]\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"\n'
+    job = config.loads(other)
+    assert job.adapter.rank == 5 and job.train.steps == 1200 and job.model.family == "sd15"
+    with pytest.raises(UserError):
+        bases.save_preset(tmp_path, "mine", text)
+    with pytest.raises(UserError):
+        bases.save_preset(tmp_path, "character", text)
+
+
+def test_settings_of_another_trainer_become_the_draft(tmp_path: Path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text(
+        'pretrained_model_name_or_path = "m"\nnetwork_module = "networks.lora"\nnetwork_dim = 7\n<x>=1\n'[:-6]
+    )
+    ui = Ui("zh-CN", Place(tmp_path / "home"))
+    text, account = importer.account(ui, file)
+    assert tomllib.loads(text)["adapter"]["rank"] == 7
+    assert "network_dim" in account and "已导入" in account
+    file.write_text("a = 1\n")
+    with pytest.raises(UserError):
+        importer.account(ui, file)
+
+
+# ------------------------------------------------------------------------------------------------------------- outlook
+
+
+def test_the_arithmetic_is_the_engines() -> None:
+    """12 pictures twice an epoch, batches of 2, two of them a step."""
+    found = {"train.batch_size": 2, "train.accumulate": 2, "train.steps": 60}
+    assert outlook.epochs(24, found) == outlook.Epochs(24, 4, 6.0, 10.0)
+    for wrong in ({"train.steps": 0}, {"train.batch_size": "x"}, {"train.accumulate": True}):
+        assert outlook.epochs(24, found | wrong) is None
+    assert outlook.epochs(0, found) is None
+
+
+def test_time_is_that_of_the_newest_run_of_the_family(tmp_path: Path) -> None:
+    assert outlook.pace([tmp_path], "sd15") is None
+    for age, (name, family, seconds) in enumerate((("old", "sd15", 9), ("new", "sd15", 2), ("other", "flux", 7))):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.toml").write_text(f'[model]\nfamily = "{family}"\n')
+        lines = [{"t": 100 + seconds * step, "event": "step", "step": step} for step in range(1, 20)]
+        (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.utime(run / "config.toml", (1000 + age, 1000 + age))
+    assert outlook.pace([tmp_path], "sd15") == (2.0, "new")
+    assert outlook.pace([tmp_path], "sdxl") is None
+
+
+def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path) -> None:
+    base = 'preset = ["demo_sd15"]\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\n'
+    text = base + f'path = "{DEMO / "dataset"}"\n'
+    estimates = outlook.Estimates(tmp_path)
+    assert estimates.of("[model") == "", "what is wrong is told elsewhere"
+    deadline = time.monotonic() + 240
+    while (found := estimates.of(text)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    assert isinstance(found, dict), found
+    assert found["pictures"] == 16 and found["peak_bytes"] > found["base_bytes"] > 1e6 and found["file_bytes"]
+    assert estimates.of(text.replace("[model]", 'name = "y"\n[model]')) == found, "no name changes it"
+    assert not list((tmp_path / "drafts").glob("tmp*")), "nothing is left behind"
+
+
+# --------------------------------------------------------------------------------------------------------------- draft
+
+
+def test_two_tabs_that_set_different_settings_both_have_their_way(tmp_path: Path) -> None:
+    tabs = [Draft(tmp_path), Draft(tmp_path)]
+    assert tabs[0].text() == form.START
+
+    def work(tab: Draft, key: str) -> None:
+        for number in range(1, 31):
+            tab.put(key, number)
+
+    threads = [
+        threading.Thread(target=work, args=args) for args in zip(tabs, ("train.steps", "adapter.rank"), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = tomllib.loads(tabs[1].text())
+    assert found["train"]["steps"] == 30 and found["adapter"]["rank"] == 30
+
+
+def test_a_draft_that_is_not_toml_is_kept_and_not_changed_by_the_form(tmp_path: Path) -> None:
+    draft = Draft(tmp_path)
+    draft.write("[model\n# mine")
+    with pytest.raises(UserError):
+        draft.put("train.steps", 5)
+    assert draft.text() == "[model\n# mine"
