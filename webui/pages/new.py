@@ -40,7 +40,7 @@ QUIET: dict[str, Any] = {
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
 STYLE = """
 <style>
-#new-views .form { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); }
+#new-views .form { background: var(--block-background-fill); display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); }
 .setting .prose code { font-size: 11px; }
 .setting > .container { height: auto !important; }
 .setting::after { display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: #b91c1c; }
