@@ -40,7 +40,10 @@ QUIET: dict[str, Any] = {
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
 STYLE = """
 <style>
-#new-views .form { background: var(--block-background-fill); display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); }
+#new-views .form {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr));
+  background: var(--block-background-fill);
+}
 .setting .prose code { font-size: 11px; }
 .setting > .container { height: auto !important; }
 .setting::after { display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: #b91c1c; }
@@ -241,6 +244,7 @@ class _Page:
     def _wire(self, simple: gr.Tab, every: gr.Tab, toml: gr.Tab) -> None:
         told = [self.summary, self.marks, self.changes, self.seen]
         shown = {"everything": self.everything}
+        rows = [self.parts["simple"]["dataset.folders"], self.folder]  # no more, for people type on meanwhile
         views: dict[str, list[Any]] = {
             "simple": [*self.parts["simple"].values(), self.goal, self.card, self.folder, self.base_note],
             "all": list(self.parts["all"].values()),
@@ -282,13 +286,13 @@ class _Page:
         self.drop.upload(
             self._take_in,
             inputs_kwargs={"files": self.drop, "name": self.set_name, **shown},
-            outputs=[self.drop, self.taken, *told, *views["simple"]],
+            outputs=[self.drop, self.taken, *told, *rows],
             **SLOW,
         )
         self.add.click(
             self._add_folder,
             inputs_kwargs={"folder": self.folder, **shown},
-            outputs=[self.taken, *told, *views["simple"]],
+            outputs=[self.taken, *told, *rows],
             **QUIET,
         )
         self.load.click(
@@ -396,7 +400,14 @@ class _Page:
         guarded = self._guarded(take)
         taken = "".join(f"<p class='note'>{safe.shown(line)}</p>" for line in lines)
         told = {self.drop: None, self.taken: taken} | guarded
-        return told | self._tell(everything) | self._painted("simple")
+        return told | self._tell(everything) | self._rows()
+
+    def _rows(self) -> dict[Any, Any]:
+        """The folders of the simple view, after one more."""
+        painted = self._painted("simple")
+        return {
+            part: painted[part] for part in (self.parts["simple"]["dataset.folders"], self.folder) if part in painted
+        }
 
     def _add_folder(self, folder: str, everything: bool) -> dict[Any, Any]:
         def add() -> None:
@@ -405,7 +416,7 @@ class _Page:
                 raise UserError(f"{safe.shorter(folder)}: there is no such folder")
             self._put_folder(path)
 
-        return {self.taken: ""} | self._guarded(add) | self._tell(everything) | self._painted("simple")
+        return {self.taken: ""} | self._guarded(add) | self._tell(everything) | self._rows()
 
     def _put_folder(self, folder: Path) -> None:
         given = form.values(self.draft.text(), self.draft.home)["dataset.folders"]

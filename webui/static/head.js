@@ -55,3 +55,11 @@ document.addEventListener("click", (event) => {
     language.search = location.search;
   }
 });
+
+// Gradio 6.31 tells of what is typed at keypress only: not of what is pasted, deleted or written with an input method.
+const told = (event) => {
+  if (event.isComposing || !event.target.matches?.("input[data-testid=textbox], textarea[data-testid=textbox]")) return;
+  event.target.dispatchEvent(new KeyboardEvent("keypress"));
+};
+document.addEventListener("input", told);
+document.addEventListener("compositionend", told);
