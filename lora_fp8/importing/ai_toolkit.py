@@ -51,8 +51,8 @@ SHORT: dict[str, Rule] = {
     "network.conv": none("convolutions are not adapted here, only linear layers"),
     "network.conv_alpha": none("convolutions are not adapted here, only linear layers"),
     "network.dropout": to("adapter.dropout", number),
-    "network.lokr_full_rank": none("belongs to LoKr"),
-    "network.lokr_factor": none("belongs to LoKr", -1),
+    "network.lokr_full_rank": JOINT,
+    "network.lokr_factor": JOINT,
     "network.network_kwargs.**": none("the layers of a family are adapted alike; adapter.targets names which"),
     "network.pretrained_lora_path": none(words.NO_START),
     "network.transformer_only": idle("only the denoiser is trained here"),
@@ -326,13 +326,25 @@ def _set_network(draft: Draft) -> None:
         draft.none(key, f"there is no {kind} here; a LoRA of this rank was written")
         draft.set("adapter.type", "lora")
         draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+    factor, full = f"{PROCESS}network.lokr_factor", f"{PROCESS}network.lokr_full_rank"
+    if kind == "lokr":
+        given = draft.get(factor)
+        draft.mapped(
+            factor, {"adapter.factor": words.lokr_factor(-1 if given is None else given)}, "-1 there is 0 here"
+        )
+        if words.on(draft.get(full)):
+            ranks = [f"{PROCESS}network.rank", f"{PROCESS}network.linear"]
+            draft.mapped([full, *ranks], {"adapter.rank": words.WHOLE_RANK}, "whole matrices")
+        draft.none(full, "off", off=True)
+    else:
+        draft.none([factor, full], "belongs to LoKr", off=True)
     for ours, names, read in (
         ("adapter.rank", ("network.rank", "network.linear"), whole),
         ("adapter.alpha", ("network.linear_alpha", "network.alpha"), number),
     ):
         keys = [PROCESS + name for name in names]
         used = next((one for one in keys if draft.has(one)), keys[-1])
-        if draft.get(used) is not None:
+        if draft.get(used) is not None and used not in draft.done:
             draft.mapped(used, {ours: read(draft.get(used))})
         draft.none(keys, f"{used.rsplit('.', 1)[-1]} counts", off=True)
 

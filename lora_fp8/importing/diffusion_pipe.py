@@ -115,7 +115,7 @@ RULES: dict[str, Rule] = {
     "adapter.alpha": none("theirs refuses it: alpha is the rank"),
     "adapter.dropout": to("adapter.dropout", number),
     "adapter.dtype": to("adapter.dtype", words.choice({"bfloat16": "bf16", "float32": "fp32"}, "bf16 and fp32")),
-    "adapter.decompose_factor": none("belongs to LoKr"),
+    "adapter.decompose_factor": JOINT,
     "adapter.init_from_existing": none(words.NO_START),
     "adapter.fuse_adapters": none("no LoRA is merged into the base; merge it beforehand"),
     "adapter.fuse_adapters.**": none("no LoRA is merged into the base; merge it beforehand"),
@@ -246,10 +246,19 @@ def _set_path(draft: Draft) -> None:
 
 def _set_adapter(draft: Draft) -> None:
     kind = words.plain(draft.get("adapter.type") or "")
+    if kind != "lokr":
+        draft.none("adapter.decompose_factor", "belongs to LoKr", off=True)
     own = {words.plain(name): name for name in words.accepted("adapter.type")}
     if kind in own:
         draft.mapped("adapter.type", {"adapter.type": own[kind]})
         rank = draft.get("adapter.rank", whole)
+        if kind == "lokr":
+            factor = draft.get("adapter.decompose_factor")
+            settings = {"adapter.factor": words.lokr_factor(-1 if factor is None else factor)}
+            draft.mapped("adapter.decompose_factor", settings, "-1 there is 0 here")
+            if rank and rank > words.WHOLE_RANK:
+                rank = words.WHOLE_RANK
+                draft.mapped("adapter.rank", {"adapter.rank": rank}, "whole matrices")
         if rank:
             draft.set("adapter.alpha", float(rank), "theirs forces alpha = rank")
     elif kind:

@@ -586,6 +586,20 @@ def _no_argument(name: str) -> str:
     return NO_LYCORIS if name in ("factor", "preset", "decompose_both", "use_tucker", "train_norm") else NO_PART
 
 
+def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
+    """What belongs to LoKr alone, taken out of the network's arguments."""
+    keys = [key for key in ("lokr_factor", "factor") if draft.has(key)]
+    factor = given.pop("factor", None) or (draft.get(keys[0]) if keys else -1)
+    draft.mapped(keys, {"adapter.factor": words.lokr_factor(factor)}, "-1 there is 0 here")
+    both = given.pop("decompose_both", "").lower() == "true" or words.on(draft.get("decompose_both"))
+    draft.mapped("decompose_both", {"adapter.decompose_both": both})
+    full = given.pop("full_matrix", "").lower() == "true" or words.on(draft.get("full_matrix"))
+    rank = draft.get("network_dim", whole)
+    if full or (rank or 0) > words.WHOLE_RANK:
+        settings = {"adapter.rank": words.lokr_rank(rank or 1, full)}
+        draft.mapped(["network_dim", "full_matrix"], settings, "whole matrices")
+
+
 def set_network(draft: Draft) -> None:
     """adapter.type, and what belongs to it."""
     module = str(draft.get("network_module") or "")
@@ -600,7 +614,10 @@ def set_network(draft: Draft) -> None:
     other = module.split(".")[-1]
     if not lycoris and other in ("dylora", "oft", "oft_flux", "lora_fa"):
         algorithm = other
-    if str(given.pop("dora_wd", "")).lower() == "true" or words.on(draft.get("dora_wd")):
+    decomposed = str(given.get("dora_wd", "")).lower() == "true" or words.on(draft.get("dora_wd"))
+    if algorithm == "lora" or not decomposed:  # of LoKr and LoHa with lengths the lengths have no counterpart
+        given.pop("dora_wd", None)
+    if algorithm == "lora" and decomposed:
         algorithm = "dora"
     own = {words.plain(name): name for name in words.accepted("adapter.type")}
     keys = ["network_module", "LoRA_type", "lycoris_algo"]
@@ -611,13 +628,15 @@ def set_network(draft: Draft) -> None:
         draft.none(keys, f"there is no {algorithm} here; a LoRA of this rank was written")
         draft.set("adapter.type", "lora")
         draft.need("adapter.type", f"{algorithm} has no counterpart: a LoRA learns otherwise; check rank and alpha")
+    if algorithm == "lokr":
+        _set_lokr(draft, given)
     parts = [f"{name}={value}" for name, value in given.items()]
     for key in ("network_args", "network_args_custom"):
         if parts:
             told = dict.fromkeys(_no_argument(name) for name in given)
             draft.none(key, f"{', '.join(parts)}: {'; '.join(told)}")
         else:
-            draft.mapped(key, {}, "says only what adapter.type says")
+            draft.mapped(key, {}, "says only what [adapter] says")
     extras = ["conv_dim", "conv_alpha", "factor", "lokr_factor", "decompose_both", "use_tucker", "use_cp", "use_scalar"]
     extras += ["rescaled", "constrain", "bypass_mode", "full_matrix", "train_norm", "rank_dropout_scale", "dora_wd"]
     extras += ["LyCORIS_preset", "dropout", "loraplus_lr_ratio", "loraplus_unet_lr_ratio"]

@@ -217,11 +217,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("oft_block_size", "oft_block_share", "dora_oft", "oft_scaled", "oft_clipped_norm", "oft_cans"), idle(NO_OFT)
     ),
-    **dict.fromkeys(
-        ("lokr_dim", "lokr_decompose_both", "lokr_decompose_factor", "lokr_use_tucker", "lokr_weight_decompose")
-        + ("lokr_dora_on_output", "lokr_full_matrix", "lokr_vec_trick"),
-        idle(NO_LOKR),
-    ),
+    **dict.fromkeys(("lokr_dim", "lokr_decompose_both", "lokr_decompose_factor", "lokr_full_matrix"), JOINT),
+    **dict.fromkeys(("lokr_use_tucker", "lokr_weight_decompose"), JOINT),
+    **dict.fromkeys(("lokr_dora_on_output", "lokr_vec_trick"), idle(NO_LOKR)),
     "optimizer": JOINT,
     "optimizer.optimizer": JOINT,
     "optimizer.weight_decay": to("optimizer.weight_decay", number),
@@ -401,6 +399,25 @@ def _set_storage(draft: Draft, part: str) -> None:
     draft.none(rest, f"{used or part} counts", off=True)
 
 
+def _set_lokr(draft: Draft, kind: str) -> None:
+    keys = ("lokr_dim", "lokr_decompose_both", "lokr_decompose_factor", "lokr_full_matrix")
+    more = ("lokr_use_tucker", "lokr_weight_decompose")
+    if kind != "lokr":
+        draft.none([*keys, *more], NO_LOKR, off=True)
+        return
+    rank, both, factor, full = (draft.get(key) for key in keys)
+    if factor is not None:
+        draft.mapped("lokr_decompose_factor", {"adapter.factor": words.lokr_factor(factor)}, "-1 there is 0 here")
+    draft.mapped("lokr_decompose_both", {"adapter.decompose_both": words.on(both)})
+    if rank is not None or words.on(full):
+        settings = {"adapter.rank": words.lokr_rank(words.said_number("lokr_dim", rank or 1), full)}
+        draft.mapped(["lokr_dim", "lokr_full_matrix"], settings)
+        draft.none("lora_rank", "lokr_dim counts", off=True)
+    draft.none("lokr_full_matrix", "off", off=True)
+    for key in more:
+        draft.none(key, "LoKr has no such form here", off=not words.on(draft.get(key)))
+
+
 def _set_adapter(draft: Draft) -> None:
     kind = words.plain(draft.get("peft_type") or "lora")
     kind = "dora" if kind == "lora" and words.on(draft.get("lora_decompose")) else kind
@@ -413,6 +430,7 @@ def _set_adapter(draft: Draft) -> None:
         draft.set("adapter.type", "lora")
         draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
     draft.none("lora_decompose", "off", off=True)
+    _set_lokr(draft, kind)
     for part in PARTS:
         if draft.has(f"{part}.train") and flag(draft.given[f"{part}.train"]):
             draft.mapped(f"{part}.train", {}, "the denoiser is what is trained")

@@ -375,16 +375,39 @@ def _set_model(draft: Draft) -> None:
     draft.none(parts, "another part", off=True)
 
 
+def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str) -> None:
+    """From the settings file of LyCORIS, whose rank and alpha go before those of the options."""
+    full = inner.get("full_matrix", False)
+    made: dict[str, Any] = {"adapter.type": kind}
+    if kind == "lokr":
+        made |= {
+            "adapter.factor": words.lokr_factor(inner.get("factor", -1)),
+            "adapter.decompose_both": words.on(inner.get("decompose_both")),
+        }
+    rank = words.said_number("linear_dim", inner.get("linear_dim", 4))
+    made["adapter.rank"] = words.lokr_rank(rank, full) if kind == "lokr" else rank
+    made["adapter.alpha"] = float(words.said_number("linear_alpha", inner.get("linear_alpha", 1)))
+    draft.mapped(keys, made)
+    known = {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
+    if rest := sorted(inner.keys() - known):
+        draft.notes.append(f"lycoris_config: {', '.join(rest)} is not read; adapter.targets names the layers")
+    draft.none(["use_dora", "lora_rank", "lora_alpha"], "lycoris_config counts", off=True)
+
+
 def _set_adapter(draft: Draft) -> None:
-    kind = "lora"
+    kind, found = "lora", None
     if draft.get("lora_type") == "lycoris":
         inner = draft.get("lycoris_config", text)
         found = draft.refer("lycoris_config", inner) if inner else None
         kind = words.plain(found.get("algo")) if isinstance(found, dict) else "lycoris"
+        kind = {"locon": "lora"}.get(kind, kind)
     elif words.on(draft.get("use_dora")):
         kind = "dora"
     own = {words.plain(name): name for name in words.accepted("adapter.type")}
     keys = ["lora_type", "lycoris_config"] + (["use_dora"] if kind == "dora" else [])
+    if kind in own and isinstance(found, dict):
+        _set_lycoris(draft, keys, found, own[kind])
+        return
     if kind in own:
         draft.mapped(keys, {"adapter.type": own[kind]})
     else:

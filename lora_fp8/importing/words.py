@@ -713,3 +713,30 @@ def stem(path: str) -> str:
 def on(value: Any) -> bool:
     """True for true and what reads as it; false for nothing."""
     return value not in (None, "") and flag(value)
+
+
+WHOLE_RANK = 1024
+"""What asks for LoKr's whole matrices here: at this rank no side of a matrix is twice as long. Theirs ask with a flag,
+or with a rank that no layer has."""
+
+
+def lokr_factor(value: Any) -> int:
+    """adapter.factor from LyCORIS' factor, whose -1 is 0 here."""
+    return max(said_number("factor", value), 0)
+
+
+def said_number(what: str, value: Any) -> int:
+    """A whole number from inside another program's settings.
+
+    Raises:
+        config.UserError: it is none.
+    """
+    try:
+        return int(str(value))
+    except ValueError:
+        raise config.UserError(f"{what} = {value!r}: expected a whole number") from None
+
+
+def lokr_rank(rank: int, whole: Any) -> int:
+    """adapter.rank of a LoKr."""
+    return WHOLE_RANK if on(whole) or rank > WHOLE_RANK else rank

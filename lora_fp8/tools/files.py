@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .. import config, export, families, layouts, verify
+from .. import config, export, families, kinds, layouts, verify
 from ..config import UserError
+from ..run import RunFailure
 from . import pairs
 from .pairs import Lora, Pair
 
@@ -21,10 +23,12 @@ class About:
     """What a file tells.
 
     Attributes:
+        kind: "lora", "dora", "lokr" or "loha".
         layout: the key layout; "" where the names are of none that is known.
         families: those whose layers the file's names and shapes are; where the header names one, that alone.
-        ranks, alphas, dtypes: how many layers have each; an alpha is None where the file holds none.
-        norms: of each layer's B @ A * scale, the largest first.
+        ranks, alphas, dtypes: how many layers have each; an alpha is None where the file holds none, a rank 0 where
+            LoKr's matrices are whole.
+        norms: of what is added to each layer's weight, the largest first; of DoRA before the lengths are set.
         metadata: the header's, as it is.
         hashes: sha256 of the file, AutoV2 (its first 10), AutoV3 (first 12 of the tensors'), and whether the header's
             own hash is that of the tensors, None where it has none.
@@ -32,6 +36,7 @@ class About:
 
     file: str
     bytes: int
+    kind: str
     layout: str
     families: list[str]
     ranks: dict[int, int]
@@ -52,7 +57,8 @@ class About:
         right = {True: "right", False: "WRONG: not of these bytes", None: "absent"}[self.hashes["header"]]  # type: ignore[index]
         norms = list(self.norms.items())
         return [
-            f"{self.file}: {self.bytes / 2**20:.1f} MiB, {len(norms)} layers, {self.layout or 'no known'} layout",
+            f"{self.file}: {self.bytes / 2**20:.1f} MiB, {kinds.TITLES[self.kind]} of {len(norms)} layers, "
+            f"{self.layout or 'no known'} layout",
             f"family: {' or '.join(self.families) or 'none that is known'}",
             *(f"{name}: {text}" for (name, _), text in zip(counted, told, strict=True)),
             *(f"norm {norm:.4g}: {name}" for name, norm in (norms if len(norms) <= 6 else [*norms[:3], *norms[-3:]])),
@@ -65,9 +71,9 @@ def inspect(path: Path) -> About:
     """Read a LoRA file of any program and tell what it is.
 
     Raises:
-        UserError: not a safetensors file, or not a LoRA of pairs.
+        UserError: not a safetensors file, or an adapter of no kind that is known.
     """
-    lora = pairs.read(path)
+    kind, layers = _layers(path)
     tensors, metadata = export.read(path)
     told = verify.family_told(metadata)
     found = [told] if told else fitting(tensors)
@@ -75,7 +81,11 @@ def inspect(path: Path) -> About:
     if found:
         layout = layouts.detect_layout(tensors, families.get(found[0]))
     alphas = {name.removesuffix(".alpha"): float(value) for name, value in tensors.items() if name.endswith(".alpha")}
-    norms = {module: _norm(pair) for module, pair in lora.pairs.items()}
+    norms = {
+        module: _norm(parts)
+        * (alphas[module] / kinds.rank_of(parts) if module in alphas and kinds.has_rank(parts) else 1)
+        for module, parts in layers.items()
+    }
     payload = export.payload_hash(path)
     with open(path, "rb") as file:
         sha = hashlib.file_digest(file, "sha256").hexdigest()
@@ -83,21 +93,53 @@ def inspect(path: Path) -> About:
     return About(
         file=path.name,
         bytes=path.stat().st_size,
+        kind=kind,
         layout=layout,
         families=found,
-        ranks=dict(Counter(pair.rank for pair in lora.pairs.values()).most_common()),
-        alphas=dict(Counter(alphas.get(module) for module in lora.pairs).most_common()),
-        dtypes=dict(Counter(pairs.short(pair.a.dtype) for pair in lora.pairs.values()).most_common()),
+        ranks=dict(Counter(kinds.rank_of(parts) for parts in layers.values()).most_common()),
+        alphas=dict(Counter(alphas.get(module) for module in layers).most_common()),
+        dtypes=dict(Counter(pairs.short(next(iter(parts.values())).dtype) for parts in layers.values()).most_common()),
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
         metadata=metadata,
         hashes={"sha256": sha, "autov2": sha[:10], "autov3": payload[:12], "header": own == payload if own else None},
     )
 
 
-def _norm(pair: Pair) -> float:
-    """Frobenius norm of B @ A * scale, by two matrices of r x r."""
-    a, b = pair.a.double().flatten(1), pair.b.double().flatten(1)
-    return math.sqrt(max(float((b.T @ b * (a @ a.T)).sum()), 0.0)) * abs(pair.scale)
+def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
+    """The kind, and each layer's tensors by the last part of their names, in kohya's words or the others'."""
+    tensors, _ = export.read(path)
+    if not is_other(tensors):
+        named = {module: (pair.a, pair.b) for module, pair in pairs.read(path).pairs.items()}
+        return "lora", {module: dict(zip(kinds.PARTS["lora"], pair, strict=True)) for module, pair in named.items()}
+    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
+    layers = kinds.grouped({_in_our_words(name): tensor for name, tensor in weights.items()})
+    found = sorted({kinds.kind_of(parts, module) for module, parts in layers.items()})
+    if len(found) > 1:
+        raise UserError(f"{path}: holds {' and '.join(kinds.TITLES[kind] for kind in found)} in one file")
+    return found[0], layers
+
+
+def is_other(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a file is of DoRA, LoKr or LoHa."""
+    return any(_in_our_words(name).endswith(layouts.OTHER_PARTS) for name in tensors)
+
+
+def _in_our_words(name: str) -> str:
+    for theirs, ours in layouts.HALVES.items():
+        if name.endswith(f".{theirs}"):
+            return name.removesuffix(theirs) + ours
+    return name
+
+
+def _norm(parts: Mapping[str, Tensor]) -> float:
+    """Frobenius norm of a layer's delta without its scale; of pairs by two matrices of r x r."""
+    if "lora_A.weight" in parts:
+        a, b = parts["lora_A.weight"].double().flatten(1), parts["lora_B.weight"].double().flatten(1)
+        return math.sqrt(max(float((b.T @ b * (a @ a.T)).sum()), 0.0))
+    if "hada_w1_a" in parts:
+        return float(kinds.delta(parts, 1.0).norm())
+    factors = kinds.kronecker_factors({name: tensor.double() for name, tensor in parts.items()})
+    return math.prod(float(factor.norm()) for factor in factors)
 
 
 def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -110,11 +152,10 @@ def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
         except UserError:  # names of another architecture
             continue
         shapes = {**Family.layer_shapes(Family.reference_config), **Family.text_layer_shapes()}
+        layouts.modules(state)  # UserError where half a pair is missing
         fits = (
-            module in shapes
-            and state[f"{module}.lora_A.weight"].shape[1] == shapes[module][1]
-            and state[f"{module}.lora_B.weight"].shape[0] == shapes[module][0]
-            for module in layouts.modules(state)
+            module in shapes and kinds.shape_of(parts) == (shapes[module][0], math.prod(shapes[module][1:]))
+            for module, parts in kinds.grouped(state).items()
         )
         if all(fits):
             found.append(name)
@@ -137,25 +178,54 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
         UserError: not a LoRA of the family, a layout that it has not, or an output that exists.
         RunFailure: a value does not fit the dtype.
     """
-    lora = pairs.read(path)
     tensors, metadata = export.read(path)
+    other = is_other(tensors)
+    held = _common_dtype(tensors) if other else pairs.read(path).dtype
     name = family or verify.family_told(metadata) or _only(fitting(tensors), path)
     Family = families.get(name)
     sizes = Family.reference_config
     if base:
-        sizes = Family(config.Model(family=name, path=base), device="cpu", dtype=lora.dtype).denoiser_config()
+        sizes = Family(config.Model(family=name, path=base), device="cpu", dtype=held).denoiser_config()
     state, scaling = layouts.from_layout(tensors, Family, sizes)
     made = layouts.to_layout(state, scaling, Family, sizes, layout)
+    about = {"lora_fp8_layout": layout, "modelspec.implementation": export.implementation(Family, layout)}
+    if other:
+        _write_other(made, output, pairs.dtype_of(dtype, held), metadata, about)
+        return len(layouts.modules(state))
     halves = pairs.HALVES[layout == "kohya"]
     found = {}
     for key in [key for key in made if key.endswith(halves[0])]:
         module = key.removesuffix(halves[0])
         a, b = (made[module + half] for half in halves)
         found[module] = Pair(a, b, float(made[f"{module}.alpha"]) / a.shape[0] if layout == "kohya" else 1.0)
-    about = {"lora_fp8_layout": layout, "modelspec.implementation": export.implementation(Family, layout)}
-    written = Lora(found, halves, layout == "kohya", lora.dtype, metadata)
-    pairs.write(written, output, pairs.dtype_of(dtype, lora.dtype), about)
+    written = Lora(found, halves, layout == "kohya", held, metadata)
+    pairs.write(written, output, pairs.dtype_of(dtype, held), about)
     return len(found)
+
+
+def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    return Counter(t.dtype for name, t in tensors.items() if not name.endswith(export.KEPT_WIDE)).most_common(1)[0][0]
+
+
+def _write_other(
+    tensors: Mapping[str, Tensor], path: Path, dtype: torch.dtype, metadata: Mapping[str, str], about: Mapping[str, str]
+) -> None:
+    """As `pairs.write`, of the other kinds."""
+    if path.exists():
+        raise UserError(f"{path}: exists already; choose another name with --output")
+    held = {name: tensor if name.endswith(export.KEPT_WIDE) else tensor.to(dtype) for name, tensor in tensors.items()}
+    if wrong := sorted(name for name, tensor in held.items() if not torch.isfinite(tensor).all()):
+        raise RunFailure(f"{export.first_few(wrong)} is not finite in {pairs.short(dtype)}; write it with --dtype fp32")
+    kept = {key: value for key, value in metadata.items() if key not in pairs.STALE}
+    layers = kinds.grouped({name: tensor for name, tensor in held.items() if not name.endswith(".alpha")})
+    alphas = {float(tensor) for name, tensor in held.items() if name.endswith(".alpha")}
+    alpha = alphas or {float(kinds.rank_of(parts)) for parts in layers.values()}
+    kept |= {"ss_network_alpha": str(alpha.pop()) if len(alpha) == 1 else "Dynamic"}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        export.write_file(path, held, kept | dict(about), hashes=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def _only(found: list[str], path: Path) -> str:

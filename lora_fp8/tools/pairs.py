@@ -85,11 +85,13 @@ def read(path: Path) -> Lora:
     halves = next((h for h in HALVES if any(name.endswith(h) for name in tensors)), None)
     if halves is None:
         some = export.first_few(sorted(tensors)) or "no tensor"
-        raise UserError(f"{path}: not a LoRA of pairs, it holds {some} (LoHa, LoKr and whole models are not read)")
+        raise UserError(
+            f"{path}: not a LoRA of pairs, it holds {some} (LoHa and LoKr have none; a whole model neither)"
+        )
     known = (*halves, ".alpha")
     if foreign := sorted(name for name in tensors if not name.endswith(known)):
         raise UserError(
-            f"{path}: {export.first_few(foreign)} is not part of a plain LoRA (DoRA's magnitudes, a Tucker core or "
+            f"{path}: {export.first_few(foreign)} is not part of a plain LoRA (DoRA's lengths, a Tucker core or "
             "another layout); give a file of lora_A/lora_B or lora_down/lora_up pairs only"
         )
     plain = {}

@@ -1,0 +1,222 @@
+"""DoRA, LoKr and LoHa in runs, tools and imports: resume, processes, ema, merge, inspect, convert, other programs."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lora_fp8 import checkpoint, config, export, families, importing, kinds, layouts, train
+from lora_fp8.config import UserError
+from lora_fp8.tools import average, files, merge, pairs, resize
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).parent.parent
+KINDS = ("dora", "lokr", "loha")
+SMALL = ("adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']", "optimizer.lr=1e-2", "adapter.factor=4")
+
+
+def folder_of(job):
+    return Path(job.output_dir) / job.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_is_the_same_to_the_bit(make_job, tmp_path, kind):
+    settings = (f"adapter.type={kind}", *SMALL, "adapter.dropout=0.2", "export.formats=['auto']")
+    settings += ("memory.gradient_checkpointing=true", "adapter.rank=2")
+    whole = train.run(make_job(tmp_path / "a", *settings, "train.steps=4"), progress=False)
+    train.run(make_job(tmp_path / "b", *settings, "train.steps=2"), progress=False)
+    pieces = train.run(make_job(tmp_path / "b", *settings, "train.steps=4"), progress=False, resume=True)
+    one, other = (load_file(result.files[0]) for result in (whole, pieces))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    saved = [load_file(r.run.path / "checkpoints/step-000004/optimizer.safetensors") for r in (whole, pieces)]
+    assert saved[0].keys() == saved[1].keys() and all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    wrong = make_job(tmp_path / "b", *settings, "train.steps=6", f"adapter.type={'loha' if kind != 'loha' else 'dora'}")
+    with pytest.raises(UserError, match=f"adapter.type: was {kind}"):
+        train.run(wrong, progress=False, resume=True)
+
+
+def test_two_processes_train_what_one_trains(make_job, tmp_path):
+    """DoRA, whose parameters are of two dtypes' sizes and of one dimension."""
+    settings = ("adapter.type=dora", *SMALL, "train.steps=2", "train.batch_size=2", "export.formats=['diffusers']")
+    settings += ("model.dtype=fp32", "quantize.storage=none", "adapter.dtype=fp32", "optimizer.name=adamw")
+    alone = train.run(make_job(tmp_path / "a", *settings), progress=False)
+    shared = make_job(tmp_path / "b", *settings)
+    file = tmp_path / "job.toml"
+    file.write_text(config.dumps(shared), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
+    command += ["--main_process_port", str(port), "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", str(ROOT / "train_lora.py"), "--config", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (
+        load_file(folder / "checkpoints/step-000002/adapter.safetensors")
+        for folder in (alone.run.path, folder_of(shared))
+    )
+    assert one.keys() == two.keys() and any("magnitude" in name for name in one)
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def runs(make_job, tmp_path_factory):
+    """{kind: a finished run with two checkpoints}."""
+    made = {}
+
+    def run_of(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            job = make_job(folder, f"adapter.type={kind}", *SMALL, "export.formats=['auto']", "train.steps=4")
+            made[kind] = train.run(job, progress=False)
+        return made[kind]
+
+    return run_of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_average_of_checkpoints_is_that_of_their_parameters(runs, kind):
+    result = runs(kind)
+    shares, (written,) = average.run(result.run.path, what="factors", half_life=0.0, last=2)
+    held = [checkpoint.read(path).adapter for path in sorted(result.run.checkpoints.glob("step-*"))[-2:]]
+    assert list(shares.values()) == [0.5, 0.5]
+    tensors = load_file(written)
+    family = families.get("sd15")
+    state, _ = layouts.from_layout(tensors, family, {})
+    for name, tensor in state.items():
+        wanted = (held[0][name].double() + held[1][name].double()) / 2
+        torch.testing.assert_close(tensor.double(), wanted.reshape(tensor.shape), rtol=2**-7, atol=1e-6)
+    with pytest.raises(UserError, match="--average delta: the mean of what .* use --average factors"):
+        average.run(result.run.path, what="delta", half_life=0.0, last=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_into_a_base_is_base_and_delta(runs, tiny, tmp_path, kind):
+    """By the formulas in float64; of DoRA the rows have the lengths that were trained."""
+    file = runs(kind).files[0]
+    merge.into([(file, 1.0)], str(tiny("sd15")), tmp_path / "merged")
+    part = "unet/diffusion_pytorch_model.safetensors"
+    before, after = load_file(tiny("sd15") / part), load_file(tmp_path / "merged" / part)
+    state, scaling = layouts.from_layout(load_file(file), families.get("sd15"), {})
+    layers = kinds.grouped(state)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {f"{n}.weight" for n in layers}
+    for module, parts in layers.items():
+        weight = before[f"{module}.weight"].double()
+        held = {name: tensor.double() for name, tensor in parts.items()}
+        if kind == "dora":
+            total = weight + held["lora_B.weight"] @ held["lora_A.weight"] * scaling[module]
+            wanted = total * (held["lora_magnitude_vector"] / total.norm(dim=1))[:, None]
+        elif kind == "loha":
+            product = (held["hada_w1_a"] @ held["hada_w1_b"]) * (held["hada_w2_a"] @ held["hada_w2_b"])
+            wanted = weight + product * scaling[module]
+        else:
+            w2 = held["lokr_w2"] if "lokr_w2" in held else held["lokr_w2_a"] @ held["lokr_w2_b"]
+            wanted = weight + torch.kron(held["lokr_w1"], w2) * scaling[module]
+        got = after[f"{module}.weight"]
+        assert got.dtype == before[f"{module}.weight"].dtype
+        tolerance = 2**-8 if got.dtype == torch.bfloat16 else 2**-10 if got.dtype == torch.float16 else 1e-6
+        assert (got.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_tells_the_kind_and_the_other_tools_refuse_it(runs, tmp_path, kind):
+    file = runs(kind).files[0]
+    about = files.inspect(file)
+    assert about.kind == kind and "sd15" in about.families and about.hashes["header"] is True
+    assert about.layout == ("diffusers" if kind == "dora" else "kohya")
+    title = {"dora": "DoRA", "lokr": "LoKr", "loha": "LoHa"}[kind]
+    assert f"{title} of {len(about.norms)} layers" in about.lines()[0]
+    state, scaling = layouts.from_layout(load_file(file), families.get("sd15"), {})
+    norms = [
+        float(kinds.delta(parts, scaling[name], torch.float64).norm()) for name, parts in kinds.grouped(state).items()
+    ]
+    assert sorted(about.norms.values()) == pytest.approx(sorted(norms), rel=1e-4)
+    for refused in (
+        lambda: pairs.read(file),
+        lambda: resize.resize(file, tmp_path / "x.safetensors", rank=2, energy=0.0, uniform=False, dtype=""),
+        lambda: merge.merge([(file, 1.0), (file, 1.0)], tmp_path / "x.safetensors", rank=0, energy=0.0, dtype=""),
+    ):
+        with pytest.raises(UserError, match=r"not a LoRA of pairs|not part of a plain LoRA") as error:
+            refused()
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="carries no|no comfy layout"):
+        files.convert(file, tmp_path / "x.safetensors", "kohya" if kind == "dora" else "diffusers", family="sd15")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_converted_to_another_layout_and_back(tmp_path, kind):
+    """Krea 2's layers stand alone in both of ComfyUI's and kohya's names."""
+    Family = families.get("krea2")
+    module, (rows, columns) = "transformer_blocks.3.attn.to_q", (64, 32)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
+    if kind == "lokr":
+        parts = {"lokr_w1": draw(4, 4), "lokr_w2_a": draw(rows // 4, 2), "lokr_w2_b": draw(2, columns // 4)}
+    else:
+        parts = {f"hada_w{i}_{h}": draw(rows, 2) if h == "a" else draw(2, columns) for i in "12" for h in "ab"}
+    state = {f"{module}.{part}": tensor for part, tensor in parts.items()}
+    source = tmp_path / "a.safetensors"
+    made = layouts.to_layout(state, 0.5, Family, Family.reference_config, "comfy")
+    export.write_file(source, made, {"ss_network_alpha": "1.0"}, hashes=True)
+    assert files.convert(source, tmp_path / "b.safetensors", "kohya", family="krea2") == 1
+    assert files.convert(tmp_path / "b.safetensors", tmp_path / "c.safetensors", "comfy", family="krea2") == 1
+    there, back = (load_file(tmp_path / f"{name}.safetensors") for name in "bc")
+    assert all(name.startswith("lora_unet_blocks_3_attn_wq.") for name in there)
+    assert back.keys() == made.keys() and all(torch.equal(back[name], made[name]) for name in made)
+    header = export.read_header(tmp_path / "b.safetensors").metadata
+    assert header["ss_network_alpha"] == "1.0" and header["lora_fp8_layout"] == "kohya"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "a.toml",
+            "network_module = 'lycoris.kohya'\nnetwork_dim = 100000\nnetwork_alpha = 1\n"
+            "network_args = ['algo=lokr', 'factor=16', 'decompose_both=True']\n",
+            {"type": "lokr", "rank": 1024, "factor": 16, "decompose_both": True},
+        ),
+        (
+            "b.toml",
+            "network_module = 'lycoris.kohya'\nnetwork_dim = 8\nnetwork_args = ['algo=lokr']\n",
+            {"type": "lokr", "rank": 8, "factor": 0},
+        ),
+        (
+            "c.toml",
+            "network_module = 'lycoris.kohya'\nnetwork_dim = 8\nnetwork_args = ['algo=loha']\n",
+            {"type": "loha", "rank": 8},
+        ),
+        (
+            "d.toml",
+            "network_module = 'lycoris.kohya'\nnetwork_dim = 8\nnetwork_args = ['algo=locon', 'dora_wd=True']\n",
+            {"type": "dora", "rank": 8},
+        ),
+    ],
+)
+def test_kohyas_lycoris_is_ours(tmp_path, name, content, expected):
+    base = "pretrained_model_name_or_path = 'v1-5.safetensors'\ntrain_data_dir = 'p'\n"
+    (tmp_path / name).write_text(base + content, encoding="utf-8")
+    made = importing.import_file(tmp_path / name, family="sd15", tool="sd-scripts")
+    found = config.loads(importing.to_toml(made)).adapter
+    assert {key: getattr(found, key) for key in expected} == expected
+
+
+def test_ai_toolkits_lokr_is_ours(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n      network:\n        type: lokr\n"
+        "        linear: 16\n        linear_alpha: 16\n        lokr_full_rank: true\n        lokr_factor: 4\n"
+        "      datasets:\n        - folder_path: p\n      train:\n        steps: 10\n        lr: 1e-4\n"
+        "      model:\n        name_or_path: black-forest-labs/FLUX.1-dev\n        arch: flux\n",
+        encoding="utf-8",
+    )
+    made = importing.import_file(tmp_path / "a.yaml")
+    found = config.loads(importing.to_toml(made)).adapter
+    assert (found.type, found.rank, found.factor) == ("lokr", 1024, 4)
