@@ -19,7 +19,7 @@ from .config import Job
 from .data.cache import Cache
 from .dry import META
 from .families.base import ModelFamily
-from .prepare import DTYPES, place, preview_asked, resolve_auto, scan
+from .prepare import DTYPES, carried, place, preview_asked, resolve_auto, scan
 from .text_encoders import Adapted, checkpoint_, inject_
 
 GIB = 2**30
@@ -99,7 +99,7 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     Raises:
         UserErrors: something is wrong with the pictures or the settings.
     """
-    job = resolve_auto(job, type(family))
+    job = carried(resolve_auto(job, type(family)), family)
     found = scan(job, type(family))
     examples = found.require()
     buckets = place(job, examples)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_fp8 import checkpoint, config, export, families, importing, kinds, layouts, train
+from lora_fp8 import checkpoint, config, estimate, export, families, importing, kinds, layouts, train
 from lora_fp8.config import UserError
 from lora_fp8.tools import average, files, merge, pairs, resize
 
@@ -220,3 +220,16 @@ def test_ai_toolkits_lokr_is_ours(tmp_path):
     made = importing.import_file(tmp_path / "a.yaml")
     found = config.loads(importing.to_toml(made)).adapter
     assert (found.type, found.rank, found.factor) == ("lokr", 1024, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_estimate_s_file_is_as_large_as_the_file(runs, make_job, tmp_path, kind):
+    job = make_job(tmp_path, f"adapter.type={kind}", *SMALL, "export.formats=['auto']", "train.steps=4")
+    family = families.get("sd15")(job.model, device="cpu", dtype=torch.bfloat16)
+    made = estimate.estimate(job, family)
+    (file,) = runs(kind).files
+    ((layout, size),) = made.file_bytes.items()
+    assert file.name == f"lora_{layout}.safetensors"
+    tensors = load_file(file)
+    # not counted there: alphas, and that lengths are float32 in a bf16 file
+    assert size == pytest.approx(sum(tensor.nbytes for tensor in tensors.values()), rel=0.2)
