@@ -24,25 +24,26 @@ def build(ui: Ui) -> None:
     say = ui.say
     gr.Markdown(f"## {say('page.settings')}")
     gr.Markdown(f"### {say('place.folders')}\n\n{say('place.folders.about')}")
-    folders = gr.HTML()
-    wrong = gr.HTML()
-    with gr.Row(equal_height=True):
+    folders = gr.HTML(padding=False)
+    wrong = gr.HTML(padding=False, visible=False)
+    with gr.Row():
         path = gr.Textbox(label=say("place.path"), placeholder="~/pictures", scale=4, elem_id="root-path")
-        add = gr.Button(say("place.add"), scale=1, elem_id="root-add")
-    with gr.Row(equal_height=True):
+        add = gr.Button(say("place.add"), elem_id="root-add", elem_classes="beside")
+    with gr.Row(visible=False) as taking_back:
         removing = gr.Dropdown(label=say("place.removing"), choices=[], scale=4)
-        remove = gr.Button(say("place.remove"), scale=1)
+        remove = gr.Button(say("place.remove"), elem_classes="beside")
     gr.Markdown(f"### {say('place.language')}\n\n{say('place.language.about')}")
     gr.Markdown(f"### {say('place.secrets')}\n\n{say('place.secrets.about')}")
-    secrets = gr.HTML()
+    secrets = gr.HTML(padding=False)
     gr.Markdown(f"### {say('place.about')}")
-    about = gr.HTML(elem_id="about")
+    about = gr.HTML(elem_id="about", padding=False)
     quiet = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
 
     def listed(error: str = "", text: str = "") -> list[Any]:
         added = [str(root) for root in ui.place.added]
         said = f'<p class="wrong" role="alert">{safe.shown(ui.tell(error))}</p>' if error else ""
-        return [_folders(ui), said, text, gr.update(choices=added, value=added[0] if added else None)]
+        offered = gr.update(choices=added, value=added[0] if added else None)
+        return [_folders(ui), gr.update(value=said, visible=bool(said)), text, offered, gr.update(visible=bool(added))]
 
     def adding(text: str) -> list[Any]:
         try:
@@ -59,7 +60,7 @@ def build(ui: Ui) -> None:
             return listed(str(error))
         return listed()
 
-    shown = [folders, wrong, path, removing]
+    shown = [folders, wrong, path, removing, taking_back]
     gr.on([add.click, path.submit], adding, path, shown, **quiet)
     remove.click(taking, removing, shown, **quiet)
     live.opened()(lambda: [*listed(), _secrets(ui), _about(ui)], None, [*shown, secrets, about], **quiet)

@@ -43,7 +43,7 @@ def build(ui: Ui) -> None:
     with gr.Row():
         start = gr.Button(say("tools.start"), variant="primary")
         later = gr.Button(say("tools.later"), visible=False)
-    result = gr.HTML(elem_id="tool-result")
+    result = gr.HTML(elem_id="tool-result", padding=False)
     rows = {row_verify: ("verify",), row_convert: ("convert",), row_resize: ("resize", "merge")}
     rows |= {row_merge: ("merge",), row_output: WRITING}
 

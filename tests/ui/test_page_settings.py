@@ -1,0 +1,41 @@
+"""Settings and Tools, as somebody uses them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+
+def test_a_folder_is_added_and_taken_back(visit: Callable[..., Page], tmp_path: Path) -> None:
+    page = visit("settings", language="zh-CN")
+    roots = page.locator("#roots")
+    expect(roots).to_contain_text("启动页面时指定")
+    page.fill("#root-path textarea, #root-path input", "/etc")
+    page.click("#root-add")
+    expect(page.locator(".wrong")).to_contain_text("/etc：这是整个磁盘或系统文件夹")
+    page.fill("#root-path textarea, #root-path input", str(tmp_path))
+    page.click("#root-add")
+    expect(roots).to_contain_text(str(tmp_path))
+    page.reload()  # it is kept
+    expect(roots).to_contain_text(str(tmp_path))
+    page.click("text=移除")
+    expect(roots).not_to_contain_text(str(tmp_path))
+    assert tmp_path.is_dir()
+
+
+def test_tokens_are_told_by_name_only(visit: Callable[..., Page]) -> None:
+    page = visit("settings")
+    expect(page.locator("table.facts", has_text="HF_TOKEN").last).to_contain_text(re.compile("absent|present"))
+    expect(page.locator("#about")).to_contain_text("gradio 6.")
+
+
+@pytest.mark.parametrize(("language", "told"), [("en", "not below a folder"), ("zh-CN", "不在允许使用的文件夹内")])
+def test_a_tool_tells_what_is_wrong_in_the_pages_language(visit: Callable[..., Page], language: str, told: str) -> None:
+    page = visit("tools", language=language)
+    field = page.get_by_label("LoRA file" if language == "en" else "LoRA 文件")
+    field.fill("/etc/passwd.safetensors")
+    field.press("Enter")
+    page.click("text=Do it now" if language == "en" else "text=立即执行")
+    expect(page.locator("#tool-result .wrong")).to_contain_text(told)
