@@ -361,6 +361,23 @@ def test_a_keeper_learns_how_a_process_ended(status: int, tmp_path: Path) -> Non
     assert told["status"] == status and done.returncode == (status if status >= 0 else 128 - status)
 
 
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_keeper_ends_what_a_killed_launcher_leaves(deaf: bool, tmp_path: Path) -> None:
+    """In a session of its own, as torch's launcher starts its workers; one that does not hear is killed."""
+    hear = "SIG_IGN" if deaf else "SIG_DFL"
+    trainer = f"import signal, time; signal.signal(15, signal.{hear}); print('up', flush=True); time.sleep(60)"
+    launcher = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+    launcher += "; import os, time; time.sleep(1); os.kill(os.getpid(), 9)"
+    keeper = [sys.executable, "-m", "lora_fp8.jobs.keeper", "--sweep", "0.5", str(tmp_path / "launch.json")]
+    environment = {**os.environ, procs.TOKEN: f"of-{tmp_path.name}"}
+    done = subprocess.run(
+        [*keeper, sys.executable, "-c", launcher, trainer], env=environment, capture_output=True, timeout=30
+    )
+    assert done.stdout == b"up\n" and done.returncode == 137
+    told = json.loads((tmp_path / "launch.json").read_bytes())
+    assert (told["status"], told["swept"]) == (-9, 1) and procs.members(environment[procs.TOKEN]) == []
+
+
 # ------------------------------------------------------------------------------------------------------------ the truth
 
 
@@ -656,6 +673,24 @@ def test_a_worker_that_died_between_noting_and_starting(queue: Queue, add: Calla
         child.kill()
     assert rows == {first: True, second: False}
     assert queue.store.row(first).phase == "queued" and queue.store.row(second).pid == child.pid
+
+
+def test_a_job_of_which_nothing_is_left_to_kill(
+    queue: Queue, add: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ending, and its processes cannot be told by their token any more: nobody else gets its signals."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    id = add("x")
+    one = jobs.Worker(queue.home, ["cpu"], say=lambda line: None)
+    long_ago = {"asked": 1.0, "termed": 1.0, "killed": 1.0, "pid": os.getpid()}
+    for values in ({"asked": 1.0}, long_ago):
+        queue.store.update(id, phase="launched", wanted="cancel", token="nobody", **values)
+        one._stop(queue.store.row(id))
+    assert sent == []
+    with pytest.raises(AssertionError):
+        procs.send([0], signal.SIGKILL)
+    assert sent == []
 
 
 def test_logs_are_kept_by_attempt(queue: Queue, tmp_path: Path) -> None:

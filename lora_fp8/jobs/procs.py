@@ -93,6 +93,7 @@ def exiting(pid: int, session: int = 0) -> bool:
 def send(pids: Iterable[int], number: int) -> None:
     """A signal to each; who has gone meanwhile needs none."""
     for pid in pids:
+        assert pid > 1, f"{pid} would be a group of processes, or all"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 

@@ -318,9 +318,11 @@ def ending(row: Row, attempt: Path, follower: Follower) -> Ending:
         return Ending("failed", Sentence("input" if status == 2 else "failure", {"message": text}), status)
     step = saved_step(folder) if folder else None
     if row.wanted != "run" and not (last.get("event") == "error" and status and status > 0):
-        return Ending("stopped", _stopped(row, step), status)
+        return Ending("stopped", _stopped(row, step, status), status)
     if status == 75 and (launch is None or launch >= 0):
-        return Ending("stopped", _stopped(row, step), status)  # asked by somebody else: `lora-fp8 stop`, a signal
+        return Ending(
+            "stopped", _stopped(row, step, status), status
+        )  # asked by somebody else: `lora-fp8 stop`, a signal
     crashed = _crash(row, status, launch, found, last)
     return Ending("lost" if status is None else "failed", crashed, status, crash=row.wanted == "run")
 
@@ -376,10 +378,11 @@ def _verifies(folder: Path) -> bool:
         return True
 
 
-def _stopped(row: Row, step: int | None) -> Sentence:
+def _stopped(row: Row, step: int | None, status: int | None) -> Sentence:
+    killed = row.killed and status != 75  # a trainer that has saved is not blamed for a launcher that lingers
     if row.kind == "command":
-        return Sentence("command_killed" if row.killed else "command_stopped")
-    hard = "_hard" if row.killed else ""
+        return Sentence("command_killed" if killed else "command_stopped")
+    hard = "_hard" if killed else ""
     if step is None:
         return Sentence("stopped_hard_early" if hard else "stopped_early")
     return Sentence(f"stopped{hard}", {"step": step})

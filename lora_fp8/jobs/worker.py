@@ -406,7 +406,7 @@ class Worker:
                 self.store.update(row.id, killed=now())
                 self.say(f"job {row.id} ({row.name}): does not end; killed")
             # The keeper last: it writes the record.
-            procs.send([pid for pid in pids if pid != keeper] or [keeper], signal.SIGKILL)
+            procs.send([pid for pid in pids if pid != keeper] or pids, signal.SIGKILL)
 
     def _end(self, row: Row, end: truth.Ending) -> None:
         """Note how an attempt ended; after a crash put the job into the queue again."""
