@@ -16,10 +16,10 @@ from torch import Tensor
 
 from . import adapters, dry, memory, optim, precision
 from .config import Job
-from .data.cache import Cache
+from .data.cache import Cache, dataset_captions
 from .dry import META
 from .families.base import ModelFamily
-from .prepare import DTYPES, carried, place, preview_asked, resolve_auto, scan
+from .prepare import DTYPES, carried, place, resolve_auto, scan
 from .text_encoders import Adapted, checkpoint_, inject_
 
 GIB = 2**30
@@ -265,8 +265,9 @@ def _cache_bytes(
     job: Job, store: Cache, placed: list[Any], latents: tuple[int, ...] | None, heaviest: Any, cond_bytes: int
 ) -> int:
     """Of what is not in the cache yet; the longest prompt stands for every caption."""
-    texts = [*store.texts(placed, job.seed), *(text for each in preview_asked(job, store.family) for text in each)]
-    missing = store.missing(placed, list(dict.fromkeys(texts)))
+    captions = dataset_captions([one.example for one in placed], job.dataset, job.seed)
+    prompts = [*job.preview.prompts, store.family.negative_text(job.preview.negative)] if job.preview.prompts else []
+    missing = store.missing(placed, list(dict.fromkeys([*captions, *prompts])))
     per_pixel = 0.0 if latents is None else math.prod(latents) * store.dtype.itemsize / math.prod(heaviest)
     pixels = sum(math.prod(one.placement.bucket_wh) for one, _ in missing.images)
     pixels += sum(math.prod(shown.size) for shown, _ in missing.controls)

@@ -43,8 +43,8 @@ def finish(
     drawn: list[Image.Image] = []
     with processes.together():
         if job.preview.prompts:
-            (conds, negatives), side = preview_conditioning(data, loaded), job.dataset.resolution
-            drawn = sample.draw(family, loaded.denoiser, conds, negatives, job.preview, side, step, run, processes)
+            (conds, negative), side = preview_conditioning(data, loaded), job.dataset.resolution
+            drawn = sample.draw(family, loaded.denoiser, conds, negative, job.preview, side, step, run, processes)
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])
@@ -117,13 +117,13 @@ def prove(
 
 def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Image.Image]:
     """The previews by another pipeline, whose own text encoders read the prompts where they are trained."""
-    conds, negatives = data.preview_conds, data.preview_negatives
+    conds, negative = data.preview_conds, data.preview_negative
     if job.adapter.text_encoder:
         prompts, guided_away = data.preview_texts
         conds = answers(family, pipeline, prompts, conds)
-        if None not in negatives:
-            negatives = answers(family, pipeline, [guided_away] * len(prompts), negatives)
-    return sample.render(family, pipeline, conds, negatives, job.preview, job.dataset.resolution)
+        if negative is not None:
+            (negative,) = answers(family, pipeline, [guided_away], [negative])
+    return sample.render(family, pipeline, conds, negative, job.preview, job.dataset.resolution)
 
 
 def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:

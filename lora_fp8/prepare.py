@@ -18,7 +18,7 @@ from . import adapters, config, exchange, kinds, layouts, memory, optim, precisi
 from .config import Job, UserError, UserErrors
 from .data import buckets as bucketing
 from .data import images, permutation
-from .data.cache import Asked, Cache, about, preview_pictures, truncation_warnings
+from .data.cache import Cache, dataset_captions, preview_pictures, truncation_warnings
 from .data.loader import Item, Loader
 from .exchange import Exchange
 from .families.base import Cond, ModelFamily
@@ -41,7 +41,7 @@ class Data:
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
     held_out: Loader | None  # what validation measures on: one picture a batch, the same each time
     preview_conds: list[Cond]
-    preview_negatives: list[Cond | None]
+    preview_negative: Cond | None
     preview_texts: tuple[list[str], str]  # what these two were encoded from
     fingerprint: str
 
@@ -138,22 +138,6 @@ def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Size, list
     return bucketing.group(placed)
 
 
-def preview_asked(job: Job, family: ModelFamily) -> tuple[list[str | Asked], list[str | Asked]]:
-    """The prompts of the previews and what each is guided away from, as the cache takes them.
-
-    Raises:
-        UserErrors: a control picture cannot be used.
-    """
-    guided_away = family.negative_text(job.preview.negative)
-    if not family.prompt_sees_controls:
-        return list(job.preview.prompts), [guided_away] * len(job.preview.prompts)
-    controls, problems = images.preview_controls(job.preview, job.dataset, family.controls)
-    if problems:
-        raise UserErrors(problems, "preview")
-    asked = [about(*each) for each in zip(job.preview.prompts, controls, strict=True)]
-    return asked, [about(guided_away, each) for each in controls]
-
-
 def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example], list[images.Example]]:
     """What is trained on, and what is kept out of it for validation, drawn by the seed.
 
@@ -192,12 +176,13 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     placed = [one for members in buckets.values() for one in members]
     held_placed = [one for members in held_buckets.values() for one in members]
     store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
-    captions = store.texts([*placed, *held_placed], job.seed)
-    for line in family.caption_caveats([one if isinstance(one, str) else one.text for one in captions]):
+    captions = dataset_captions([*examples, *held_out], section, job.seed)
+    guided_away = family.negative_text(job.preview.negative)
+    for line in family.caption_caveats(captions):
         run.log_event("warning", text=line)
-    prompts, negatives = preview_asked(job, family)
+    prompts = [*job.preview.prompts, *([guided_away] if job.preview.prompts else [])]
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
-    texts = list(dict.fromkeys([*captions, *prompts, *negatives]))
+    texts = list(dict.fromkeys([*captions, *prompts]))
     mine = processes.share([*placed, *held_placed]), processes.share(texts)
     if store.missing(*mine):
         family.load_encoders()
@@ -224,8 +209,12 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     )
     fingerprint = json.dumps([_fingerprint(one) for one in placed])
     controls = images.preview_controls(job.preview, section, family.controls)[0]
-    shown = [preview_pictures(each, section.background) for each in controls] or [{}] * len(prompts)
-    given = [store.cond(text) for text in negatives]
+    shown = [preview_pictures(each, section.background) for each in controls] or [{}] * len(job.preview.prompts)
+    negative = None
+    if job.preview.prompts:
+        negative = store.cond(guided_away)
+        if not job.preview.negative:
+            negative = family.without_negative(negative)
     plain = section.model_copy(update={"flip": False, "caption_dropout": 0.0, "shuffle_tags": False})
     return Data(
         loader=loader,
@@ -233,9 +222,9 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         buckets=buckets,
         held_out=Loader(held_buckets, store, family, plain, seed=job.seed, batch_size=1) if held_out else None,
         heaviest=max(range(loader.batches_per_epoch), key=lambda i: _pixels(store, loader.batch_at(i))),
-        preview_conds=[store.cond(prompt) | pictures for prompt, pictures in zip(prompts, shown, strict=True)],
-        preview_negatives=given if job.preview.negative else [family.without_negative(one) for one in given],
-        preview_texts=(job.preview.prompts, family.negative_text(job.preview.negative)),
+        preview_conds=[store.cond(prompt) | each for prompt, each in zip(job.preview.prompts, shown, strict=True)],
+        preview_negative=negative,
+        preview_texts=(job.preview.prompts, guided_away),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
     )
 
@@ -320,15 +309,15 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
     return Loaded(denoiser, objective, optimizer, plan, amax, exchanged, list(moved), encoders)
 
 
-def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], list[Cond | None]]:
+def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], Cond | None]:
     """What previews are drawn from: prompts, and what to guide away from, as trained text encoders read them now."""
-    negatives = data.preview_negatives
     if loaded.text is None:
-        return data.preview_conds, negatives
+        return data.preview_conds, data.preview_negative
     prompts, guided_away = data.preview_texts
-    if None not in negatives:
-        negatives = loaded.text.answers([guided_away] * len(prompts), negatives)
-    return loaded.text.answers(prompts, data.preview_conds), negatives
+    negative = data.preview_negative
+    if negative is not None:
+        (negative,) = loaded.text.answers([guided_away], [negative])
+    return loaded.text.answers(prompts, data.preview_conds), negative
 
 
 def _unused_settings(job: Job, family: ModelFamily) -> list[str]:

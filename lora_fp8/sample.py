@@ -23,7 +23,7 @@ def previews(
     family: ModelFamily,
     denoiser: nn.Module,
     conds: list[Cond],
-    negatives: Sequence[Cond | None],
+    negative: Cond | None,
     section: config.Preview,
     side: int,
     numbers: Sequence[int] | None = None,
@@ -32,7 +32,7 @@ def previews(
     was_training = denoiser.training
     denoiser.eval()
     try:
-        return render(family, family.pipeline(denoiser), conds, negatives, section, side, numbers)
+        return render(family, family.pipeline(denoiser), conds, negative, section, side, numbers)
     finally:
         denoiser.train(was_training)
 
@@ -42,7 +42,7 @@ def render(
     family: ModelFamily,
     pipeline: Any,
     conds: list[Cond],
-    negatives: Sequence[Cond | None],
+    negative: Cond | None,
     section: config.Preview,
     side: int,
     numbers: Sequence[int] | None = None,
@@ -51,7 +51,7 @@ def render(
 
     Args:
         conds: encoded prompts, unbatched, in the order of `section.prompts`.
-        negatives: the encoded negative prompt of each, for classifier-free guidance.
+        negative: the encoded negative prompt, for classifier-free guidance.
         side: pixels, for a width or height of 0.
         numbers: which of them to draw, counted from 0; None draws all. Each has its own seed, so the others do not
             matter to it.
@@ -60,7 +60,7 @@ def render(
     images = []
     for i in range(len(conds)) if numbers is None else numbers:
         generator = torch.Generator("cpu").manual_seed(section.seed + i)
-        inputs = family.pipeline_inputs(conds[i], negatives[i])
+        inputs = family.pipeline_inputs(conds[i], negative)
         drawn = pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator)
         images.append(family.pictures(drawn)[0])
     return images
@@ -70,7 +70,7 @@ def draw(
     family: ModelFamily,
     denoiser: nn.Module,
     conds: list[Cond],
-    negatives: Sequence[Cond | None],
+    negative: Cond | None,
     section: config.Preview,
     side: int,
     step: int,
@@ -87,7 +87,7 @@ def draw(
     numbers = processes.share(range(len(conds)))
     problem = None
     try:
-        images = previews(family, denoiser, conds, negatives, section, side, numbers) if numbers else []
+        images = previews(family, denoiser, conds, negative, section, side, numbers) if numbers else []
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     else:

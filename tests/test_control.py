@@ -11,10 +11,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, bfl_tensors, load_denoiser, make
 
-from lora_fp8 import config, estimate, families, sample
+from lora_fp8 import config, estimate, families, importing, sample
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data import buckets, images
-from lora_fp8.data.cache import Cache, about, preview_pictures
+from lora_fp8.data.cache import Cache, dataset_captions, preview_pictures
 from lora_fp8.data.loader import Loader
 from lora_fp8.train import run
 
@@ -143,6 +143,56 @@ def test_what_the_config_says_of_control_pictures_is_checked_before_anything_is_
     )
 
 
+AI_TOOLKIT = """
+job: extension
+config:
+  name: edit
+  process:
+    - type: sd_trainer
+      model: {name_or_path: black-forest-labs/FLUX.1-Kontext-dev, arch: flux_kontext}
+      datasets: [{folder_path: after, control_path: before, resolution: [512]}]
+      train: {steps: 100, batch_size: 1, lr: 1e-4}
+      network: {type: lora, linear: 16, linear_alpha: 16}
+"""
+DIFFUSION_PIPE = """
+output_dir = "out"
+dataset = "dataset.toml"
+epochs = 10
+micro_batch_size_per_gpu = 1
+[model]
+type = "flux"
+diffusers_path = "FLUX.1-Kontext-dev"
+transformer_path = "flux1-kontext-dev.safetensors"
+[adapter]
+type = "lora"
+rank = 16
+"""
+
+
+@pytest.mark.parametrize("tool", ["ai-toolkit", "diffusion-pipe", "musubi-tuner"])
+def test_control_folders_of_other_trainers_move_in(tool, tmp_path):
+    folder = "[[{0}]]\n{1} = 'after'\n{2} = 'before'\nnum_repeats = 1\n"
+    files = {
+        "ai-toolkit": ("job.yaml", AI_TOOLKIT, ""),
+        "diffusion-pipe": ("job.toml", DIFFUSION_PIPE, folder.format("directory", "path", "control_path")),
+        "musubi-tuner": (
+            "job.toml",
+            "dit = 'flux1-kontext-dev.safetensors'\ndataset_config = 'dataset.toml'\nnetwork_dim = 16\n"
+            "network_module = 'networks.lora_flux'\nmax_train_steps = 10\nlearning_rate = 1e-4\n",
+            "[general]\nresolution = [512, 512]\ncaption_extension = '.txt'\n"
+            + folder.format("datasets", "image_directory", "control_directory"),
+        ),
+    }
+    name, text, dataset = files[tool]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "dataset.toml").write_text(dataset, encoding="utf-8")
+    made = importing.import_file(tmp_path / name, tool)
+    assert made.settings["model"]["family"] == "flux_kontext"
+    assert [one.get("control") for one in made.settings["dataset"]["folders"]] == ["before"]
+    other = importing.import_file(tmp_path / name, tool, "sdxl")
+    assert "control" not in other.settings["dataset"]["folders"][0]
+
+
 # -- cutting and showing
 
 
@@ -209,7 +259,7 @@ def batch_of(edited, small_controls, tmp_path):
         examples = images.scan(section, it.family.controls).require()
         placed = buckets.assign(examples, section, resolution=24, step=8)
         cache = Cache(tmp_path / "cache", it.family, section)
-        cache.fill(placed, cache.texts(placed, seed=0))
+        cache.fill(placed, dataset_captions(examples, section, 0))
         loader = Loader(buckets.group(placed), cache, it.family, section, seed=0, batch_size=len(prompts))
         return it, loader, shown
 
@@ -285,11 +335,9 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
     assert not problems
     cache = Cache(tmp_path / "cache", it.family, config.Dataset())
     texts = [PROMPTS[0], it.family.negative_text("")]
-    if it.family.prompt_sees_controls:
-        texts = [about(text, shown) for text in texts]
     cache.fill([], texts)
     cond = cache.cond(texts[0]) | preview_pictures(shown, "#ffffff")
-    (mine,) = sample.render(it.family, it.family.pipeline(it.denoiser), [cond], [cache.cond(texts[1])], section, 0)
+    (mine,) = sample.render(it.family, it.family.pipeline(it.denoiser), [cond], cache.cond(texts[1]), section, 0)
     guided = {"negative_prompt": ""} if it.family.uses_negative else {}
     theirs = it.pipeline(
         image=Image.fromarray(NOISE),
@@ -316,7 +364,7 @@ def test_mirroring_mirrors_the_control_picture_too(name, batch_of):
         Image.open(path).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
     section = loader.section
     again = buckets.assign(images.scan(section).require(), section, resolution=24, step=8)
-    loader.cache.fill(again, loader.cache.texts(again, seed=0))
+    loader.cache.fill(again, [])
     plain = loader._cond(again[0], PROMPTS[0], False)
     torch.testing.assert_close(loader.cache.latents(again[0], False), latents, rtol=1e-4, atol=1e-4)
     assert plain.keys() == flipped.keys()
@@ -395,8 +443,7 @@ def test_a_control_picture_matters_and_an_edited_one_is_encoded_again(name, edit
     for path in mine.iterdir():
         Image.open(path).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path)
     edited, encoded_again = losses()
-    sees = families.get(name).prompt_sees_controls
-    assert edited != first and encoded_again == (10 if sees else 5)
+    assert edited != first and encoded_again == 5
     smaller, encoded_smaller = losses("dataset.control_resolution=48")
     assert smaller != edited and encoded_smaller == 5
 

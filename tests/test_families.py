@@ -441,7 +441,7 @@ def test_previews_in_bf16_decode_in_float32(Family, folder):
     section = config.Preview(prompts=["x"], steps=2, width=Family.tiny_hw[1], height=Family.tiny_hw[0])
     pipeline = family.pipeline(denoiser)
     assert pipeline.vae.dtype == torch.float32
-    (image,) = sample.render(family, pipeline, [cond], [negative], section, 0)
+    (image,) = sample.render(family, pipeline, [cond], negative, section, 0)
     assert image.size == (Family.tiny_hw[1], Family.tiny_hw[0])
 
 

@@ -282,7 +282,7 @@ def test_a_layer_without_a_name_in_the_layout_is_refused():
 
 AUTO = {
     **dict.fromkeys(("sd15", "sd2", "sdxl"), ["kohya"]),
-    **dict.fromkeys(("flux", "chroma"), ["diffusers", "kohya"]),
+    **dict.fromkeys(("flux", "flux_kontext", "chroma"), ["diffusers", "kohya"]),
     **dict.fromkeys(("flux2", "flux2_klein", "qwen_image", "krea2", "ernie_image", "anima", "wan"), ["comfy"]),
     **dict.fromkeys(("ideogram4", "hunyuan_video"), ["comfy"]),
     "lumina2": ["comfy", "diffusers"],

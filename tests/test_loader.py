@@ -55,9 +55,6 @@ class FakeCache:
         assert not self.captions or caption in self.captions, f"{caption!r} was never encoded"
         return {"embeds": torch.tensor([float(len(caption)), float(hash(caption) % 1000)])}
 
-    def asked(self, text, placed, flipped):
-        return text
-
     def shown(self, placed):
         return ()
 

@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
@@ -129,14 +129,6 @@ class Shown:
     size: Size
 
 
-class Asked(NamedTuple):
-    """A text about control pictures, for families whose text encoder looks at them."""
-
-    text: str
-    shown: tuple[Shown, ...]
-    flipped: bool
-
-
 # --------------------------------------------------------------------------------------------------------------- cache
 
 
@@ -171,7 +163,7 @@ class Missing:
     """What has to be encoded; false if nothing. `images` and `controls` are (what, whether mirrored)."""
 
     images: list[tuple[Placed, bool]]
-    captions: list[str | Asked]
+    captions: list[str]
     reused: int
     controls: list[tuple[Shown, bool]]
 
@@ -240,21 +232,18 @@ class Cache:
 
     def control_key(self, shown: Shown, flipped: bool) -> str:
         """Key of a control picture's latents."""
-        return self._key("latents", **self._control_facts(shown), size=shown.size, flip=flipped)
+        return self._key(
+            "latents",
+            control=shown.control.sha256,
+            box=shown.box,
+            size=shown.size,
+            background=self.section.background.lower(),
+            flip=flipped,
+        )
 
-    def caption_key(self, caption: str | Asked) -> str:
+    def caption_key(self, caption: str) -> str:
         """Key of a caption's conditioning."""
-        if isinstance(caption, str):
-            return self._key("conds", caption=caption)
-        controls = [self._control_facts(shown) for shown in caption.shown]
-        return self._key("conds", caption=caption.text, controls=controls, flip=caption.flipped)
-
-    def _control_facts(self, shown: Shown) -> dict[str, Any]:
-        return {
-            "control": shown.control.sha256,
-            "box": shown.box,
-            "background": self.section.background.lower(),
-        }
+        return self._key("conds", caption=caption)
 
     # control pictures
 
@@ -269,22 +258,6 @@ class Cache:
             found.append(Shown(control, box, size))
         return tuple(found)
 
-    def asked(self, text: str, placed: Placed, flipped: bool) -> str | Asked:
-        """A text of an example, in the form that `fill` and `cond` take it."""
-        if self.family.prompt_sees_controls and placed.example.controls:
-            return Asked(text, self.shown(placed), flipped)
-        return text
-
-    def texts(self, placed: Sequence[Placed], seed: int) -> list[str | Asked]:
-        """All that training may ask the text encoder: see `dataset_captions`."""
-        if not self.family.prompt_sees_controls:
-            return list(dataset_captions([one.example for one in placed], self.section, seed))
-        found: dict[str | Asked, None] = {}
-        for one in placed:
-            for text in dataset_captions([one.example], self.section, seed):
-                found.update((self.asked(text, one, flipped), None) for flipped in self._flips())
-        return list(found)
-
     def _flips(self) -> tuple[bool, ...]:
         return (False, True) if self.section.flip else (False,)
 
@@ -294,7 +267,7 @@ class Cache:
 
     # filling
 
-    def missing(self, placed: Sequence[Placed], captions: Sequence[str | Asked]) -> Missing:
+    def missing(self, placed: Sequence[Placed], captions: Sequence[str]) -> Missing:
         """Which entries are not there, or there but not to be trusted (each is read and checked once per Cache)."""
         flips = self._flips()
         images = {self.image_key(one, flipped): (one, flipped) for one in placed for flipped in flips}
@@ -310,14 +283,14 @@ class Cache:
     def fill(
         self,
         placed: Sequence[Placed],
-        captions: Sequence[str | Asked],
+        captions: Sequence[str],
         log: Callable[[int, int], None] | None = None,
     ) -> FillReport:
         """Encode what is missing, image by image and caption by caption. Several processes may do so at a time.
 
         Args:
             placed: the examples in their places.
-            captions: as from `texts` or `dataset_captions`, and any others wanted (previews).
+            captions: texts, as from `dataset_captions`, and any others wanted (previews).
             log: called with (done, total) after every entry.
 
         Raises:
@@ -343,7 +316,7 @@ class Cache:
             if log:
                 log(done, total)
         # Asked each time, as tokenizers answer in no time: a second run says it again, though all is in the cache.
-        texts = list(dict.fromkeys(one if isinstance(one, str) else one.text for one in captions))
+        texts = list(dict.fromkeys(captions))
         truncated = tuple(self.family.overlong(texts))
         return FillReport(done, missing.reused, written, len(texts), truncated)
 
@@ -357,13 +330,11 @@ class Cache:
 
     @torch.no_grad()
     def _encode_control(self, shown: Shown, flipped: bool) -> dict[str, Tensor]:
-        image = self._control_picture(shown, flipped).resize(shown.size, Image.Resampling.LANCZOS)
-        return {"latents": self._latents_of(image, shown.control.path)}
-
-    def _control_picture(self, shown: Shown, flipped: bool) -> Image.Image:
-        """A control picture, cut and mirrored, at its own size."""
         image = self._opened(shown.control.path, shown.control.sha256).crop(shown.box)
-        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else image
+        image = image.resize(shown.size, Image.Resampling.LANCZOS)
+        if flipped:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return {"latents": self._latents_of(image, shown.control.path)}
 
     def _opened(self, path: Path, sha256: str) -> Image.Image:
         try:
@@ -385,16 +356,11 @@ class Cache:
         return latents_BCHW[0]
 
     @torch.no_grad()
-    def _encode_caption(self, caption: str | Asked) -> dict[str, Tensor]:
-        if isinstance(caption, str):
-            (cond,) = self.family.encode_prompts([caption])
-        else:
-            pictures = [self._control_picture(shown, caption.flipped) for shown in caption.shown]
-            (cond,) = self.family.encode_prompts([caption.text], [pictures])
+    def _encode_caption(self, caption: str) -> dict[str, Tensor]:
+        (cond,) = self.family.encode_prompts([caption])
         for name, tensor in cond.items():
             if not torch.isfinite(tensor).all():
-                text = caption if isinstance(caption, str) else caption.text
-                raise RunFailure(f"caption {text!r}: the text encoder gave {name} that is not finite")
+                raise RunFailure(f"caption {caption!r}: the text encoder gave {name} that is not finite")
         return cond
 
     def _store(self, kind: str, key: str, tensors: dict[str, Tensor]) -> int:
@@ -488,16 +454,9 @@ class Cache:
             for i, shown in enumerate(self.shown(placed))
         }
 
-    def cond(self, caption: str | Asked) -> dict[str, Tensor]:
+    def cond(self, caption: str) -> dict[str, Tensor]:
         """Conditioning of a caption, without batch dimension. Not to be changed in place."""
-        text = caption if isinstance(caption, str) else caption.text
-        return dict(self._get("conds", self.caption_key(caption), f"caption {text!r}"))
-
-
-def about(text: str, controls: Sequence[Control]) -> Asked:
-    """A preview's prompt about its control pictures, which are shown whole."""
-    whole = [Shown(one, (0, 0, one.width, one.height), (one.width, one.height)) for one in controls]
-    return Asked(text, tuple(whole), False)
+        return dict(self._get("conds", self.caption_key(caption), f"caption {caption!r}"))
 
 
 def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, Tensor]:

@@ -234,7 +234,7 @@ class Loader:
         """The caption's conditioning and, for families that have it, the image's: sizes and crop, control pictures."""
         place = placed.placement
         crop = place.flipped_crop_top_left if flipped else place.crop_top_left
-        cond = self.cache.cond(self.cache.asked(caption, placed, flipped))
+        cond = self.cache.cond(caption)
         image_cond = self.family.image_conditioning(place.original_hw, crop, place.target_hw)
         image_cond = image_cond | self.cache.controls(placed, flipped)
         if twice := cond.keys() & image_cond.keys():

@@ -191,8 +191,6 @@ class ModelFamily(ABC):
     controls: ClassVar[tuple[int, int]] = (0, 0)
     """Fewest and most control pictures that the denoiser is shown beside the noise. A plain value: read without
     importing the file."""
-    prompt_sees_controls: ClassVar[bool] = False
-    """Whether the text encoder looks at the control pictures, so that a prompt's conditioning depends on them."""
     same_tensors_as: ClassVar[str] = ""
     """The family whose single files have the very same tensors, so that nothing but their name tells them apart."""
     bucket_step: ClassVar[int] = 64

@@ -32,7 +32,7 @@ from .base import (
 
 PROCESS = "config.process.0."
 NO_VIDEO = "videos are not trained on here"
-NO_CONTROL = "no control pictures are used here"
+NO_CONTROL = "control pictures lie in one folder here: dataset.folders.N.control"
 NO_LOSS = "the loss is the mean squared error, weighted by min_snr_gamma only"
 NO_PRESERVE = "no prior is preserved here; caption some pictures of the class without the trigger"
 
@@ -90,7 +90,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.mask_path": none(words.NO_MASK),
     "datasets.*.mask_min_value": none(words.NO_MASK, 0.1, 0.01),
     "datasets.*.alpha_mask": none(words.NO_MASK),
-    "datasets.*.control_path": none(NO_CONTROL),
+    "datasets.*.control_path": JOINT,
     "datasets.*.control_path_1": none(NO_CONTROL),
     "datasets.*.control_path_2": none(NO_CONTROL),
     "datasets.*.control_path_3": none(NO_CONTROL),
@@ -370,6 +370,7 @@ def _set_folders(draft: Draft) -> None:
         draft.mapped(name, {}, f"{at}.path")
         draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
         draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
+        words.set_control(draft, f"{table}control_path", folder, at)
         caption = draft.get(f"{table}default_caption", text)
         if caption:
             draft.differs(f"{table}default_caption", {}, words.caption_by_trigger(folder, caption))

@@ -407,6 +407,7 @@ class Folder:
         images: pictures in it; None: the folder is not here.
         captionless: how many of them have no caption file.
         trigger_is_caption: the trigger is the whole caption of pictures that have none.
+        control: the folder of control pictures.
     """
 
     path: str
@@ -415,6 +416,7 @@ class Folder:
     images: int | None = None
     captionless: int = 0
     trigger_is_caption: bool = False
+    control: str = ""
 
 
 class Draft:
@@ -637,6 +639,7 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
             "path": folder.path,
             **({"repeats": folder.repeats} if folder.repeats != 1 else {}),
             **({"trigger": folder.trigger} if folder.trigger else {}),
+            **({"control": folder.control} if folder.control else {}),
         }
         for folder in folders
     ]

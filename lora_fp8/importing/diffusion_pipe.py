@@ -142,7 +142,7 @@ RULES: dict[str, Rule] = {
     "data.directory.*.path": JOINT,
     "data.directory.*.num_repeats": JOINT,
     "data.directory.*.mask_path": none(words.NO_MASK),
-    "data.directory.*.control_path": none("no control pictures are used here"),
+    "data.directory.*.control_path": JOINT,
     "data.directory.*.caption_prefix": JOINT,
     "data.directory.*.resolutions": JOINT,
     "data.directory.*.ar_buckets": none("buckets are made from the resolution and max_aspect"),
@@ -290,6 +290,7 @@ def _set_folders(draft: Draft) -> None:
             draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
         else:
             draft.differs(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
+        words.set_control(draft, f"{table}control_path", folder, at)
         prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
         if prefix:
             folder.trigger = prefix.strip().rstrip(",").strip()

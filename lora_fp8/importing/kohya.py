@@ -133,7 +133,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "prior_loss_weight": none(words.NO_REG, 1, 1.0),
     "in_json": none("captions are .txt or .caption files beside the pictures here"),
     "metadata_file": none("captions are .txt or .caption files beside the pictures here"),
-    "conditioning_data_dir": none("no control pictures are used here"),
+    "conditioning_data_dir": none("is for ControlNets, which are not trained here"),
     "dataset_class": none("no code of other packages is loaded"),
     "cache_info": idle(),
     "resolution": JOINT,

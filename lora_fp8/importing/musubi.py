@@ -30,7 +30,7 @@ from .base import (
 
 NO_VIDEO = "videos are not trained on here"
 SQUEEZED = "there squeezed into the range, unless preserve_distribution_shape is set; here cut off"
-NO_CONTROL = "no control pictures are used here"
+NO_CONTROL = "control pictures are shown as the model's pipeline shows them, or see dataset.control_resolution"
 
 RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
     "dit": JOINT,
@@ -78,7 +78,8 @@ RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
         + ("max_frames", "source_fps", "fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index"),
         none(NO_VIDEO),
     ),
-    **dict.fromkeys(("control_directory", "control_resolution", "no_resize_control"), none(NO_CONTROL)),
+    "control_directory": JOINT,
+    **dict.fromkeys(("control_resolution", "no_resize_control"), none(NO_CONTROL)),
     "offload_inactive_dit": none(NO_VIDEO),
     "timestep_boundary": none(NO_VIDEO),
     "base_weights": none("no LoRA is merged into the base; merge it beforehand"),
@@ -192,6 +193,7 @@ def _set_folders(draft: Draft) -> None:
         folder = words.look_into(draft, Folder(path, repeats), deep=False)
         draft.mapped(f"{table}image_directory", {}, f"dataset.folders.{len(draft.folders)}.path")
         draft.mapped(f"{table}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
+        words.set_control(draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}")
         draft.folders.append(folder)
     draft.mapped(kohya.everywhere(draft, "num_repeats"), {}, "in each of the folders")
     draft.mapped("dataset_config", {}, "read as well" if tables(draft) else "not here")

@@ -198,7 +198,7 @@ RULES: dict[str, Rule] = {
         ("unmasked_probability", "unmasked_weight", "normalize_masked_area_loss", "masked_prior_preservation_weight"),
         idle("belongs to masked_training"),
     ),
-    "custom_conditioning_image": none("no control pictures are used here"),
+    "custom_conditioning_image": none("not carried over: see dataset.folders.N.control, for editing models"),
     **dict.fromkeys(
         ("embedding_learning_rate", "preserve_embedding_norm", "embedding.**", "embedding_weight_dtype")
         + ("token_count", "initial_embedding_text", "bundle_additional_embeddings"),
@@ -246,7 +246,7 @@ RULES: dict[str, Rule] = {
     "samples.*.random_seed": none("previews keep their seeds"),
     "samples.*.noise_scheduler": none(words.NO_SAMPLER, "DDIM", "EULER"),
     "samples.*.**": idle("belongs to other models"),
-    "samples.*.sample_inpainting": none("no control pictures are used here"),
+    "samples.*.sample_inpainting": none("previews are not inpainted here"),
     "sample_after": JOINT,
     "sample_after_unit": JOINT,
     "sample_skip_first": JOINT,

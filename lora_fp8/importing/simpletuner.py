@@ -28,7 +28,7 @@ from .base import (
 )
 
 NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
-NO_CONTROL = "no control pictures are used here"
+NO_CONTROL = "not carried over: for an editing model name the control pictures in dataset.folders.N.control"
 NO_CLOUD = "pictures are read from folders of this machine"
 
 RULES: dict[str, Rule] = {
@@ -61,8 +61,8 @@ RULES: dict[str, Rule] = {
     "peft_lora_mode": none(words.NOT_HERE, "standard"),
     "flux_lora_target": none("the layers of a family are adapted alike; adapter.targets names which"),
     "fuse_qkv_projections": idle("q, k and v share one quantized input"),
-    "controlnet": none(NO_CONTROL),
-    "control": none(NO_CONTROL),
+    "controlnet": none("ControlNets are not trained here"),
+    "control": none("ControlNets are not trained here"),
     "train_text_encoder": JOINT,
     "text_encoder_lr": JOINT,
     "optimizer": JOINT,

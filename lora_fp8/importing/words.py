@@ -140,6 +140,23 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
         draft.need("model.family", f"this version has no family for {kind}; there are {', '.join(available)}")
 
 
+def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
+    """A folder of control pictures under the names of the pictures, for families that are shown any.
+
+    Args:
+        at: our folder, such as "dataset.folders.0".
+    """
+    if not draft.has(key) or not (path := draft.get(key)):
+        return
+    if draft.family not in families.available() or "controls" not in families.facts(draft.family):
+        draft.none(key, f"{draft.family} is shown no control pictures here")
+    elif not isinstance(path, str):
+        draft.none(key, f"one folder here: put several of one picture into it as name_1, name_2, and name it in {at}")
+    else:
+        folder.control = path
+        draft.mapped(key, {}, f"{at}.control")
+
+
 def family_of_name(path: str) -> str:
     """The architecture that a well-known hub id or file name names; "" for any other."""
     name = PureWindowsPath(path).name.lower()
