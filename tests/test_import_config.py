@@ -956,6 +956,7 @@ def test_families_are_those_of_this_version(
     assert any("this version has no family for qwen_image" in text for text in made.todo)
     assert any("unknown family 'qwen_image'" in line for line in importing.problems(made))
     monkeypatch.setattr(families, "available", lambda: ["qwen"])
+    monkeypatch.setattr(families, "facts", lambda name: {"title": name})
     made = bring("musubi_qwen.toml")
     assert settings(made)["model"]["family"] == "qwen" and not importing.problems(made)
 

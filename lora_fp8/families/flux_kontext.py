@@ -51,6 +51,7 @@ class Family(ModelFamily):
     kohya_naming = "bfl_flux"
     layouts = flux.Family.layouts
     layouts_of_diffusers = flux.Family.layouts_of_diffusers
+    split_names_in_comfy = flux.Family.split_names_in_comfy
     converter_width = 3072
     auto_layouts = flux.Family.auto_layouts
     native_layers = flux.Family.native_layers
