@@ -5,6 +5,7 @@ without a look at the exporter.
 """
 
 import json
+import math
 from pathlib import Path
 
 import diffusers
@@ -368,7 +369,7 @@ def test_a_run_trains_them_and_its_files_do_the_same_in_diffusers(job, name):
     assert [report.ok for report in result.reports] == [True] * len(formats)
     for report in result.reports:
         assert report.measured["text_effect"] > 0.01 and report.measured["text_error"] <= 0.01
-        assert report.measured.get("preview_psnr", 99) >= verify.PREVIEW_PSNR
+        assert report.measured.get("preview_psnr", math.inf) == math.inf  # the same numbers on the way to each pixel
     state = load_file(folder_of(mine) / "checkpoints" / "step-000002" / "adapter.safetensors")
     of_text = {key for key in state if key.startswith("text_encoder")}
     assert {key.split(".")[0] for key in of_text} == set(families.get(name).trained_text)
