@@ -17,6 +17,7 @@ from lora_fp8.data import buckets, images
 from lora_fp8.data.cache import Cache, dataset_captions, preview_pictures
 from lora_fp8.data.loader import Loader
 from lora_fp8.train import run
+from webui import words
 
 EDITING = [name for name in families.available() if "controls" in families.facts(name)]
 
@@ -98,6 +99,8 @@ def test_everything_wrong_with_control_pictures_is_told_at_once(pictures, contro
     assert "b.png is not a readable image" in text and "control picture" in text
     assert "c.png has several candidates for one control picture, c.jpg, c.png" in text
     assert "d.jpg has 2 control pictures, and this model takes at most 1" in text
+    for line in [*problems, *warnings]:
+        assert "控制图" in words.tell("zh-CN", line) or "is not a readable image" in line
     lonely = next(line for line in warnings if "belong to no picture" in line)
     assert "nobody.png" in lonely and "d_4.png" in lonely and "2 control" in lonely
 
@@ -124,6 +127,7 @@ def test_a_control_folder_that_cannot_be_one(pictures, tmp_path, where):
     problems, _, examples = small(section_of(tmp_path / "pictures", tmp_path / where))
     word = {"nowhere": "does not exist", "pictures/a.png": "is a file"}.get(where, "all of which is trained on")
     assert len(problems) == 1 and word in problems[0] and not examples
+    assert "控制图文件夹" in words.tell("zh-CN", problems[0])
 
 
 def test_what_the_config_says_of_control_pictures_is_checked_before_anything_is_loaded():
