@@ -4,7 +4,9 @@ import json
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -27,6 +29,15 @@ path = "demo"
 [[dataset.folders]]
 path = "{folder}"
 """
+
+
+class Address(str):
+    """Where a site is, and the site."""
+
+    def __new__(cls, text: str, site: Any) -> "Address":
+        made = super().__new__(cls, text)
+        made.site = site
+        return made
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,7 @@ def address(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.05)
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            yield Address(f"http://127.0.0.1:{listening.getsockname()[1]}", site)
             server.should_exit = True
             thread.join(10)
 
@@ -138,3 +149,18 @@ def test_what_is_wrong_is_told_in_the_engines_words(client: Client, name: str, g
     with pytest.raises(AppError) as error:
         client.predict(*given, api_name=name)
     assert told in str(error.value) and "Traceback" not in str(error.value)
+
+
+def test_an_open_page_takes_little_memory(address: str, client: Client) -> None:
+    """Gradio's own bookkeeping takes more than a megabyte for each page that somebody opens or reloads."""
+    (mounted,) = [route.app for route in address.site.routes if getattr(route, "path", "") == "/en"]
+    held = []
+    tracemalloc.start()
+    for number in range(8):
+        session = mounted.state_holder[f"page {number}"]
+        for component in list(session.blocks_config.blocks)[:10]:  # as when a handler's answer is noted
+            session._update_value_in_config(component, "x" * 1000)
+        held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert (held[-1] - held[3]) / 4 < 300_000
+    assert len(mounted.state_holder.session_data) >= 8

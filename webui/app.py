@@ -17,7 +17,7 @@ import gradio as gr
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 
-from . import api, files, words
+from . import api, files, sessions, words
 from .context import Place, Ui
 from .guard import Guard
 from .login import Login
@@ -114,9 +114,10 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
 
     files.add_routes(app, place)
     for language in words.LANGUAGES:
+        pages = blocks(Ui(language, place))
         gr.mount_gradio_app(
             app,
-            blocks(Ui(language, place)),
+            pages,
             path=f"/{language}",
             run_history=False,
             footer_links=[],
@@ -125,6 +126,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
             css_paths=STATIC / "style.css",
             head=_head(language),
         )
+        sessions.lighten(app.routes[-1].app, pages)  # what was mounted last
     return app
 
 
