@@ -775,7 +775,10 @@ def survival(weight_NK: Tensor, delta_NK: Tensor, form: precision.Format) -> flo
 def _measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) -> None:
     state, scaling = export.from_layout(tensors, family, family.denoiser_config())
     layers = kinds.grouped(state)
-    wanted = {f"{module}.weight": module for module in layers}
+    # Only the denoiser is held in FP8: of a file of text encoders alone there is nothing to ask.
+    wanted = {f"{module}.weight": module for module in layers if not layouts.text_encoder_of(module, family)}
+    if not wanted:
+        return
     left: dict[str, dict[str, float]] = {name: {} for name in MERGED_FORMATS}
     for name, weight in family.denoiser_tensors():
         if module := wanted.get(name):

@@ -734,3 +734,17 @@ def test_the_estimate_counts_what_they_hold(job, tiny):
     assert found["true"].base_bytes - found["false"].base_bytes == text.num_bytes() + buffers
     assert found["true"].step_bytes > found["false"].step_bytes
     assert found["true"].optimizer_bytes > found["false"].optimizer_bytes
+
+
+def test_a_file_of_text_encoders_alone_is_verified(tiny, tmp_path):
+    """As network_train_text_encoder_only of kohya leaves one; `lora-fp8 verify --base` asks of merging too."""
+    family = make(families.get("sd15"), tiny("sd15"))
+    state = {key: tensor for key, tensor in text_and_denoiser_lora(family).items() if key.startswith("text_encoder.")}
+    mine = export.ExportFacts("lora", 1, 2, 2.0, 1e-4, 0, (48, 48))
+    section = config.Export(formats=["kohya", "diffusers"], dtype="fp32")
+    for path in export.write(state, 1.0, family, family.denoiser_config(), section, mine, tmp_path):
+        report = verify.check(path, family, state=state, merged=True)
+        assert report.ok, report.failed()
+        assert not any(check.name.startswith("merged") for check in report.checks)
+        with_denoiser = verify.check_file(path, str(tiny("sd15")))
+        assert with_denoiser.ok, with_denoiser.failed()
