@@ -85,6 +85,7 @@ class Log:
     def __init__(self, file: Path):
         self._file = file
         self._lock = threading.Lock()
+        self.version = 0  # rises with every change
         self._begin()
 
     def _begin(self) -> None:
@@ -93,7 +94,7 @@ class Log:
         self.facts = Facts()
         self.measures = {name: Groups() for name in MEASURES}
         self.validation: dict[str, Groups] = {}
-        self.version = 0
+        self.version += 1
 
     def read(self) -> "Log":
         """Take in what was written since. A log that is not there yet is empty.
@@ -105,7 +106,8 @@ class Log:
             try:
                 file = open(self._file, "rb")  # noqa: SIM115 - closed below; a missing file is no error
             except FileNotFoundError:
-                self._begin()
+                if self._inode != -1:
+                    self._begin()
                 return self
             with file:
                 status = self._file.stat()

@@ -77,8 +77,8 @@ def figures(ui: Ui, view: JobView) -> str:
     if view.eta_s is not None:
         found.append((ui.say("runs.left"), duration(ui, view.eta_s)))
     if view.attempts > 1:
-        found.append((ui.say("runs.attempt"), f"{view.attempts} / {view.max_attempts}"))
-    if view.assigned:
+        found.append((ui.say("runs.attempt"), str(view.attempts)))
+    if view.assigned and view.assigned != "cpu":
         found.append(("GPU", view.assigned))
     if view.place:
         found.append((ui.say("runs.place"), str(view.place)))

@@ -1,6 +1,7 @@
 """One run: its curves, previews, files, log, settings and warnings. `?run=` names it: a job's number or a folder."""
 
 import zipfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,12 @@ def header(ui: Ui, view: JobView, log: Log) -> str:
 
 
 def curves_of(ui: Ui, log: Log, amount: float, logarithmic: bool) -> str:
-    """All charts of a run."""
+    """All charts of a run; drawn once for all who look, until there is something new."""
+    return _curves_of(ui, log, log.version, amount, logarithmic)
+
+
+@lru_cache(maxsize=64)
+def _curves_of(ui: Ui, log: Log, version: int, amount: float, logarithmic: bool) -> str:
     points = {name: groups.points() for name, groups in log.measures.items()}
     step = ui.say("runs.step")
     none = ui.say("run.no_steps")

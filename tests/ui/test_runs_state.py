@@ -1,0 +1,155 @@
+"""What the pages of runs say is true, and soon: runs that come, go on, die and are deleted while somebody looks."""
+
+import fcntl
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from lora_fp8 import config, jobs
+from tests.ui.conftest import Site, start, stop
+from webui import words
+
+SOON = 6_000
+"""Milliseconds. 3 s are promised; a machine that tests has other things to do."""
+
+
+class Trainer:
+    """What a trainer in a shell leaves in a run folder, and its lock."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True)
+        text = 'name = "x"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
+        (folder / "config.toml").write_text(config.dumps(config.loads(text)), encoding="utf-8")
+        self.take()
+        self.say(event="start", device="cpu")
+        self.say(event="stage", stage="train", step=0, steps=1000)
+
+    def take(self) -> None:
+        self.lock = open(self.folder / "lock", "w")  # noqa: SIM115 - held until `die`
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def die(self) -> None:
+        self.lock.close()
+
+    def say(self, **event: object) -> None:
+        with open(self.folder / "events.jsonl", "a", encoding="utf-8") as log:
+            log.write(json.dumps({"t": time.time(), **event}) + "\n")
+        state = {"state": event.get("stage", event["event"]), "step": event.get("step"), "t": time.time()}
+        (self.folder / "status.json").write_text(json.dumps(state))
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            self.say(event="step", step=step, loss=1 / step, lr=1e-4, grad_norm=1.0, images_per_s=1.0, vram_gb=1.0)
+
+
+@pytest.fixture
+def trainer(site: Site, request: pytest.FixtureRequest) -> Iterator[Callable[[str], Trainer]]:
+    made = []
+
+    def make(name: str) -> Trainer:
+        made.append(Trainer(site.root / "runs" / name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.die()
+
+
+def card(page: Page, folder: Path):
+    return page.locator(f'[data-job="{folder}"]')
+
+
+def test_a_run_in_a_shell_is_followed_until_it_dies_and_goes_on(
+    visit: Callable[..., Page], trainer: Callable[[str], Trainer]
+) -> None:
+    here = visit()
+    expect(here.locator("#machine")).to_contain_text("CPU")
+    one = trainer("shell-run")
+    expect(card(here, one.folder).locator(".state")).to_have_text("running", timeout=SOON)
+    there = visit(f"run?run={one.folder}", language="zh-CN")
+    expect(there.locator("#head .state")).to_have_text(words.say("zh-CN", "state.running"), timeout=SOON)
+    for last in (10, 20):
+        one.steps(last - 9, last)
+        expect(card(here, one.folder).locator(".figures")).to_contain_text(f"{last} / 1000", timeout=SOON)
+        expect(there.locator("#head .figures")).to_contain_text(f"{last} / 1000", timeout=SOON)
+    loss = there.locator("#curves path.line").first
+    expect(loss).to_be_visible()
+    assert loss.get_attribute("d").count("L") == 19
+
+    # A step that is asked for comes by a file that the trainer reads.
+    there.locator("#head [data-do=save]").click()
+    expect(there.locator("#said")).to_contain_text("shell-run")
+    assert (one.folder / "control" / "save").exists()
+    there.locator("#head [data-do=stop]").click()
+    expect(there.locator("#head .state")).to_have_text(words.say("zh-CN", "state.stopping"), timeout=SOON)
+
+    one.die()  # kill -9: nothing is written, the lock is free
+    (one.folder / "control" / "stop").unlink()
+    expect(there.locator("#head .state")).to_have_text(words.say("zh-CN", "state.lost"), timeout=SOON)
+    expect(card(here, one.folder).locator(".state")).to_have_text("lost", timeout=SOON)
+
+    # It goes on from step 10: what it did after that did not happen.
+    one.take()
+    one.say(event="start", device="cpu", resume=True)
+    one.say(event="stage", stage="train", step=10, steps=1000)
+    one.steps(11, 13)
+    expect(there.locator("#head .state")).to_have_text(words.say("zh-CN", "state.running"), timeout=SOON)
+    expect(there.locator("#head .figures")).to_contain_text("13 / 1000", timeout=SOON)
+    expect(loss).to_have_attribute("d", re.compile("^M[^L]+(L[^L]+){12}$"))
+
+
+def test_the_page_may_die_and_come_back(chromium: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    site = start(tmp_path / "home", tmp_path / "root")
+    one = Trainer(site.root / "runs" / "lives-on")
+    try:
+        one.steps(1, 5)
+        context = chromium.new_context(locale="en-US")
+        page = context.new_page()
+        page.goto(f"{site.address}/en/run?run={one.folder}")
+        expect(page.locator("#head .figures")).to_contain_text("5 / 1000", timeout=30_000)
+        site.process.kill()
+        site.process.wait()
+        one.steps(6, 9)
+        port = site.address.rpartition(":")[2]
+        site = start(tmp_path / "home", tmp_path / "root", "--port", port)
+        page.reload()
+        expect(page.locator("#head .figures")).to_contain_text("9 / 1000", timeout=30_000)
+        context.close()
+    finally:
+        one.die()
+        stop(site)
+
+
+def test_a_job_is_moved_and_deleted_by_its_name(site: Site, visit: Callable[..., Page]) -> None:
+    queue = jobs.Queue(site.home)
+    text = 'name = "del{}"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
+    # Of a group of GPUs that this machine does not have: it waits for ever, and says so.
+    ids = [queue.submit(text.format(n, site.root / "runs"), gpus="77") for n in range(2)]
+    page = visit()
+    first, second = (page.locator(f'[data-job="{id}"]') for id in ids)
+    expect(first.locator(".state")).to_have_text("waiting", timeout=SOON)
+    expect(first.locator(".said")).to_contain_text(re.compile("77|Waits"))
+    second.locator("[data-do=up]").click()
+    expect(page.locator("#said")).to_contain_text("moved up")
+    order = [job.id for job in queue.view(shell=False) if job.id in ids]
+    assert order == ids[::-1]
+    first.locator("[data-do=cancel]").click()
+    expect(first.locator(".state")).to_have_text("cancelled", timeout=SOON)
+    first.locator("[data-do=delete]").click()
+    typed = page.locator("#typed-name textarea, #typed-name input").first
+    typed.fill("del1")
+    delete = page.get_by_role("button", name="Delete", exact=True).locator("visible=true").first
+    delete.click()
+    expect(page.locator("#said")).to_contain_text("type the name, del0")
+    typed.fill("del0")
+    delete.click()
+    expect(first).to_have_count(0, timeout=SOON)
+    queue.cancel(ids[1])
+    assert [job.id for job in queue.view(shell=False) if job.id in ids] == [ids[1]]
+    queue.delete(ids[1])
