@@ -88,12 +88,13 @@ def figures(ui: Ui, view: JobView) -> str:
     return f'<div class="figures">{shown_}</div>' if found else ""
 
 
-def buttons(ui: Ui, view: JobView) -> str:
+def buttons(ui: Ui, view: JobView, without: Sequence[str] = ()) -> str:
     """What can be asked of it now."""
     of_job = isinstance(view.id, int)
     names = [name for name in BUTTONS.get(view.state, ()) if of_job or name not in OF_JOBS_ONLY]
     if view.state == "running" and view.stage != "train":
         names = [name for name in names if name not in ("save", "preview")]
+    names = [name for name in names if name not in without]
     if view.kind != "train":
         names = [name for name in names if name not in ("save", "preview")]
     if not view.resumable:

@@ -100,6 +100,7 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
     tab(page, language, "previews")
     expect(page.locator("#grid tbody tr")).not_to_have_count(1)
     expect(page.locator("#pair .ab img")).to_have_count(2)
+    expect(page.locator("#pair .names")).to_contain_text(say("run.at", step=STEPS))
     handle = page.locator("#pair .ab input")
     handle.focus()
     for _ in range(20):

@@ -77,7 +77,9 @@ def build(ui: Ui) -> None:
 
     seen, steps = gr.State({}), gr.State([])
 
-    def paint(request: gr.Request, amount: float, log: bool, seen: dict[str, int], steps: list[Any]) -> list[Any]:
+    def paint(
+        request: gr.Request, amount: float, log: bool, right: int | None, seen: dict[str, int], steps: list[Any]
+    ) -> list[Any]:
         try:
             view, events = looked_at(ui, request)
         except UserError as error:
@@ -99,12 +101,12 @@ def build(ui: Ui) -> None:
         menus: list[Any] = [gr.skip()] * 5
         if now != steps:
             shown_ = [(step_name(ui, one), one) for one in now[0]]
-            # The base on the left, the newest on the right; what somebody has chosen meanwhile stays.
+            # The base on the left, the newest on the right, until somebody chooses otherwise.
             ends = (now[0][0], now[0][-1]) if now[0] else (None, None)
             old = steps[0] if steps else []
             menus = [
                 gr.update(choices=shown_, **({} if old else {"value": ends[0]})),
-                gr.update(choices=shown_, **({} if len(old) > 1 else {"value": ends[1]})),
+                gr.update(choices=shown_, **({"value": ends[1]} if right == (old[-1] if old else None) else {})),
                 gr.update(choices=list(enumerate_prompts(now[2])), **({} if old or not now[2] else {"value": 0})),
                 gr.update(
                     choices=[(ui.say("run.newest"), 0), *((str(one), one) for one in reversed(now[1]))],
@@ -114,7 +116,7 @@ def build(ui: Ui) -> None:
             ]
         return [*sent, seen, *menus]
 
-    inputs = {"amount": amount, "log": log, "seen": seen, "steps": steps}
+    inputs = {"amount": amount, "log": log, "right": right, "seen": seen, "steps": steps}
     outputs = [head, curves, grid, files, printed, warned, config, seen, left, right, prompt, step, steps]
     live.keep_painted(paint, inputs, outputs)
 
@@ -251,7 +253,7 @@ def header(ui: Ui, view: JobView, log: Log) -> str:
     if device := facts.start.get("device"):
         about.append(shown(device))
     wrong = " wrong" if view.state in ("failed", "lost") else ""
-    buttons = shows.buttons(ui, view)
+    buttons = shows.buttons(ui, view, without=["delete"])  # on the page of all runs, where its name is typed
     tail = watch.tail(view) if view.state in ("failed", "lost") else []
     log_ = f"<pre>{shown(chr(10).join(tail))}</pre>" if tail else ""
     return (
