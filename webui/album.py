@@ -26,7 +26,8 @@ from lora_fp8.data import captions
 
 from .context import Place
 
-FRESH_SECONDS = 2.0
+FRESH_SECONDS = 10.0
+"""Listing 5,000 pictures takes half a second; the caption in the editor is read anew whenever it matters."""
 KEPT = 8
 """Folders and reports that are held in memory, those used last."""
 _one_at_a_time = threading.Semaphore(1)
@@ -50,6 +51,14 @@ class Album:
         for name in self.files if names is None else names:
             counted.update(set(captions.split_tags(" ".join(self.texts[name].splitlines()))))
         return counted
+
+    def reread(self, name: str) -> str:
+        """The caption of one picture as it is now; of others that share it, too. Raises UserError."""
+        text = captions.read(self.folder, self.files[name])
+        for other, file in self.files.items():
+            if file == self.files[name]:
+                self.texts[other] = text
+        return text
 
     def refresh(self) -> None:
         """Read what has changed on disk. Raises UserError."""
@@ -81,7 +90,7 @@ _albums: dict[Path, Album] = {}
 
 
 def album(folder: Path, fresh: bool = False) -> Album:
-    """The pictures of a folder, at most a few seconds old; `fresh` reads now. Raises UserError."""
+    """The pictures of a folder, at most `FRESH_SECONDS` old; `fresh` reads now. Raises UserError."""
     with _lock:
         found = _albums.pop(folder, None) or Album(folder)
         _albums[folder] = found
@@ -90,6 +99,13 @@ def album(folder: Path, fresh: bool = False) -> Album:
         if fresh or time.monotonic() - found.read_at > FRESH_SECONDS:
             found.refresh()
         return found
+
+
+def seen_last(folder: Path) -> Album:
+    """The pictures of a folder as somebody saw them last, for ticks: reads nothing that was read before."""
+    with _lock:
+        found = _albums.get(folder)
+    return album(folder) if found is None else found
 
 
 # --------------------------------------------------------------------------------------------------------- the doctor

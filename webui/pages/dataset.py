@@ -206,10 +206,15 @@ class _Page:
             self.apply,
             inputs_kwargs=self.here | {"edit": self.edit},
             outputs=[*self._after, self.edit, self.changes],
-            **live.quiet(),
+            **live.quiet(show_progress="minimal", show_progress_on=[self.head]),
         )
         for button, what in ((undo, captions.undo), (redo, captions.redo)):
-            button.click(partial(self.step, what), inputs_kwargs=self.here, outputs=self._after, **live.quiet())
+            button.click(
+                partial(self.step, what),
+                inputs_kwargs=self.here,
+                outputs=self._after,
+                **live.quiet(show_progress="minimal", show_progress_on=[self.head]),
+            )
 
     def _lay_out_captioning(self) -> None:
         say = self.say
@@ -277,7 +282,7 @@ class _Page:
             if do == "page":
                 at["page"] = max(0, int(told.get("to", "0")))
             elif do in ("pick", "look") and name in album.files:
-                at |= {"picked": name, "loaded": room.album(album.folder, fresh=True).texts[name]}
+                at |= {"picked": name, "loaded": "" if name in album.wrong else album.reread(name)}
                 if do == "look":
                     said = self._note(self.say("dataset.looked", file=name))
             elif do == "choose" and name in album.files:
@@ -313,11 +318,11 @@ class _Page:
         """Write the editor's caption, and go on to the next picture."""
         skipped = [gr.skip()] * 5
         try:
-            album = room.album(self._album(at).folder, fresh=True)
+            album = self._album(at)
             name = at.get("picked", "")
             if name not in album.files:
                 raise UserError(self.say("dataset.pick_first"))
-            if album.texts[name] != at["loaded"]:
+            if album.reread(name) != at["loaded"]:
                 at = {**at, "loaded": album.texts[name]}
                 complaint = self._note(self.say("dataset.changed_meanwhile", file=name), wrong=True)
                 return [complaint, *self._shown(at, family, resolution)[:5]]
@@ -327,11 +332,11 @@ class _Page:
             if edit.changes:
                 captions.apply(album.folder, edit)
             said = self._note(self.say("dataset.saved" if edit.changes else "dataset.unchanged", file=name))
-            album = room.album(album.folder, fresh=True)
+            album.reread(name)
             names = self._filtered(at, album)
             if step and name in names and names.index(name) + 1 < len(names):
                 name = names[names.index(name) + 1]
-            at = {**at, "picked": name, "loaded": album.texts[name]}
+            at = {**at, "picked": name, "loaded": "" if name in album.wrong else album.reread(name)}
             if name in names:
                 at["page"] = names.index(name) // PER_PAGE
         except UserError as error:
@@ -413,7 +418,7 @@ class _Page:
         if not at:
             return [gr.skip()] * 5
         try:
-            album = self._album(at)
+            album = room.seen_last(self.ui.path(at["folder"]))
             found = room.examination(self.ui.place, album.folder, family, self._resolution(family, resolution))
             view = self._view(at, album, family, resolution)
             panels = [self._findings(found), self._buckets(found), self._job(album.folder), view]
@@ -646,9 +651,8 @@ class _Page:
         return f'<div class="cards">{"".join(made)}</div>'
 
     def _note(self, line: str, wrong: bool = False) -> Any:
-        return gr.update(
-            value=f'<p class="{"wrong" if wrong else "dim"}" role="status">{shown(line)}</p>', visible=True
-        )
+        kind = "toast wrong" if wrong else "toast"
+        return gr.update(value=f'<p class="{kind}" role="status">{shown(line)}</p>', visible=True)
 
     def _complaint(self, error: Exception) -> Any:
         return self._note(self.ui.tell(str(error)), wrong=True)
