@@ -55,8 +55,13 @@ def test_every_path_outside_is_refused(place: Place, key: str, path: str) -> Non
     for part in parts:
         table = table.setdefault(part, {})
         table = table[0] if part == "folders" else table
-    table[name] = path.format(place.home.parent)
-    with pytest.raises(UserError, match=name):
+    given = path.format(place.home.parent)
+    if key == "preview.controls":  # they belong to an editing model
+        data["model"]["family"], table["prompts"], given = "flux_kontext", ["a cat"], [given]
+    if key == "dataset.folders.control":
+        data["model"]["family"] = "flux_kontext"
+    table[name] = given
+    with pytest.raises(UserError, match=rf"{name}.*(not below|without \.\.)"):
         submit.checked(place, tomlkit.dumps(data))
     with pytest.raises(UserError):
         submit.train(place, tomlkit.dumps(data))

@@ -17,7 +17,10 @@ from . import safe
 from .context import Place
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-PATHS = ("output_dir", "model.path", "model.components", "dataset.cache_dir", "dataset.folders.path")
+PATHS = (
+    *("output_dir", "model.path", "model.components", "dataset.cache_dir"),
+    *("dataset.folders.path", "dataset.folders.control", "preview.controls"),
+)
 """Settings that name a file or folder; tests/test_page_submit.py finds those that are missing here."""
 
 
@@ -57,8 +60,8 @@ def train(place: Place, text: str, **options: Any) -> int:
     return id
 
 
-def _paths(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(key for people, table, name in it) of each path in a job."""
+def _paths(data: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key for people, table or list, name or place in it) of each path in a job."""
     for path in PATHS:
         *parts, name = path.split(".")
         tables: list[tuple[str, Any]] = [("", data)]
@@ -71,7 +74,11 @@ def _paths(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
                     [(f"{key}{i}.", one) for i, one in enumerate(value)] if isinstance(value, list) else [(key, value)]
                 )
             ]
-        yield from ((f"{key}{name}", table, name) for key, table in tables)
+        for key, table in tables:
+            if isinstance(table[name], list):
+                yield from ((f"{key}{name}.{i}", table[name], i) for i in range(len(table[name])))
+            else:
+                yield f"{key}{name}", table, name
 
 
 def _no_path(place: Place, given: str) -> bool:
