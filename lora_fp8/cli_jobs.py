@@ -77,7 +77,10 @@ def stop(
         print(f"{job}: nothing is training here")
         return
     try:
-        jobs.Queue().stop(job)
+        queue = jobs.Queue()
+        queue.stop(job)
+        if queue.job(job).launched:  # by a worker, so that one has to see to it
+            jobs.ensure_worker(queue.home)
     except jobs.StoreError:  # without a queue, or with a broken one, a run is still asked
         run.request("stop")
     except config.UserError:

@@ -348,9 +348,12 @@ class Queue:
         over = {"phase": "ended", "state": "cancelled", "sentence": said, "ended": now()}
         if self.store.update(row.id, "phase = 'queued'", wanted=wanted, **over):
             return
-        if not self.store.update(row.id, "phase = 'launched'", wanted=wanted):
-            raise UserError(f"job {row.id} is neither running nor waiting")
         run = Run(Path(row.folder)) if row.folder else None
+        if not self.store.update(row.id, "phase = 'launched'", wanted=wanted):
+            if run is None or not run.alive():
+                raise UserError(f"job {row.id} is neither running nor waiting")
+            run.request("stop")  # a shell goes on with it
+            return
         if run and run.alive():  # at once; the worker sees to the rest
             run.request("stop")
             self.store.update(row.id, "asked = 0", asked=now())
@@ -385,7 +388,9 @@ class Queue:
         return path.name
 
 
-PATHS = ("output_dir", "dataset.cache_dir", "model.components")
+PATHS = ("output_dir", "dataset.cache_dir", "model.components", "preview.controls")
+FOLDER_PATHS = ("path", "control")
+"""Settings that name a place on this machine, or a list of them: of a job, and of each of its picture folders."""
 
 
 def absolute_paths(job: config.Job, folder: Path) -> config.Job:
@@ -403,11 +408,13 @@ def absolute_paths(job: config.Job, folder: Path) -> config.Job:
         table = data
         for part in tables:
             table = table[part]
-        table[key] = there(table[key])
+        value = table[key]
+        table[key] = [there(path) for path in value] if isinstance(value, list) else there(value)
     if job.model.path != "demo" and os.path.exists(there(job.model.path)):
         data["model"]["path"] = there(job.model.path)
     for picture_folder in data["dataset"]["folders"]:
-        picture_folder["path"] = there(picture_folder["path"])
+        for key in FOLDER_PATHS:
+            picture_folder[key] = there(picture_folder[key])
     return config.Job(**data)
 
 

@@ -451,6 +451,9 @@ def view(row: Row, records_folder: Path, follower: Follower, place: int = 0, wor
     )
     if row.phase == "queued":
         return replace(told, sentence=_waiting(row, worker))
+    if row.phase == "ended" and folder and Run(folder).alive():  # a shell goes on with it
+        now = shell_view(folder, follower)
+        return replace(now, id=row.id, created=row.created, attempts=row.attempts, max_attempts=row.max_attempts)
     if row.phase == "ended":
         return replace(told, state=row.state, sentence=Sentence(**json.loads(row.sentence)), **_reached(row, follower))
     if not living(row):
