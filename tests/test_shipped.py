@@ -83,6 +83,7 @@ def test_a_demo_preset_has_the_demos_own_values(name: str) -> None:
     demo = tomllib.loads((ROOT / "lora_fp8/demo" / f"{name.removeprefix('demo_')}.toml").read_text(encoding="utf-8"))
     found = tomllib.loads((ROOT / "presets" / f"{name}.toml").read_text(encoding="utf-8"))
     del demo["model"], demo["dataset"]["folders"], demo["dataset"]["flip"], demo["preview"]["prompts"]
+    assert found["schedule"].pop("warmup") * demo["train"]["steps"] == demo["schedule"].pop("warmup")
     for section, values in demo.items():
         assert values.items() <= found[section].items(), section
 

@@ -16,8 +16,8 @@ from .. import bases, form, importer, outlook, pictures, safe, submit, words
 from ..context import Ui
 from ..draft import Draft
 
-GOALS = ("character", "style", "concept", "object", "edit")
-"""Presets that say what is learned; those that are not bundled are not offered."""
+GOALS = ("character", "style", "concept", "object")
+"""Presets that say what is learned."""
 SIMPLE = (
     "model.family",
     "model.path",
@@ -109,10 +109,9 @@ class _Page:
 
     def _simple(self) -> None:
         say = self.ui.say
-        goals = [name for name in GOALS if name in config.preset_names()]
         gr.Markdown(f"#### {say('new.goal')}")
         self.goal = gr.Radio(
-            [*((say(f"new.goal.{name}"), name) for name in goals), (say("new.goal.none"), "")],
+            [*((say(f"new.goal.{name}"), name) for name in GOALS), (say("new.goal.none"), "")],
             show_label=False,
             container=False,
             elem_id="new-goal",

@@ -1,0 +1,113 @@
+"""The New training page as a newcomer walks it, in both languages: demo base, pictures, a mistake, TOML, start."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from lora_fp8 import config, jobs
+from tests.ui.conftest import Site
+
+expect.set_options(timeout=20_000)  # machines that test are busy
+PICTURES = sorted((Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/dataset").glob("*"))
+SAID = {
+    "en": {"ready": "Ready to start", "steps": "must be at least 1, got 0", "pictures": "12 pictures, 0 without"},
+    "zh-CN": {"ready": "可以开始训练", "steps": "不能小于 1，实际为 0", "pictures": "12 张图片，其中 0 张没有标注"},
+}
+
+
+def field(page: Page, id: str):
+    """The input of a setting."""
+    return page.locator(f"#{id} input, #{id} textarea").first
+
+
+def view(page: Page, number: int) -> None:
+    """Simple, all settings, TOML."""
+    page.locator("#new-views button[role=tab]").nth(number).click()
+
+
+@pytest.mark.parametrize("language", ["en", "zh-CN"])
+def test_a_newcomers_way_to_a_training(language: str, site: Site, visit: Callable[..., Page]) -> None:
+    said, name = SAID[language], f"form-{language.lower()}"
+    page = visit("new", language=language)
+    summary = page.locator("#new-summary")
+    expect(summary.locator(".problems, .ready").first).to_be_visible()
+    page.locator("#new-files").get_by_role("button").first.click()
+    page.click("#new-reset")
+    expect(summary.locator(".problems li")).to_have_count(2)
+
+    page.click("#new-demo-sd15")
+    expect(summary.locator(".problems li")).to_have_count(1)
+    field(page, "new-set").fill(name)
+    page.set_input_files("#new-drop input[type=file]", PICTURES[:24])  # each with its caption
+    expect(summary).to_contain_text(said["ready"])
+    expect(summary).to_contain_text(said["pictures"])
+    expect(page.locator("#new-taken p")).to_be_visible()
+    expect(page.locator("#new-dataset-folders")).to_contain_text(name)
+    field(page, "new-name").fill(name)
+
+    field(page, "new-train-steps").fill("0")
+    expect(summary.locator(".problems li")).to_contain_text(said["steps"])
+    beside = "getComputedStyle(document.querySelector('#new-train-steps'), '::after').content"
+    page.wait_for_function(f"{beside} !== 'none'")
+    assert not summary.locator(".ready").count()
+    field(page, "new-train-steps").fill("24")
+    expect(summary).to_contain_text(said["ready"])
+
+    view(page, 2)
+    text = page.locator("#new-toml .cm-content")
+    expect(text).to_contain_text("steps = 24")
+    text.click()
+    page.keyboard.press("Control+End")
+    page.keyboard.type("\n[adapter]\nrank = 3  # mine")
+    view(page, 1)
+    expect(field(page, "set-adapter-rank")).to_have_value("3")
+    expect(page.locator("#set-schedule-min_lr")).to_be_visible()
+    expect(page.locator("#set-quantize-recipe")).to_be_hidden()
+    field(page, "new-search").fill("optimizer.lr")
+    expect(page.locator("#set-adapter-rank")).to_be_hidden()
+    expect(field(page, "set-optimizer-lr")).to_have_value("0.0025")
+
+    # Another tab shows the same draft, the comment has stayed, and what it changes comes back here.
+    other = visit("new", language=language)
+    expect(field(other, "new-train-steps")).to_have_value("24")
+    field(other, "new-train-steps").fill("21")
+    expect(other.locator("#new-summary")).to_contain_text("21")
+    view(other, 2)
+    expect(other.locator("#new-toml .cm-content")).to_contain_text("rank = 3  # mine")
+    expect(other.locator("#new-toml .cm-content")).to_contain_text("steps = 21")
+    other.reload()
+    expect(field(other, "new-train-steps")).to_have_value("21")
+
+    other.click("#new-start")
+    other.wait_for_url(re.compile(rf"/{language}/run\?run=\d+"))
+    queue = jobs.Queue(site.home)
+    job = queue.job(int(other.url.rpartition("=")[2]))
+    kept = config.loads(queue.config(job.id))
+    queue.cancel(job.id)
+    assert kept.name == name and kept.train.steps == 21 and kept.adapter.rank == 3 and kept.optimizer.lr == 0.0025
+    folder = Path(kept.dataset.folders[0].path)
+    assert folder.is_relative_to(site.home) and {path.name for path in folder.iterdir()} == {
+        path.name for path in PICTURES[:24]
+    }
+    assert all((folder / path.name).read_bytes() == path.read_bytes() for path in PICTURES[:24])
+
+
+def test_what_is_wrong_in_toml_is_told_and_harms_nothing(visit: Callable[..., Page]) -> None:
+    page = visit("new", language="zh-CN", phone=True)
+    page.locator("#new-summary p").first.wait_for()
+    view(page, 2)
+    text = page.locator("#new-toml .cm-content")
+    text.click()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("[train\nsteps = 5")
+    expect(page.locator("#new-summary .problems li")).to_contain_text("不是有效的 TOML")
+    page.keyboard.press("Control+A")
+    page.keyboard.type('name = "<img src=x onerror=alert(1)>"\nnope = 1')
+    expect(page.locator("#new-summary .problems")).to_contain_text("没有这个设置")
+    assert not page.locator("#new-summary img").count()
+    view(page, 0)
+    expect(field(page, "new-name")).to_have_value("<img src=x onerror=alert(1)>")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "fits a phone"
