@@ -153,7 +153,7 @@ MODES = [  # picture, file name, save options, RGB of its two pixels on green, t
     (palette(), "a.bmp", {}, [RED, BLUE], 0),
     (Image.frombytes("CMYK", (2, 1), bytes([0, 255, 255, 0, 0, 0, 0, 255])), "a.tif", {}, [RED, (0, 0, 0)], 0),
     (Image.new("CMYK", (2, 1), (0, 255, 255, 0)), "a.jpg", {"quality": 100}, [RED, RED], 3),
-    (Image.new("YCbCr", (2, 1), (76, 85, 255)), "a.tif", {}, [RED, RED], 2),
+    (Image.new("YCbCr", (2, 1), (76, 85, 255)), "a.tif", {"compression": "tiff_lzw"}, [RED, RED], 2),
     (Image.new("LAB", (2, 1), (136, 208, 195)), "a.tif", {}, [RED, RED], 12),
     (Image.new("RGB", (2, 1), RED), "a.avif", {"quality": 100, "subsampling": "4:4:4"}, [RED, RED], 8),
     (
