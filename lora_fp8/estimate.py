@@ -135,20 +135,14 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
     everything = sum(_nbytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
     cond_bytes = sum(math.prod(shape) for shape in cond_shapes.values()) * DTYPES[job.model.dtype].itemsize
-    encoders, stay = family.encoders_bytes(), 0
-    if job.adapter.text_encoder:
-        stay = family.text_bytes(family.trained_text)
-        notes.append(
-            "the text encoders that are trained stay in memory and are counted with the base; their own adapters, and "
-            "what they need in a step, are not counted"
-        )
+    encoders = family.encoders_bytes()
     estimated = Estimate(
         pictures=len(examples),
         samples_per_epoch=samples,
         steps_per_epoch=steps,
         epochs=job.train.steps / steps,
         heaviest_bucket=heaviest,
-        base_bytes=everything - adapter_bytes + stay,
+        base_bytes=everything - adapter_bytes,
         adapter_bytes=adapter_bytes,
         optimizer_bytes=4 * num_trained + optim.state_bytes([p for _, p in named], job.optimizer),
         step_bytes=step,

@@ -212,7 +212,7 @@ class Run:
             with open(self.lock_file, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # no folder, or what should be one is a file
             return False
         except BlockingIOError:
             return True

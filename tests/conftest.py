@@ -8,7 +8,7 @@ import gc
 import hashlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -64,6 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The queue of whoever runs the tests is not touched, by commands in processes of their own neither."""
+    before = os.environ.get("LORA_FP8_HOME")
+    os.environ["LORA_FP8_HOME"] = str(tmp_path_factory.mktemp("queue"))
+    yield
+    os.environ.pop("LORA_FP8_HOME")
+    if before is not None:
+        os.environ["LORA_FP8_HOME"] = before
 
 
 @pytest.fixture(autouse=True)

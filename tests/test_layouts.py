@@ -122,6 +122,7 @@ JOINT = {
 }
 COMFYUI = {
     "flux": (BFL, 19 * 8 + 38 * 2),
+    "flux_kontext": (BFL, 19 * 8 + 38 * 2),
     "chroma": (BFL, 19 * 8 + 38 * 2),
     "flux2": (BFL, 8 * 8 + 48 * 2),
     "flux2_klein": (BFL, 5 * 8 + 20 * 2),

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_fp8 import checkpoint, cli, export, families, layouts, sample, train
+from lora_fp8 import checkpoint, cli, cli_jobs, export, families, layouts, sample, train
 from lora_fp8 import run as run_room
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data.cache import Cache
@@ -245,11 +245,11 @@ def test_lora_fp8_stop_stops_at_the_end_of_the_step(job, capsys):
     mine = job(*SMALL, "checkpoint.every=100")
     path = folder_of(mine)
     with pytest.raises(Stopped, match="saved at step 3"):
-        run(mine, echo=at_step(2, lambda: cli.stop(path)))
+        run(mine, echo=at_step(2, lambda: cli_jobs.stop(str(path))))
     assert "asked to stop" in capsys.readouterr().out
     assert [p.name for p in (path / "checkpoints").iterdir()] == ["step-000003"]
     assert json.loads((path / "status.json").read_text(encoding="utf-8"))["state"] == "stopped"
-    cli.stop(path)
+    cli_jobs.stop(str(path))
     assert "nothing is training" in capsys.readouterr().out
 
 
@@ -530,7 +530,7 @@ def test_a_file_that_does_something_else_fails_the_run(job, monkeypatch):
     real = export.write
 
     def weak(state, scaling, *arguments):
-        return real(state, scaling / 2, *arguments)
+        return real(state, {name: scale / 2 for name, scale in scaling.items()}, *arguments)
 
     monkeypatch.setattr(export, "write", weak)
     mine = job("export.verify=true", "optimizer.lr=1e-2")

@@ -17,7 +17,7 @@ def table(value: Mapping[str, Any], titles: Mapping[str, str] | None = None) -> 
     """
     rows = []
     for key, entry in value.items():
-        title = shown((titles or {}).get(key, key.replace("_", " ")))
+        title = shown((titles or {}).get(key, key if "." in key else key.replace("_", " ")))
         if isinstance(entry, Mapping) and entry:
             inner = table(dict(list(entry.items())[:MOST_ROWS]))
             rows.append(_row(title, inner if len(entry) <= 6 else _folded(f"{len(entry)}", inner)))

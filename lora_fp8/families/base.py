@@ -30,7 +30,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -573,12 +573,8 @@ class ModelFamily(ABC):
             (path, *_) = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model")
             vae = _files.read_header(path)
         encoders = [name for name in self.text_parts if not self._is_tokenizer(name)]
-        return self.text_bytes(encoders) + sum(map(math.prod, vae.values())) * torch.float32.itemsize
-
-    def text_bytes(self, names: Iterable[str]) -> int:
-        """What these text encoders take, by the headers of their files."""
-        total = 0
-        for name in names:
+        total = sum(map(math.prod, vae.values())) * torch.float32.itemsize
+        for name in encoders:
             if self._has_text(name):
                 headers = [{k: v for k, v in self._header.items() if k.startswith(self.checkpoint_text[name])}]
             else:

@@ -134,7 +134,20 @@ def _queue(ui: Ui, tool: str, **given: Any) -> str:
 
 
 KEYS = frozenset(
-    ["file", "bytes", "layout", "families", "ranks", "alphas", "dtypes", "norms", "metadata", "hashes", "output"]
+    [
+        "file",
+        "bytes",
+        "kind",
+        "layout",
+        "families",
+        "ranks",
+        "alphas",
+        "dtypes",
+        "norms",
+        "metadata",
+        "hashes",
+        "output",
+    ]
     + ["layers", "kept", "dropped", "ok", "checks", "measured"]
 )
 """Keys of the engine's answers that have words of their own (tools.key.*)."""
