@@ -14,7 +14,7 @@ demo: .venv/installed
 
 test: check
 	@scripts/install_browser.sh
-	@echo "== tests (two at a time; about twenty minutes)"
+	@echo "== tests (two at a time; about half an hour)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/installed

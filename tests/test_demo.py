@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from lora_fp8 import config
+from lora_fp8 import config, families, prepare
 from lora_fp8.demo import measure, show
 
 FAMILIES = ("sd15", "flux")
@@ -64,3 +64,14 @@ def test_dataset_is_like_a_persons():
     for path in images:
         caption = Path(path).with_suffix(".txt").read_text(encoding="utf-8")
         assert "zibo" in caption
+
+
+@pytest.mark.parametrize("family", ["sd15", "flux"])
+def test_what_the_demo_draws_with_is_a_file_that_it_writes(family: str) -> None:
+    """export.formats = ["auto"] writes no file of diffusers' own layout where its pipeline reads another."""
+    settings = show.FOLDER / f"{family}.toml"
+    places = [f'dataset.folders.{i}.path="x"' for i in range(2)]
+    job = config.loads(settings.read_text(encoding="utf-8"), places)
+    written = prepare.resolve_auto(job, families.get(family)).export.formats
+    files = [Path(f"demo-{family}_{layout}.safetensors") for layout in written]
+    assert show.drawn_with(family, files) in files

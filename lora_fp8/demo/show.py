@@ -17,7 +17,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from lora_fp8 import config, sample, train
+from lora_fp8 import config, families, sample, train
 from lora_fp8.config import UserError
 
 from . import measure, pictures
@@ -109,7 +109,7 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
     pipeline = DiffusionPipeline.from_pretrained(base, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     before = draw(pipeline, sampling, [*concept, *plain])
-    pipeline.load_lora_weights(result.run.export, weight_name=_diffusers_file(result.files).name)
+    pipeline.load_lora_weights(result.run.export, weight_name=drawn_with(family, result.files).name)
     after = draw(pipeline, sampling, [*concept, *plain])
 
     columns = [*range(8), *range(NUM_CONCEPT, NUM_CONCEPT + 8)]
@@ -161,8 +161,10 @@ def draw(pipeline: Any, sampling: dict[str, Any], prompts: list[str]) -> list[Im
     return images
 
 
-def _diffusers_file(files: list[Path]) -> Path:
-    return next(path for path in files if path.stem.endswith("_diffusers"))
+def drawn_with(family: str, files: list[Path]) -> Path:
+    """The first of the exported files that diffusers' pipeline reads."""
+    ends = tuple(f"_{layout}" for layout in families.get(family).layouts_of_diffusers)
+    return next(path for path in files if path.stem.endswith(ends))
 
 
 def _share(answers: Any) -> float:
