@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,11 +212,12 @@ def _cleaned(text: str, settings: Settings) -> str:
 # -------------------------------------------------------------------------------------------------------------- models
 
 
-class Captioner:
-    """A loaded model; `describe` answers one text per picture."""
+class Captioner(ABC):
+    """A loaded model."""
 
+    @abstractmethod
     def describe(self, pictures: list[Image.Image]) -> list[str]:
-        raise NotImplementedError
+        """One text per picture."""
 
 
 def load(settings: Settings) -> Captioner:
