@@ -15,7 +15,7 @@ demo: .venv/installed
 test: check
 	@scripts/install_browser.sh
 	@echo "== tests (two at a time; about half an hour)"
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/installed
 	@echo "== ruff"

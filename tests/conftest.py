@@ -56,8 +56,27 @@ verify = false
 """
 
 
+LONGEST = (
+    "test_kills.py",
+    "test_clean_process.py",
+    "test_processes.py",
+    "ui/test_newcomer.py",
+    "test_exchange.py",
+    "test_jobs_soak.py",
+    "test_loading.py",
+    "test_compile.py",
+    "test_demo.py",
+    "test_estimate.py",
+)
+"""Files of minutes, which go first: handed out last, one of them would keep one core busy while the others wait."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Tests that need a CUDA card are deselected, and counted as such, where there is none."""
+    """The longest files first; tests that need a CUDA card are deselected, and counted, where there is none."""
+    if hasattr(config, "workerinput"):  # several at a time
+        here = Path(__file__).parent
+        place = {here / name: position for position, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path, len(place)))
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
