@@ -123,3 +123,29 @@ def test_ctrl_c_ends_the_page_alone(page: tuple[psutil.Process, str, Path]) -> N
     assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2])), timeout=2)
+
+
+def test_opening_the_page_writes_into_no_package() -> None:
+    """Gradio would write a .pyi file beside each of its classes, for half of the time that its import takes."""
+    script = (
+        "import sys; opened = []\n"
+        "sys.addaudithook(lambda event, of: opened.append(of[0]) if event == 'open' else None)\n"
+        "import webui.app\n"
+        "print(sum(str(path).endswith('.pyi') for path in opened), 'gradio.components.image' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "True"]
+
+
+def test_a_server_is_made_once_for_each_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradio.routes import App
+
+    from webui import app, context, words
+
+    made = []
+    create = App.create_app
+    monkeypatch.setattr(App, "create_app", lambda *given, **named: made.append(given[0]) or create(*given, **named))
+    app.build(context.Place(tmp_path, [tmp_path], fixed=False))
+    assert len(made) == len(words.LANGUAGES)
+    for pages in made:
+        assert len(pages.config["page"]) == len(app.PAGES) and pages.config["dependencies"] and pages.exited

@@ -17,7 +17,7 @@ import gradio as gr
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
 
-from . import api, files, sessions, words
+from . import api, files, sessions, thrift, words
 from .context import Place, Ui
 from .guard import Guard
 from .login import Login
@@ -114,7 +114,8 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
 
     files.add_routes(app, place)
     for language in words.LANGUAGES:
-        pages = blocks(Ui(language, place))
+        with thrift.one_server():
+            pages = blocks(Ui(language, place))
         gr.mount_gradio_app(
             app,
             pages,
