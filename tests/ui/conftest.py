@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ARTEFACTS = ROOT / "test-artefacts"
 """Screenshots that tests leave to be looked at; git ignores it."""
 LEFT = "AbortError: signal is aborted without reason"
-"""What Gradio's client writes about its own request when a page is left, or followed by another, while it still asks."""
+"""What Gradio writes about its own request when a page is left, or followed by another, while it still asks."""
 
 
 @dataclass
