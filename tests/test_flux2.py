@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_families import make, write_header
 
 from lora_fp8 import config, families, naming, train
-from lora_fp8.families.base import PREFIXES
+from lora_fp8.families._files import PREFIXES
 
 FLUX2 = single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers
 CONVERTERS = {

@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -112,7 +114,7 @@ def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", bases.demos())
 def test_a_diffusers_folder_tells_its_family(family: str) -> None:
-    assert bases.recognised(DEMO / "base" / family) == family
+    assert bases.look(DEMO / "base" / family) == bases.Base(family)
 
 
 def test_relatives_are_told_apart_and_strangers_are_not_guessed(tmp_path: Path) -> None:
@@ -120,10 +122,77 @@ def test_relatives_are_told_apart_and_strangers_are_not_guessed(tmp_path: Path) 
     (tmp_path / "unet").mkdir()
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": facts["pipeline_class"]}))
     (tmp_path / "unet" / "config.json").write_text(json.dumps(facts["config_marks"]))
-    assert bases.recognised(tmp_path) == "sd2"
+    assert bases.look(tmp_path).family == "sd2"
     (tmp_path / "unet" / "config.json").write_text(json.dumps({"in_channels": 9}))
-    assert bases.recognised(tmp_path) is None, "an inpainting model is neither"
-    assert bases.recognised(tmp_path / "nothing") is None
+    assert bases.look(tmp_path) == bases.look(tmp_path / "nothing") == bases.Base(), "an inpainting model is neither"
+
+
+def write_header(path: Path, shapes: dict[str, tuple[int, ...]], missing: int = 0) -> Path:
+    """A safetensors file of float16 zeros that take no room on disk; `missing`: bytes that it lacks at its end."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end - missing)
+    return path
+
+
+SDXL = {
+    "model.diffusion_model.input_blocks.0.0.weight": (320, 4, 3, 3),
+    "model.diffusion_model.label_emb.0.0.weight": (1280, 2816),
+    "conditioner.embedders.0.transformer.text_model.final_layer_norm.weight": (768,),
+}
+FLUX = {
+    "img_in.weight": (3072, 64),
+    "final_layer.linear.weight": (64, 3072),
+    "vector_in.in_layer.weight": (3072, 768),
+    "double_blocks.0.img_attn.qkv.weight": (9216, 3072),
+}
+
+
+def test_a_single_file_is_recognised_by_its_header_at_once(tmp_path: Path) -> None:
+    """Names and shapes as the published files have them; tests of the families hold the marks against whole files."""
+    many = {f"model.diffusion_model.middle_block.{i}.weight": (4,) for i in range(4000)}
+    xl = write_header(tmp_path / "xl.safetensors", {**SDXL, **many})
+    began = time.monotonic()
+    assert bases.look(xl) == bases.Base("sdxl", single=True)
+    assert time.monotonic() - began < 1
+    flux = bases.look(write_header(tmp_path / "flux.safetensors", FLUX))
+    assert flux.family == "flux" and bases.fits(flux, "flux_kontext"), "the same tensors, and nothing tells"
+    assert not bases.fits(flux, "sdxl") and not bases.fits(bases.look(xl), "flux_kontext")
+    assert bases.fits(flux, "no such family") is False and bases.fits(bases.Base(), "sdxl")
+    fill = write_header(tmp_path / "fill.safetensors", FLUX | {"img_in.weight": (3072, 384)})
+    lora = write_header(tmp_path / "lora.safetensors", {"lora_unet_mid_block.lora_up.weight": (4, 4)})
+    short = write_header(tmp_path / "short.safetensors", SDXL, missing=7)
+    (tmp_path / "old.ckpt").write_bytes(b"PK")
+    for path, wrong in ((fill, "kind that is known"), (lora, "a LoRA"), (short, "damaged"), ("old.ckpt", "pickles")):
+        found = bases.look(tmp_path / path)
+        assert wrong in found.wrong and not found.family and found.single
+    # The file is replaced by another: it is looked at anew.
+    write_header(xl, FLUX)
+    assert bases.look(xl).family == "flux"
+    for name in families.available():  # a method could not be asked without torch
+        assert "def recognises" not in (Path(families.__file__).parent / f"{name}.py").read_text(encoding="utf-8"), name
+
+
+def test_models_are_offered_with_their_architecture(tmp_path: Path) -> None:
+    models, root = tmp_path / "models", tmp_path / "root"
+    xl = write_header(models / "sdxl" / "xl.safetensors", SDXL)
+    write_header(models / "lora.safetensors", {"x.lora_up.weight": (4, 4)})
+    write_header(root / "small.safetensors", SDXL)
+    shutil.copytree(DEMO / "base" / "sd15", models / "mini")
+    titles = {name: families.facts(name)["title"] for name in ("sdxl", "sd15")}
+    assert bases.nearby([models], [root, models]) == [
+        (f"mini · {titles['sd15']}", str(models / "mini")),
+        (f"sdxl/xl.safetensors · {titles['sdxl']}", str(xl)),
+    ]
+    assert bases.parts([models], [root], "sd15") == [(f"mini · {titles['sd15']}", str(models / "mini"))]
+    assert bases.parts([models], [root], "sdxl") == [], "a single file lacks the same"
 
 
 def test_a_saved_preset_gives_the_same_settings_under_another_job(tmp_path: Path) -> None:

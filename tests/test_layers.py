@@ -6,7 +6,7 @@
 2    families/*             1.5  importing.*
 1    objectives precision adapters kinds optim layouts data.{images,colour,buckets,captions,...}
      demo.pictures demo.measure
-0    config run jobs, the list of families                  (standard library, pydantic, tomlkit: no torch)
+0    config run jobs, the list of families and their files  (standard library, pydantic, tomlkit: no torch)
 """
 
 import ast
@@ -21,7 +21,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    0.0: "lora_fp8 config run families demo jobs jobs.procs jobs.store jobs.truth jobs.worker jobs.keeper",
+    0.0: "lora_fp8 config run families families._files demo "
+    "jobs jobs.procs jobs.store jobs.truth jobs.worker jobs.keeper",
     1.0: "naming objectives adapters kinds optim layouts precision precision.formats precision.quantized "
     "precision.matmul precision.kernels "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
@@ -30,7 +31,7 @@ LAYERS = {
     1.5: "importing importing.base importing.words importing.render importing.kohya importing.musubi "
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
-    + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py")),
+    + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_f]*.py")),
     3.0: "dry memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader",
     3.25: "captioner tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
     3.5: "prepare finish",

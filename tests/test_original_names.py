@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_families import make, write_header
 
 from lora_fp8 import config, families, naming
-from lora_fp8.families.base import PREFIXES
+from lora_fp8.families._files import PREFIXES
 
 NAMED = ("lumina2", "sana", "hidream", "wan", "hunyuan_video")
 """Families whose table says all of a published file."""

@@ -217,17 +217,19 @@ def test_the_home_folder_of_the_person_is_expanded(tmp_path: Path, monkeypatch: 
     assert Place(tmp_path / "h", [tmp_path / "pictures"]).inside("~/pictures/a.png") == tmp_path / "pictures/a.png"
 
 
-def test_roots_are_added_and_taken_back(place: Place) -> None:
+@pytest.mark.parametrize("kind", ["root", "models"])
+def test_roots_are_added_and_taken_back(place: Place, kind: str) -> None:
+    """A folder for base models is one too."""
     outside = place.home.parent / "secret"
     with pytest.raises(UserError, match="not below"):
         place.inside(str(outside / "key.txt"))
-    assert place.add_root(str(outside)) == outside
+    assert getattr(place, f"add_{kind}")(str(outside)) == outside
     assert place.inside(str(outside / "key.txt")) == outside / "key.txt"
     # Another process (a second page) sees it too, and other settings stay.
     other = Place(place.home)
     other.keep(theme="dark")
-    assert other.added == (outside,) and place.settings()["theme"] == "dark"
-    place.remove_root(str(outside))
+    assert (other.added if kind == "root" else other.models) == (outside,) and place.settings()["theme"] == "dark"
+    getattr(place, f"remove_{kind}")(str(outside))
     with pytest.raises(UserError, match="not below"):
         place.inside(str(outside / "key.txt"))
     assert outside.joinpath("key.txt").read_text() == "secret"
@@ -237,14 +239,18 @@ def test_roots_are_added_and_taken_back(place: Place) -> None:
     "given", ["/", "/etc", "/etc/ssl", "/proc", "/dev/shm", "{0}/nowhere", "{0}/cats/a b ü 猫.png", "cats", "{1}", ""]
 )
 def test_roots_that_are_no_folder_of_a_person_are_refused(place: Place, given: str) -> None:
-    with pytest.raises(UserError):
-        place.add_root(given.format(place.given[0], place.home))
-    assert place.added == ()
+    for add in (place.add_root, place.add_models):
+        with pytest.raises(UserError):
+            add(given.format(place.given[0], place.home))
+    assert place.added == place.models == ()
 
 
 def test_a_page_for_other_machines_adds_no_roots(place: Place) -> None:
-    with pytest.raises(UserError, match="--root"):
-        Place(place.home, fixed=True).add_root(str(place.given[0]))
+    fixed = Place(place.home, place.given, fixed=True)
+    for add in (fixed.add_root, fixed.add_models):
+        with pytest.raises(UserError, match="--root"):
+            add(str(place.home.parent / "secret"))
+    assert fixed.add_models(str(place.given[0])) == place.given[0] == fixed.models[0], "it may be read already"
 
 
 def test_a_broken_settings_file_is_told(place: Place) -> None:

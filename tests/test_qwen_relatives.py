@@ -15,7 +15,7 @@ from test_families import PROMPTS, make
 
 from lora_fp8 import config, families, naming
 from lora_fp8.families import _qwen, krea2
-from lora_fp8.families.base import PREFIXES
+from lora_fp8.families._files import PREFIXES
 from lora_fp8.objectives import FlowMatching
 
 PREFIX = "model.diffusion_model."

@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomlkit
 
@@ -15,6 +15,10 @@ from lora_fp8.run import atomic_write
 
 from . import form
 
+INDEXES = ("model_index.json", "modular_model_index.json")
+"""Files that say which pipeline a diffusers folder is made for."""
+LARGE = 512 * 2**20
+"""Bytes from which a single file is no LoRA."""
 DEEP = 3
 MOST_FOUND = 200
 OPEN = ("name", "output_dir", "preset", "model.path", "model.components", "model.revision", "dataset.folders")
@@ -58,19 +62,45 @@ def on_the_hub(path: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not path.endswith(".safetensors")
 
 
-def nearby(roots: Iterable[Path]) -> list[str]:
-    """Diffusers folders and large single files below the roots, not deep."""
-    found: list[str] = []
-    for path in _walk(roots):
-        if path.name == "model_index.json":
-            found.append(str(path.parent))
-        elif path.suffix == ".safetensors" and not _in_model(path) and path.stat().st_size > 512 * 2**20:
-            found.append(str(path))  # smaller ones are LoRAs
-    return list(dict.fromkeys(found))
+class Base(NamedTuple):
+    """What a base model on this machine is.
+
+    Attributes:
+        family: its architecture; "" where nothing tells.
+        wrong: the engine's words for what keeps it from being a base, such as "a LoRA, not a base model"; or "".
+        single: it is one file, which needs `model.components` beside it.
+    """
+
+    family: str = ""
+    wrong: str = ""
+    single: bool = False
+
+
+def nearby(models: Iterable[Path], roots: Iterable[Path]) -> list[tuple[str, str]]:
+    """(name and architecture, path) of diffusers folders and single files near these folders.
+
+    Below the roots single files are offered that are `LARGE`; below folders for models all that are of a known
+    architecture.
+    """
+    found: dict[str, str] = {}
+    for tops, least in ((list(models), 0), (list(roots), LARGE)):
+        for path in _walk(tops):
+            base = path.parent if path.name in INDEXES else path
+            if str(base) in found or (base == path and (path.suffix != ".safetensors" or _in_model(path))):
+                continue
+            if base == path and path.stat().st_size < least:
+                continue
+            known = look(base)
+            if known.family or (least and not known.wrong):
+                title = families.facts(known.family)["title"] if known.family else ""
+                top = next(top for top in tops if base.is_relative_to(top))
+                name = base.name if base == top else base.relative_to(top).as_posix()
+                found[str(base)] = " · ".join(filter(None, (name, title)))
+    return [(label, path) for path, label in found.items()]
 
 
 def _in_model(path: Path) -> bool:
-    return any((folder / "model_index.json").exists() for folder in path.parents[:2])
+    return any((folder / name).exists() for folder in path.parents[:2] for name in INDEXES)
 
 
 def _walk(roots: Iterable[Path]) -> Iterator[Path]:
@@ -94,17 +124,49 @@ def _walk(roots: Iterable[Path]) -> Iterator[Path]:
                     waiting.append((entry, depth + 1))
 
 
-def recognised(path: Path) -> str | None:
-    """The family of a diffusers folder, by what its model_index.json says; None where it does not say."""
+def look(path: Path) -> Base:
+    """What a path is as a base model; nothing is said of one that does not exist."""
+    if path.is_dir():
+        return Base(_family_of_folder(path))
     try:
-        told = json.loads((path / "model_index.json").read_text(encoding="utf-8"))
-        pipeline = told.get("_class_name")
-    except (OSError, ValueError, AttributeError):
-        return None
+        stat = path.stat()
+    except OSError:
+        return Base()
+    return _of_file(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _of_file(path: Path, changed: int, size: int) -> Base:
+    """Of a file by its header: the first megabytes of however many."""
+    try:
+        what, family = families.of_file(path)
+    except (UserError, OSError) as error:
+        return Base(wrong=str(error), single=True)
+    return Base(family, "" if family else what or families.UNKNOWN, single=True)
+
+
+def fits(base: Base, family: str) -> bool:
+    """Whether a form that says `family` may have this base: some have the very tensors of a relative's files."""
+    relative = families.facts(family).get("same_tensors_as") if family in families.available() else None
+    return base.family in ("", family) or (base.single and base.family == relative)
+
+
+def parts(models: Iterable[Path], roots: Iterable[Path], family: str) -> list[tuple[str, str]]:
+    """(name, path) of diffusers folders of this family, which have what a single file lacks."""
+    return [(name, path) for name, path in nearby(models, roots) if look(Path(path)) == Base(family)]
+
+
+def _family_of_folder(path: Path) -> str:
+    """The family of a diffusers folder, by what its index says; "" where it does not say."""
+    try:
+        index = next(file for name in INDEXES if (file := path / name).is_file())
+        pipeline = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+    except (OSError, ValueError, AttributeError, StopIteration):
+        return ""
     fitting = [name for name in families.available() if families.facts(name).get("pipeline_class") == pipeline]
     if len(fitting) > 1:
         fitting = [name for name in fitting if _marked(path, families.facts(name))]
-    return fitting[0] if len(fitting) == 1 else None
+    return fitting[0] if len(fitting) == 1 else ""
 
 
 def _marked(path: Path, facts: dict[str, Any]) -> bool:

@@ -38,7 +38,7 @@ class Place:
 
     @property
     def settings_file(self) -> Path:
-        """The page's own settings: roots, theme."""
+        """The page's own settings: roots, folders for models."""
         return self.home / "settings.toml"
 
     def settings(self) -> dict[str, Any]:
@@ -70,10 +70,15 @@ class Place:
         return tuple(Path(text) for text in self.settings().get("roots", ()))
 
     @property
+    def models(self) -> tuple[Path, ...]:
+        """The folders for base models that were added on the Settings page."""
+        return tuple(Path(text) for text in self.settings().get("models", ()))
+
+    @property
     def roots(self) -> tuple[Path, ...]:
         """Folders below which files may be read and written; resolved."""
         own = (self.home / part for part in OWN_FOLDERS)
-        return tuple(dict.fromkeys([*self.given, *self.added, *own]))
+        return tuple(dict.fromkeys([*self.given, *self.added, *self.models, *own]))
 
     def inside(self, text: str | os.PathLike[str]) -> Path:
         """The path that the text names, resolved, if it lies below a root. Raises UserError."""
@@ -85,6 +90,31 @@ class Place:
         Raises:
             UserError: it is no folder that exists, it belongs to the system, or this page may not add any.
         """
+        path = self._new_root(text)
+        self.keep(roots=[str(root) for root in dict.fromkeys([*self.added, path])])
+        return path
+
+    def remove_root(self, text: str) -> None:
+        """Take a folder that was added back; nothing in it is touched."""
+        self.keep(roots=[str(root) for root in self.added if str(root) != text])
+
+    def add_models(self, text: str) -> Path:
+        """Look for base models in this folder, from now on; the page may use it as a root.
+
+        Raises:
+            UserError: as `add_root`. A folder below a root that there is already may always be added.
+        """
+        path = safe.resolved(text)
+        if not (path.is_dir() and any(path.is_relative_to(root) for root in self.roots)):
+            path = self._new_root(text)
+        self.keep(models=[str(one) for one in dict.fromkeys([*self.models, path])])
+        return path
+
+    def remove_models(self, text: str) -> None:
+        """Look for base models there no longer; nothing in it is touched."""
+        self.keep(models=[str(one) for one in self.models if str(one) != text])
+
+    def _new_root(self, text: str) -> Path:
         if self.fixed:
             raise UserError("this page answers other machines: folders are named when it is started, with --root")
         path = safe.resolved(text)
@@ -94,12 +124,7 @@ class Place:
             raise UserError(f"{safe.shorter(text)}: the whole disk or a folder of the system; name the one you work in")
         if path.is_relative_to(self.home):
             raise UserError(f"{safe.shorter(text)}: the page's own folder, which it uses already")
-        self.keep(roots=[str(root) for root in dict.fromkeys([*self.added, path])])
         return path
-
-    def remove_root(self, text: str) -> None:
-        """Take a folder that was added back; nothing in it is touched."""
-        self.keep(roots=[str(root) for root in self.added if str(root) != text])
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lora_fp8.config import UserError
 
+from ._files import Header, check_kind, fits, native_header, read_header
+
 if TYPE_CHECKING:
     from .base import ModelFamily
 
@@ -48,6 +50,33 @@ def _stated(name: str) -> dict[str, Any]:
             except ValueError:
                 continue  # computed
     return found
+
+
+UNKNOWN = "not a checkpoint of a kind that is known"
+
+
+def describe(header: Header) -> tuple[str, str]:
+    """What a single file with these tensors is, in words, and its family or "". ("", "") where nothing tells."""
+    if any("lora_" in key for key in header):
+        return "a LoRA, not a base model", ""
+    native = native_header(header)
+    for name in available():
+        if fits(facts(name).get("single_file", {}), native):
+            return facts(name)["title"], name
+    if any(k.startswith(("down_blocks.0.", "transformer_blocks.0.")) for k in header):
+        place = "unet/ or transformer/ of a diffusers folder, as diffusion_pytorch_model.safetensors"
+        return f"a denoiser in diffusers' naming (it belongs into {place})", ""
+    return "", ""
+
+
+def of_file(path: Path) -> tuple[str, str]:
+    """`describe` of a single file, by its header.
+
+    Raises:
+        UserError: it is of a kind that is not opened, or damaged.
+    """
+    check_kind(str(path))
+    return describe(read_header(path))
 
 
 def get(name: str) -> type[ModelFamily]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -26,6 +27,36 @@ Header = dict[str, tuple[int, ...]]
 
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "model.", "")
+"""What the denoiser's names begin with in single files, by who wrote them."""
+
+
+def checkpoint_prefix(header: Header) -> str:
+    """The one of `PREFIXES` that a single file has."""
+    return next(prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in header))
+
+
+def native_header(header: Header) -> Header:
+    """Names and shapes of a single file's denoiser, without what they all begin with."""
+    prefix = checkpoint_prefix(header) if header else ""
+    return {key.removeprefix(prefix): shape for key, shape in header.items() if key.startswith(prefix)}
+
+
+def fits(marks: dict[str, Any], native: Header) -> bool:
+    """Whether a single file with this `native_header` has the marks of a family, see `ModelFamily.single_file`."""
+    first, last = marks.get("in_is_out", ("", ""))
+    shapes = marks.get("shapes", {})
+    if not marks or not all(name in native for name in (*marks.get("has", ()), *shapes, *filter(None, (first, last)))):
+        return False
+    if any(name.startswith(tuple(marks.get("lacks", ()))) for name in native):
+        return False
+    for name, shape in shapes.items():
+        found = native[name]
+        if len(found) != len(shape) or any(side not in (None, n) for side, n in zip(shape, found, strict=True)):
+            return False
+    return not first or math.prod(native[first][1:]) == native[last][0]
 
 
 def is_hub_id(path: str) -> bool:
@@ -132,13 +163,7 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
     if local.is_dir():
         return Place(local, None)
     if local.is_file():
-        if local.suffix == ".gguf":
-            raise UserError(
-                f"model.path = {path!r}: GGUF is a format for drawing, and its few bits are not read; give the same "
-                "model in bf16, fp16 or fp8 as a .safetensors file or a diffusers folder"
-            )
-        if local.suffix != ".safetensors":
-            raise UserError(f"model.path = {path!r}: only .safetensors checkpoints are opened (pickles can run code)")
+        check_kind(path)
         if not components:
             raise UserError(
                 f"model.path = {path!r} is a single file, which holds no tokenizer and no configuration: set "
@@ -154,6 +179,18 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
         f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file, "
         "a Hugging Face id such as 'name/model', or 'demo'"
     )
+
+
+def check_kind(path: str) -> None:
+    """That this single file is of a kind that is opened. Raises UserError."""
+    suffix = Path(path).suffix
+    if suffix == ".gguf":
+        raise UserError(
+            f"model.path = {path!r}: GGUF is a format for drawing, and its few bits are not read; give the same "
+            "model in bf16, fp16 or fp8 as a .safetensors file or a diffusers folder"
+        )
+    if suffix != ".safetensors":
+        raise UserError(f"model.path = {path!r}: only .safetensors checkpoints are opened (pickles can run code)")
 
 
 def download(repo: str, revision: str, parts: Iterable[str]) -> Path:

@@ -13,8 +13,8 @@ import torch
 from diffusers import AutoencoderKLFlux2, Flux2Pipeline
 from torch import Tensor, nn
 
-from ._files import Header
-from .base import Conversion, native_header
+from ._files import Header, native_header
+from .base import Conversion
 
 ADAPTER_TARGETS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -60,18 +60,6 @@ LAYERS = (
     ("single_blocks.#.linear1", "single_transformer_blocks.#.attn.to_qkv_mlp_proj"),
     ("single_blocks.#.linear2", "single_transformer_blocks.#.attn.to_out"),
 )
-
-
-def is_flux2(header: Header) -> bool:
-    """Whether a single file holds a transformer of FLUX.2, of whatever size."""
-    native = native_header(header)
-    shared = "double_stream_modulation_img.lin.weight" in native and "single_blocks.0.linear1.weight" in native
-    return shared and native["img_in.weight"][1] == native["final_layer.linear.weight"][0]
-
-
-def has_guidance(header: Header) -> bool:
-    """Whether its transformer takes the guidance as an input, as dev does and klein does not."""
-    return "guidance_in.in_layer.weight" in native_header(header)
 
 
 def sizes(header: Header, head_dim: int) -> dict[str, int]:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from lora_fp8.objectives import FlowMatching
 
 from . import _anima, _miniature, _qwen
-from ._files import Header
-from .base import Cond, Conversion, ModelFamily, Overlong, checkpoint_prefix, native_header
+from ._files import Header, checkpoint_prefix
+from .base import Cond, Conversion, ModelFamily, Overlong
 
 CONDITIONER = "llm_adapter."
 """What the names of the conditioner begin with, in files that hold it beside the transformer."""
@@ -96,6 +96,8 @@ class Family(ModelFamily):
         "concat_padding_mask": True,
         "extra_pos_embed_type": None,
     }
+    # Cosmos Predict 2 itself has no adapter for Qwen3, and is conditioned on another T5.
+    single_file = {"has": ("blocks.0.adaln_modulation_self_attn.1.weight", "llm_adapter.embed.weight")}
 
     @classmethod
     def pipeline_type(cls) -> Any:
@@ -147,12 +149,6 @@ class Family(ModelFamily):
 
     def empty_denoiser(self) -> nn.Module:
         return _anima.without_borders_(ModelFamily.empty_denoiser(self))
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        # Cosmos Predict 2 itself has no adapter for Qwen3, and is conditioned on another T5.
-        return {"blocks.0.adaln_modulation_self_attn.1.weight", f"{CONDITIONER}embed.weight"} <= native.keys()
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         found = ModelFamily.convert_checkpoint(self, header)

@@ -21,8 +21,8 @@ from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
 from . import _files, _miniature
-from ._files import Header
-from .base import Cond, Conversion, ModelFamily, native_header
+from ._files import Header, native_header
+from .base import Cond, Conversion, ModelFamily
 
 
 class Family(ModelFamily):
@@ -88,6 +88,10 @@ class Family(ModelFamily):
         ("final_linear", "proj_out"),
         ("modF.1", "norm_out.linear"),
     )
+    single_file = {
+        "has": ("double_layers.0.attn.w1q.weight", "positional_encoding"),
+        "in_is_out": ("init_x_linear.weight", "final_linear.weight"),
+    }
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
@@ -152,12 +156,6 @@ class Family(ModelFamily):
         if self.checkpoint:  # what 0.1 and 0.3 differ in
             found["pos_embed_max_size"] = native_header(self._header)["positional_encoding"][1]
         return found
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        is_base = native.get("init_x_linear.weight", (0, 0))[1:] == native.get("final_linear.weight", (1, 1))[:1]
-        return is_base and {"double_layers.0.attn.w1q.weight", "positional_encoding"} <= native.keys()
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         conversion = ModelFamily.convert_checkpoint(self, header)

@@ -56,8 +56,8 @@ from lora_fp8.layouts import text_layer
 from lora_fp8.objectives import Objective
 from lora_fp8.precision import Format, Quantized, Weight, name_matches, quantize_
 
-from . import _files, available, get
-from ._files import Header
+from . import UNKNOWN, _files, available, describe, get
+from ._files import Header, checkpoint_prefix, native_header
 from ._weights import ADVICE, WeightFile
 
 Cond = dict[str, Tensor]
@@ -193,6 +193,11 @@ class ModelFamily(ABC):
     importing the file."""
     same_tensors_as: ClassVar[str] = ""
     """The family whose single files have the very same tensors, so that nothing but their name tells them apart."""
+    single_file: ClassVar[dict[str, Any]] = {}
+    """What tells this architecture's single files by their headers: "has": names of tensors; "lacks": what no name
+    begins with; "shapes": name -> shape, None for any side; "in_is_out": the first layer takes as many values as the
+    last gives, which models with more inputs (inpainting, a first frame) do not. Names without their prefix. By
+    structure and not by size: miniatures must pass. A plain value: read without importing the file."""
     bucket_step: ClassVar[int] = 64
     """Default distance between bucket sizes, in pixels: few enough buckets that images share one."""
     uses_negative: ClassVar[bool] = True
@@ -309,8 +314,8 @@ class ModelFamily(ABC):
 
     @classmethod
     def recognises(cls, header: Header) -> bool:
-        """Whether a single-file checkpoint with these tensors is this architecture. Judge by structure, not by size."""
-        return False
+        """Whether a single-file checkpoint with these tensors is this architecture."""
+        return _files.fits(cls.single_file, native_header(header))
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         """Where each of the denoiser's parameters is in a single file that `recognises` accepted.
@@ -969,21 +974,6 @@ def padded(conds: Sequence[Cond], name: str) -> Cond:
     return {name: nn.utils.rnn.pad_sequence(rows, batch_first=True), f"{name}_mask": mask_BL}
 
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "model.", "")
-"""What the denoiser's names begin with in single files, by who wrote them."""
-
-
-def checkpoint_prefix(header: Header) -> str:
-    """The one of `PREFIXES` that a single file has."""
-    return next(prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in header))
-
-
-def native_header(header: Header) -> Header:
-    """Names and shapes of a single file's denoiser, without what they all begin with."""
-    prefix = checkpoint_prefix(header) if header else ""
-    return {key.removeprefix(prefix): shape for key, shape in header.items() if key.startswith(prefix)}
-
-
 def _rows(begin: int, end: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[begin:end]
 
@@ -1001,17 +991,12 @@ def _families() -> list[type[ModelFamily]]:
 
 def describe_checkpoint(header: Header) -> tuple[str, type[ModelFamily] | None]:
     """What a single file seems to be, in words for an error message, and its family if there is one."""
-    if any("lora_" in key for key in header):
-        return "a LoRA, not a base model", None
-    for family in _families():
-        if family.recognises(header):
-            return family.title, family
-    if any(k.startswith(("down_blocks.0.", "transformer_blocks.0.")) for k in header):
-        place = "unet/ or transformer/ of a diffusers folder, as diffusion_pytorch_model.safetensors"
-        return f"a denoiser in diffusers' naming (it belongs into {place})", None
+    what, name = describe(header)
+    if what:
+        return what, get(name) if name else None
     # diffusers knows many more; it reads shapes only, and answers "v1" when it knows nothing.
     try:
         kind = infer_diffusers_model_type({key: torch.empty(shape, device="meta") for key, shape in header.items()})
     except (KeyError, IndexError):  # it looks further where a mark fits, and a part of a model lacks the rest
         kind = "v1"
-    return ("not a checkpoint of a kind that is known" if kind == "v1" else f"{kind!r} (as diffusers calls it)"), None
+    return (UNKNOWN if kind == "v1" else f"{kind!r} (as diffusers calls it)"), None

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from lora_fp8.objectives import FlowMatching
 
 from . import _miniature
-from ._files import Header
-from .base import Cond, ModelFamily, native_header, padded
+from .base import Cond, ModelFamily, padded
 
 
 class Family(ModelFamily):
@@ -102,6 +101,11 @@ class Family(ModelFamily):
         ("img_in", "x_embedder"),
         ("final_layer.linear", "proj_out"),
     )
+    # Radiance works on pixels, and has no final layer of this kind.
+    single_file = {
+        "has": ("distilled_guidance_layer.in_proj.weight",),
+        "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
+    }
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
@@ -196,13 +200,6 @@ class Family(ModelFamily):
         lost = denoiser.time_text_embed
         denoiser.time_text_embed = type(lost)(lost.time_proj.num_channels, len(lost.mod_proj))
         return denoiser
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        # Radiance works on pixels, and has no final layer of this kind.
-        is_base = native.get("img_in.weight", (0, 0))[1:] == native.get("final_layer.linear.weight", (1, 1))[:1]
-        return is_base and "distilled_guidance_layer.in_proj.weight" in native
 
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:

@@ -21,8 +21,7 @@ from transformers import Mistral3Model
 from lora_fp8.objectives import FlowMatching
 
 from . import _flux2, _miniature, _mistral
-from ._files import Header
-from .base import Cond, ModelFamily, native_header, padded
+from .base import Cond, ModelFamily, padded
 
 EPS = 1e-5
 """Of the VAE's batch norm: the pipeline has it written in, config.json says what FLUX.2 was trained with."""
@@ -67,6 +66,7 @@ class Family(ModelFamily):
         "ffn_hidden_size": 12288,
         "text_in_dim": 3072,
     }
+    single_file = {"has": ("layers.0.adaLN_sa_ln.weight", "layers.0.mlp.linear_fc2.weight")}
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         embeds = self.text_pipeline.encode_prompt(prompts, self.device)
@@ -118,11 +118,6 @@ class Family(ModelFamily):
         return bool(re.search("ernie.?image.?turbo", path)) or (
             not self.checkpoint and "use_lora" in self.denoiser_config()
         )
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        return "layers.0.adaLN_sa_ln.weight" in native and "layers.0.mlp.linear_fc2.weight" in native
 
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:

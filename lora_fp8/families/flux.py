@@ -19,7 +19,7 @@ from lora_fp8 import config, naming
 from lora_fp8.objectives import FlowMatching
 
 from . import _miniature
-from ._files import Header
+from ._files import Header, checkpoint_prefix
 from .base import Cond, Conversion, ModelFamily, TextEncoder
 
 
@@ -106,6 +106,11 @@ class Family(ModelFamily):
         ("final_layer.linear", "proj_out"),
     )
     reference_config = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38}
+    # Fill, Canny and Depth take more channels than they give; Chroma has no modulation of its own.
+    single_file = {
+        "has": ("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight"),
+        "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
+    }
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
@@ -185,13 +190,6 @@ class Family(ModelFamily):
             found["guidance_embeds"] = any("guidance_in.in_layer.weight" in key for key in self._header)
         return found
 
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        bfl = _without_prefix(header)
-        # Fill, Canny and Depth take more channels than they give; Chroma has no modulation of its own.
-        is_base = bfl.get("img_in.weight", (0, 0))[1] == bfl.get("final_layer.linear.weight", (1, 1))[0]
-        return is_base and "double_blocks.0.img_attn.qkv.weight" in bfl and "vector_in.in_layer.weight" in bfl
-
     def convert_checkpoint(self, header: Header) -> Conversion:
         return bfl_conversion(header)
 
@@ -225,10 +223,6 @@ class Family(ModelFamily):
         )
 
 
-def _without_prefix(header: Header) -> Header:
-    return {key.removeprefix("model.diffusion_model."): shape for key, shape in header.items()}
-
-
 def _rows(start: int, stop: int) -> Any:
     return lambda tensor: tensor[start:stop]
 
@@ -245,8 +239,9 @@ def bfl_conversion(header: Header) -> Conversion:
     diffusers has a converter, but it needs all 24 GB in memory at once, and knows one width only.
     """
     conversion: Conversion = {}
+    begin = checkpoint_prefix(header)
     for key, shape in header.items():
-        native = key.removeprefix("model.diffusion_model.")
+        native = key.removeprefix(begin)
         module, _, kind = native.rpartition(".")
         if module == "final_layer.adaLN_modulation.1":
             conversion[f"norm_out.linear.{kind}"] = (key, _shift_scale_swapped)

@@ -61,6 +61,14 @@ class Family(ModelFamily):
         "num_attention_heads": 48,
         "joint_attention_dim": 15360,
     }
+    single_file = {
+        "has": (
+            "double_stream_modulation_img.lin.weight",
+            "single_blocks.0.linear1.weight",
+            "guidance_in.in_layer.weight",
+        ),
+        "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
+    }
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
@@ -120,10 +128,6 @@ class Family(ModelFamily):
     @classmethod
     def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
         return {_flux2.LAST_NORM}
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        return _flux2.is_flux2(header) and _flux2.has_guidance(header)
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         return _flux2.with_last_norm(ModelFamily.convert_checkpoint(self, header))

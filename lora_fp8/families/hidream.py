@@ -30,8 +30,7 @@ from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
 from . import _files, _llama, _miniature
-from ._files import Header
-from .base import Cond, ModelFamily, native_header
+from .base import Cond, ModelFamily
 
 FEED_FORWARD = ("w1", "w2", "w3")
 
@@ -85,6 +84,7 @@ class Family(ModelFamily):
         )
     )
     tiny_hw = (112, 144)
+    single_file = {"has": ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")}
 
     def denoiser_config(self) -> dict[str, Any]:
         return ModelFamily.denoiser_config(self) | {"force_inference_output": False}
@@ -182,12 +182,6 @@ class Family(ModelFamily):
                 "bit by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate"
             )
         return found
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        marks = ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")
-        return all(mark in native for mark in marks)
 
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:

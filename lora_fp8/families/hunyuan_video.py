@@ -27,7 +27,7 @@ from lora_fp8.objectives import FlowMatching
 
 from . import _llama, _miniature
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily, native_header, padded
+from .base import Cond, Conversion, ModelFamily, padded
 
 BEFORE: str = DEFAULT_PROMPT_TEMPLATE["template"].partition("{}")[0]
 """What the pipeline puts before a prompt."""
@@ -128,6 +128,12 @@ class Family(ModelFamily):
         ("final_layer.linear", "proj_out"),
     )
     tiny_hw = (32, 48)
+    # Image-to-video takes more channels than it gives.
+    single_file = {
+        "has": ("double_blocks.0.img_attn_qkv.weight", "vector_in.in_layer.weight"),
+        "shapes": {"img_in.proj.weight": (None, None, None, None, None)},
+        "in_is_out": ("img_in.proj.weight", "final_layer.linear.weight"),
+    }
 
     @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
@@ -213,15 +219,6 @@ class Family(ModelFamily):
             f"{self.checkpoint.name} is image-to-video by its name: it is trained and drawn here without a picture to "
             "begin with; train on text-to-video"
         ]
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        patch, last = native.get("img_in.proj.weight", ()), native.get("final_layer.linear.weight", (0,))
-        # Image-to-video takes more channels than it gives.
-        is_base = len(patch) == 5 and patch[1] * patch[2] * patch[3] * patch[4] == last[0]
-        marks = ("double_blocks.0.img_attn_qkv.weight", "vector_in.in_layer.weight")
-        return is_base and all(mark in native for mark in marks)
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         found = ModelFamily.convert_checkpoint(self, header)

@@ -25,9 +25,8 @@ from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
 from . import _files, _flux2, _miniature, _qwen
-from ._files import Header
 from ._weights import WeightFile
-from .base import Cond, ModelFamily, native_header
+from .base import Cond, ModelFamily
 
 PATCH = 2
 FLUX2_MEAN = (-0.0676, -0.0715, -0.0753, -0.0745)
@@ -104,6 +103,7 @@ class Family(ModelFamily):
         ),
     )
     reference_config = {"num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256}
+    single_file = {"has": ("layers.0.attention.qkv.weight", "embed_image_indicator.weight")}
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         # The pipeline refuses prompts that are too long.
@@ -227,11 +227,6 @@ class Family(ModelFamily):
             config.attention_head_dim, config.rope_theta, config.mrope_section
         ).to(self.device)
         return denoiser
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        return "layers.0.attention.qkv.weight" in native and "embed_image_indicator.weight" in native
 
     def caveats(self) -> list[str]:
         for path in _files.weight_files(self.folder / "vae", "diffusion_pytorch_model"):

@@ -20,7 +20,7 @@ from lora_fp8.objectives import FlowMatching
 
 from . import _files, _miniature, _qwen
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily, native_header, padded
+from .base import Cond, Conversion, ModelFamily, padded
 
 SUFFIX_TOKENS = 5
 """Tokens of the template behind the prompt, which have their places in `max_sequence_length`."""
@@ -94,6 +94,7 @@ class Family(ModelFamily):
         "text_hidden_dim": 2560,
         "num_text_layers": 12,
     }
+    single_file = {"has": ("txtfusion.projector.weight", "blocks.0.attn.wq.weight")}
 
     @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
@@ -185,10 +186,6 @@ class Family(ModelFamily):
     def pipeline_options(self) -> dict[str, Any]:
         """By it the pipeline chooses its shift; the index may be that of the other model."""
         return {"is_distilled": self._is_turbo()}
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        return {"txtfusion.projector.weight", "blocks.0.attn.wq.weight"} <= native_header(header).keys()
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         found = ModelFamily.convert_checkpoint(self, header)

@@ -19,7 +19,7 @@ from lora_fp8.objectives import FlowMatching
 
 from . import _gemma, _miniature
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily, native_header, padded
+from .base import Cond, Conversion, ModelFamily, padded
 
 SYSTEM_PROMPT = (
     "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
@@ -87,6 +87,11 @@ class Family(ModelFamily):
         ("final_layer.linear", "norm_out.linear_2"),
     )
     tiny_hw = (32, 48)
+    # Z-Image has the same blocks with another modulation, and learned tokens for padding.
+    single_file = {
+        "has": ("cap_embedder.0.weight", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.1.weight"),
+        "lacks": ("cap_pad_token",),
+    }
 
     def empty_denoiser(self) -> nn.Module:
         denoiser = ModelFamily.empty_denoiser(self)
@@ -142,13 +147,6 @@ class Family(ModelFamily):
         if negative is not None:
             inputs |= {"negative_prompt_embeds": embeds_BLD[1:], "negative_prompt_attention_mask": mask_BL[1:]}
         return inputs
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        # Z-Image has the same blocks with another modulation, and learned tokens for padding.
-        marks = ("cap_embedder.0.weight", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.1.weight")
-        return all(mark in native for mark in marks) and "cap_pad_token" not in native
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         # The published file has one more norm, which its own code never calls.

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lora_fp8.objectives import FlowMatching
 
 from . import _miniature, _qwen
-from ._files import Header
-from .base import Cond, ModelFamily, native_header, padded
+from .base import Cond, ModelFamily, padded
 
 
 class Family(ModelFamily):
@@ -54,6 +53,11 @@ class Family(ModelFamily):
     # Edit and Layered share the class: they are told a second time, or in place of the text, what they see.
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False, "zero_cond_t": False}
     reference_config = {"in_channels": 64, "out_channels": 16, "num_layers": 60, "joint_attention_dim": 3584}
+    # Layered has one more embedding; 2511 of Edit a marker, which ComfyUI puts into its files.
+    single_file = {
+        "has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight"),
+        "lacks": ("time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"),
+    }
 
     @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
@@ -141,13 +145,6 @@ class Family(ModelFamily):
             f"{self.checkpoint.name} is Qwen-Image-Edit by its name, which edits pictures: it is trained and drawn "
             "here without one to edit; train on Qwen-Image for text-to-image"
         ]
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        # Layered has one more embedding; 2511 of Edit a marker, which ComfyUI puts into its files.
-        other = {"time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"} & native.keys()
-        return not other and {"transformer_blocks.0.img_mod.1.weight", "txt_norm.weight"} <= native.keys()
 
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:

@@ -20,8 +20,8 @@ from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
 from . import _gemma, _miniature
-from ._files import Header
-from .base import Cond, Conversion, ModelFamily, native_header, padded
+from ._files import Header, native_header
+from .base import Cond, Conversion, ModelFamily, padded
 
 CROSS_HEADS = {1152: 16, 2240: 20}
 """Width of a released model -> heads of its cross-attention, which no shape tells."""
@@ -84,6 +84,11 @@ class Family(ModelFamily):
         ("final_layer.scale_shift_table", "scale_shift_table"),
     )
     tiny_hw = (32, 64)
+    # Sana-Sprint embeds the guidance.
+    single_file = {
+        "has": ("blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.inverted_conv.conv.weight"),
+        "lacks": ("cfg_embedder",),
+    }
 
     @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
@@ -140,13 +145,6 @@ class Family(ModelFamily):
             inputs |= {"negative_prompt_embeds": embeds_BLD[1:], "negative_prompt_attention_mask": mask_BL[1:]}
             inputs |= {"negative_prompt": None}  # its default is a text, and both at once are refused
         return inputs
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        marks = ("blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.inverted_conv.conv.weight")
-        # Sana-Sprint embeds the guidance.
-        return all(mark in native for mark in marks) and not any(key.startswith("cfg_embedder") for key in native)
 
     def denoiser_config(self) -> dict[str, Any]:
         found = ModelFamily.denoiser_config(self)

@@ -56,6 +56,15 @@ class Family(ModelFamily):
         "cross_attention_dim": 768,
         "attention_head_dim": 8,
     }
+    # SD 2.x has linear projections around its attention, SDXL none at all there;
+    # inpainting models have 9 input channels.
+    single_file = {
+        "shapes": {
+            "input_blocks.0.0.weight": (None, 4, None, None),
+            "input_blocks.1.1.proj_in.weight": (None, None, None, None),
+        },
+        "lacks": ("label_emb.",),
+    }
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
@@ -82,14 +91,6 @@ class Family(ModelFamily):
         if negative is not None:
             inputs["negative_prompt_embeds"] = negative["prompt_embeds"][None]
         return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        unet = _ldm.unet_shapes(header)
-        proj_in = unet.get("input_blocks.1.1.proj_in.weight", ())
-        # SD 2.x has linear projections there, SDXL no attention at all; inpainting models have 9 input channels.
-        is_base = unet.get("input_blocks.0.0.weight", (0, 0))[1] == 4
-        return len(proj_in) == 4 and is_base and "label_emb.0.0.weight" not in unet
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         return _ldm.unet_conversion(header, {"layers_per_block": 2, **self.denoiser_config()})

@@ -58,6 +58,15 @@ class Family(ModelFamily):
         "use_linear_projection": True,
         "upcast_attention": True,
     }
+    # SD 1.x has convolutions around its attention, SDXL none at all there; unCLIP has a label embedding, and models for
+    # depth, inpainting and upscaling have more input channels.
+    single_file = {
+        "shapes": {
+            "input_blocks.0.0.weight": (None, 4, None, None),
+            "input_blocks.1.1.proj_in.weight": (None, None),
+        },
+        "lacks": ("label_emb.",),
+    }
 
     @property
     def modelspec_architecture(self) -> str:
@@ -100,15 +109,6 @@ class Family(ModelFamily):
         if negative is not None:
             inputs["negative_prompt_embeds"] = negative["prompt_embeds"][None]
         return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        unet = _ldm.unet_shapes(header)
-        # SD 1.x has convolutions there, SDXL no attention at all; unCLIP has a label embedding, and models for depth,
-        # inpainting and upscaling have more input channels.
-        proj_in = unet.get("input_blocks.1.1.proj_in.weight", ())
-        is_base = unet.get("input_blocks.0.0.weight", (0, 0))[1] == 4
-        return len(proj_in) == 2 and is_base and "label_emb.0.0.weight" not in unet
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         return _ldm.unet_conversion(header, {"layers_per_block": 2, **self.denoiser_config()})

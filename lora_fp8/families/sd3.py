@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lora_fp8.objectives import FlowMatching
 
 from . import _miniature
-from ._files import Header
-from .base import Cond, Conversion, ModelFamily, TextEncoder, native_header
+from ._files import Header, native_header
+from .base import Cond, Conversion, ModelFamily, TextEncoder
 
 
 class Family(ModelFamily):
@@ -111,6 +111,12 @@ class Family(ModelFamily):
         ("final_layer.linear", "proj_out"),
         ("final_layer.adaLN_modulation.1", "norm_out.linear"),
     )
+    # A ControlNet has no final layer, and inpainting models take more channels than they give.
+    single_file = {
+        "has": ("joint_blocks.0.context_block.attn.qkv.weight",),
+        "shapes": {"x_embedder.proj.weight": (None, None, None, None)},
+        "in_is_out": ("x_embedder.proj.weight", "final_layer.linear.weight"),
+    }
 
     @property
     def modelspec_architecture(self) -> str:
@@ -205,15 +211,6 @@ class Family(ModelFamily):
     def denoiser_config(self) -> dict[str, Any]:
         found = ModelFamily.denoiser_config(self)
         return found | _sizes(native_header(self._header), found) if self.checkpoint else found
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        patches = native.get("x_embedder.proj.weight", (0, 0))
-        out = native.get("final_layer.linear.weight", (0,))
-        # A ControlNet has no final layer, and inpainting models take more channels than they give.
-        is_base = len(patches) == 4 and out[0] == patches[1] * patches[2] * patches[3]
-        return is_base and "joint_blocks.0.context_block.attn.qkv.weight" in native
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         conversion = ModelFamily.convert_checkpoint(self, header)

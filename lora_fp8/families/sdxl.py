@@ -76,6 +76,12 @@ class Family(ModelFamily):
         "addition_time_embed_dim": 256,
         "projection_class_embeddings_input_dim": 2816,
     }
+    # The refiner has a label embedding too, but four levels (input blocks 0 .. 11) instead of three (0 .. 8).
+    single_file = {
+        "has": ("label_emb.0.0.weight",),
+        "shapes": {"input_blocks.0.0.weight": (None, 4, None, None)},
+        "lacks": ("input_blocks.9.",),
+    }
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
@@ -128,13 +134,6 @@ class Family(ModelFamily):
         index = self.folder / "model_index.json"
         zeros = not index.is_file() or _files.read_json(index).get("force_zeros_for_empty_prompt", True)
         return None if zeros else empty
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        unet = _ldm.unet_shapes(header)
-        is_base = unet.get("input_blocks.0.0.weight", (0, 0))[1] == 4
-        # The refiner has a label embedding too, but four levels (input blocks 0 .. 11) instead of three (0 .. 8).
-        return is_base and "label_emb.0.0.weight" in unet and not any(k.startswith("input_blocks.9.") for k in unet)
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         return _ldm.unet_conversion(header, {"layers_per_block": 2, **self.denoiser_config()})

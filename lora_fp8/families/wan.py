@@ -26,8 +26,8 @@ from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
 from . import _files, _miniature, _qwen
-from ._files import Header
-from .base import Cond, ModelFamily, native_header
+from ._files import native_header
+from .base import Cond, ModelFamily
 
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 
@@ -79,6 +79,13 @@ class Family(ModelFamily):
         ("head.modulation", "scale_shift_table"),
     )
     tiny_hw = (32, 48)
+    # Image-to-video takes more channels than it gives or has keys for the image; VACE has blocks of its own.
+    single_file = {
+        "has": ("blocks.0.self_attn.q.weight",),
+        "shapes": {"patch_embedding.weight": (None, None, None, None, None)},
+        "in_is_out": ("patch_embedding.weight", "head.head.weight"),
+        "lacks": ("blocks.0.cross_attn.k_img.", "vace_blocks."),
+    }
 
     @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
@@ -192,15 +199,6 @@ class Family(ModelFamily):
                 "levels: objective.t_min = 0.875 trains the high-noise expert on these, t_max = 0.875 the low-noise one"
             ]
         return []
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        patch, head = native.get("patch_embedding.weight", ()), native.get("head.head.weight", (0,))
-        # Image-to-video takes more channels than it gives or has keys for the image; VACE has blocks of its own.
-        is_base = len(patch) == 5 and patch[1] * patch[2] * patch[3] * patch[4] == head[0]
-        others = ("blocks.0.cross_attn.k_img.weight", "vace_blocks.0.before_proj.weight")
-        return is_base and "blocks.0.self_attn.q.weight" in native and not any(key in native for key in others)
 
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:

@@ -20,7 +20,7 @@ from lora_fp8.objectives import FlowMatching
 
 from . import _miniature, _qwen
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily, native_header, padded
+from .base import Cond, Conversion, ModelFamily, padded
 
 TURBO_SHIFT = 3.0
 """The shift in the scheduler of Z-Image-Turbo; Z-Image has 6."""
@@ -74,6 +74,11 @@ class Family(ModelFamily):
     )
     config_marks = {"siglip_feat_dim": None}  # Omni, which sees images
     reference_config = {"in_channels": 16, "dim": 3840, "n_layers": 30, "n_heads": 30, "cap_feat_dim": 2560}
+    # Lumina 2 has neither the learned padding nor a modulation that begins with its linear; Omni sees images.
+    single_file = {
+        "has": ("x_pad_token", "cap_pad_token", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"),
+        "lacks": ("siglip_embedder.1.weight",),
+    }
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         with torch.no_grad():
@@ -137,13 +142,6 @@ class Family(ModelFamily):
     def _is_turbo(self) -> bool:
         named = self.distilled_by_name()
         return self.scheduler_config().get("shift") == TURBO_SHIFT if named is None else named
-
-    @classmethod
-    def recognises(cls, header: Header) -> bool:
-        native = native_header(header)
-        # Lumina 2 has neither the learned padding nor a modulation that begins with its linear; Omni sees images.
-        marks = {"x_pad_token", "cap_pad_token", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"}
-        return marks <= native.keys() and "siglip_embedder.1.weight" not in native
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         found = ModelFamily.convert_checkpoint(self, header)

@@ -1,26 +1,37 @@
 """Settings and Tools, as somebody uses them."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
+BASE = Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/base/sd15"
 
-def test_a_folder_is_added_and_taken_back(visit: Callable[..., Page], tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("kind", ["root", "models"])
+def test_a_folder_is_added_and_taken_back(visit: Callable[..., Page], tmp_path: Path, kind: str) -> None:
     page = visit("settings", language="zh-CN")
     roots = page.locator("#roots")
     expect(roots).to_contain_text("启动页面时指定")
-    page.fill("#root-path textarea, #root-path input", "/etc")
-    page.click("#root-add")
+    page.fill(f"#{kind}-path textarea, #{kind}-path input", "/etc")
+    page.click(f"#{kind}-add")
     expect(page.locator(".wrong")).to_contain_text("/etc：这是整个磁盘或系统文件夹")
-    page.fill("#root-path textarea, #root-path input", str(tmp_path))
-    page.click("#root-add")
+    shutil.copytree(BASE, tmp_path / "mini")
+    page.fill(f"#{kind}-path textarea, #{kind}-path input", str(tmp_path))
+    page.click(f"#{kind}-add")
     expect(roots).to_contain_text(str(tmp_path))
     page.reload()  # it is kept
     expect(roots).to_contain_text(str(tmp_path))
-    page.click("text=移除")
+    if kind == "models":  # and what is in it is offered as a base
+        expect(page.locator("#models")).to_contain_text("底模 1 个")
+        new = visit("new", language="zh-CN")
+        new.locator("#new-model-path input").click()
+        expect(new.get_by_role("option", name=re.compile("^mini · Stable Diffusion 1.5"))).to_be_visible()
+        new.close()
+    page.click(f"#{kind}-remove")
     expect(roots).not_to_contain_text(str(tmp_path))
     assert tmp_path.is_dir()
 

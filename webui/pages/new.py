@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ GOALS = ("character", "style", "concept", "object")
 SIMPLE = (
     "model.family",
     "model.path",
+    "model.components",
     "dataset.folders",
     "dataset.trigger",
     "dataset.missing_caption",
@@ -125,6 +126,7 @@ class _Page:
         gr.Markdown(say("new.base.demo_help"), elem_classes="note")
         self._field("simple", "model.family")
         self._field("simple", "model.path")
+        self._field("simple", "model.components")
         self.base_note = gr.HTML(elem_classes="note")
         gr.Markdown(f"#### {say('new.pictures')}")
         with gr.Row():
@@ -213,6 +215,8 @@ class _Page:
         elif key == "model.path" and view == "simple":
             common["info"] = self.ui.say("new.base.path_info")
             part = gr.Dropdown([], value=None, allow_custom_value=True, **common)
+        elif key == "model.components" and view == "simple":
+            part = gr.Dropdown([], value=None, allow_custom_value=True, visible=False, **common)
         elif one.kind == "flag":
             part = gr.Checkbox(**common)
         elif one.kind == "choice":
@@ -251,7 +255,7 @@ class _Page:
         }
         for view, parts in self.parts.items():
             for key, part in parts.items():
-                repaint = key in ("preset", "model.family", "model.path")
+                repaint = key in ("preset", "model.family", "model.path", "model.components")
                 event = part.input if not isinstance(part, gr.Dataframe) else part.input
                 event(
                     functools.partial(self._change, view, key, repaint),
@@ -342,12 +346,21 @@ class _Page:
         """The base tells its architecture, and the demo bases bring their preset."""
         found = form.values(self.draft.text(), self.draft.home)
         path, family = str(found["model.path"] or ""), str(found["model.family"])
-        known = bases.recognised(self._local(path)) if path and path != "demo" else None
-        if known and known != family:
-            self.draft.put("model.family", known)
-            gr.Info(self.ui.say("new.base.is_other", title=self.families[known]))
+        known = self._look(path)
+        if not bases.fits(known, family):
+            self.draft.put("model.family", known.family)
+            gr.Info(self.ui.say("new.base.is_other", title=self.families[known.family]))
         demo = f"demo_{family}" if path == "demo" else ""
         self._name_presets(bases.demo_presets(), demo if demo in bases.demo_presets() else "")
+
+    def _look(self, path: str) -> bases.Base:
+        """What a path of the draft is as a base model; nothing is known of one that the page may not read."""
+        if not path or path == "demo" or bases.on_the_hub(path):
+            return bases.Base()
+        try:
+            return bases.look(self.ui.path(self._local(path)))
+        except UserError:
+            return bases.Base()
 
     def _demo(self, family: str, everything: bool) -> dict[Any, Any]:
         def choose() -> None:
@@ -528,8 +541,13 @@ class _Page:
             names = [str(name) for name in value] if isinstance(value, list) else []
             return gr.update(choices=self._presets(names), value=names)
         if key == "model.path" and view == "simple":
-            offered = bases.usual(str(found["model.family"])) + bases.nearby(self.ui.place.roots)
-            return gr.update(choices=list(dict.fromkeys([*offered, held])) if held else offered, value=held or None)
+            usual = [(name, name) for name in bases.usual(str(found["model.family"]))]
+            return _offering([*usual, *bases.nearby(self.ui.place.models, self.ui.place.roots)], held)
+        if key == "model.components" and view == "simple":
+            if not held and not self._look(str(found["model.path"] or "")).single:
+                return gr.update(value=None, visible=False)
+            place = self.ui.place
+            return _offering(bases.parts(place.models, place.roots, str(found["model.family"])), held, visible=True)
         if one.kind == "table":
             empty = [form.shown(column, column.default) for column in one.columns]
             return [*held, empty]
@@ -573,6 +591,7 @@ class _Page:
                 self._allowed(key, path)
             except UserError as error:
                 found.append((key, self.ui.tell(str(error))))
+        found += [(key, line) for key, line in self._wrong_bases(values) if key not in {key for key, _ in found}]
         if "dataset.folders" not in {key for key, _ in found}:
             counts = [(folder, one) for folder, one, _ in self._counts(values)]
             for folder, one in counts:
@@ -582,6 +601,20 @@ class _Page:
             if without and values["dataset.missing_caption"] == "error":
                 found.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
         return found
+
+    def _wrong_bases(self, values: dict[str, Any]) -> Iterable[tuple[str, str]]:
+        """(setting, line) of base models that the engine will refuse for what they are."""
+        say, family = self.ui.say, str(values["model.family"])
+        path, components = str(values["model.path"] or ""), str(values["model.components"] or "")
+        for key, one in (("model.path", path), ("model.components", components)):
+            known, name = self._look(one), safe.shorter(Path(one).name)
+            if known.wrong:
+                yield key, say("new.base.strange", file=name, what=self.ui.tell(known.wrong))
+            elif family in self.families and not bases.fits(known, family):
+                found, form_says = self.families[known.family], self.families[family]
+                yield key, say("new.base.differs", file=name, found=found, title=form_says)
+        if not components and self._look(path).single:
+            yield "model.components", self.ui.say("new.base.components")
 
     def _told(self, problem: form.Problem) -> str:
         """The line in the page's language, without the key of its setting, which is told by where it stands."""
@@ -747,9 +780,9 @@ class _Page:
             return safe.shown(say("new.base.demo_is", title=title))
         size = families.facts(family).get("native_resolution") if family in self.families else None
         lines = []
-        known = bases.recognised(self._local(path))
-        if known:
-            lines.append(say("new.base.is", title=self.families[known]))
+        known = self._look(path)
+        if known.family:
+            lines.append(say("new.base.is", title=self.families[known.family]))
         elif bases.on_the_hub(path):
             lines.append(say("new.base.hub", path=path))
         if size:
@@ -769,6 +802,12 @@ class _Page:
 
 def _id(prefix: str, key: str) -> str:
     return f"{prefix}-{key.replace('.', '-') or 'job'}"
+
+
+def _offering(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
+    """An update of a dropdown whose value need not be among what it offers."""
+    strange = [(str(held), held)] if held and held not in {value for _, value in choices} else []
+    return gr.update(choices=[*choices, *strange], value=held or None, **given)
 
 
 def _brief(held: Any) -> str:

@@ -2,6 +2,8 @@
 
 import os
 import platform
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,59 +13,94 @@ import psutil
 
 from lora_fp8.config import UserError
 
-from .. import live, safe, watch
+from .. import bases, live, safe, watch
 from ..context import Ui
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "gradio")
 GIB = 2**30
+EXAMPLES = {"root": "~/pictures", "models": "~/models"}
+QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
 
 
 def build(ui: Ui) -> None:
     """Lay the page out."""
-    say = ui.say
+    say, place = ui.say, ui.place
     gr.Markdown(f"## {say('page.settings')}")
     gr.Markdown(f"### {say('place.folders')}\n\n{say('place.folders.about')}")
-    folders = gr.HTML(padding=False)
-    wrong = gr.HTML(padding=False, visible=False)
-    with gr.Row():
-        path = gr.Textbox(label=say("place.path"), placeholder="~/pictures", scale=4, elem_id="root-path")
-        add = gr.Button(say("place.add"), elem_id="root-add", elem_classes="beside")
-    with gr.Row(visible=False) as taking_back:
-        removing = gr.Dropdown(label=say("place.removing"), choices=[], scale=4)
-        remove = gr.Button(say("place.remove"), elem_classes="beside")
+    roots = _Folders(ui, "root", lambda: place.added, place.add_root, place.remove_root, lambda: _roots(ui))
+    gr.Markdown(f"### {say('place.models')}\n\n{say('place.models.about')}")
+    models = _Folders(ui, "models", lambda: place.models, place.add_models, place.remove_models, lambda: _models(ui))
     gr.Markdown(f"### {say('place.language')}\n\n{say('place.language.about')}")
     gr.Markdown(f"### {say('place.secrets')}\n\n{say('place.secrets.about')}")
     secrets = gr.HTML(padding=False)
     gr.Markdown(f"### {say('place.about')}")
     about = gr.HTML(elem_id="about", padding=False)
-    quiet = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
+    for one in (roots, models):
+        one.wire([roots, models])
+    live.opened()(
+        lambda: [*roots.listed(), *models.listed(), _secrets(ui), _about(ui)],
+        None,
+        [*roots.shown, *models.shown, secrets, about],
+        **QUIET,
+    )
 
-    def listed(error: str = "", text: str = "") -> list[Any]:
-        added = [str(root) for root in ui.place.added]
-        said = f'<p class="wrong" role="alert">{safe.shown(ui.tell(error))}</p>' if error else ""
+
+class _Folders:
+    """A list of folders to which one can be added, and from which those that were added can be taken back.
+
+    Args:
+        name: begins the ids of its parts.
+        added, add, remove: of the place.
+        told: the list as HTML.
+    """
+
+    def __init__(
+        self,
+        ui: Ui,
+        name: str,
+        added: Callable[[], Sequence[Path]],
+        add: Callable[[str], object],
+        remove: Callable[[str], None],
+        told: Callable[[], str],
+    ):
+        self.ui, self.added, self.told = ui, added, told
+        self.do = {"add": add, "remove": remove}
+        self.list = gr.HTML(padding=False)
+        wrong = gr.HTML(padding=False, visible=False)
+        with gr.Row():
+            self.path = gr.Textbox(
+                label=ui.say("place.path"), placeholder=EXAMPLES[name], scale=4, elem_id=f"{name}-path"
+            )
+            self.add = gr.Button(ui.say("place.add"), elem_id=f"{name}-add", elem_classes="beside")
+        with gr.Row(visible=False) as row:
+            self.removing = gr.Dropdown(label=ui.say("place.removing"), choices=[], scale=4)
+            self.remove = gr.Button(ui.say("place.remove"), elem_id=f"{name}-remove", elem_classes="beside")
+        self.shown = [self.list, wrong, self.path, self.removing, row]
+
+    def wire(self, all_: Sequence["_Folders"]) -> None:
+        """Bind the buttons; what they change is shown in all the lists, for a folder for models is a root, too."""
+        outputs = [part for one in all_ for part in one.shown]
+
+        def changed(what: str, text: str | None) -> list[Any]:
+            error = ""
+            try:
+                if text or what == "add":
+                    self.do[what](text or "")
+            except UserError as caught:
+                error = str(caught)
+            mine = error and {"error": error, "text": text or ""}
+            return [part for one in all_ for part in one.listed(**(mine if one is self and mine else {}))]
+
+        gr.on([self.add.click, self.path.submit], partial(changed, "add"), self.path, outputs, **QUIET)
+        self.remove.click(partial(changed, "remove"), self.removing, outputs, **QUIET)
+
+    def listed(self, error: str = "", text: str = "") -> list[Any]:
+        """What its parts hold now, in the order of `shown`."""
+        added = [str(path) for path in self.added()]
+        said = f'<p class="wrong" role="alert">{safe.shown(self.ui.tell(error))}</p>' if error else ""
         offered = gr.update(choices=added, value=added[0] if added else None)
-        return [_folders(ui), gr.update(value=said, visible=bool(said)), text, offered, gr.update(visible=bool(added))]
-
-    def adding(text: str) -> list[Any]:
-        try:
-            ui.place.add_root(text)
-        except UserError as error:
-            return listed(str(error), text)
-        return listed()
-
-    def taking(text: str | None) -> list[Any]:
-        try:
-            if text:
-                ui.place.remove_root(text)
-        except UserError as error:
-            return listed(str(error))
-        return listed()
-
-    shown = [folders, wrong, path, removing, taking_back]
-    gr.on([add.click, path.submit], adding, path, shown, **quiet)
-    remove.click(taking, removing, shown, **quiet)
-    live.opened()(lambda: [*listed(), _secrets(ui), _about(ui)], None, [*shown, secrets, about], **quiet)
+        return [self.told(), gr.update(value=said, visible=bool(said)), text, offered, gr.update(visible=bool(added))]
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
@@ -72,15 +109,31 @@ def _table(rows: list[tuple[str, str]]) -> str:
     return f'<table class="facts">{cells}</table>'
 
 
-def _folders(ui: Ui) -> str:
+def _roots(ui: Ui) -> str:
     place = ui.place
+    kinds = {"given": place.given, "added": place.added, "models": place.models}
     rows = []
     for root in place.roots:
-        kind = "given" if root in place.given else "added" if root in place.added else "own"
-        gone = "" if root.is_dir() or kind == "own" else f" · {ui.say('place.gone')}"
-        rows.append((str(root), ui.say(f"place.{kind}") + gone))
-    cells = "".join(f"<tr><td>{safe.shown(path)}</td><td>{safe.shown(kind)}</td></tr>" for path, kind in rows)
-    return f'<table class="facts" id="roots">{cells}</table>'
+        kind = next((kind for kind, those in kinds.items() if root in those), "own")
+        told = ui.say("place.for_models" if kind == "models" else f"place.{kind}")
+        rows.append((root, told + (_gone(ui, root) if kind != "own" else "")))
+    return _listed("roots", rows)
+
+
+def _models(ui: Ui) -> str:
+    """Each folder for models and how many are found in it."""
+    counts = [(folder, len(bases.nearby([folder], []))) for folder in ui.place.models]
+    rows = [(folder, ui.say("place.models.found", count=count) + _gone(ui, folder)) for folder, count in counts]
+    return _listed("models", rows)
+
+
+def _gone(ui: Ui, folder: Path) -> str:
+    return "" if folder.is_dir() else f" · {ui.say('place.gone')}"
+
+
+def _listed(id: str, rows: list[tuple[Path, str]]) -> str:
+    cells = "".join(f"<tr><td>{safe.shown(path)}</td><td>{safe.shown(told)}</td></tr>" for path, told in rows)
+    return f'<table class="facts" id="{id}">{cells}</table>'
 
 
 def _secrets(ui: Ui) -> str:
