@@ -66,7 +66,8 @@ def setting(default: Any, description: str, *, when: dict[str, tuple[Any, ...]] 
     """One setting: its default, its description (shown as help everywhere), its bounds (pydantic's ge, gt, le, lt).
 
     `when` tells where it can have an effect: other settings, each with the values that it needs; no values mean any
-    but empty ones. A form may leave it out elsewhere. What is refused or warned about is decided by the rules below.
+    but empty ones. "family.NAME" is one of the family's `families.traits`. A form may leave it out elsewhere. What is
+    refused or warned about is decided by the rules below.
     """
     return Field(default=default, description=description, json_schema_extra={"when": when} if when else None, **bounds)
 
@@ -77,6 +78,8 @@ FP8_MATMUL: dict[str, tuple[Any, ...]] = {
     "quantize.compute": ("fp8", "fp8_forward", "auto"),
 }
 DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
+DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
+FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
 
 
 class Model(Section):
@@ -179,7 +182,9 @@ class Adapter(Section):
     targets: list[str] = setting([], "Module name endings to adapt, such as 'to_q'; empty means the family's choice.")
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights while training.")
     text_encoder: bool = setting(
-        False, "Train the CLIP text encoders too, all of them: sd15, sd2, sdxl, sd3, flux (T5 stays as it is)."
+        False,
+        "Train the CLIP text encoders too, all of them: sd15, sd2, sdxl, sd3, flux (T5 stays as it is).",
+        when={"family.text_encoder": (True,)},
     )
 
 
@@ -211,7 +216,9 @@ class Dataset(Section):
     )
     flip: bool = setting(False, "Mirror half of the samples; not for text, logos or asymmetric characters.")
     control_resolution: int | Literal["auto"] = setting(
-        "auto", "Side of the square with the area of control pictures; auto: as the model's pipeline shows them."
+        "auto",
+        "Side of the square with the area of control pictures; auto: as the model's pipeline shows them.",
+        when={"family.controls": (True,)},
     )
     background: str = setting("#ffffff", "Colour under transparent images, as #rrggbb.", pattern="^#[0-9a-fA-F]{6}$")
     trigger: str = setting("", "Trigger word, put in front of captions that lack it.")
@@ -287,17 +294,26 @@ class Objective(Section):
     """What the denoiser is asked to predict, and at which noise levels."""
 
     min_snr_gamma: float = setting(
-        0.0, "Min-SNR loss weighting (Hang et al. 2023) for diffusion models; 0 is off.", ge=0
+        0.0, "Min-SNR loss weighting (Hang et al. 2023) for diffusion models; 0 is off.", ge=0, when=DIFFUSION
     )
-    timesteps: Literal["auto", "uniform", "logit_normal"] = setting("auto", "Distribution of the noise level.")
-    shift: float | Literal["auto"] = setting("auto", "Flow matching: timestep shift; auto depends on the resolution.")
+    timesteps: Literal["auto", "uniform", "logit_normal"] = setting(
+        "auto", "Distribution of the noise level.", when=FLOW
+    )
+    shift: float | Literal["auto"] = setting(
+        "auto", "Flow matching: timestep shift; auto depends on the resolution.", when=FLOW
+    )
     t_min: float = setting(
         0.0, "Least noise that is trained, as a share of all noise; 0 is a clean picture.", ge=0, lt=1
     )
     t_max: float = setting(
         1.0, "Most noise that is trained; 1 is noise alone. Wan 2.2's low-noise expert: 0.875.", gt=0, le=1
     )
-    guidance: float = setting(1.0, "Embedded guidance shown to guidance-distilled models while training.", ge=0)
+    guidance: float = setting(
+        1.0,
+        "Embedded guidance shown to guidance-distilled models while training.",
+        ge=0,
+        when={"family.guidance": (True,)},
+    )
 
 
 class Memory(Section):
@@ -323,9 +339,9 @@ class Preview(Section):
     controls: list[str] = setting(
         [],
         "For editing models: the control picture of each prompt; a folder stands for all pictures in it.",
-        when=DRAWN,
+        when=DRAWN | {"family.controls": (True,)},
     )
-    negative: str = setting("", "Negative prompt.", when=DRAWN)
+    negative: str = setting("", "Negative prompt.", when=DRAWN | {"family.negative": (True,)})
     every: int = setting(0, "Draw every so many steps; 0 draws only at the start and at the end.", ge=0, when=DRAWN)
     at_start: bool = setting(True, "Draw before the first step, to compare with.", when=DRAWN)
     steps: int = setting(20, "Denoising steps.", ge=1, le=500, when=DRAWN)

@@ -558,6 +558,13 @@ def test_facts_are_read_without_importing_the_family(Family):
         assert getattr(Family, key) == value
     with pytest.raises(UserError, match="did you mean 'sdxl'"):
         families.facts("sdlx")
+    assert families.traits(Family.name) == {
+        "objective": "FlowMatching" if issubclass(Family.objective, FlowMatching) else "Diffusion",
+        "text_encoder": bool(Family.trained_text),
+        "controls": Family.controls[1] > 0,
+        "guidance": Family.embeds_guidance,
+        "negative": Family.uses_negative,
+    }
 
 
 def test_listing_families_needs_no_torch():

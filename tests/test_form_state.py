@@ -187,6 +187,10 @@ def test_wrong_values_are_kept_and_told_each_with_its_setting() -> None:
 def test_rules_of_relevance_name_settings_and_values_that_exist() -> None:
     for key, one in form.settings().items():
         for other, accepted in one.when.items():
+            if other.startswith("family."):
+                there = {families.traits(name)[other.removeprefix("family.")] for name in families.available()}
+                assert set(accepted) < there, f"{key}: of every family, or of none"
+                continue
             asked = form.settings()[other]
             assert asked.kind != "choice" or set(accepted) <= set(asked.choices), key
             assert asked.kind != "flag" or set(accepted) <= {True, False}, key
@@ -200,3 +204,23 @@ def test_settings_without_effect_are_told() -> None:
     text = form.put(form.put(NAMED, "quantize.storage", "nf4"), "preview.prompts", ["a"])
     assert {"quantize.scale", "quantize.compute"} <= form.idle(form.values(text))
     assert "preview.steps" not in form.idle(form.values(text))
+
+
+def test_settings_of_other_architectures_are_told() -> None:
+    """Against what the engine's warnings and refusals say of each (see test_families)."""
+    of = {
+        "sd15": {"objective.min_snr_gamma", "adapter.text_encoder", "preview.negative"},
+        "flux": {"objective.shift", "objective.timesteps", "objective.guidance", "adapter.text_encoder"},
+        "qwen_image": {"objective.shift", "objective.timesteps", "preview.negative"},
+        "ideogram4": {"objective.shift", "objective.timesteps"},
+        "flux_kontext": {
+            *("objective.shift", "objective.timesteps", "objective.guidance", "adapter.text_encoder"),
+            *("dataset.control_resolution", "preview.controls"),
+        },
+    }
+    every = set().union(*of.values())
+    for family, theirs in of.items():
+        text = form.put(form.put(NAMED, "model.family", family), "preview.prompts", ["a"])
+        assert every - form.idle(form.values(text)) == theirs, family
+    text = form.put(form.put(NAMED, "model.family", "sdlx"), "preview.prompts", ["a"])
+    assert not every & form.idle(form.values(text)), "of a family that there is not nothing is hidden"

@@ -20,7 +20,7 @@ import tomlkit
 from pydantic_core import PydanticUndefined
 from tomlkit.exceptions import TOMLKitError
 
-from lora_fp8 import config
+from lora_fp8 import config, families
 from lora_fp8.config import Job, Section, UserError
 
 Tables = dict[str, Any]
@@ -388,12 +388,17 @@ def _key_of(line: str) -> str:
 
 def idle(found: dict[str, Any]) -> set[str]:
     """The settings that can have no effect beside these values; see `config.setting`."""
-    return {key for key, one in settings().items() if not all(map(_holds, one.when.items(), [found] * len(one.when)))}
+    family = found["model.family"]
+    traits = families.traits(family) if family in families.available() else {}
+    found = found | {f"family.{name}": value for name, value in traits.items()}
+    return {key for key, one in settings().items() if not all(_holds(rule, found) for rule in one.when.items())}
 
 
 def _holds(rule: tuple[str, tuple[Any, ...]], found: dict[str, Any]) -> bool:
     key, accepted = rule
-    value = found.get(key)
+    if key not in found:
+        return True  # of a family that there is not, nothing is known
+    value = found[key]
     if isinstance(value, str | bool | int | float | None):
         return value in accepted if accepted else bool(value)
     return bool(value)

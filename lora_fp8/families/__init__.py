@@ -38,18 +38,49 @@ def facts(name: str) -> dict[str, Any]:
     return dict(_stated(name))
 
 
+def traits(name: str) -> dict[str, Any]:
+    """What decides which settings have an effect with this family, read without importing it.
+
+    objective: "Diffusion" or "FlowMatching"; text_encoder: whether text encoders can be trained; controls: whether it
+    is shown control pictures; guidance: whether the denoiser may take it as an input; negative: whether previews can
+    be guided away from a prompt.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    stated, classes = facts(name), _classes(name)
+    objective = next(node.value.id for node in _assigned(name) if node.targets[0].id == "objective")
+    while objective in classes:  # one of the family's own: what it is a kind of
+        objective = classes[objective].bases[0].id
+    return {
+        "objective": objective,
+        "text_encoder": any(node.targets[0].id == "trained_text" for node in _assigned(name)),
+        "controls": any(stated.get("controls", ())),
+        "guidance": stated.get("embeds_guidance", False),
+        "negative": stated.get("uses_negative", True),
+    }
+
+
 @cache
 def _stated(name: str) -> dict[str, Any]:
-    tree = ast.parse((Path(__path__[0]) / f"{name}.py").read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Family")
     found = {}
-    for node in body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            try:
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-            except ValueError:
-                continue  # computed
+    for node in _assigned(name):
+        try:
+            found[node.targets[0].id] = ast.literal_eval(node.value)
+        except ValueError:
+            continue  # computed
     return found
+
+
+@cache
+def _classes(name: str) -> dict[str, Any]:
+    tree = ast.parse((Path(__path__[0]) / f"{name}.py").read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _assigned(name: str) -> list[Any]:
+    body = _classes(name)["Family"].body
+    return [node for node in body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
 
 
 UNKNOWN = "not a checkpoint of a kind that is known"

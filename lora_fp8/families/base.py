@@ -200,6 +200,8 @@ class ModelFamily(ABC):
     structure and not by size: miniatures must pass. A plain value: read without importing the file."""
     bucket_step: ClassVar[int] = 64
     """Default distance between bucket sizes, in pixels: few enough buckets that images share one."""
+    embeds_guidance: ClassVar[bool] = False
+    """Whether models of this architecture may take the guidance as an input: those distilled from a guided one."""
     uses_negative: ClassVar[bool] = True
     """Whether the pipeline guides away from a negative prompt at its usual settings."""
     vae_class: ClassVar[str] = "AutoencoderKL"
@@ -468,7 +470,7 @@ class ModelFamily(ABC):
 
     def unused_settings(self, section: config.Objective) -> list[str]:
         """One sentence per setting that has no effect with this model; the trainer warns with them."""
-        if section.guidance != 1.0:
+        if section.guidance != 1.0 and not self.embeds_guidance:
             return [f"objective.guidance = {section.guidance} has no effect: {self.title} has no guidance embedding"]
         return []
 

@@ -57,6 +57,7 @@ class Family(ModelFamily):
         "pooled_prompt_embeds": ("pooled_projection_dim",),
     }
     uses_negative = False
+    embeds_guidance = True
     modelspec_architecture = "flux-1-dev"
     kohya_base_version = "flux1"
     kohya_naming = "bfl_flux"

@@ -21,7 +21,6 @@ from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 from torch import Tensor, nn
 from transformers import Mistral3ForConditionalGeneration
 
-from lora_fp8 import config
 from lora_fp8.objectives import FlowMatching
 
 from . import _flux2, _miniature, _mistral
@@ -49,6 +48,7 @@ class Family(ModelFamily):
     default_guidance = 4.0
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     uses_negative = False
+    embeds_guidance = True
     modelspec_architecture = "Flux.2-dev"
     kohya_base_version = "flux_2_dev"
     kohya_naming = "native"
@@ -117,9 +117,6 @@ class Family(ModelFamily):
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         return {"prompt_embeds": cond["prompt_embeds"][None].to(self.device, self.dtype)}
-
-    def unused_settings(self, section: config.Objective) -> list[str]:
-        return []
 
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:

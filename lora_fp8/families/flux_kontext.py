@@ -46,6 +46,7 @@ class Family(ModelFamily):
     default_guidance = 2.5
     text_shapes = flux.Family.text_shapes
     uses_negative = False
+    embeds_guidance = True
     modelspec_architecture = "flux-1-dev"  # as musubi-tuner writes it: programs have one module for both
     kohya_base_version = "flux_kontext"
     kohya_naming = "bfl_flux"

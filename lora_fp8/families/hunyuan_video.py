@@ -91,6 +91,7 @@ class Family(ModelFamily):
         "pooled_prompt_embeds": ("pooled_projection_dim",),
     }
     uses_negative = False
+    embeds_guidance = True
     vae_class = "AutoencoderKLHunyuanVideo"
     config_marks = {"image_condition_type": None}  # image-to-video has a pipeline of its own
     modelspec_architecture = "hunyuan-video"

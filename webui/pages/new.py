@@ -740,7 +740,12 @@ class _Page:
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
         if not everything:
-            hidden = [key for key in form.idle(found) if key not in wrong and set_here.get(key) != ""]
+            hidden = [
+                key
+                for key in form.idle(found)
+                # What has a value is shown: the training will say that it has no effect.
+                if key not in wrong and set_here.get(key) != "" and form.same(found[key], form.settings()[key].default)
+            ]
             if hidden:
                 ids = ", ".join(f"#{_id('set', key)}" for key in sorted(hidden))
                 rules.append(f"{ids} {{ display: none; }}")
