@@ -31,7 +31,9 @@ LAYERS = {
     1.5: "importing importing.base importing.words importing.render importing.kohya importing.musubi "
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
-    + "".join(f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_f]*.py")),
+    + "".join(
+        f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py") if path.stem != "_files"
+    ),
     3.0: "dry memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader",
     3.25: "captioner tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
     3.5: "prepare finish",
