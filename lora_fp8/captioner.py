@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -128,7 +129,7 @@ def _say(echo: Callable[[dict[str, Any]], None] | None, event: str, **told: Any)
 
 def _waiting(folder: Path, settings: Settings, pictures: dict[str, Path], result: Result) -> list[tuple[str, str]]:
     """(picture, caption file), relative, of those that are to be captioned."""
-    root = Path(folder).expanduser()
+    root = Path(os.path.expanduser(folder))
     done = captions.standing(folder, settings.group)
     waiting: dict[str, str] = {}  # by caption file: pictures that share one get one
     for name, path in pictures.items():
@@ -159,7 +160,7 @@ def _caption(
     watch: StopSignal,
     echo: Callable[[dict[str, Any]], None] | None,
 ) -> None:
-    root, done = Path(folder).expanduser(), 0
+    root, done = Path(os.path.expanduser(folder)), 0
     for start in range(0, len(waiting), settings.batch_size):
         batch, pixels = waiting[start : start + settings.batch_size], []
         readable = []
@@ -247,7 +248,7 @@ def load(settings: Settings) -> Captioner:
 
 
 def _folder(settings: Settings) -> Path:
-    folder = Path(settings.model).expanduser()
+    folder = Path(os.path.expanduser(settings.model))
     if folder.is_dir():
         return folder
     if folder.is_file() or settings.model.count("/") != 1 or settings.model.startswith(("/", "~", ".")):

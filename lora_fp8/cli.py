@@ -6,6 +6,7 @@ and can be resumed.
 
 import contextlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -50,6 +51,9 @@ def guarded(action: Callable[[], Any]) -> None:
     # Where torchao is installed, peft imports it, and it tells of kernels that it has for other machines.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character must not end a training
+            stream.reconfigure(errors="backslashreplace")
     try:
         action()
     except UserError as error:

@@ -267,11 +267,13 @@ def read_header(path: Path) -> Header:
             content = json.loads(file.read(length))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError:  # JSON and UTF-8 errors
+    except (ValueError, RecursionError):  # JSON and UTF-8 errors, brackets nested a thousand deep
         raise UserError(f"{path}: not a safetensors file (its header is not JSON)") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a safetensors file (its header is not a JSON object)")
-    found = content.pop("__metadata__", {})
+    found = content.pop("__metadata__", None) or {}
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a safetensors file (its metadata are not a JSON object)")
     wrong = [key for key, value in found.items() if not isinstance(value, str)]
     if wrong:
         raise UserError(f"{path}: metadata that are not text: {', '.join(sorted(wrong))}")

@@ -191,7 +191,9 @@ def _described(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFact
             "what the file tells of the training data is incomplete",
             file=sys.stderr,
         )
-    examples, _ = split(job, scanned.examples)
+    examples = scanned.examples
+    if len(examples) > job.validation.pictures:  # else some have gone, and nothing can be said of which were kept out
+        examples, _ = split(job, examples)
     return job, family, _facts(job, family, examples, place(job, examples), step)
 
 

@@ -133,7 +133,7 @@ def facts_of(file: Path, given: Mapping[str, str], job: config.Job | None = None
         accepted = " | ".join(families.available())
         raise UserError(f"{file}: the header does not say its architecture; name it with --family ({accepted})")
     base = ""
-    if job and _files.is_hub_id(job.model.path) and not Path(job.model.path).expanduser().exists():
+    if job and _files.is_hub_id(job.model.path) and not os.path.exists(os.path.expanduser(job.model.path)):
         base = job.model.path
     return Facts(
         family=family,

@@ -172,7 +172,7 @@ class AdapterOptimizer:
         Args:
             grads: float32, one for each parameter, by name.
             lr: the rate of this step, from `learning_rate`; that of text encoders keeps its ratio to it.
-            step: steps taken before this one. Keys the random bits of stochastic rounding, so that a resumed run draws
+            step: its number, counted from 1. Keys the random bits of stochastic rounding, so that a resumed run draws
                 the same.
         """
         if grads.keys() != self.params.keys():

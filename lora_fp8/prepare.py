@@ -165,6 +165,11 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     Raises:
         UserError: see `split`. Stopped: somebody asked for it. RunFailure: see `Cache.fill`.
     """
+    if job.train.batch_size % processes.world:
+        raise UserError(
+            f"train.batch_size = {job.train.batch_size} is shared out among {processes.world} processes; "
+            f"make it a multiple of {processes.world}"
+        )
     if job.preview.prompts and job.preview.guidance != "auto":
         family.guidance_inputs(job.preview.guidance)  # what the family cannot do is refused before anything is encoded
     run.log_event("stage", stage="cache")
@@ -194,11 +199,6 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         run.log_event("warning", text=line)
 
     loader = Loader(buckets, store, family, section, seed=job.seed, batch_size=job.train.batch_size)
-    if job.train.batch_size % processes.world:
-        raise UserError(
-            f"train.batch_size = {job.train.batch_size} is shared out among {processes.world} processes; "
-            f"make it a multiple of {processes.world}"
-        )
     run.log_event(
         "data",
         images=len(examples),

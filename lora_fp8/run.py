@@ -121,7 +121,8 @@ class Run:
             if not (resume and run.config_file.exists()):
                 run.write_config(config_text)
             run._mend_events()
-            run._events = open(run.events_file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+            # "replace": a file's name may hold bytes that are no text, and a warning about it must not end the run.
+            run._events = open(run.events_file, "a", encoding="utf-8", errors="replace")  # noqa: SIM115 - open for life
         except BaseException as error:
             run.close()  # the traceback would keep the lock for as long as somebody holds it
             if isinstance(error, OSError):

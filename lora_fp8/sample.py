@@ -166,6 +166,7 @@ def contact_sheet(rows: dict[str, Sequence[Image.Image]], columns: Sequence[str]
 
 
 def _shorten(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
+    text = " ".join(text.split())  # of several lines Pillow measures no width
     if draw.textlength(text) <= width:
         return text
     while text and draw.textlength(text + "...") > width:

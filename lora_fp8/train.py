@@ -17,6 +17,7 @@ import contextlib
 import errno
 import hashlib
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def run(
     processes = Processes()
     stop = StopSignal()
     processes.undisturbed = stop.held
-    folder = Path(job.output_dir) / job.name
+    folder = Path(os.path.expanduser(job.output_dir)) / job.name
     with stop.watching():
         try:
             return _stages(job, folder, resume, progress, echo, processes, stop)
@@ -121,10 +122,11 @@ def _stages(
             stop.at_once = f"all steps are done and saved; `lora-fp8 resume {run.path}` writes the files"
             return finish(job, family, data, loaded, state.step, run, processes)
     except (Stopped, KeyboardInterrupt) as error:
-        run.log_event("stopped", text=str(error) or "interrupted; the newest checkpoint is as it was")
+        with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide why
+            run.log_event("stopped", text=str(error) or "interrupted; the newest checkpoint is as it was")
         raise
     except Exception as error:
-        with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide why
+        with contextlib.suppress(OSError):
             run.log_event("error", text=str(error), kind=type(error.__cause__ or error).__name__)
         raise
     finally:
@@ -166,7 +168,7 @@ def preflight(
     """One forward and backward at the heaviest batch: out of memory or a broken base show now, not in an hour.
 
     With quantize.compute = "auto" each matmul gets a few of them, and the fastest is taken; a resumed run keeps what
-    it had, so that it goes on to the bit.
+    it had, so that it goes on to the bit, wherever the machine can.
     """
     run.log_event("stage", stage="preflight")
     memory.reset_peak(processes.device)
@@ -183,6 +185,12 @@ def preflight(
             )
 
     if job.quantize.compute == "auto":
+        able = precision.candidates(job.quantize, processes.device)
+        lost = bool(state.compute) and precision.chosen(state.compute, job.quantize)[0] not in able
+        if any(processes.gather(lost)):
+            text = f"the matmul that the checkpoint had settled on, {state.compute}, is none of this machine's"
+            run.log_event("warning", text=f"{text}; the fastest is measured anew")
+            state.compute = ""
         state.compute = state.compute or _fastest_compute(job, loaded, attempt, run, processes)
         _switch(job, loaded, state.compute)
     attempt()

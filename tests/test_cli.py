@@ -3,6 +3,7 @@
 What must start fast or load no torch is asked in a fresh process; the rest runs here, through the same entry point.
 """
 
+import io
 import json
 import os
 import resource
@@ -369,6 +370,14 @@ def ask_export(ask: Callable[..., Answer], folder: Path, dtype: str, keep: Path)
     with safetensors.safe_open(written, framework="pt") as file:
         assert file.metadata()
     return Path(written).rename(keep)
+
+
+def test_a_terminal_that_lacks_a_character_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    cli.guarded(lambda: cli._say({"event": "warning", "text": "a 猫"}))
+    screen.flush()
+    assert screen.buffer.getvalue() == b"warning: a \\u732b\n"
 
 
 def test_events_as_json_lines(ask: Callable[..., Answer], job_file: Callable[..., Path]) -> None:

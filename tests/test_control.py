@@ -334,7 +334,8 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
     it = edited(name)
     path = tmp_path / "control.png"
     Image.fromarray(NOISE).save(path)
-    section = config.Preview(prompts=PROMPTS[:1], controls=[str(path)], steps=2, width=32, height=16)
+    (tmp_path / "._control.png").write_bytes(b"resource fork")
+    section = config.Preview(prompts=PROMPTS[:1], controls=[str(tmp_path)], steps=2, width=32, height=16)
     (shown,), problems = images.preview_controls(section, config.Dataset(), it.family.controls)
     assert not problems
     cache = Cache(tmp_path / "cache", it.family, config.Dataset())

@@ -539,12 +539,17 @@ def test_broken_files_are_named(tmp_path):
         ("tail", raw + b"x", "belong to no tensor"),
         ("short", raw[:5], "not a whole safetensors"),
         ("json", raw[:8] + b"x" + raw[9:], "not JSON"),
+        ("list", struct.pack("<Q", 24) + b'{"__metadata__": ["a"]}  ', "metadata are not a JSON object"),
+        ("deep", struct.pack("<Q", 200_000) + b"[" * 200_000, "not JSON"),
         ("pickle", b"\x80\x02}q\x00." * 40, "not a whole safetensors"),
     ]:
         broken = tmp_path / f"{name}.safetensors"
         broken.write_bytes(content)
         with pytest.raises(UserError, match=message):
             export.read(broken)
+    none = tmp_path / "null.safetensors"  # the library writes no such thing, and reads it
+    none.write_bytes(struct.pack("<Q", 24) + b'{"__metadata__": null}  ')
+    assert export.read(none) == ({}, {})
     with pytest.raises(UserError, match="No such file"):
         export.read(tmp_path / "none.safetensors")
 

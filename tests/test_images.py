@@ -5,6 +5,7 @@ import os
 import re
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -662,6 +663,16 @@ ODD = [  # what is odd, warning, examples
         r"1 other file\(s\) .* not read: film\.mp4",
         1,
     ),
+    (
+        lambda folder: Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).write_text("x", encoding="utf-8"),
+        r"1 caption file\(s\) .* no image: \\xff\.txt",
+        1,
+    ),
+    (
+        lambda folder: Path(os.fsdecode(os.fsencode(folder) + b"/\xff.mp4")).write_text("x", encoding="utf-8"),
+        r"1 other file\(s\) .* not read: \\xff\.mp4",
+        1,
+    ),
     (lambda folder: good(folder, "odd", seed=1, size=(200, 50)), r"wider aspect ratio.*odd\.png \(4\.00\)", 2),
     (lambda folder: good(folder, "odd", seed=1, size=(60, 60)), r"1 image\(s\) smaller .* enlarged.*odd", 2),
 ]
@@ -675,6 +686,7 @@ def test_oddity_is_one_warning(tmp_path, case):
     report = images.scan(section(tmp_path))
     assert not report.problems and len(report.examples) == count
     assert re.search(message, only(report.warnings)), report.warnings
+    report.warnings[0].encode()  # a log and a page take nothing else
     if make is two_captions:
         assert report.examples[1].caption == "from txt"
 

@@ -154,6 +154,7 @@ def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Call
 def test_only_listed_commands_can_be_queued(queue: Queue) -> None:
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert set(jobs.COMMANDS) <= names and not set(jobs.COMMANDS) & {"submit", "worker", "train", "ui"}
+    assert len(set(jobs.COMMANDS)) == len(jobs.COMMANDS)
     for name in ("rm", "submit", "worker", "--help", "verify; rm"):
         with pytest.raises(UserError, match="cannot be queued"):
             queue.submit_command(name, [])
@@ -266,6 +267,8 @@ def test_the_home_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert store.home_folder() == tmp_path / "data/lora_fp8"
     monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "own"))
     assert Queue().home == tmp_path / "own"
+    monkeypatch.setenv("LORA_FP8_HOME", "~no-such-user/x")
+    assert store.home_folder() == Path("~no-such-user/x").absolute()
     before = os.umask(0)
     try:
         home = Queue(tmp_path / "new").home
@@ -654,6 +657,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "1")
     monkeypatch.setenv("RANK", "4")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")  # a number for each level of nesting
     for name, gpus in (("nowhere", "7"), ("two", "1,2"), ("any", ""), ("waits", ""), ("waits2", "0")):
         add(name, gpus=gpus)
     one = jobs.Worker(queue.home, ["0", "1,2"], say=lambda line: None)
@@ -676,6 +680,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
             assert os.getsid(pid) == pid
         two = next(command for command in started if "--multi_gpu" in command)
         assert two[two.index("--num_processes") + 1] == "2" and two[two.index("--main_process_port") + 1] == "0"
+        assert two[two.index("--num_cpu_threads_per_process") + 1] == "3"
         finish(queue)
         one.tick()
         said = Sentence(**json.loads(queue.store.row(found["two"].id).sentence))

@@ -57,9 +57,9 @@ def in_torch(monkeypatch):
     return called
 
 
-def events_of(job: config.Job) -> dict[str, list[dict]]:
+def events_of(job: config.Job, resume: bool = False) -> dict[str, list[dict]]:
     seen: dict[str, list[dict]] = {}
-    train.run(job, progress=False, echo=lambda event: seen.setdefault(event["event"], []).append(event))
+    train.run(job, resume=resume, progress=False, echo=lambda event: seen.setdefault(event["event"], []).append(event))
     return seen
 
 
@@ -102,6 +102,12 @@ def test_auto_tries_matmuls_with_and_without_them(job, in_torch, monkeypatch):
     assert tried == ["upcast", "fp8_forward", "fp8", "fp8_forward with triton", "fp8 with triton"]
     assert seen["compute"][0]["chosen"] == "fp8 with triton" and list(seen["compute"][0]["seconds"]) == tried
     assert seen["preflight"][0]["fused"] > 0
+    monkeypatch.setattr(precision, "candidates", lambda *_: ("upcast",))  # moved to a machine without FP8
+    tried.clear()
+    moved = events_of(job(*IN_FP8, "quantize.compute=auto", TRITON, "train.steps=2"), resume=True)
+    assert tried == ["upcast"] and moved["compute"][-1]["chosen"] == "upcast"
+    assert any("fp8 with triton, is none of this machine's" in one["text"] for one in moved["warning"])
+    monkeypatch.setattr(precision, "candidates", choose.candidates)
     tried.clear()
     events_of(job(*IN_FP8, "quantize.compute=auto", "train.steps=1", "name=without"))
     assert tried == ["upcast", "fp8_forward", "fp8"]

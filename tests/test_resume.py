@@ -342,7 +342,8 @@ def test_exporting_while_a_checkpoint_is_being_written_leaves_it_alone(make_job,
 
 def test_a_checkpoint_is_exported_without_its_pictures_and_that_is_told(make_job, tmp_path, settings, pictures, capsys):
     mine = shutil.copytree(pictures, tmp_path / "mine")
-    job = make_job(tmp_path, *settings, f"dataset.folders=[{{path='{mine}'}}]", "train.steps=2")
+    kept_out = ("validation.every=2", "validation.pictures=1")
+    job = make_job(tmp_path, *settings, f"dataset.folders=[{{path='{mine}'}}]", "train.steps=2", *kept_out)
     run(job)
     before = payloads(job)
     shutil.rmtree(mine)

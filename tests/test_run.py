@@ -244,9 +244,12 @@ def test_events_are_json_lines_in_order(tmp_path):
     run.log_event("step", step=1, loss=0.25)
     run.log_event("warning", text="two\nlines")
     assert [e["event"] for e in run.events()] == ["start", "step", "warning"]
-    assert run.events() == seen and run.events()[0]["name"] == "naïve 猫" and run.events()[2]["text"] == "two\nlines"
+    assert run.events() == seen
+    run.log_event("warning", text="a name that is no text: \udcff.png")
+    assert run.events().pop()["text"] == "a name that is no text: ?.png" and seen.pop()
+    assert run.events()[0]["name"] == "naïve 猫" and run.events()[2]["text"] == "two\nlines"
     lines = (tmp_path / "r" / "events.jsonl").read_bytes().splitlines()
-    assert len(lines) == 3 and all(json.loads(line)["t"] > 1e9 for line in lines)
+    assert len(lines) == 4 and all(json.loads(line)["t"] > 1e9 for line in lines)
     run.close()
 
 

@@ -497,6 +497,13 @@ def test_every_bad_picture_is_told_at_once_and_no_run_is_made(job, pictures, tmp
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_home_folder_may_be_written_as_a_tilde(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs/lora/checkpoints/step-000002").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"^{tmp_path}/runs/lora: a run was here already"):
+        run(job("output_dir='~/runs'"))
+
+
 @pytest.mark.parametrize("wrong", ["dataset.bucket_step=12", "dataset.resolution=50", "model.path='/nowhere/at/all'"])
 def test_what_the_family_cannot_take_is_refused(job, tmp_path, wrong):
     with pytest.raises(UserError, match="multiple of 8|/nowhere/at/all"):
@@ -514,7 +521,7 @@ def test_every_family_trains_to_verified_files(job, family):
     formats = [one for one in formats if one in layouts.LAYOUTS]
     step = max(16, Family.bucket_multiple)
     sizes = (f"dataset.resolution={3 * step}", f"dataset.bucket_step={step}")
-    previews = "preview.prompts=['a cat', 'a dog']"
+    previews = "preview.prompts=['a cat', \"a dog\\non two lines\"]"
     mine = job("export.verify=true", previews, "train.batch_size=2", f"export.formats={formats}", *sizes, family=family)
     result = run(mine)
     assert [report.ok for report in result.reports] == [True] * len(formats) and len(result.files) == len(formats)

@@ -451,9 +451,14 @@ _NOTES = {
 }
 
 
+def _told(path: str | Path) -> str:
+    """A path as text: a name may be any bytes, and those that are no UTF-8 could be neither logged nor sent."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def _some(names: list[str], most: int = 8) -> str:
     """The names, or the first of them and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(_told, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _warnings(notes: dict[str, list[str]]) -> list[str]:
@@ -548,9 +553,11 @@ def list_folder(index: int, section: config.Dataset, report: ScanReport) -> list
                 found.append((index, root, path, folder / captions[0] if captions else None))
             lonely = sorted(name for (stem, _), name in by_stem.items() if stem not in used)
             if lonely:
-                report.warnings.append(f"{len(lonely)} caption file(s) in {folder} have no image: {_some(lonely)}")
+                report.warnings.append(
+                    f"{len(lonely)} caption file(s) in {_told(folder)} have no image: {_some(lonely)}"
+                )
     except OSError as error:
-        report.problems.append(f"folder {error.filename} cannot be read: {error.strerror}")
+        report.problems.append(f"folder {_told(error.filename)} cannot be read: {error.strerror}")
     if not found:
         what = f"only {_some(sorted(others))}" if others else "no image files"
         report.problems.append(f"folder {root} has no images, {what}; accepted are {' '.join(EXTENSIONS)}")
@@ -615,7 +622,7 @@ def _list_controls(root: Path, index: int, section: config.Dataset, report: Scan
                 if Path(name).suffix.lower() in EXTENSIONS:
                     files[(folder / name).relative_to(root).with_suffix("").as_posix()].append(folder / name)
     except OSError as error:
-        report.problems.append(f"control folder {error.filename} cannot be read: {error.strerror}")
+        report.problems.append(f"control folder {_told(error.filename)} cannot be read: {error.strerror}")
         return None
     return files
 
@@ -656,12 +663,14 @@ def preview_controls(
     found, problems = [], []
     for i, given in enumerate(section.controls):
         path = Path(os.path.expanduser(given))
-        names = sorted(path.iterdir()) if path.is_dir() else [path]
-        names = [name for name in names if name.suffix.lower() in EXTENSIONS or name == path]
+        names = [path]
+        if path.is_dir():
+            seen = (name for name in path.iterdir() if not name.name.startswith("."))  # as `_walk` leaves them out
+            names = sorted(name for name in seen if name.suffix.lower() in EXTENSIONS)
         controls = []
         for name, look in zip(names, look_all(names, dataset), strict=True):
             if look.error:
-                problems.append(f"preview.controls.{i}: {name} {look.error}")
+                problems.append(f"preview.controls.{i}: {_told(name)} {look.error}")
             controls.append(Control(name, look.width, look.height, look.sha256))
         if num_controls is not None and not num_controls[0] <= len(controls) <= num_controls[1]:
             between = " to ".join(str(number) for number in dict.fromkeys(num_controls))

@@ -107,7 +107,7 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             metadata = entries.pop("__metadata__", None) or {}
             end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
             header = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a safetensors file (its header cannot be read)") from error
     if end != size:
         raise UserError(f"{path} is damaged: the file has {size} bytes, its header says {end}; download it again")

@@ -48,7 +48,7 @@ __all__ = [
     "worker_info",
 ]
 
-COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "ema", "caption")
+COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "ema")
 """Subcommands of `lora-fp8` that may be queued: they compute, and end by themselves."""
 
 

@@ -131,9 +131,9 @@ ORDER = "ORDER BY priority DESC, place, id"
 def home_folder() -> Path:
     """Where the queue lives: $LORA_FP8_HOME, else lora_fp8 in the user's data folder."""
     if own := os.environ.get("LORA_FP8_HOME"):
-        return Path(own).expanduser().absolute()
+        return Path(os.path.expanduser(own)).absolute()  # Path's own way raises where there is no such user
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(data).expanduser().absolute() / "lora_fp8"
+    return Path(os.path.expanduser(data)).absolute() / "lora_fp8"
 
 
 class Store:

@@ -314,7 +314,8 @@ class Worker:
         neutral.write_text(
             "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: false\n", encoding="utf-8"
         )
-        threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)) // len(self.groups) // number
+        given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP takes a list, one a level
+        threads = given if given.isdecimal() else len(os.sched_getaffinity(0)) // len(self.groups) // number
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(neutral), "--quiet", *many]
         launch += ["--num_processes", str(number), "--num_machines", "1", "--mixed_precision", "no"]
         launch += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", str(max(1, int(threads)))]
