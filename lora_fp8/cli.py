@@ -121,7 +121,8 @@ def check(
             raise
         problems += getattr(error, "problems", [str(error)])
     else:
-        report = images.scan(job.dataset, families.facts(job.model.family).get("controls", (0, 0)), job.preview)
+        facts = families.facts(job.model.family)
+        report = images.scan(job.dataset, facts.get("controls", (0, 0)), job.preview, facts.get("clips", (0, 0))[1])
         problems += report.problems
         lines += images.describe(report)
         for look in (_look_at_base, _look_at_sizes):
@@ -264,7 +265,7 @@ def _look_at_sizes(job: Any, report: Any) -> list[str]:
     elif "auto" in (section.resolution, section.bucket_step):
         return []
     placed = buckets.assign(report.examples, section, resolution=section.resolution, step=section.bucket_step)
-    sizes = {f"{width}x{height}": len(members) for (width, height), members in buckets.group(placed).items()}
+    sizes = {buckets.named(bucket): len(members) for bucket, members in buckets.group(placed).items()}
     return ["buckets " + ", ".join(f"{size}: {count}" for size, count in sizes.items())] if sizes else []
 
 

@@ -78,6 +78,7 @@ FP8_MATMUL: dict[str, tuple[Any, ...]] = {
     "quantize.compute": ("fp8", "fp8_forward", "auto"),
 }
 DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
+CLIPS: dict[str, tuple[Any, ...]] = {"family.clips": (True,)}
 DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
 FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
 
@@ -215,6 +216,21 @@ class Dataset(Section):
         True, "Enlarge images that are smaller than their bucket; false gives them smaller buckets."
     )
     flip: bool = setting(False, "Mirror half of the samples; not for text, logos or asymmetric characters.")
+    frames: list[int] = setting(
+        [],
+        "Lengths that video clips are trained at, in frames, such as [17, 33]; a clip takes the longest that fits.",
+        when=CLIPS,
+    )
+    fps: float | Literal["auto"] = setting(
+        "auto",
+        "Frames a second that clips are brought to; auto: those that the model draws.",
+        when=CLIPS | {"dataset.frames": ()},
+    )
+    clip: Literal["head", "middle", "chunks"] = setting(
+        "head",
+        "Which part of a longer clip: its beginning, its middle, or as many pieces as fit.",
+        when=CLIPS | {"dataset.frames": ()},
+    )
     control_resolution: int | Literal["auto"] = setting(
         "auto",
         "Side of the square with the area of control pictures; auto: as the model's pipeline shows them.",
@@ -348,6 +364,7 @@ class Preview(Section):
     guidance: float | Literal["auto"] = setting("auto", "Guidance scale; auto: the family's usual one.", when=DRAWN)
     width: int = setting(0, "Pixels; 0 means the training resolution.", ge=0, when=DRAWN)
     height: int = setting(0, "Pixels; 0 means the training resolution.", ge=0, when=DRAWN)
+    frames: int = setting(1, "Frames of each preview; 1 draws a picture, more a clip.", ge=1, when=DRAWN | CLIPS)
     seed: int = setting(42, "Seed of the first preview; the next ones count up.", ge=0, le=MAX_SEED, when=DRAWN)
 
 
@@ -697,6 +714,8 @@ def _contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     if job.model.family in families:
         for key, text in _control_contradictions(job):
             say(key, text, "model.family", "dataset.folders", "preview.prompts", "preview.controls")
+        for key, text in _clip_contradictions(job):
+            say(key, text, "model.family")
     if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
         without = [str(i) for i, folder in enumerate(job.dataset.folders) if not folder.trigger]
         if without:
@@ -780,6 +799,30 @@ def _control_contradictions(job: Job) -> Iterator[tuple[str, str]]:
         yield "preview.controls", f"{title} is shown no control pictures; leave it out"
     elif prompts and fewest and not controls or controls and controls != prompts:
         yield "preview.controls", f"has {controls} entries for {prompts} in preview.prompts; give one for each prompt"
+
+
+def _clip_contradictions(job: Job) -> Iterator[tuple[str, str]]:
+    """(setting, what is wrong) where the family takes no clips, or none of these lengths."""
+    from .families import available, facts
+
+    known = facts(job.model.family)
+    title, (step, _) = known["title"], known.get("clips", (0, 0))
+    lengths = {"dataset.frames": job.dataset.frames, "preview.frames": [job.preview.frames]}
+    if not step:
+        takers = " | ".join(name for name in available() if "clips" in facts(name))
+        for key, given in lengths.items():
+            if given != ([] if key == "dataset.frames" else [1]):
+                yield key, f"{title} draws pictures; leave it out, or use a family that draws clips: {takers}"
+        return
+    for key, given in lengths.items():
+        for one in given:
+            if one < 1 or (one - 1) % step:
+                near = max(1, round((one - 1) / step) * step + 1)
+                yield key, f"{title} takes clips of 1, {step + 1}, {2 * step + 1} ... frames; got {one}, near is {near}"
+    if len(set(job.dataset.frames)) != len(job.dataset.frames):
+        yield "dataset.frames", "names a length twice"
+    if isinstance(job.dataset.fps, float) and not 1 <= job.dataset.fps <= 120:
+        yield "dataset.fps", f"must lie between 1 and 120 frames a second, got {job.dataset.fps:g}"
 
 
 def parse_override(entry: str) -> tuple[str, str, str] | None:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from . import adapters, dry, memory, optim, precision
 from .config import Job
+from .data.buckets import Bucket, named
 from .data.cache import Cache, dataset_captions
 from .dry import META
 from .families.base import ModelFamily
-from .prepare import DTYPES, carried, place, resolve_auto, scan
+from .prepare import DTYPES, carried, place, resolve_auto, scan, volume
 from .text_encoders import Adapted, checkpoint_, inject_
 
 GIB = 2**30
@@ -34,8 +35,8 @@ class Estimate:
     samples_per_epoch: int
     steps_per_epoch: float
     epochs: float
-    heaviest_bucket: tuple[int, int]
-    """(width, height) in pixels"""
+    heaviest_bucket: Bucket
+    """(width, height) in pixels, (width, height, frames) of clips"""
     base_bytes: int
     adapter_bytes: int
     optimizer_bytes: int
@@ -77,12 +78,11 @@ class Estimate:
         def gib(num: int | None) -> str:
             return "not known" if num is None else f"{num / GIB:.2f} GiB"
 
-        width, height = self.heaviest_bucket
         found = [
             f"steps      {self.pictures} pictures, {self.samples_per_epoch} samples = {self.steps_per_epoch:.4g} steps "
             f"an epoch; {self.epochs:.3g} epochs in all",
-            f"training   {gib(self.peaks['train'])} at {width}x{height}: base {gib(self.base_bytes)}, adapter "
-            f"{gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
+            f"training   {gib(self.peaks['train'])} at {named(self.heaviest_bucket)}: base {gib(self.base_bytes)}, "
+            f"adapter {gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
             f"encoding   {gib(self.peaks['encode'])} before that: text encoders and VAE {gib(self.encoders_bytes)}",
         ]
         if self.vae_decode_bytes != 0:
@@ -110,14 +110,17 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     steps = batches / job.train.accumulate
     store = Cache(Path(job.dataset.cache_dir), family, job.dataset, DTYPES[job.model.dtype])
     shown = {wh: _largest_controls(store, members) for wh, members in buckets.items()}
-    weight = {wh: sum(math.prod(size) for size in (wh, *shown[wh])) * _in_batch(job, buckets[wh]) for wh in buckets}
+    weight = {
+        bucket: (volume(family, bucket) + sum(map(math.prod, shown[bucket]))) * _in_batch(job, buckets[bucket])
+        for bucket in buckets
+    }
     heaviest = max(buckets, key=lambda wh: (weight[wh], wh))
     notes: list[str] = []
 
     plan, denoiser = _denoiser(job, family)
     cond_shapes = family.longest_cond(dict(denoiser.config))
     vae_encode, latents = _vae(family, heaviest, "encode", notes)
-    previews = (job.preview.width or heaviest[0], job.preview.height or heaviest[1])
+    previews = job.preview.width or heaviest[0], job.preview.height or heaviest[1], job.preview.frames
     vae_decode = _vae(family, previews, "decode", notes)[0] if job.preview.prompts else 0
     encoders_trained = _text_encoders(job, family)
     adapted = Adapted(denoiser, encoders_trained)
@@ -125,7 +128,7 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     num_trained = sum(parameter.numel() for _, parameter in named)
     step = None
     if latents is not None:
-        per_side = heaviest[0] // latents[2]
+        per_side = heaviest[0] // latents[-1]
         sizes = [(latents[0], high // per_side, wide // per_side) for wide, high in shown[heaviest]]
         cond_shapes = cond_shapes | {f"control_{i}": size for i, size in enumerate(sizes)}
         num = _in_batch(job, buckets[heaviest])
@@ -202,14 +205,14 @@ def _text_step(encoder: torch.nn.Module, num: int) -> int:
     return tally.most
 
 
-def _vae(
-    family: ModelFamily, size: tuple[int, int], what: str, notes: list[str]
-) -> tuple[int | None, tuple[int, ...] | None]:
-    """Bytes that encoding or decoding one picture takes, and the shape (C, H, W) of its latents."""
+def _vae(family: ModelFamily, bucket: Bucket, what: str, notes: list[str]) -> tuple[int | None, tuple[int, ...] | None]:
+    """Bytes that encoding or decoding one picture or clip takes, and the shape (C, H, W) or (C, F, H, W) of its
+    latents."""
     family.vae = family.empty_vae()
     try:
         with dry.on_meta():
-            pixels = torch.empty(1, 3, size[1], size[0], device=META)
+            width, height, *frames = bucket
+            pixels = torch.empty(1, 3, *(num for num in frames if num > 1), height, width, device=META)
             with dry.Tally() as tally:
                 latents = family.encode_images(pixels)
             if what == "decode":
@@ -241,7 +244,7 @@ def _step(
         for name, tensor in family.collate([one] * num).items()
     }
     objective = family.objective(family.scheduler_config(), job.objective)
-    t_B = objective.sample_t([torch.Generator().manual_seed(0) for _ in range(num)], family.seq_len(latents[-2:]))
+    t_B = objective.sample_t([torch.Generator().manual_seed(0) for _ in range(num)], family.seq_len(latents[1:]))
     latents_BCHW = torch.empty(num, *latents, device=META)
     try:
         with dry.on_meta(), dry.Tally() as tally:
@@ -262,8 +265,9 @@ def _cache_bytes(
     captions = dataset_captions([one.example for one in placed], job.dataset, job.seed)
     prompts = [*job.preview.prompts, store.family.negative_text(job.preview.negative)] if job.preview.prompts else []
     missing = store.missing(placed, list(dict.fromkeys([*captions, *prompts])))
-    per_pixel = 0.0 if latents is None else math.prod(latents) * store.dtype.itemsize / math.prod(heaviest)
-    pixels = sum(math.prod(one.placement.bucket_wh) for one, _ in missing.images)
+    whole = volume(store.family, heaviest)
+    per_pixel = 0.0 if latents is None else math.prod(latents) * store.dtype.itemsize / whole
+    pixels = sum(volume(store.family, one.bucket) for one, _ in missing.images)
     pixels += sum(math.prod(shown.size) for shown, _ in missing.controls)
     return round(pixels * per_pixel) + len(missing.captions) * cond_bytes
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from . import adapters, checkpoint, config, export, families, kinds, optim, precision, sample, verify
 from .config import Job, UserError
 from .data import images
-from .data.buckets import Placed, Size
+from .data.buckets import Bucket, Placed
 from .families.base import ModelFamily
 from .prepare import DTYPES, Data, Loaded, carried, place, preview_conditioning, resolve_auto, scan, split
 from .processes import Processes
@@ -222,13 +223,16 @@ def _kind_settings(section: config.Adapter) -> dict[str, str]:
 
 
 def _facts(
-    job: Job, family: ModelFamily, examples: list[images.Example], buckets: dict[Size, list[Placed]], step: int
+    job: Job, family: ModelFamily, examples: list[images.Example], buckets: dict[Bucket, list[Placed]], step: int
 ) -> export.ExportFacts:
     """What the file's metadata may tell of this run."""
     folders = []
     for i, folder in enumerate(job.dataset.folders):
         captions = [example.caption for example in examples if example.folder_index == i]
         folders.append(export.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator))
+    sizes: Counter[tuple[int, int]] = Counter()  # programs that read them know no lengths
+    for (width, height, *_), members in buckets.items():
+        sizes[width, height] += len(members)
     factor = optim.lr_factor(job.optimizer, job.quantize.storage)
     return export.ExportFacts(
         name=job.name,
@@ -257,6 +261,6 @@ def _facts(
         min_snr_gamma=job.objective.min_snr_gamma,
         max_grad_norm=job.train.max_grad_norm,
         caption_dropout=job.dataset.caption_dropout,
-        buckets={size: len(members) for size, members in buckets.items()},
+        buckets=sizes,
         config_toml=config.dumps(job),
     )

@@ -17,7 +17,7 @@ An objective is built from `Objective(scheduler_config, section)` and holds no s
 comes from the generators it is given, one per sample and on the CPU: the t of an image then depends on that image's
 generator only, never on its place in the batch, on the batch size, or on the number of processes.
 
-Shape suffixes: B batch, C channels, H height, W width (of the latents).
+Shape suffixes: B batch, C channels, H height, W width (of the latents; those of clips have frames before H).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class FlowMatching(Objective):
         return torch.tensor([level]), f"t = {level:g}"
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
-        t_B111 = t_B.to(latents_BCHW).view(-1, 1, 1, 1)
+        t_B111 = t_B.to(latents_BCHW).view(-1, *[1] * (latents_BCHW.ndim - 1))
         return (1 - t_B111) * latents_BCHW + t_B111 * noise_BCHW
 
     def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The encoders are loaded, used and freed before the denoiser arrives, so that the
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Data:
 
     loader: Loader
     examples: list[images.Example]  # those that are trained on
-    buckets: dict[bucketing.Size, list[bucketing.Placed]]
+    buckets: dict[bucketing.Bucket, list[bucketing.Placed]]
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
     held_out: Loader | None  # what validation measures on: one picture a batch, the same each time
     preview_conds: list[Cond]
@@ -77,6 +78,8 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
             f"dataset.bucket_step = {job.dataset.bucket_step}: {Family.title} needs a multiple of "
             f"{Family.bucket_multiple}"
         )
+    if job.dataset.frames and job.dataset.fps == "auto":
+        updates["fps"] = float(Family.clips[1])
     if told := text_encoders.problem(job.adapter, Family):
         raise UserError(told)
     resolution = updates.get("resolution", job.dataset.resolution)
@@ -127,12 +130,12 @@ def carried(job: Job, family: ModelFamily) -> Job:
 
 
 def scan(job: Job, Family: type[ModelFamily]) -> images.ScanReport:
-    """Every picture of a job: those to train on, with their captions and control pictures, and the previews'."""
-    return images.scan(job.dataset, Family.controls, job.preview)
+    """Every picture and clip of a job, with captions and control pictures, and the previews' control pictures."""
+    return images.scan(job.dataset, Family.controls, job.preview, Family.clips[1])
 
 
-def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Size, list[bucketing.Placed]]:
-    """Every picture in its bucket; the job's "auto" sizes are resolved."""
+def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Bucket, list[bucketing.Placed]]:
+    """Every picture and clip in its bucket; the job's "auto" sizes are resolved."""
     section = job.dataset
     placed = bucketing.assign(examples, section, resolution=section.resolution, step=section.bucket_step)
     return bucketing.group(placed)
@@ -145,14 +148,16 @@ def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example
         UserError: nothing would be left to train on.
     """
     wanted = job.validation.pictures
-    if wanted and wanted >= len(examples):
+    # Files, not examples: of a clip that is cut into pieces none may be trained on where others are held out.
+    files = list(dict.fromkeys(example.file_uid for example in examples))
+    if wanted and wanted >= len(files):
         raise UserError(
-            f"validation.pictures = {wanted}: of {len(examples)} pictures none would be left to train on; use fewer"
+            f"validation.pictures = {wanted}: of {len(files)} pictures none would be left to train on; use fewer"
         )
-    held_out = set(permutation(len(examples), "held out", job.seed)[:wanted])
+    held_out = {files[number] for number in permutation(len(files), "held out", job.seed)[:wanted]}
     parts: tuple[list[images.Example], list[images.Example]] = ([], [])
-    for number, example in enumerate(examples):
-        parts[number in held_out].append(example)
+    for example in examples:
+        parts[example.file_uid in held_out].append(example)
     return parts
 
 
@@ -176,7 +181,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     section = job.dataset
     examples, held_out = split(job, examples)
     buckets, held_buckets = place(job, examples), place(job, held_out)
-    for width, height in buckets | held_buckets:
+    for width, height, *_ in buckets | held_buckets:
         family.check_bucket(width, height)
     placed = [one for members in buckets.values() for one in members]
     held_placed = [one for members in held_buckets.values() for one in members]
@@ -205,7 +210,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         held_out=len(held_out),
         samples_per_epoch=loader.samples_per_epoch,
         steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
-        buckets={f"{width}x{height}": len(members) for (width, height), members in buckets.items()},
+        buckets={bucketing.named(bucket): len(members) for bucket, members in buckets.items()},
     )
     fingerprint = json.dumps([_fingerprint(one) for one in placed])
     controls = images.preview_controls(job.preview, section, family.controls)[0]
@@ -342,6 +347,9 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found.append("preview.negative has no effect: preview.prompts is empty")
     elif job.preview.negative and not family.uses_negative:
         found.append(f"preview.negative has no effect: {family.title} draws without a negative prompt")
+    if not job.dataset.frames:
+        given = [key for key, usual in (("fps", "auto"), ("clip", "head")) if getattr(job.dataset, key) != usual]
+        found += [f"dataset.{key} has no effect: dataset.frames is empty, no clip is trained on" for key in given]
     if job.dataset.control_resolution != "auto" and not any(folder.control for folder in job.dataset.folders):
         found.append("dataset.control_resolution has no effect: no folder has control pictures")
     if not job.preview.prompts and job.preview.every:
@@ -367,10 +375,16 @@ def _fingerprint(one: bucketing.Placed) -> list[Any]:
     example = one.example
     controls = [control.sha256 for control in example.controls]
     facts = [one.uid, example.image_sha256, example.caption, example.repeats, one.placement.bucket_wh]
-    return [*facts, controls] if controls else facts
+    return [*facts, *([controls] if controls else []), *([example.frames] if example.frames else [])]
+
+
+def volume(family: ModelFamily, bucket: bucketing.Bucket) -> int:
+    """Pixels of a bucket, those of a clip as often as its latents have frames: what memory and tokens go by."""
+    width, height, *frames = bucket
+    return width * height * math.prod(map(family.latent_frames, frames))
 
 
 def _pixels(store: Cache, items: list[Item]) -> int:
     first = items[0].placed
-    sizes = [first.placement.bucket_wh, *(shown.size for shown in store.shown(first))]
-    return len(items) * sum(width * height for width, height in sizes)
+    controls = sum(math.prod(shown.size) for shown in store.shown(first))
+    return len(items) * (volume(store.family, first.bucket) + controls)

@@ -2,6 +2,9 @@
 
 A preview draws nothing from the training's random numbers (its noise comes from its own CPU generator), so that a run
 with previews and one without end with the same bytes.
+
+With preview.frames above 1 a preview is a clip: its first frame is a PNG as any preview, and beside it stands a WebP
+with all of them, at the model's frame rate.
 """
 
 import io
@@ -27,17 +30,16 @@ def previews(
     section: config.Preview,
     side: int,
     numbers: Sequence[int] | None = None,
-) -> list[Image.Image]:
-    """As `render`, with the family's pipeline around this denoiser, adapters on, dropout off."""
+) -> list[list[Image.Image]]:
+    """As `clips`, with the family's pipeline around this denoiser, adapters on, dropout off."""
     was_training = denoiser.training
     denoiser.eval()
     try:
-        return render(family, family.pipeline(denoiser), conds, negative, section, side, numbers)
+        return clips(family, family.pipeline(denoiser), conds, negative, section, side, numbers)
     finally:
         denoiser.train(was_training)
 
 
-@torch.no_grad()
 def render(
     family: ModelFamily,
     pipeline: Any,
@@ -45,9 +47,22 @@ def render(
     negative: Cond | None,
     section: config.Preview,
     side: int,
-    numbers: Sequence[int] | None = None,
 ) -> list[Image.Image]:
-    """Draw one image per conditioning with a diffusers pipeline of the family.
+    """The first frame of each of `clips`: of a picture, the picture."""
+    return [frames[0] for frames in clips(family, pipeline, conds, negative, section, side)]
+
+
+@torch.no_grad()
+def clips(
+    family: ModelFamily,
+    pipeline: Any,
+    conds: list[Cond],
+    negative: Cond | None,
+    section: config.Preview,
+    side: int,
+    numbers: Sequence[int] | None = None,
+) -> list[list[Image.Image]]:
+    """Draw one clip (a picture is one of one frame) per conditioning with a diffusers pipeline of the family.
 
     Args:
         conds: encoded prompts, unbatched, in the order of `section.prompts`.
@@ -57,13 +72,13 @@ def render(
             matter to it.
     """
     pipeline.set_progress_bar_config(disable=True)
-    images = []
+    drawn = []
     for i in range(len(conds)) if numbers is None else numbers:
         generator = torch.Generator("cpu").manual_seed(section.seed + i)
         inputs = family.pipeline_inputs(conds[i], negative)
-        drawn = pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator)
-        images.append(family.pictures(drawn)[0])
-    return images
+        output = pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator)
+        drawn.append(family.frames(output))
+    return drawn
 
 
 def draw(
@@ -82,16 +97,16 @@ def draw(
     A failing preview is reported as a warning and the run goes on: the pictures are not the product.
 
     Returns:
-        The images on the main process, none on the others or where one failed.
+        The images on the main process (of clips, the first frames), none on the others or where one failed.
     """
     numbers = processes.share(range(len(conds)))
     problem = None
     try:
-        images = previews(family, denoiser, conds, negative, section, side, numbers) if numbers else []
+        drawn = previews(family, denoiser, conds, negative, section, side, numbers) if numbers else []
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     else:
-        save(images, numbers, run.samples, step)
+        save(drawn, numbers, run.samples, step, family.clips[1])
     problems = [text for text in processes.gather(problem) if text is not None]
     if problems:
         run.log_event("warning", text=f"no preview at step {step}: {problems[0]}")
@@ -99,7 +114,10 @@ def draw(
     if not processes.is_main:
         return []
     paths = [path_of(run.samples, step, i) for i in range(len(conds))]
-    run.log_event("preview", step=step, images=[str(p.relative_to(run.path)) for p in paths], prompts=section.prompts)
+    told = {"images": [str(path.relative_to(run.path)) for path in paths]}
+    if section.frames > 1:
+        told["clips"] = [str(path.with_suffix(".webp").relative_to(run.path)) for path in paths]
+    run.log_event("preview", step=step, **told, prompts=section.prompts)
     return [read(path) for path in paths]
 
 
@@ -107,6 +125,7 @@ def pipeline_settings(family: ModelFamily, section: config.Preview, side: int) -
     """The arguments of the pipeline call that do not depend on the prompt."""
     return {
         **family.call_options,
+        **({"num_frames": section.frames} if section.frames > 1 else {}),
         **family.guidance_inputs(family.usual_guidance() if section.guidance == "auto" else section.guidance),
         "num_inference_steps": section.steps,
         **family.size_inputs(section.width or side, section.height or side),
@@ -118,13 +137,21 @@ def path_of(folder: Path, step: int, number: int) -> Path:
     return folder / f"step-{step:06d}-{number}.png"
 
 
-def save(images: Sequence[Image.Image], numbers: Sequence[int], folder: Path, step: int) -> None:
-    """Write the previews with these numbers, each whole or not at all."""
+def save(drawn: Sequence[list[Image.Image]], numbers: Sequence[int], folder: Path, step: int, fps: int) -> None:
+    """Write the previews with these numbers, each file whole or not at all.
+
+    Args:
+        drawn: the frames of each.
+        fps: frames a second of clips.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for i, image in zip(numbers, images, strict=True):
-        png = io.BytesIO()
-        image.save(png, "PNG")
-        atomic_write(path_of(folder, step, i), png.getvalue())
+    for i, (first, *rest) in zip(numbers, drawn, strict=True):
+        path, png, webp = path_of(folder, step, i), io.BytesIO(), io.BytesIO()
+        first.save(png, "PNG")
+        atomic_write(path, png.getvalue())
+        if rest:
+            first.save(webp, "WEBP", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, quality=90)
+            atomic_write(path.with_suffix(".webp"), webp.getvalue())
 
 
 def read(path: Path) -> Image.Image:

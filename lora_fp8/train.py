@@ -153,7 +153,7 @@ def diffusion_loss(
     """
     device = next(denoiser.parameters()).device
     latents, noise = batch.latents_BCHW.to(device), batch.noise_BCHW.to(device)
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[-2:]))).to(device)
+    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:]))).to(device)
     noisy = objective.add_noise(latents, noise, t_B)
     cond = {name: tensor.to(device) for name, tensor in batch.cond.items()}
     if text is not None:

@@ -169,7 +169,7 @@ def make_probe(
         text: the `TextEncoders` that are trained, which read the batch's captions.
     """
     latents_BCHW, noise_BCHW = batch.latents_BCHW.cpu(), batch.noise_BCHW.cpu()
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents_BCHW.shape[-2:])))
+    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents_BCHW.shape[2:])))
     noisy_BCHW = objective.add_noise(latents_BCHW, noise_BCHW, t_B)
     cond = {name: tensor.detach().cpu() for name, tensor in batch.cond.items()}
     captions: tuple[str, ...] = ()

@@ -562,6 +562,7 @@ def test_facts_are_read_without_importing_the_family(Family):
         "objective": "FlowMatching" if issubclass(Family.objective, FlowMatching) else "Diffusion",
         "text_encoder": bool(Family.trained_text),
         "controls": Family.controls[1] > 0,
+        "clips": Family.clips[1] > 0,
         "guidance": Family.embeds_guidance,
         "negative": Family.uses_negative,
     }

@@ -213,6 +213,7 @@ def test_settings_of_other_architectures_are_told() -> None:
         "flux": {"objective.shift", "objective.timesteps", "objective.guidance", "adapter.text_encoder"},
         "qwen_image": {"objective.shift", "objective.timesteps", "preview.negative"},
         "ideogram4": {"objective.shift", "objective.timesteps"},
+        "wan": {"objective.shift", "objective.timesteps", "preview.negative", "dataset.frames", "preview.frames"},
         "flux_kontext": {
             *("objective.shift", "objective.timesteps", "objective.guidance", "adapter.text_encoder"),
             *("dataset.control_resolution", "preview.controls"),

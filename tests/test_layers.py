@@ -27,7 +27,8 @@ LAYERS = {
     "precision.matmul precision.kernels "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
-    "data data.images data.colour data.buckets data.captions data.pattern data.doctor demo.pictures demo.measure",
+    "data data.images data.clips data.colour data.buckets data.captions data.pattern data.doctor "
+    "demo.pictures demo.measure",
     1.5: "importing importing.base importing.words importing.render importing.kohya importing.musubi "
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))

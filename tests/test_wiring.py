@@ -165,6 +165,10 @@ OWN_TEST = {
     "dataset.folders.0.control": "test_control_pictures",
     "dataset.control_resolution": "test_control_pictures",
     "preview.controls": "test_control_pictures",
+    "dataset.frames": "test_clips",
+    "dataset.fps": "test_clips",
+    "dataset.clip": "test_clips",
+    "preview.frames": "test_clips",
     "dataset.missing_caption": "test_missing_caption",
     "dataset.max_pixels": "test_max_pixels",
     "train.threads": "test_threads",
@@ -263,6 +267,7 @@ def observables(of: run.Run) -> dict[str, Any]:
         "verified": of.verify_file.exists(),
         "drawn": sorted(p.name for p in of.samples.glob("step-*.png")),
         "previews": {},
+        "clips": {path.name: Image.open(path).n_frames for path in of.samples.glob("*.webp")},
         "sizes": [],
         "tensors": {},
         "shapes": {},
@@ -449,6 +454,27 @@ def test_control_pictures(
     drawn = observe(*given, f"preview.controls=['{tmp_path / 'a.png'}']", family="flux_kontext")
     assert drawn["losses"] == shown["losses"] and drawn["previews"].keys() == shown["previews"].keys()
     assert all(drawn["previews"][name] != shown["previews"][name] for name in shown["previews"])
+
+
+def test_clips(observe: Callable[..., dict[str, Any]], gallery: Path, tmp_path: Path) -> None:
+    """One clip of 12 frames, 0.72 s, beside a picture."""
+    frames = [Image.new("RGB", (48, 48), (20 * number, 0, 0)) for number in range(12)]
+    frames[0].save(tmp_path / "clip.gif", save_all=True, append_images=frames[1:], duration=60)
+    (tmp_path / "clip.txt").write_text("it turns red", encoding="utf-8")
+    for name in ("a.png", "a.txt"):
+        shutil.copy(gallery / name, tmp_path)
+    given = (f"dataset.folders=[{{path='{tmp_path}'}}]", "train.steps=1", "train.batch_size=1")
+    clip = (*given, "dataset.frames=[5, 9]")
+    drawn = observe(*clip, "preview.frames=5", "export.verify=true", family="wan")
+    assert drawn["buckets"] == {"48x48": 1, "48x48x9": 1} and drawn["verified"]
+    assert drawn["drawn"] == ["step-000000-0.png", "step-000001-0.png"]
+    assert drawn["clips"] == {"step-000000-0.webp": 5, "step-000001-0.webp": 5}
+    first = observe(*given, "preview.prompts=[]", family="wan")
+    assert first["buckets"] == {"48x48": 2} and first["encoded"] == 1 and not first["clips"]
+    slow = observe(*clip, "dataset.fps=8", "preview.prompts=[]", family="wan")
+    assert slow["buckets"] == {"48x48": 1, "48x48x5": 1} and slow["encoded"] == 1
+    cut = observe(*given, "dataset.frames=[5]", "dataset.clip=chunks", "preview.prompts=[]", family="wan")
+    assert cut["buckets"] == {"48x48": 1, "48x48x5": 2} and cut["samples"] == 3
 
 
 def test_missing_caption(observe: Callable[..., dict[str, Any]], gallery: Path, tmp_path: Path) -> None:

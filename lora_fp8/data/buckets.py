@@ -13,6 +13,8 @@ A batch holds images of one size, so images of similar shape are brought to a co
 * With `upscale = false` an image that would have to be enlarged takes instead the bucket of the largest area that fits
   inside it, under the same bounds (nearest aspect ratio among equals).
 
+* Clips come into buckets as pictures do, by the size of their frames; those of one length share a bucket.
+
 All of it is pure functions of sizes. Sizes are (width, height) as in PIL; what goes to the model is (height, width),
 and named so (`_hw`).
 """
@@ -30,6 +32,8 @@ from PIL import Image
 from lora_fp8.config import UserError
 
 Size = tuple[int, int]
+Bucket = tuple[int, ...]
+"""(width, height) of pictures, (width, height, frames) of clips."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,12 @@ class Placed:
     @property
     def uid(self) -> str:
         return self.example.uid
+
+    @property
+    def bucket(self) -> Bucket:
+        """What the examples of a batch have in common."""
+        num_frames = len(self.example.frames)
+        return (*self.placement.bucket_wh, num_frames) if num_frames > 1 else self.placement.bucket_wh
 
 
 def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
@@ -216,11 +226,16 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
     return placed
 
 
-def group(placed: Sequence[Placed]) -> dict[Size, list[Placed]]:
+def named(bucket: Bucket) -> str:
+    """A bucket in words: 640x448, or 640x448x17 of clips with 17 frames."""
+    return "x".join(map(str, bucket))
+
+
+def group(placed: Sequence[Placed]) -> dict[Bucket, list[Placed]]:
     """Those of one bucket together; buckets sorted by size, the order inside kept."""
-    groups: dict[Size, list[Placed]] = {}
+    groups: dict[Bucket, list[Placed]] = {}
     for one in placed:
-        groups.setdefault(one.placement.bucket_wh, []).append(one)
+        groups.setdefault(one.bucket, []).append(one)
     return dict(sorted(groups.items()))
 
 

@@ -14,7 +14,9 @@ a unique name and renamed, so two runs (or machines) may fill one cache at the s
 Images and captions are encoded one by one: in a batch, the result of one would depend, in its last bits, on its
 neighbours, and then an edited neighbour would change it.
 
-Shape legend: B batch, C channels, H height, W width.
+Clips are encoded as pictures are, each piece whole; the numbers of its frames are part of the key.
+
+Shape legend: B batch, C channels, F frames, H height, W width.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from PIL import Image
 from torch import Tensor
 
 from lora_fp8 import config
-from lora_fp8.data import permutation
+from lora_fp8.data import clips, permutation
 from lora_fp8.data.buckets import Placed, Size, control_box, fit
 from lora_fp8.data.captions import split_tags
-from lora_fp8.data.images import Control, Example, ImageError, open_image
+from lora_fp8.data.images import Control, Example, ImageError, open_image, read_clip
 from lora_fp8.run import RunFailure, write_synced
 
 if TYPE_CHECKING:
@@ -61,6 +63,11 @@ USE_NOTED_EVERY = 3600
 
 TEMPORARY_AGE = 3600
 """Seconds after which a temporary file belongs to a writer that is gone."""
+
+
+def clip_pixels(frames: Sequence[Image.Image]) -> Tensor:
+    """RGB images of one size as (1, 3, F, H, W) float32 in [-1, 1]."""
+    return torch.stack([pixels(frame) for frame in frames], dim=2)
 
 
 def pixels(image: Image.Image) -> Tensor:
@@ -218,10 +225,11 @@ class Cache:
         return hashlib.sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def image_key(self, placed: Placed, flipped: bool) -> str:
-        """Key of an image's latents."""
-        placement = placed.placement
+        """Key of the latents of an image or a clip."""
+        placement, frames = placed.placement, placed.example.frames
         return self._key(
             "latents",
+            **({"frames": frames} if frames else {}),
             image=placed.example.image_sha256,
             bucket=placement.bucket_wh,
             resized=placement.resized_wh,
@@ -323,10 +331,15 @@ class Cache:
     @torch.no_grad()
     def _encode_image(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         example = placed.example
-        image = fit(self._opened(example.path, example.image_sha256), placed.placement.bucket_wh)
+        if example.frames:
+            pictures = self._opened_clip(example)
+        else:
+            pictures = [self._opened(example.path, example.image_sha256)]
+        pictures = [fit(picture, placed.placement.bucket_wh) for picture in pictures]
         if flipped:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return {"latents": self._latents_of(image, example.path)}
+            pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
+        values = pixels(pictures[0]) if len(pictures) == 1 else clip_pixels(pictures)
+        return {"latents": self._latents_of(values, example.path)}
 
     @torch.no_grad()
     def _encode_control(self, shown: Shown, flipped: bool) -> dict[str, Tensor]:
@@ -334,7 +347,7 @@ class Cache:
         image = image.resize(shown.size, Image.Resampling.LANCZOS)
         if flipped:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return {"latents": self._latents_of(image, shown.control.path)}
+        return {"latents": self._latents_of(pixels(image), shown.control.path)}
 
     def _opened(self, path: Path, sha256: str) -> Image.Image:
         try:
@@ -346,8 +359,17 @@ class Cache:
         except (OSError, ImageError) as error:
             raise RunFailure(f"{path} can no longer be read: {error}") from error
 
-    def _latents_of(self, image: Image.Image, path: Path) -> Tensor:
-        latents_BCHW = self.family.encode_images(pixels(image))
+    def _opened_clip(self, example: Example) -> list[Image.Image]:
+        try:
+            with example.path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != example.image_sha256:
+                    raise RunFailure(f"{example.path} changed while the run was starting; start it again")
+            return read_clip(example.path, example.frames, self.section.background)
+        except (OSError, ImageError, clips.ClipError) as error:
+            raise RunFailure(f"{example.path} can no longer be read: {error}") from error
+
+    def _latents_of(self, values: Tensor, path: Path) -> Tensor:
+        latents_BCHW = self.family.encode_images(values)
         if not torch.isfinite(latents_BCHW).all():
             raise RunFailure(
                 f"{path}: the VAE gave values that are not finite; some VAEs overflow in half precision (use "
@@ -444,7 +466,10 @@ class Cache:
         return tensors
 
     def latents(self, placed: Placed, flipped: bool = False) -> Tensor:
-        """Latents (C, H, W) of an image in its place, in the cache's dtype. Not to be changed in place."""
+        """Latents (C, H, W) of an image in its place, (C, F, H, W) of a clip, in the cache's dtype.
+
+        Not to be changed in place.
+        """
         return self._get("latents", self.image_key(placed, flipped), str(placed.example.path))["latents"]
 
     def controls(self, placed: Placed, flipped: bool = False) -> dict[str, Tensor]:

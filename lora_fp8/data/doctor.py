@@ -219,6 +219,8 @@ class Diagnosis:
             f"{counts['pictures']} pictures, {counts['shown']} per epoch with repeats; {counts['captions']} captions, "
             f"{counts['different_captions']} different, {counts['shortest_words']} to {counts['longest_words']} words"
         ]
+        if counts["clips"]:
+            lines.append(f"{counts['clips']} of them clips; `lora-fp8 check CONFIG` tells how they are cut")
         if self.pictures:
             sizes, shapes = _sizes(self.pictures), _shapes(self.pictures)
             lines.append(f"sizes {sizes['smallest']} to {sizes['largest']}, median {sizes['median_megapixels']:.2f} MP")
@@ -276,10 +278,11 @@ def _all_facts(
 ) -> list[Facts]:
     """The facts of each file; those remembered of files with the same size and time are not measured again."""
     known: dict[str, list[Any]] = {}
+    limits = [section.max_pixels, bool(section.frames)]
     if remember is not None:
         with contextlib.suppress(OSError, ValueError):  # nothing remembered yet, or by a torn file: measured again
             stored = json.loads(remember.read_text(encoding="utf-8"))
-            same = stored["version"] == FACTS_VERSION and stored["limits"] == [section.max_pixels]
+            same = stored["version"] == FACTS_VERSION and stored["limits"] == limits
             known = stored["facts"] if same else {}
     stamps = []
     for path in paths:
@@ -303,7 +306,7 @@ def _all_facts(
             progress(done, len(paths))
     if remember is not None and missing:
         kept = {str(path): [stamps[i], asdict(facts[i])] for i, path in enumerate(paths)}
-        text = json.dumps({"version": FACTS_VERSION, "limits": [section.max_pixels], "facts": kept})
+        text = json.dumps({"version": FACTS_VERSION, "limits": limits, "facts": kept})
         try:
             remember.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(remember, text.encode())
@@ -360,7 +363,7 @@ def examine(
     texts = _look_at_captions(section, found, names, told, family)
     usable = [i for i, fact in enumerate(facts) if not fact.error]
     for name, fact in zip(names, facts, strict=True):
-        _look_at_picture(name, fact, told)
+        _look_at_picture(name, fact, told, _is_clip(fact, section))
     _look_for_copies([(names[i], facts[i]) for i in usable], told)
     placed = _look_at_buckets([(names[i], facts[i]) for i in usable], section, resolution, step, told)
     _look_at_balance(section, found, usable, told)
@@ -369,6 +372,7 @@ def examine(
     counts = {
         "pictures": len(found),
         "readable": len(usable),
+        "clips": sum(_is_clip(facts[i], section) for i in usable),
         "shown": sum(repeats),
         "captions": len(texts),
         "different_captions": len(set(texts.values())),
@@ -404,11 +408,16 @@ class _Told:
         return [Finding(kind, level, self.found[level, kind]) for level, kind in keys]
 
 
-def _look_at_picture(name: str, fact: Facts, told: _Told) -> None:
+def _is_clip(fact: Facts, section: config.Dataset) -> bool:
+    # Video files have no format of Pillow's.
+    return bool(section.frames) and fact.frames > 1 and (not fact.format or fact.format in images.ANIMATIONS)
+
+
+def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool) -> None:
     if fact.error:
         told("unreadable", name, fact.error)
         return
-    if fact.frames > 1:
+    if fact.frames > 1 and not clip:
         told("animated", name, str(fact.frames))
     if fact.transparent:
         told("transparent", name)
@@ -418,7 +427,7 @@ def _look_at_picture(name: str, fact: Facts, told: _Told) -> None:
         told("turned", name, str(fact.orientation))
     if fact.profile_problem:
         told("profile", name, fact.profile_problem)
-    if fact.format != images.EXTENSIONS[os.path.splitext(name)[1].lower()]:
+    if fact.format and fact.format != images.EXTENSIONS[os.path.splitext(name)[1].lower()]:
         told("extension", name, fact.format)
     if fact.detail < LITTLE_DETAIL:
         told("little_detail", name, f"{fact.detail:.1f}")

@@ -25,6 +25,9 @@ missing. If there is a trigger word (the folder's, else the dataset's) and the c
 Control pictures, which editing models are shown beside the noise, lie in a folder of their own (`control`), under the
 picture's name with any of the extensions: `name.jpg` for `name.png`, subfolders alike. Several of one picture are
 `name_1`, `name_2` and so on. They are decoded as pictures are, and have no captions.
+
+With `dataset.frames` video files are examples as well, and animations (GIF, WebP, PNG) are clips instead of their first
+frame: see `clips`. A piece of a clip is an example of its own, with the clip's caption.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -46,6 +50,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from lora_fp8 import config
+from lora_fp8.data import clips
 from lora_fp8.data.buckets import same_shape
 from lora_fp8.data.colour import ProfileError, to_srgb
 
@@ -61,6 +66,9 @@ EXTENSIONS = {
     ".gif": "GIF",
     ".avif": "AVIF",
 }
+ANIMATIONS = ("GIF", "WEBP", "PNG")
+"""Formats whose several frames are a clip and not pages."""
+
 CAPTIONS = (".txt", ".caption")
 """Caption files in the order of preference."""
 
@@ -96,6 +104,7 @@ class Example:
         width, height: pixels of the upright image.
         image_sha256: of the file's bytes.
         controls: its control pictures, in order.
+        frames: of a clip, the numbers of the file's frames that are shown, in order; () for a picture.
     """
 
     path: Path
@@ -107,17 +116,23 @@ class Example:
     height: int
     image_sha256: str
     controls: tuple[Control, ...] = ()
+    frames: tuple[int, ...] = ()
+
+    @property
+    def file_uid(self) -> str:
+        """Name of the file inside the dataset, which the pieces of a clip share."""
+        return f"{self.folder_index}/{self.relative}"
 
     @property
     def uid(self) -> str:
         """Name of the example inside the dataset; stays when the dataset moves to another place or machine."""
-        return f"{self.folder_index}/{self.relative}"
+        return f"{self.file_uid}@{self.frames[0]}" if self.frames else self.file_uid
 
 
 @dataclass
 class ScanReport:
     """What a scan found; `counts` has images, triggered, no_caption, skipped, upscaled, copies, controls, converted
-    (to sRGB)."""
+    (to sRGB), clips (files)."""
 
     examples: list[Example] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -156,6 +171,36 @@ def open_image(source: str | Path | BinaryIO, background: str = "#ffffff") -> Im
     """
     with _no_bomb_check(), _opened(source) as image:
         return _upright_rgb(image, background).rgb
+
+
+def read_clip(path: Path, numbers: Sequence[int], background: str) -> list[Image.Image]:
+    """The frames of a clip with these numbers (not decreasing) as upright RGB pictures.
+
+    Raises:
+        ImageError, clips.ClipError: it cannot be decoded, or has fewer frames.
+    """
+    if path.suffix.lower() in clips.VIDEOS:
+        return clips.read(path, numbers)
+    found: dict[int, Image.Image] = {}
+    with _no_bomb_check(), _opened(path) as image:
+        for number in numbers:
+            if number not in found:
+                image.seek(number)
+                found[number] = _upright_rgb(image, background).rgb
+    return [found[number] for number in numbers]
+
+
+def _timeline(image: Image.Image) -> clips.Timeline:
+    """When the frames of an animation are shown, all of which are decoded."""
+    starts, now = [], Fraction(0)
+    for number in range(image.n_frames):
+        image.seek(number)
+        image.load()
+        starts.append(now)
+        now += Fraction(image.info.get("duration") or 0) / 1000
+    if starts[-1] == now or len(set(starts)) < len(starts):
+        raise ImageError("has frames that are shown for no time; save it with a duration for each")
+    return clips.Timeline(tuple(starts), now)
 
 
 class _Decoded(NamedTuple):
@@ -309,6 +354,8 @@ class Looked:
     converted: bool = False
     profile_problem: str = ""
     measured: Any = None
+    timeline: clips.Timeline | None = None
+    """of a clip"""
 
 
 def _look(path: Path, section: config.Dataset, measure: Measure | None = None) -> Looked:
@@ -316,9 +363,11 @@ def _look(path: Path, section: config.Dataset, measure: Measure | None = None) -
 
     Args:
         path: the file.
-        section: max_pixels and background are read.
+        section: max_pixels, background and frames are read.
         measure: is given the image as it is in the file and as upright RGB; its answer is `measured`.
     """
+    if path.suffix.lower() in clips.VIDEOS:
+        return _look_at_video(path, section, measure)
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -337,10 +386,25 @@ def _look(path: Path, section: config.Dataset, measure: Measure | None = None) -
             format = "JPEG" if image.format == "MPO" else image.format or ""
             rgb, converted, problem = _upright_rgb(image, section.background)
             measured = measure(image, rgb) if measure else None
+            timeline = _timeline(image) if section.frames and frames > 1 and format in ANIMATIONS else None
     except ImageError as error:
         starts = f" (it starts with {raw[:12]!r})" if "not a readable" in str(error) else ""
         return Looked(f"{error}{starts}")
-    return Looked("", *rgb.size, hashlib.sha256(raw).hexdigest(), format, frames, converted, problem, measured)
+    known = hashlib.sha256(raw).hexdigest(), format, frames, converted, problem, measured, timeline
+    return Looked("", *rgb.size, *known)
+
+
+def _look_at_video(path: Path, section: config.Dataset, measure: Measure | None) -> Looked:
+    try:
+        timeline, first = clips.look(path, section.max_pixels)
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return Looked(f"cannot be read: {error.strerror}")
+    except clips.ClipError as error:
+        return Looked(str(error))
+    measured = measure(first, first) if measure else None
+    return Looked("", *first.size, sha256, "", len(timeline.starts), measured=measured, timeline=timeline)
 
 
 def look_all(paths: Sequence[Path], section: config.Dataset, measure: Measure | None = None) -> Iterator[Looked]:
@@ -373,7 +437,10 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def scan(
-    section: config.Dataset, num_controls: tuple[int, int] | None = None, previews: config.Preview | None = None
+    section: config.Dataset,
+    num_controls: tuple[int, int] | None = None,
+    previews: config.Preview | None = None,
+    clip_rate: int | None = None,
 ) -> ScanReport:
     """Look at every image, caption and control picture of the dataset.
 
@@ -382,6 +449,7 @@ def scan(
             `note_sizes` has to be called for warnings about small images.
         num_controls: fewest and most control pictures that the model takes with one picture; None does not judge.
         previews: the `[preview]` section, whose control pictures are looked at too.
+        clip_rate: frames a second of the clips that the model draws, 0 if it draws none; None does not judge.
 
     Returns:
         The report. It never raises for what it finds in files: all problems come together. Examples are in the order of
@@ -393,7 +461,7 @@ def scan(
     warn_of_nested(section, report)
     found: list[tuple[int, Path, Path, Path | None]] = []
     for index in range(len(section.folders)):
-        found += list_folder(index, section, report)
+        found += list_folder(index, section, report, clip_rate)
     looks = list(look_all([path for _, _, path, _ in found], section))
     controls = _controls(section, found, num_controls, report)
     notes: dict[str, list[str]] = defaultdict(list)
@@ -410,7 +478,7 @@ def scan(
                 notes["shapes"].append(f"{control.path} ({control.width} x {control.height})")
         report.counts["controls"] += len(shown)
         report.counts["converted"] += look.converted
-        report.examples.append(
+        report.examples += [
             Example(
                 path=path,
                 caption=caption,
@@ -421,8 +489,10 @@ def scan(
                 height=look.height,
                 image_sha256=look.sha256,
                 controls=shown,
+                frames=frames,
             )
-        )
+            for frames in _pieces(path, look.timeline, section, clip_rate, report, notes)
+        ]
     _note_copies(report, notes)
     report.counts["images"] = len(report.examples)
     report.counts["copies"] = len(notes["copies"])
@@ -438,7 +508,41 @@ def scan(
     return report
 
 
+def _pieces(
+    path: Path,
+    timeline: clips.Timeline | None,
+    section: config.Dataset,
+    clip_rate: int | None,
+    report: ScanReport,
+    notes: dict[str, list[str]],
+) -> list[tuple[int, ...]]:
+    """What a file is shown as: a picture once, without numbers of frames; a clip as what is cut out of it."""
+    if timeline is None:
+        return [()]
+    rate = clip_rate if section.fps == "auto" else section.fps
+    if not rate:
+        raise ValueError("dataset.fps = 'auto' needs clip_rate")
+    numbers = clips.resampled(timeline, rate)
+    found = clips.pieces(numbers, section.frames, section.clip)
+    if not found:
+        least = min(section.frames)
+        report.problems.append(
+            f"{path} has {len(numbers)} frames at {rate:g} a second, and the least of dataset.frames is {least}; add a "
+            "smaller length, or take it out"
+        )
+        return []
+    if len(found[0]) < max(section.frames):
+        notes["shorter"].append(f"{path} ({len(found[0])} of {len(numbers)})")
+    if len(set(numbers)) < len(numbers):
+        notes["slower"].append(f"{path} ({len(timeline.starts)} for {len(numbers)})")
+    report.counts["clips"] += 1
+    report.counts["clip_frames"] += len(numbers)
+    return found
+
+
 _NOTES = {
+    "shorter": "{n} clip(s) too short for the longest of dataset.frames, trained at a shorter length",
+    "slower": "{n} clip(s) with fewer frames a second than dataset.fps, some of whose frames are shown twice",
     "extension": "{n} image(s) named as another format than they are (read all the same)",
     "profile": "{n} image(s) with a colour profile that cannot be used, read without it",
     "animated": "{n} file(s) with several frames or pages, of which the first is used",
@@ -468,7 +572,7 @@ def _warnings(notes: dict[str, list[str]]) -> list[str]:
 def note_sizes(report: ScanReport, section: config.Dataset, resolution: int) -> None:
     """Add warnings about images that are small or narrow for this resolution; `scan` does it where it knows one."""
     notes: dict[str, list[str]] = defaultdict(list)
-    for example in report.examples:
+    for example in {example.file_uid: example for example in report.examples}.values():
         width, height = example.width, example.height
         if width * height < resolution**2:
             if 4 * width * height < resolution**2:
@@ -482,11 +586,11 @@ def note_sizes(report: ScanReport, section: config.Dataset, resolution: int) -> 
 
 
 def _note_oddities(path: Path, look: Looked, notes: dict[str, list[str]]) -> None:
-    if look.format != EXTENSIONS[path.suffix.lower()]:
+    if look.format and look.format != EXTENSIONS[path.suffix.lower()]:
         notes["extension"].append(f"{path} ({look.format})")
     if look.profile_problem:
         notes["profile"].append(f"{path} ({look.profile_problem})")
-    if look.frames > 1:
+    if look.frames > 1 and look.timeline is None:
         notes["animated"].append(f"{path} ({look.frames})")
 
 
@@ -514,8 +618,12 @@ def warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
                 report.warnings.append(f"folder {inner} is inside folder {outer}; its images count for each")
 
 
-def list_folder(index: int, section: config.Dataset, report: ScanReport) -> list[tuple[int, Path, Path, Path | None]]:
-    """(folder index, root, image, caption file or None) of every image file of one folder entry."""
+def list_folder(
+    index: int, section: config.Dataset, report: ScanReport, clip_rate: int | None = None
+) -> list[tuple[int, Path, Path, Path | None]]:
+    """(folder index, root, image, caption file or None) of every image file of one folder entry, and of every clip
+    where the section takes them; `clip_rate` as in `scan`."""
+    accepted = (*EXTENSIONS, *clips.VIDEOS) if section.frames and clips.can_read_videos() else tuple(EXTENSIONS)
     root = Path(os.path.expanduser(section.folders[index].path))
     if not root.exists():
         report.problems.append(f"folder {root} does not exist (looked in {Path.cwd()})")
@@ -537,7 +645,7 @@ def list_folder(index: int, section: config.Dataset, report: ScanReport) -> list
                 stem, suffix = os.path.splitext(name)
                 if suffix.lower() in CAPTIONS:
                     continue
-                if suffix.lower() not in EXTENSIONS:
+                if suffix.lower() not in accepted:
                     others.append(name)
                     continue
                 path = folder / name
@@ -558,10 +666,20 @@ def list_folder(index: int, section: config.Dataset, report: ScanReport) -> list
                 )
     except OSError as error:
         report.problems.append(f"folder {_told(error.filename)} cannot be read: {error.strerror}")
-    if not found:
+    videos = [name for name in others if os.path.splitext(name)[1].lower() in clips.VIDEOS]
+    if videos and (section.frames or clip_rate is not None):
+        if section.frames:
+            told = "which PyAV reads; install it: pip install 'lora-fp8[video]'"
+        elif clip_rate:
+            told = "set dataset.frames to the lengths that they are to be trained at, or take them out"
+        else:
+            told = "and this model is trained on pictures; take them out"
+        report.problems.append(f"folder {root} has {len(videos)} video clip(s), {told}: {_some(sorted(videos))}")
+        others = [name for name in others if name not in videos]
+    elif not found:
         what = f"only {_some(sorted(others))}" if others else "no image files"
-        report.problems.append(f"folder {root} has no images, {what}; accepted are {' '.join(EXTENSIONS)}")
-    elif others:
+        report.problems.append(f"folder {root} has no images, {what}; accepted are {' '.join(accepted)}")
+    if found and others:
         report.warnings.append(f"{len(others)} other file(s) in {root} are not read: {_some(sorted(others))}")
     return found
 
@@ -733,6 +851,11 @@ def describe(report: ScanReport) -> list[str]:
         lines.append(f"{counts['converted']} images converted from their colour profile to sRGB")
     if counts["controls"]:
         lines.append(f"{counts['controls']} control pictures")
+    if counts["clips"]:
+        lengths = Counter(len(example.frames) for example in examples if example.frames)
+        cut = ", ".join(f"{number} of {length} frames" for length, number in sorted(lengths.items()))
+        used = sum(length * number for length, number in lengths.items())
+        lines.append(f"{counts['clips']} clips: {cut}, {used} of {counts['clip_frames']} frames at dataset.fps")
     if counts["triggered"]:
         lines.append(f"{counts['triggered']} captions had the trigger word put in front")
     if counts["no_caption"]:

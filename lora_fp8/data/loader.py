@@ -15,7 +15,7 @@ item twice within one step.)
 
 With several processes, a micro-batch is split: rank r of n takes items[r::n]. A rank may get none.
 
-Shape legend: B batch, C channels, H height, W width (of latents).
+Shape legend: B batch, C channels, H height, W width (of latents; those of clips have frames before H).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lora_fp8 import config
 from lora_fp8.data import keyed_seed, permutation
-from lora_fp8.data.buckets import Placed, Size
+from lora_fp8.data.buckets import Bucket, Placed, Size
 from lora_fp8.data.cache import Cache, caption_variant
 
 
@@ -92,9 +92,9 @@ class Batch:
         return len(self.uids)
 
     @property
-    def latent_hw(self) -> tuple[int, int]:
-        """Size of the latents, for `family.seq_len`."""
-        return self.latents_BCHW.shape[-2], self.latents_BCHW.shape[-1]
+    def latent_hw(self) -> tuple[int, ...]:
+        """Size of the latents, for `family.seq_len`: (height, width), of clips (frames, height, width)."""
+        return tuple(self.latents_BCHW.shape[2:])
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on a device."""
@@ -136,7 +136,7 @@ class Loader:
 
     def __init__(
         self,
-        buckets: Mapping[Size, Sequence[Placed]],
+        buckets: Mapping[Bucket, Sequence[Placed]],
         cache: Cache,
         family: Any,
         section: config.Dataset,

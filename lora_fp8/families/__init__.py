@@ -42,7 +42,7 @@ def traits(name: str) -> dict[str, Any]:
     """What decides which settings have an effect with this family, read without importing it.
 
     objective: "Diffusion" or "FlowMatching"; text_encoder: whether text encoders can be trained; controls: whether it
-    is shown control pictures; guidance: whether the denoiser may take it as an input; negative: whether previews can
+    is shown control pictures; clips: whether it draws clips; guidance: whether the denoiser may take it as an input; negative: whether previews can
     be guided away from a prompt.
 
     Raises:
@@ -56,6 +56,7 @@ def traits(name: str) -> dict[str, Any]:
         "objective": objective,
         "text_encoder": any(node.targets[0].id == "trained_text" for node in _assigned(name)),
         "controls": any(stated.get("controls", ())),
+        "clips": any(stated.get("clips", ())),
         "guidance": stated.get("embeds_guidance", False),
         "negative": stated.get("uses_negative", True),
     }

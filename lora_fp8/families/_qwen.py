@@ -23,7 +23,7 @@ from transformers import (
     Qwen3VLModel,
 )
 
-from .base import Cond, ModelFamily, padded
+from .base import Cond, ModelFamily, as_clip, as_picture, padded
 
 VAE_MARKS: dict[str, Any] = {
     "latents_mean": [
@@ -40,21 +40,25 @@ VAE_MARKS: dict[str, Any] = {
 
 def _statistics(vae: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
     numbers = vae.config.latents_mean, vae.config.latents_std
-    mean_1C11, std_1C11 = (torch.tensor(each).to(like).view(1, -1, 1, 1) for each in numbers)
-    return mean_1C11, std_1C11
+    mean_1C111, std_1C111 = (torch.tensor(each).to(like).view(1, -1, 1, 1, 1) for each in numbers)
+    return mean_1C111, std_1C111
 
 
 def encode(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
-    """Pixels in [-1, 1] -> normalised latents BCHW: the mode of the posterior of a video of one frame."""
-    latents_BCHW = vae.encode(pixels_BCHW[:, :, None]).latent_dist.mode()[:, :, 0]
-    mean, std = _statistics(vae, latents_BCHW)
-    return (latents_BCHW - mean) / std
+    """Pixels in [-1, 1] -> normalised latents BCHW: the mode of the posterior of a video of one frame.
+
+    Of a clip, pixels BCFHW -> latents BCFHW.
+    """
+    latents_BCFHW = vae.encode(as_clip(pixels_BCHW)).latent_dist.mode()
+    mean, std = _statistics(vae, latents_BCFHW)
+    return as_picture((latents_BCFHW - mean) / std)
 
 
 def decode(vae: nn.Module, latents_BCHW: Tensor) -> Tensor:
     """The inverse of `encode`: normalised latents -> pixels in about [-1, 1]."""
-    mean, std = _statistics(vae, latents_BCHW)
-    return vae.decode((latents_BCHW * std + mean)[:, :, None], return_dict=False)[0][:, :, 0]
+    latents_BCFHW = as_clip(latents_BCHW)
+    mean, std = _statistics(vae, latents_BCFHW)
+    return as_picture(vae.decode(latents_BCFHW * std + mean, return_dict=False)[0])
 
 
 def pack(latents_BCHW: Tensor) -> Tensor:

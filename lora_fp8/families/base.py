@@ -15,8 +15,9 @@ from headers and JSON only, before anything large is read.
 The VAE always runs in float32: it is small, runs once per image, and in half precision SDXL's overflows and the others
 lose detail. Text encoders run in the model's dtype, and the conditioning they give is stored in it.
 
-Shape suffixes: B batch, C channels, H height, W width, L text tokens, D features. Latents are BCHW everywhere outside
-of a family, whatever its denoiser and its pipeline take: `pack` and `unpack` are the way there and back.
+Shape suffixes: B batch, C channels, F frames, H height, W width, L text tokens, D features. Latents are BCHW everywhere
+outside of a family, whatever its denoiser and its pipeline take: `pack` and `unpack` are the way there and back. Where
+a family has `clips`, the latents of a clip of several frames are BCFHW, in all that is called BCHW; pixels likewise.
 """
 
 from __future__ import annotations
@@ -191,6 +192,9 @@ class ModelFamily(ABC):
     controls: ClassVar[tuple[int, int]] = (0, 0)
     """Fewest and most control pictures that the denoiser is shown beside the noise. A plain value: read without
     importing the file."""
+    clips: ClassVar[tuple[int, int]] = (0, 0)
+    """Frames of a clip that are one frame of its latents, after the first, which is one by itself; and frames a second.
+    (0, 0) draws pictures only. A plain value, as `controls`."""
     same_tensors_as: ClassVar[str] = ""
     """The family whose single files have the very same tensors, so that nothing but their name tells them apart."""
     single_file: ClassVar[dict[str, Any]] = {}
@@ -392,6 +396,14 @@ class ModelFamily(ABC):
         """Guidance scale for previews of the given model: distilled ones may want none."""
         return self.default_guidance
 
+    def frames(self, output: Any) -> list[Image.Image]:
+        """All frames of the first clip in what the pipeline's call returned; of a picture, that alone."""
+        return self.pictures(output)[:1]
+
+    def latent_frames(self, num_frames: int) -> int:
+        """How many frames the latents of a clip of so many frames have."""
+        return 1 if num_frames == 1 else 1 + (num_frames - 1) // self.clips[0]
+
     def guidance_inputs(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the pipeline draws with this guidance; 1 is to draw without a negative prompt."""
         return {"guidance_scale": guidance}
@@ -452,8 +464,12 @@ class ModelFamily(ABC):
 
         return {name: tuple(map(size, shape)) for name, shape in self.text_shapes.items()}
 
-    def seq_len(self, latent_hw: tuple[int, int]) -> int:
-        """Image tokens that the denoiser sees: what a resolution-dependent shift depends on."""
+    def seq_len(self, latent_hw: tuple[int, ...]) -> int:
+        """Image tokens that the denoiser sees: what a resolution-dependent shift depends on.
+
+        Args:
+            latent_hw: (height, width) of the latents, of clips (frames, height, width).
+        """
         return latent_hw[0] * latent_hw[1]
 
     def check_bucket(self, width: int, height: int) -> None:
@@ -951,6 +967,16 @@ def _layer_shapes(denoiser_class: str, denoiser_config: str) -> Mapping[str, tup
         denoiser = getattr(diffusers, denoiser_class).from_config(json.loads(denoiser_config))
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     return {path: tuple(layer.weight.shape) for path, layer in denoiser.named_modules() if isinstance(layer, layers)}
+
+
+def as_clip(tensor: Tensor) -> Tensor:
+    """BCHW or BCFHW -> BCFHW, as networks for videos take both: a picture is a clip of one frame."""
+    return tensor if tensor.ndim == 5 else tensor[:, :, None]
+
+
+def as_picture(tensor: Tensor) -> Tensor:
+    """The inverse of `as_clip`: BCFHW -> BCHW, if there is one frame."""
+    return tensor[:, :, 0] if tensor.shape[2] == 1 else tensor
 
 
 def control_latents(cond: Cond) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""HunyuanVideo: a 13 B double- and single-stream DiT, trained on pictures as videos of one frame.
+"""HunyuanVideo: a 13 B double- and single-stream DiT, trained on clips, and on pictures as clips of one frame.
 
 Kong et al. 2024, "HunyuanVideo: A Systematic Framework For Large Video Generative Models". Prompts stand in a template
 and are read by Llama 3 (the third layer from the end, without the template's tokens), pass two refiner blocks, and are
@@ -8,6 +8,7 @@ guidance scale as an input, and answers in one pass what classifier-free guidanc
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lora_fp8.objectives import FlowMatching
 
 from . import _llama, _miniature
 from ._files import Header
-from .base import Cond, Conversion, ModelFamily, padded
+from .base import Cond, Conversion, ModelFamily, as_clip, as_picture, padded
 
 BEFORE: str = DEFAULT_PROMPT_TEMPLATE["template"].partition("{}")[0]
 """What the pipeline puts before a prompt."""
@@ -86,6 +87,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 960  # the area of 720p
     default_guidance = 6.0
+    clips = (4, 24)
     text_shapes = {
         "prompt_embeds": ("tokens", "text_embed_dim"),
         "pooled_prompt_embeds": ("pooled_projection_dim",),
@@ -141,14 +143,14 @@ class Family(ModelFamily):
         if self.vae is None:
             raise RuntimeError("encode_images before load_encoders")
         latents = self.vae.encode(self.pack(pixels_BCHW.to(self.device, torch.float32))).latent_dist.mode()
-        return latents[:, :, 0] * self.vae.config.scaling_factor
+        return as_picture(latents) * self.vae.config.scaling_factor
 
     @torch.no_grad()
     def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
         if self.vae is None:
             raise RuntimeError("decode_latents before load_vae")
         latents_BCHW = latents_BCHW.to(self.device, torch.float32) / self.vae.config.scaling_factor
-        return self.vae.decode(self.pack(latents_BCHW), return_dict=False)[0][:, :, 0]
+        return as_picture(self.vae.decode(self.pack(latents_BCHW), return_dict=False)[0])
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         return BEFORE, prompt
@@ -190,16 +192,20 @@ class Family(ModelFamily):
         return self.unpack(answer, tuple(noisy_BCHW.shape[-2:]))
 
     def pack(self, latents_BCHW: Tensor) -> Tensor:
-        return latents_BCHW[:, :, None]
+        return as_clip(latents_BCHW)
 
     def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        return packed[:, :, 0]
+        return as_picture(packed)
 
     def pictures(self, output: Any) -> list[Image.Image]:
         return [frames[0] for frames in output.frames]
 
-    def seq_len(self, latent_hw: tuple[int, int]) -> int:
-        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
+    def frames(self, output: Any) -> list[Image.Image]:
+        return output.frames[0]
+
+    def seq_len(self, latent_hw: tuple[int, ...]) -> int:
+        *num_frames, height, width = latent_hw
+        return math.prod(num_frames) * (height // 2) * (width // 2)
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         # A negative prompt would need true_cfg_scale > 1, twice the time, on a model distilled to do without.

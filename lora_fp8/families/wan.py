@@ -1,4 +1,4 @@
-"""Wan 2.1 text-to-video, 1.3 B and 14 B, trained on pictures as videos of one frame.
+"""Wan 2.1 text-to-video, 1.3 B and 14 B, trained on clips, and on pictures as clips of one frame.
 
 Wan Team 2025, "Wan: Open and Advanced Large-Scale Video Generative Models". A DiT that attends to all patches of all
 frames and, in cross-attention, to UMT5's tokens, padded with zeros to 512 that are attended to as well. Flow matching,
@@ -11,6 +11,7 @@ with half of it could not draw. Wan 2.2 5B has an autoencoder of its own, with 4
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lora_fp8.objectives import FlowMatching
 
 from . import _files, _miniature, _qwen
 from ._files import native_header
-from .base import Cond, ModelFamily
+from .base import Cond, ModelFamily, as_clip, as_picture
 
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 
@@ -49,6 +50,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 640  # the area of 480p, which both sizes are trained at; 14B knows that of 720p (960) as well
     default_guidance = 5.0
+    clips = (4, 16)
     text_shapes = {"prompt_embeds": ("tokens", "text_dim")}
     vae_class = "AutoencoderKLWan"
     vae_marks = _qwen.VAE_MARKS
@@ -140,16 +142,20 @@ class Family(ModelFamily):
         return self.unpack(answer, tuple(noisy_BCHW.shape[-2:]))
 
     def pack(self, latents_BCHW: Tensor) -> Tensor:
-        return latents_BCHW[:, :, None]
+        return as_clip(latents_BCHW)
 
     def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        return packed[:, :, 0]
+        return as_picture(packed)
 
     def pictures(self, output: Any) -> list[Image.Image]:
         return [VaeImageProcessor.numpy_to_pil(frames)[0] for frames in output.frames]
 
-    def seq_len(self, latent_hw: tuple[int, int]) -> int:
-        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
+    def frames(self, output: Any) -> list[Image.Image]:
+        return VaeImageProcessor.numpy_to_pil(output.frames[0])
+
+    def seq_len(self, latent_hw: tuple[int, ...]) -> int:
+        *num_frames, height, width = latent_hw
+        return math.prod(num_frames) * (height // 2) * (width // 2)
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         inputs = {"prompt_embeds": cond, "negative_prompt_embeds": negative}
