@@ -489,9 +489,13 @@ def random_job(rng: random.Random) -> Job:
         chosen = [key for key in SETTINGS if rng.random() < 0.5 and key not in ("preset", "model.family")]
         fixed = {"dataset.background": f"#{rng.randrange(1 << 24):06x}", "name": f"名字 {rng.randrange(99)}"}
         fixed |= {key: rng.randrange(9) * 16 for key in ("preview.width", "preview.height")}
+        fixed |= {
+            "preview.frames": 1 + 4 * rng.randrange(9),
+            "dataset.frames": rng.sample([1, 5, 17, 81], rng.randint(0, 3)),
+        }
         fixed |= {"dataset.resolution": rng.randrange(16, 4000), "dataset.bucket_step": 64, "train.steps": 10_000}
         values = {key: fixed[key] if key in fixed else random_value(SETTINGS[key], rng) for key in chosen}
-        text = tomlkit.dumps({"model": {"family": "sd15", "path": "demo"}, "dataset": {"folders": [{"path": "p"}]}})
+        text = tomlkit.dumps({"model": {"family": "wan", "path": "demo"}, "dataset": {"folders": [{"path": "p"}]}})
         found = problems(text, *(f"{key}={tomlkit.item(value).as_string()}" for key, value in values.items()))
         assert all(": expected" not in line for line in found), found
         if not found:
