@@ -104,6 +104,7 @@ def random_value(draw: random.Random, one: form.Setting) -> Any:
         "number": lambda: draw.choice([number, one.default]),
         "text": lambda: odd(draw),
         "lines": lambda: [odd(draw) for _ in range(draw.randint(0, 3))],
+        "numbers": lambda: draw.choice([[], [17, 33], [5], [-1, 0], [odd(draw), 1.5], odd(draw)]),
         "choices": lambda: draw.sample(one.choices, draw.randint(1, len(one.choices))),
         "table": lambda: [],
     }[one.kind]()

@@ -9,6 +9,7 @@ A value that is wrong is written all the same: what it means for the training, t
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Setting:
     Attributes:
         key: "adapter.rank"; "dataset.folders" is a table of its own settings, whose keys go on behind it.
         kind: how it is shown: flag, choice, number, mixed (a choice or a number), text, lines (texts, one a line),
-            choices (several), table (rows of `columns`), or toml (anything else, as it stands in the file).
+            numbers (whole ones, with commas), choices (several), table (rows of `columns`), or toml (anything else, as
+            it stands in the file).
         choices: what kinds with a choice know.
         whole: a number without a point stays one; of a number with a point, ".0" may be left out.
         default: what holds where nothing is written; None where something must be.
@@ -134,6 +136,8 @@ def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
         (item,) = get_args(annotation)
         if item is str:
             return "lines", ()
+        if item is int:
+            return "numbers", ()
         if get_origin(item) is Literal:
             return "choices", tuple(map(str, get_args(item)))
     return "toml", ()
@@ -154,10 +158,12 @@ def shown(setting: Setting, value: Any) -> Any:
         return [str(one) for one in value]
     if setting.kind == "lines" and isinstance(value, list) and all(isinstance(one, str) for one in value):
         return "\n".join(map(_line, value))
+    if setting.kind == "numbers" and isinstance(value, list) and all(type(one) is int for one in value):
+        return ", ".join(map(str, value))
     if setting.kind in ("number", "mixed") and isinstance(value, int | float) and not isinstance(value, bool):
         text = repr(value)
         return text if setting.whole else text.removesuffix(".0")
-    if isinstance(value, str) and setting.kind != "toml":
+    if isinstance(value, str) and setting.kind not in ("numbers", "toml"):
         return value
     return "" if value is None else tomlkit.item(value).as_string()
 
@@ -182,7 +188,9 @@ def read(setting: Setting, held: Any) -> Any:
         return [_unline(line) for line in text.split("\n") if line.strip()]
     if setting.kind in ("number", "mixed"):
         return _number(text.strip(), (int, float) if setting.whole else (float,))
-    if setting.kind == "toml":
+    if setting.kind == "numbers" and not text.lstrip().startswith(("[", '"', "'")):
+        return [_number(one, (int,)) for one in re.split(r"[,，\s]+", text) if one]
+    if setting.kind in ("numbers", "toml"):
         try:
             return tomllib.loads(f"value = {text}")["value"]
         except (tomllib.TOMLDecodeError, RecursionError, ValueError):

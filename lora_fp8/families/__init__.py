@@ -42,8 +42,8 @@ def traits(name: str) -> dict[str, Any]:
     """What decides which settings have an effect with this family, read without importing it.
 
     objective: "Diffusion" or "FlowMatching"; text_encoder: whether text encoders can be trained; controls: whether it
-    is shown control pictures; clips: whether it draws clips; guidance: whether the denoiser may take it as an input; negative: whether previews can
-    be guided away from a prompt.
+    is shown control pictures; clips: whether it draws clips; guidance: whether the denoiser may take it as an input;
+    negative: whether previews can be guided away from a prompt.
 
     Raises:
         UserError: there is no such file.
