@@ -193,7 +193,9 @@ def _described(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFact
             file=sys.stderr,
         )
     examples = scanned.examples
-    if len(examples) > job.validation.pictures:  # else some have gone, and nothing can be said of which were kept out
+    if (
+        len({example.file_uid for example in examples}) > job.validation.pictures
+    ):  # else some have gone, and nothing can be said of which were kept out
         examples, _ = split(job, examples)
     return job, family, _facts(job, family, examples, place(job, examples), step)
 
