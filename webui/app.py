@@ -133,7 +133,9 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
 
 def _head(language: str) -> str:
     script = (STATIC / "head.js").read_text(encoding="utf-8")
+    lost = words.say(language, "site.lost", time="{time}")
     return (
         '<link rel="icon" href="/icon.svg" type="image/svg+xml">'
-        f"<script>(() => {{ const LANGUAGE = {json.dumps(language)};\n{script}}})();</script>"
+        f"<script>(() => {{ const LANGUAGE = {json.dumps(language)}, LOST = {json.dumps(lost)};\n"
+        f"{script}}})();</script>"
     )

@@ -6,6 +6,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import warnings
 import webbrowser
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from .login import Login
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DEMO = Path(jobs.__file__).resolve().parent.parent / "demo"
 PASSWORD = "LORA_FP8_PASSWORD"
+REVIVE_AGAIN_S = 60  # after a worker that would not start
 
 
 def run(
@@ -157,7 +159,7 @@ def _server(place: Place, login: Login | None, names: Sequence[str], addresses: 
 
 
 def _prepare(place: Place, address: str, started: threading.Event, open_browser: bool) -> None:
-    """What need not be done before the page answers."""
+    """What need not be done before the page answers; and then see that a worker lives, as long as the page does."""
     from . import files
 
     started.wait()
@@ -169,3 +171,17 @@ def _prepare(place: Place, address: str, started: threading.Event, open_browser:
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
     files.prune(place)
+    while True:
+        time.sleep(1)
+        _revive_worker(place.home)
+
+
+def _revive_worker(home: Path) -> None:
+    """Start a worker where the last one was killed, or the queue would wait for ever; one that was ended stays so."""
+    if not jobs.worker_died(home):
+        return
+    try:
+        jobs.ensure_worker(home)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        time.sleep(REVIVE_AGAIN_S)

@@ -29,6 +29,7 @@ from . import procs, truth
 from .store import Row, Store, StoreError, home_folder, now
 from .truth import ENDED, SENTENCES, JobView, Sentence
 from .worker import Info, Settings, Worker, ensure_worker, group_name
+from .worker import died as worker_died
 from .worker import info as worker_info
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "absolute_paths",
     "ensure_worker",
     "home_folder",
+    "worker_died",
     "worker_info",
 ]
 

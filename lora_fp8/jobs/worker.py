@@ -33,6 +33,8 @@ from . import procs, truth
 from .store import Row, Store, StoreError, command_of, now
 
 TICK_SECONDS = 0.25
+PROGRAM = ("-m", "lora_fp8")
+"""What `ensure_worker` has Python run; stand-ins put theirs here."""
 NOTHING_TO_SAVE = ("", "start", "cache", "load", "preflight")
 """Stages in which a request to stop is followed by SIGTERM at once."""
 
@@ -137,6 +139,11 @@ def info(home: Path) -> Info | None:
     return Info(0, (), 0, 0)
 
 
+def died(home: Path) -> bool:
+    """Whether the last worker was killed: nobody has the lock, and its file is there, which one told to end removes."""
+    return (home / "worker.json").exists() and info(home) is None
+
+
 def ensure_worker(home: Path, idle_s: float = 600) -> Info:
     """Start a worker in the background where none lives; it ends when it had nothing to do for `idle_s`. Safe to race.
 
@@ -154,7 +161,7 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
         with _writable(log) as file:
             # It starts the worker and ends: so the worker is nobody's child here, and no zombie either when it ends.
             subprocess.run(
-                [sys.executable, "-m", "lora_fp8", "worker", "--idle", str(idle_s), "--background"],
+                [sys.executable, *PROGRAM, "worker", "--idle", str(idle_s), "--background"],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -225,14 +232,14 @@ class Worker:
             if busy:
                 busy_at = time.monotonic()
             if idle_s is not None and time.monotonic() - busy_at > idle_s:
-                self._lock.close()
+                self._take_leave()
                 # Looked at after the lock is given back: who submits now finds no worker, and starts one.
                 if not self.store.rows("phase <> 'ended'"):
                     break
                 self.take_lock()
             time.sleep(TICK_SECONDS)
         self.say("worker: leaving; jobs that are running go on, and the next worker takes them over")
-        self._lock.close()
+        self._take_leave()
 
     def tick(self) -> bool:
         """Look at each job once and do what is to be done. -> whether any is queued or started"""
@@ -436,6 +443,7 @@ class Worker:
         for _ in range(20):  # who asks for `info` has a shared lock for an instant
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._beat = -1.0
                 self._heartbeat()
                 return
             except BlockingIOError:
@@ -445,6 +453,13 @@ class Worker:
         raise UserError(
             f"{self.home}: a worker is there already (process {other.pid if other else 'unknown'}); one is enough"
         )
+
+    def _take_leave(self) -> None:
+        """Give the lock back, and say that this was meant (see `died`)."""
+        if not self._lock.closed:  # else the file may be another worker's by now
+            with contextlib.suppress(OSError):  # not to be removed: then it counts as killed, and another comes
+                (self.home / "worker.json").unlink()
+            self._lock.close()
 
     def _heartbeat(self) -> None:
         if time.monotonic() - self._beat < 1:

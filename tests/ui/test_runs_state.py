@@ -2,7 +2,9 @@
 
 import fcntl
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,7 +106,8 @@ def test_a_run_in_a_shell_is_followed_until_it_dies_and_goes_on(
     expect(loss).to_have_attribute("d", re.compile("^M[^L]+(L[^L]+){12}$"))
 
 
-def test_the_page_may_die_and_come_back(chromium: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_page_and_worker_may_die_and_come_back(chromium: Browser, tmp_path: Path) -> None:
+    """A tab that nobody touches says so, and goes on when the page does; and the page sees to a worker."""
     site = start(tmp_path / "home", tmp_path / "root")
     one = Trainer(site.root / "runs" / "lives-on")
     try:
@@ -115,11 +118,33 @@ def test_the_page_may_die_and_come_back(chromium: Browser, tmp_path: Path, reque
         expect(page.locator("#head .figures")).to_contain_text("5 / 1000", timeout=30_000)
         site.process.kill()
         site.process.wait()
+        expect(page.locator("#lost")).to_contain_text("lora-fp8 ui", timeout=SOON)
         one.steps(6, 9)
         port = site.address.rpartition(":")[2]
         site = start(tmp_path / "home", tmp_path / "root", "--port", port)
-        page.reload()
         expect(page.locator("#head .figures")).to_contain_text("9 / 1000", timeout=30_000)
+        expect(page.locator("#lost")).to_have_count(0)
+
+        def worker() -> int:
+            """One that has begun to work, so that it hears signals."""
+            begun, found = time.monotonic(), None
+            while not (found and found.pid not in (0, killed) and found.heartbeat > found.since + 0.5):
+                assert time.monotonic() - begun < 60, "no worker"
+                time.sleep(0.05)
+                found = jobs.worker_info(site.home)
+            return found.pid
+
+        killed = 0
+        killed = worker()
+        os.kill(killed, signal.SIGKILL)
+        one.steps(10, 11)
+        expect(page.locator("#head .figures")).to_contain_text("11 / 1000", timeout=SOON)
+        expect(page.locator("#head .state")).to_have_text("running")
+        ended = worker()
+        os.kill(ended, signal.SIGTERM)  # told to end, it stays away
+        while jobs.worker_info(site.home):
+            time.sleep(0.05)
+        assert not jobs.worker_died(site.home)
         context.close()
     finally:
         one.die()

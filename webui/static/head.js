@@ -63,3 +63,45 @@ const told = (event) => {
 };
 document.addEventListener("input", told);
 document.addEventListener("compositionend", told);
+
+// Where the page's program has ended, say so in the page's language (Gradio tells it in English), and open the page
+// anew as soon as it answers: whatever it answers, for it may ask for the password again.
+const send = window.fetch.bind(window);
+const answers = async () => {
+  try {
+    await send("/icon.svg", { cache: "no-store", signal: AbortSignal.timeout(5000) });
+    return true;
+  } catch {
+    return false;
+  }
+};
+const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+let leaving = false;
+let asking = false;
+window.addEventListener("pagehide", () => { leaving = true; });
+window.addEventListener("pageshow", () => { leaving = false; });
+const suspect = async () => {
+  if (asking) return;
+  asking = true;
+  const since = new Date().toLocaleTimeString(LANGUAGE);
+  await pause(300);
+  if (!leaving && !(await answers())) {
+    const bar = document.createElement("p");
+    bar.id = "lost";
+    bar.setAttribute("role", "alert");
+    bar.textContent = LOST.replace("{time}", since);
+    document.body.prepend(bar);
+    document.body.classList.add("lost");
+    while (!(await answers())) await pause(500);
+    location.reload();
+  }
+  asking = false;
+};
+window.fetch = async (...given) => {
+  try {
+    return await send(...given);
+  } catch (error) {
+    if (error instanceof TypeError) suspect();  // not AbortError: that was meant
+    throw error;
+  }
+};

@@ -1,0 +1,426 @@
+"""Does an open page tell the truth while the page, the worker and jobs are killed? A real Chromium looks.
+
+    python scripts/soak_page.py [--times 50] [--only SCENARIO]... [--output benchmarks/soak_page.json]
+
+Each scenario runs so many times. Each time something happens to a training that a tab shows, and it is measured how
+long the tab takes, by itself, to show what is so (at most 3 s are allowed). Then Stop and Resume are pressed in the
+tab: no process of the job may be left, and the job must train again. Exits with 1 where anything was not so.
+
+The page, its worker and its queue are those of `lora-fp8 ui`; only launcher and trainer are the stand-ins of
+soak_jobs.py, which write a run folder as the real ones do and learn nothing. With --output, figures of scenarios that
+did not run this time stay in the file.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Error, Page, sync_playwright
+
+from lora_fp8 import cli, jobs
+from lora_fp8.jobs import ENDED, procs
+from lora_fp8.run import Run
+
+sys.path.insert(0, str(Path(__file__).parent))  # a worker is started with a safe path
+import soak_jobs  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAN = {"cache": 0.05, "load": 0.05, "step": 0.15, "export": 0.1}
+STEPS = 100_000
+GIVEN_UP_S = 60
+LOOK = """() => {
+  const text = selector => document.querySelector(selector)?.innerText ?? '';
+  return {
+    state: document.querySelector('#head .state')?.classList[1] ?? '',
+    figures: text('#head .figures'), said: text('#head .said'), lost: text('#lost'),
+    board: Object.fromEntries([...document.querySelectorAll('#cards [data-job]')].map(
+      one => [one.dataset.job, one.querySelector('.state')?.classList[1] ?? ''])),
+  };
+}"""
+
+
+@dataclass
+class Look:
+    """What a tab shows now: state of the run, its newest step, which attempt it is, whether the page is lost."""
+
+    state: str = ""
+    step: int = -1
+    attempt: int = 1
+    lost: bool = False
+    board: dict[str, str] | None = None
+
+
+class House:
+    """A home with the page, its worker and one training, and a tab that shows it.
+
+    Attributes:
+        id: the training, which has more steps than anybody waits for.
+        tab: shows its run page.
+        times: seconds until the tab showed what was so, by what had happened.
+        late: what took longer than is allowed, in this round.
+    """
+
+    def __init__(self, home: Path, browser: Browser):
+        self.field = soak_jobs.Field(home)
+        self.home, self.queue = self.field.home, self.field.queue
+        self.browser = browser.new_context(locale="en-US")
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self.late: list[str] = []
+        self.port = "0"
+        (home / "runs").mkdir()
+        self.open()
+        try:
+            self.id = self.field.submit(STEPS, **PLAN)
+            jobs.ensure_worker(home)
+            self.tab = self.visit(f"run?run={self.id}")
+            self.trains(self.id)
+            warm = self.visit(f"run?run={self.id}", "zh-CN")  # a browser that was here before has the scripts
+            warm.wait_for_selector("#head .state", timeout=GIVEN_UP_S * 1000)
+            warm.close()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- its processes
+
+    def open(self) -> None:
+        """Start the page; returns when it answers."""
+        self.page = subprocess.Popen(
+            [sys.executable, __file__, "ui", "--port", self.port, "--root", str(self.home / "runs")],
+            env={**os.environ, "LORA_FP8_HOME": str(self.home), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        lines = []
+        for line in self.page.stdout:
+            lines.append(line)
+            if found := re.search(r"(http://\S+:(\d+))/ ", line):
+                self.address, self.port = found[1], found[2]
+                return
+        raise AssertionError(f"the page did not start: {''.join(lines)}")
+
+    def kill_page(self) -> None:
+        self.page.kill()
+        self.page.wait()
+
+    def worker(self) -> int:
+        """Its process id; 0 where none lives."""
+        found = jobs.worker_info(self.home)
+        return found.pid if found else 0
+
+    def kill_worker(self) -> int:
+        """SIGKILL. -> which process that was"""
+        self.until(lambda: self.worker() > 0, "a worker")
+        pid = self.worker()
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def others(self) -> list[int]:
+        """Processes of this home that are neither the page nor its worker, nor what the page starts for itself."""
+        own, found = {self.page.pid, self.worker(), os.getpid()}, []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"LORA_FP8_HOME={self.home}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # gone, or not ours
+                continue
+        return [pid for pid in found if pid not in own and procs.parent(pid) not in own and procs.identify(pid)]
+
+    def close(self) -> None:
+        """Nothing stays."""
+        self.browser.close()
+        self.kill_page()
+        if pid := self.worker():
+            os.kill(pid, signal.SIGKILL)
+        self.field.close()
+
+    # -- what is looked at
+
+    def visit(self, path: str, language: str = "en") -> Page:
+        """A new tab."""
+        page = self.browser.new_page()
+        page.goto(f"{self.address}/{language}/{path}", wait_until="commit")
+        return page
+
+    def look(self, tab: Page | None = None) -> Look:
+        try:
+            told = (tab or self.tab).evaluate(LOOK)
+        except Error:  # it is just being loaded anew
+            return Look()
+        step = re.search(r"(\d+) / \d+", told["figures"])
+        attempt = re.search(r"(?:attempt|尝试)\D*(\d+)", told["figures"])
+        return Look(
+            told["state"],
+            int(step[1]) if step else -1,
+            int(attempt[1]) if attempt else 1,
+            bool(told["lost"]),
+            told["board"],
+        )
+
+    def until(self, fulfilled: Callable[[], Any], what: str) -> None:
+        self.field.until(fulfilled, GIVEN_UP_S, what)
+
+    def within(self, what: str, begun: float, shows: Callable[[Look], Any], tab: Page | None = None) -> None:
+        """Wait until the tab shows it, and note how long after `begun` that was."""
+        while not shows(seen := self.look(tab)):
+            if time.monotonic() - begun > GIVEN_UP_S:
+                raise AssertionError(f"{what}: not within {GIVEN_UP_S} s: {seen}")
+            time.sleep(0.03)
+        took = time.monotonic() - begun
+        self.times[what].append(took)
+        if took > soak_jobs.TRUE_WITHIN_S:
+            self.late.append(f"{what}: after {took:.2f} s")
+
+    def step(self) -> int:
+        return self.queue.job(self.id).step or 0
+
+    def trains(self, id: int) -> None:
+        """Wait until it has made a step more."""
+        self.until(lambda: self.queue.job(id).state == "running", f"job {id} runs")
+        before = self.queue.job(id).step or 0
+        self.until(lambda: (self.queue.job(id).step or 0) > before, f"job {id} trains")
+
+    def follows(self, what: str, begun: float, tab: Page | None = None, beyond: int | None = None) -> None:
+        """The tab shows that it runs, and a step that came after now."""
+        step = self.step() if beyond is None else beyond
+        self.within(what, begun, lambda seen: seen.state == "running" and seen.step >= step and not seen.lost, tab)
+
+    def stop_and_resume(self) -> None:
+        """By the tab's buttons; nothing is left in between, and it trains again."""
+        begun = time.monotonic()
+        self.tab.click("#head [data-do=stop]")
+        self.within("stop pressed", begun, lambda seen: seen.state in ("stopping", "stopped"))
+        self.until(lambda: self.queue.job(self.id).state in ENDED, "it stops")
+        begun = time.monotonic()
+        assert not self.field.members(self.id), f"left over: {self.field.members(self.id)}"
+        self.within("it has stopped", begun, lambda seen: seen.state == "stopped")
+        self.until(lambda: not self.others(), "no process is left")
+        begun = time.monotonic()
+        self.tab.click("#head [data-do=resume]")
+        self.within("resume pressed", begun, lambda seen: seen.state in ("queued", "starting", "running"))
+        self.trains(self.id)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scenarios: each finds a training that a tab shows, and leaves it so
+
+
+def reload(house: House) -> None:
+    """The tab is loaded anew in the middle of a run."""
+    step, begun = house.step(), time.monotonic()
+    house.tab.reload(wait_until="commit")
+    house.follows("reloaded", begun, beyond=step)
+
+
+def second_tab(house: House) -> None:
+    """Another tab opens the run, in the other language; both go on telling."""
+    step, begun = house.step(), time.monotonic()
+    other = house.visit(f"run?run={house.id}", "zh-CN")
+    house.follows("opened", begun, other, step)
+    for tab in (other, house.tab):
+        house.follows("goes on", time.monotonic(), tab)
+    other.close()
+
+
+def page_killed(house: House) -> None:
+    """SIGKILL to the page; started again, the tab finds back by itself, and the job has not noticed."""
+    token = house.field.token(house.id)
+    house.kill_page()
+    house.within("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
+    house.open()
+    house.follows("found back", time.monotonic())
+    assert house.field.token(house.id) == token, "the job was started again"
+
+
+def worker_killed(house: House) -> None:
+    """SIGKILL to the worker: the page starts another, the job goes on, and who waits gets its turn."""
+    waits = house.field.submit(STEPS, **PLAN)
+    board, token = house.visit(""), house.field.token(house.id)
+    house.within("submitted", time.monotonic(), lambda seen: (seen.board or {}).get(str(waits)) == "queued", board)
+    pid, begun = house.kill_worker(), time.monotonic()
+    house.follows("goes on", begun)
+    house.until(lambda: house.worker() not in (0, pid), "another worker")
+    house.times["another worker (not a matter of 3 s)"].append(time.monotonic() - begun)
+    assert house.field.token(house.id) == token, "the job was started again"
+    house.tab.click("#head [data-do=stop]")
+    house.until(lambda: house.queue.job(waits).state == "running", "who waits gets its turn")
+    house.within("its turn", time.monotonic(), lambda seen: seen.board[str(waits)] == "running", board)
+    house.queue.stop(waits)
+    house.until(lambda: house.queue.job(waits).state in ENDED, "it stops")
+    house.within("its end", time.monotonic(), lambda seen: seen.board[str(waits)] == "stopped", board)
+    board.close()
+    house.until(lambda: house.look().state == "stopped", "stopped")
+    house.tab.click("#head [data-do=resume]")
+    house.trains(house.id)
+
+
+def both_killed(house: House) -> None:
+    """Page and worker: the job goes on alone, until both are back."""
+    token = house.field.token(house.id)
+    house.kill_page()
+    pid = house.kill_worker()
+    house.within("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
+    house.open()
+    house.follows("found back", time.monotonic())
+    house.until(lambda: house.worker() not in (0, pid), "another worker")
+    assert house.field.token(house.id) == token, "the job was started again"
+
+
+def job_killed(house: House) -> None:
+    """All processes of the job, or its trainer alone: the tab tells, and it goes on from its checkpoint."""
+    attempt = house.queue.job(house.id).attempts
+    victims = house.field.members(house.id)
+    if random.random() < 0.5:
+        victims = [house.field.roles(house.id)["trainer"]]
+    procs.send(victims, signal.SIGKILL)
+    _told_of_death(house, time.monotonic(), attempt)
+
+
+def rebooted(house: House) -> None:
+    """Everything is gone, and somebody else has the process ids that were noted; then the page is opened."""
+    attempt, pids = house.queue.job(house.id).attempts, house.field.members(house.id)
+    house.kill_page()
+    house.kill_worker()
+    procs.send(pids, signal.SIGKILL)
+    house.until(lambda: not house.field.members(house.id), "all are gone")
+    stranger = subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"]})
+    try:
+        who = procs.identify(stranger.pid)
+        assert who is not None
+        boot = "another" if random.random() < 0.5 else who.boot
+        house.queue.store.update(house.id, pid=who.pid, start=who.start if boot == "another" else 1, boot=boot)
+        noted = json.loads((house.home / "worker.json").read_bytes())
+        (house.home / "worker.json").write_text(json.dumps(noted | {"pid": who.pid}), encoding="utf-8")
+        lock = Run(house.queue.job(house.id).folder).lock_file
+        lock.write_text(re.sub(r"\d+$", str(who.pid), lock.read_text(encoding="utf-8")), encoding="utf-8")
+        house.open()
+        house.tab.close()
+        begun = time.monotonic()
+        house.tab = house.visit(f"run?run={house.id}")
+        _told_of_death(house, begun, attempt)
+        assert stranger.poll() is None, "a stranger was killed"
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def _told_of_death(house: House, begun: float, attempt: int) -> None:
+    """The tab does not say any more that the attempt that was killed runs; then it shows the next one."""
+    house.within(
+        "told", begun, lambda seen: seen.state and (seen.state not in ("running", "stopping") or seen.attempt > attempt)
+    )
+    house.trains(house.id)
+    house.follows("goes on", time.monotonic())
+    assert house.queue.job(house.id).attempts == attempt + 1
+
+
+SCENARIOS = {
+    one.__name__: one for one in (reload, second_tab, page_killed, worker_killed, both_killed, job_killed, rebooted)
+}
+
+
+def soak(name: str, times: int, home: Path, browser: Browser) -> tuple[dict[str, list[float]], list[str]]:
+    """One scenario so many times, in one home. -> (seconds by what happened, what was not as it should be)"""
+    house, wrong = House(home, browser), []
+    try:
+        for number in range(times):
+            try:
+                SCENARIOS[name](house)
+                house.stop_and_resume()
+                late, house.late = house.late, []
+                if late:
+                    wrong.append(f"{name} {number}: {'; '.join(late)}")
+            except (AssertionError, Error) as error:  # the next rounds still tell something
+                house.late.clear()
+                house.tab.screenshot(path=home / f"wrong-{number}.png")
+                wrong.append(f"{name} {number}: {type(error).__name__}: {error}")
+                if house.page.poll() is not None:
+                    house.open()
+                house.tab.reload(wait_until="commit")
+                if house.queue.job(house.id).state in ENDED:
+                    house.queue.requeue(house.id)
+                    jobs.ensure_worker(home)
+                house.trains(house.id)
+    finally:
+        house.close()
+    return house.times, wrong
+
+
+def stand_in() -> None:
+    """`lora-fp8 ui` or `lora-fp8 worker`, whose trainings are those of soak_jobs.py."""
+    jobs.worker.PROGRAM = (__file__,)
+    jobs.Worker = soak_jobs.StandIn
+    cli.main()
+
+
+def main() -> None:
+    if sys.argv[1:2] in (["ui"], ["worker"]):
+        return stand_in()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--only", action="append", choices=SCENARIOS, help="one scenario; may be repeated")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    jobs.worker.PROGRAM = (__file__,)
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        sys.exit("Chromium is needed: scripts/install_browser.sh installs it")
+    root, failed = Path(tempfile.mkdtemp(prefix="soak-page-")), False
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for name in given.only or SCENARIOS:
+            load, begun = os.getloadavg()[0], time.monotonic()
+            times, wrong = soak(name, given.times, root / name, browser)
+            failed |= bool(wrong)
+            row = {
+                "right": given.times - len(wrong),
+                "rounds": given.times,
+                "minutes": round((time.monotonic() - begun) / 60, 1),
+                "load_before": round(load, 1),
+                "seconds": {
+                    what: {"median": round(statistics.median(all_), 2), "slowest": round(max(all_), 2)}
+                    for what, all_ in times.items()
+                },
+                "wrong": wrong[:5],
+            }
+            print(name, json.dumps(row, indent=1), flush=True)
+            if given.output:
+                keep(given.output, name, row)
+        browser.close()
+    if failed:
+        sys.exit(f"what happened is in {root}")
+    shutil.rmtree(root)
+
+
+def keep(path: Path, name: str, row: dict[str, Any]) -> None:
+    """Put the figures of a scenario into the file."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"scenarios": {}}
+    found["scenarios"][name] = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "command": f"python scripts/soak_page.py --times {row['rounds']} --only {name}",
+        **row,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
