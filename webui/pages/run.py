@@ -139,16 +139,16 @@ def build(ui: Ui) -> None:
     def press(request: gr.Request, event: gr.EventData) -> list[Any]:
         told = live.clicked(event)
         if told.get("do") == "force":
-            return [gr.update(visible=False), gr.update(visible=True)]
-        return [acted(ui, request, told.get("do", "")), gr.skip()]
+            return [gr.update(visible=False), gr.update(visible=True), gr.skip()]
+        return [acted(ui, request, told.get("do", "")), gr.skip(), header_now(ui, request)]
 
-    head.click(press, outputs=[said, confirm], **live.quiet())
+    head.click(press, outputs=[said, confirm, head], queue=False, **live.quiet())
 
     def forced(request: gr.Request) -> list[Any]:
-        return [acted(ui, request, "force"), gr.update(visible=False)]
+        return [acted(ui, request, "force"), gr.update(visible=False), header_now(ui, request)]
 
-    force.click(forced, outputs=[said, confirm], **live.quiet())
-    keep.click(lambda: gr.update(visible=False), outputs=[confirm], **live.quiet())
+    force.click(forced, outputs=[said, confirm, head], queue=False, **live.quiet())
+    keep.click(lambda: gr.update(visible=False), outputs=[confirm], queue=False, **live.quiet())
 
     def pair_up(request: gr.Request, left: int | None, right: int | None, prompt: int | None) -> str:
         try:
@@ -236,6 +236,14 @@ def acted(ui: Ui, request: gr.Request, do: str) -> Any:
         return runs.notice(watch.act(ui, do, str(dict(request.query_params).get("run", ""))))
     except UserError as error:
         return runs.notice(ui.tell(str(error)), wrong=True)
+
+
+def header_now(ui: Ui, request: gr.Request) -> Any:
+    """What a button has changed is seen at once, and not at the next tick."""
+    try:
+        return header(ui, *looked_at(ui, request))
+    except UserError:  # told in place of the run by the next tick
+        return gr.skip()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def build(ui: Ui) -> None:
         press,
         inputs_kwargs={"which": which, "page": page},
         outputs=[said, confirm, question, typed, with_run, doomed, page, cards, seen],
+        queue=False,
         **live.quiet(),
     )
 
