@@ -107,6 +107,7 @@ class House:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            encoding="utf-8",
             start_new_session=True,
         )
         lines = []

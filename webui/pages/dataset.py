@@ -90,7 +90,7 @@ class _Page:
             self.folder = gr.Dropdown(
                 label=say("dataset.folder"), choices=[], allow_custom_value=True, elem_id="dataset-folder", scale=5
             )
-            go = gr.Button(say("dataset.open"), elem_id="dataset-open", size="md", scale=1, min_width=100)
+            go = gr.Button(say("dataset.open"), elem_id="dataset-open", elem_classes="beside", size="md", scale=1)
         self.head = panel(elem_id="dataset-head")
         self.said = panel(elem_id="dataset-said", visible=False)
         with gr.Tabs(visible=False, elem_id="dataset-tabs") as self.tabs:
