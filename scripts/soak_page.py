@@ -84,7 +84,7 @@ class House:
         self.late: list[str] = []
         self.port = "0"
         (home / "runs").mkdir()
-        self.open()
+        self.start_page()
         try:
             self.id = self.field.submit(STEPS, **PLAN)
             jobs.ensure_worker(home)
@@ -99,7 +99,7 @@ class House:
 
     # -- its processes
 
-    def open(self) -> None:
+    def start_page(self) -> None:
         """Start the page; returns when it answers."""
         self.page = subprocess.Popen(
             [sys.executable, __file__, "ui", "--port", self.port, "--root", str(self.home / "runs")],
@@ -246,7 +246,7 @@ def page_killed(house: House) -> None:
     token = house.field.token(house.id)
     house.kill_page()
     house.within("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
-    house.open()
+    house.start_page()
     house.follows("found back", time.monotonic())
     assert house.field.token(house.id) == token, "the job was started again"
 
@@ -279,7 +279,7 @@ def both_killed(house: House) -> None:
     house.kill_page()
     pid = house.kill_worker()
     house.within("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
-    house.open()
+    house.start_page()
     house.follows("found back", time.monotonic())
     house.until(lambda: house.worker() not in (0, pid), "another worker")
     assert house.field.token(house.id) == token, "the job was started again"
@@ -312,7 +312,7 @@ def rebooted(house: House) -> None:
         (house.home / "worker.json").write_text(json.dumps(noted | {"pid": who.pid}), encoding="utf-8")
         lock = Run(house.queue.job(house.id).folder).lock_file
         lock.write_text(re.sub(r"\d+$", str(who.pid), lock.read_text(encoding="utf-8")), encoding="utf-8")
-        house.open()
+        house.start_page()
         house.tab.close()
         begun = time.monotonic()
         house.tab = house.visit(f"run?run={house.id}")
@@ -354,7 +354,7 @@ def soak(name: str, times: int, home: Path, browser: Browser) -> tuple[dict[str,
                 house.tab.screenshot(path=home / f"wrong-{number}.png")
                 wrong.append(f"{name} {number}: {type(error).__name__}: {error}")
                 if house.page.poll() is not None:
-                    house.open()
+                    house.start_page()
                 house.tab.reload(wait_until="commit")
                 if house.queue.job(house.id).state in ENDED:
                     house.queue.requeue(house.id)
