@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_fp8 import config, estimate, families, prepare
+from lora_fp8 import config, estimate, families, importing, prepare
 from lora_fp8.config import UserError
 from lora_fp8.data import buckets, cache, clips, doctor, images, loader
 
@@ -368,3 +368,32 @@ def test_flow_is_the_schedulers_on_clips():
     per_sample = objective.loss(noisy, objective.target(clean, noise, t_B), t_B)
     expected = torch.nn.functional.mse_loss(noisy, noise - clean, reduction="none").mean((1, 2, 3, 4))
     torch.testing.assert_close(per_sample, expected)
+
+
+IMPORTED = {
+    "diffusion-pipe": (
+        {"main.toml": "dataset = 'd.toml'\nvideo_clip_mode = 'single_middle'\n[model]\ntype = 'wan'\nckpt_path = 'x'\n",
+         "d.toml": "resolutions = [512]\nframe_buckets = [1, 33, 18]\n[[directory]]\npath = 'clips'\n"},
+        {"frames": [1, 17, 33], "clip": "middle"},
+    ),
+    "musubi-tuner": (
+        {"main.toml": "dit = 'x'\nnetwork_module = 'networks.lora_wan'\ndataset_config = 'd.toml'\n",
+         "d.toml": "[general]\nresolution = [512, 512]\n[[datasets]]\nvideo_directory = 'clips'\n"
+         "target_frames = [1, 25]\nframe_extraction = 'chunk'\nsource_fps = 30.0\n"},
+        {"frames": [1, 25], "clip": "chunks"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", IMPORTED)
+def test_clips_of_other_trainers(tool, tmp_path):
+    files, expected = IMPORTED[tool]
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    made = importing.import_file(tmp_path / "main.toml", tool, "")
+    ours = made.settings["dataset"]
+    assert {name: ours[name] for name in expected} == expected
+    assert [folder["path"] for folder in ours["folders"]] == ["clips"]
+    assert not made.unknown and any("frames" in entry.key or "buckets" in entry.key for entry in made.differs)
+    pictures = importing.import_file(tmp_path / "main.toml", tool, "sdxl")
+    assert "frames" not in pictures.settings["dataset"]

@@ -31,7 +31,7 @@ from .base import (
 )
 
 PROCESS = "config.process.0."
-NO_VIDEO = "videos are not trained on here"
+NO_VIDEO = words.NO_CLIPS
 NO_CONTROL = "control pictures lie in one folder here: dataset.folders.N.control"
 NO_LOSS = "the loss is the mean squared error, weighted by min_snr_gamma only"
 NO_PRESERVE = "no prior is preserved here; caption some pictures of the class without the trigger"
@@ -95,8 +95,8 @@ SHORT: dict[str, Rule] = {
     "datasets.*.control_path_2": none(NO_CONTROL),
     "datasets.*.control_path_3": none(NO_CONTROL),
     "datasets.*.controls": none(NO_CONTROL),
-    "datasets.*.num_frames": none(NO_VIDEO, 1),
-    "datasets.*.shrink_video_to_frames": idle(NO_VIDEO),
+    "datasets.*.num_frames": none(words.NO_SPREAD, 1),
+    "datasets.*.shrink_video_to_frames": idle(words.NO_SPREAD),
     "datasets.*.fps": idle(NO_VIDEO),
     "datasets.*.do_i2v": idle(NO_VIDEO),
     "datasets.*.do_audio": idle(NO_VIDEO),
@@ -213,7 +213,7 @@ SHORT: dict[str, Rule] = {
     "sample.guidance_scale": JOINT,
     "sample.sample_steps": JOINT,
     "sample.guidance_rescale": none("guidance is not rescaled here"),
-    "sample.num_frames": none(NO_VIDEO, 1),
+    "sample.num_frames": none("preview.frames is the length of previews, of wan and hunyuan_video", 1),
     "sample.fps": idle(NO_VIDEO),
     "sample.format": idle("previews are .png"),
     "sample.ext": idle("previews are .png"),

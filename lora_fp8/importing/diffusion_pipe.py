@@ -31,7 +31,7 @@ from .base import (
 )
 
 NO_EVAL = "say validation.every and validation.pictures, which are kept out of the folders"
-NO_VIDEO = "videos are not trained on here"
+CLIP_PARTS = {"single_beginning": "head", "single_middle": "middle"}
 
 RULES: dict[str, Rule] = {
     "output_dir": to("output_dir", text, "a run folder of the job's name is made in it"),
@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {
     "compile": JOINT,
     "steps_per_print": idle(),
     "logging_steps": idle(),
-    "video_clip_mode": idle(NO_VIDEO),
+    "video_clip_mode": JOINT,
     "x_axis_examples": idle(words.LOGGING),
     "resume_from_checkpoint": none(words.RESUMES),
     "regenerate_cache": idle(),
@@ -109,7 +109,7 @@ RULES: dict[str, Rule] = {
     "model.text_encoder_2_lr": JOINT,
     "model.min_t": none("the whole range of noise is trained"),
     "model.max_t": none("the whole range of noise is trained", 1, 1.0),
-    "model.first_frame_conditioning_p": none(NO_VIDEO),
+    "model.first_frame_conditioning_p": none("no clip is begun with a picture here"),
     "adapter.type": JOINT,
     "adapter.rank": to("adapter.rank", whole),
     "adapter.alpha": none("theirs refuses it: alpha is the rank"),
@@ -133,7 +133,7 @@ RULES: dict[str, Rule] = {
     "data.num_ar_buckets": JOINT,
     "data.ar_buckets": none("buckets are made from the resolution and max_aspect"),
     "data.size_buckets": none("buckets are made from the resolution and max_aspect"),
-    "data.frame_buckets": none(NO_VIDEO, [1]),
+    "data.frame_buckets": JOINT,
     "data.shuffle_tags": JOINT,
     "data.cache_shuffle_num": JOINT,
     "data.cache_shuffle_delimiter": JOINT,
@@ -147,7 +147,7 @@ RULES: dict[str, Rule] = {
     "data.directory.*.resolutions": JOINT,
     "data.directory.*.ar_buckets": none("buckets are made from the resolution and max_aspect"),
     "data.directory.*.size_buckets": none("buckets are made from the resolution and max_aspect"),
-    "data.directory.*.frame_buckets": none(NO_VIDEO, [1]),
+    "data.directory.*.frame_buckets": JOINT,
     "data.directory.*.min_ar": none("one aspect ratio here for all folders: dataset.max_aspect"),
     "data.directory.*.max_ar": none("one aspect ratio here for all folders: dataset.max_aspect"),
     "data.directory.*.num_ar_buckets": none("buckets are multiples of dataset.bucket_step"),
@@ -305,6 +305,16 @@ def _set_folders(draft: Draft) -> None:
     values = [one for key in sizes for one in draft.get(key, listed)]
     if values:
         words.set_resolution(draft, sizes, values)
+    lengths = ["data.frame_buckets", *draft.keys("data.directory.*.frame_buckets")]
+    part = str(draft.get("video_clip_mode") or "single_beginning")
+    words.set_clips(
+        draft,
+        lengths,
+        [whole(one) for key in lengths if draft.has(key) for one in draft.get(key, listed)],
+        ["video_clip_mode"],
+        CLIP_PARTS.get(part),
+        "of every folder; a clip takes the longest that fits, as there",
+    )
     buckets = draft.get("data.enable_ar_bucket")
     if found:
         draft.mapped("data.enable_ar_bucket", {"dataset.buckets": bool(buckets)})

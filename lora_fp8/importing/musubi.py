@@ -21,14 +21,17 @@ from .base import (
     flag,
     flattened,
     idle,
+    listed,
     near,
     none,
     positive,
     read_source,
     text,
+    whole,
 )
 
-NO_VIDEO = "videos are not trained on here"
+NO_VIDEO = "no clip is begun with a picture here"
+FRAMES_OF_PARTS = "belongs to the other ways of cutting; here a clip's head, middle or chunks: dataset.clip"
 SQUEEZED = "there squeezed into the range, unless preserve_distribution_shape is set; here cut off"
 NO_CONTROL = "control pictures are shown as the model's pipeline shows them, or see dataset.control_resolution"
 
@@ -36,7 +39,7 @@ RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
     "dit": JOINT,
     "task": JOINT,
     "model_version": JOINT,
-    "dit_high_noise": none(NO_VIDEO),
+    "dit_high_noise": none("a job trains one of Wan 2.2's experts: objective.t_min and t_max"),
     "text_encoder1": JOINT,
     "text_encoder2": JOINT,
     "t5": JOINT,
@@ -74,14 +77,16 @@ RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
     "cache_directory": none(words.OTHER_CACHE),
     "multiple_target": none(words.NOT_HERE),
     **dict.fromkeys(
-        ("video_directory", "video_jsonl_file", "target_frames", "frame_extraction", "frame_stride", "frame_sample")
-        + ("max_frames", "source_fps", "fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index"),
+        ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index"),
         none(NO_VIDEO),
     ),
+    **dict.fromkeys(("video_directory", "target_frames", "frame_extraction"), JOINT),
+    **dict.fromkeys(("frame_stride", "frame_sample", "max_frames"), none(FRAMES_OF_PARTS)),
+    "video_jsonl_file": none("captions are .txt or .caption files beside the clips here"),
+    "source_fps": always("a clip's own times tell its rate, and dataset.fps the one that it is brought to"),
     "control_directory": JOINT,
     **dict.fromkeys(("control_resolution", "no_resize_control"), none(NO_CONTROL)),
-    "offload_inactive_dit": none(NO_VIDEO),
-    "timestep_boundary": none(NO_VIDEO),
+    **dict.fromkeys(("offload_inactive_dit", "timestep_boundary"), none("a job trains one of Wan 2.2's experts")),
     "base_weights": none("no LoRA is merged into the base; merge it beforehand"),
 }
 
@@ -186,12 +191,13 @@ def tables(draft: Draft) -> list[str]:
 
 def _set_folders(draft: Draft) -> None:
     for table in tables(draft):
-        path = draft.get(f"{table}image_directory", text)
+        kind = "image_directory" if draft.has(f"{table}image_directory") else "video_directory"
+        path = draft.get(f"{table}{kind}", text)
         if not path:
             continue
         repeats = positive(kohya.effective(draft, table, "num_repeats") or 1)
         folder = words.look_into(draft, Folder(path, repeats), deep=False)
-        draft.mapped(f"{table}image_directory", {}, f"dataset.folders.{len(draft.folders)}.path")
+        draft.mapped(f"{table}{kind}", {}, f"dataset.folders.{len(draft.folders)}.path")
         draft.mapped(f"{table}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
         words.set_control(draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}")
         draft.folders.append(folder)
@@ -212,6 +218,17 @@ def _set_pictures(draft: Draft) -> None:
         ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
     ):
         words.share(draft, *kohya.each(draft, name, places), setting, read)
+    lengths, given = kohya.each(draft, "target_frames", places)
+    parts, ways = kohya.each(draft, "frame_extraction", places)
+    ways = {str(way) for way in ways if way} or {"head"}
+    words.set_clips(
+        draft,
+        lengths,
+        [whole(one) for value in given if value for one in listed(value)],
+        parts,
+        {"head": "head", "chunk": "chunks"}.get(ways.pop()) if len(ways) == 1 else None,
+        "of every folder; there a clip gives a piece of each length, here of the longest that fits",
+    )
     keys = kohya.everywhere(draft, "caption_extension")
     if keys and all(str(draft.given[key]).lstrip(".").lower() in ("txt", "caption", "") for key in keys):
         draft.mapped(keys, {}, ".txt and .caption files are read by themselves")

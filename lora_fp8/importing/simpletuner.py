@@ -264,7 +264,7 @@ RULES: dict[str, Rule] = {
     "data.*.conditioning.**": none(NO_CONTROL),
     "data.*.conditioning_type": none(NO_CONTROL),
     "data.*.conditioning": none(NO_CONTROL),
-    "data.*.video.**": none("videos are not trained on here"),
+    "data.*.video.**": none(words.NO_CLIPS),
     "data.*.parquet.**": none("captions are .txt or .caption files beside the pictures here"),
     **{
         f"data.*.{name}": idle(words.OTHER_CACHE)

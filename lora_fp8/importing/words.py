@@ -30,6 +30,8 @@ NO_REG = "regularization pictures are not used here, nor counted in an epoch; ma
 NO_EMA = "no moving average of the weights is kept here"
 NO_START = "training starts from a new adapter; an existing LoRA file cannot be gone on with"
 NO_SWAP = "blocks are not swapped to main memory; FP8 storage and gradient checkpointing are what saves memory here"
+NO_CLIPS = "clips are trained of wan and hunyuan_video only: dataset.frames"
+NO_SPREAD = "frames are never spread over a whole clip here, which would make it move faster; see dataset.frames"
 NO_SAMPLER = "previews are drawn with the model's own scheduler"
 COMPONENTS = "a diffusers folder with the VAE, text encoders and tokenizers, which a single file lacks"
 
@@ -658,6 +660,27 @@ def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
         draft.none(key, f"flow-matching models such as {draft.family} have no such weight, there or here", off=True)
     else:
         draft.mapped(key, {"objective.min_snr_gamma": float(gamma)})
+
+
+def set_clips(
+    draft: Draft, keys: Sequence[str], lengths: Sequence[int], part_keys: Sequence[str], part: str | None, note: str
+) -> None:
+    """Lengths of clips, and which part of one is taken, where the architecture draws clips.
+
+    Args:
+        lengths: brought down to those that the model's VAE takes, as the other trainers do too.
+        part: our word for what `part_keys` say; None where there is none.
+    """
+    known = families.facts(draft.family) if draft.family in families.available() else {}
+    step, _ = known.get("clips", (0, 0))
+    if max(lengths, default=1) <= 1 or not step:
+        draft.none([*keys, *part_keys], NO_CLIPS, off=max(lengths, default=1) <= 1)
+        return
+    draft.differs(keys, {"dataset.frames": sorted({max(1, (one - 1) // step * step + 1) for one in lengths})}, note)
+    if part is None:
+        draft.none(part_keys, "of a clip its head, its middle or chunks are taken here: dataset.clip")
+    else:
+        draft.mapped(part_keys, {"dataset.clip": part})
 
 
 def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mapping[str, Any]], note: str = "") -> None:
