@@ -861,7 +861,7 @@ def _fail(message: str, code: int) -> None:
     rank = os.environ.get("RANK", "0")
     if rank == "0" and (place := os.environ.get("LORA_FP8_MESSAGE")):  # set by the queue, to tell why a job failed
         with contextlib.suppress(OSError):  # a full disk must not change the exit code
-            Path(place).write_text(message, encoding="utf-8")
+            Path(place).write_text(message, encoding="utf-8", errors="backslashreplace")
     if rank == "0":
         print(message, file=sys.stderr)
     elif code == 3:

@@ -184,7 +184,7 @@ class Adapter(Section):
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights while training.")
     text_encoder: bool = setting(
         False,
-        "Train the CLIP text encoders too, all of them: sd15, sd2, sdxl, sd3, flux (T5 stays as it is).",
+        "Train the CLIP text encoders too, all of them: sd15, sd2, sdxl, sd3, flux, flux_kontext (not T5).",
         when={"family.text_encoder": (True,)},
     )
 

@@ -372,12 +372,16 @@ def ask_export(ask: Callable[..., Answer], folder: Path, dtype: str, keep: Path)
     return Path(written).rename(keep)
 
 
-def test_a_terminal_that_lacks_a_character_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_lacks_a_character_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)
     cli.guarded(lambda: cli._say({"event": "warning", "text": "a 猫"}))
     screen.flush()
     assert screen.buffer.getvalue() == b"warning: a \\u732b\n"
+    monkeypatch.setenv("LORA_FP8_MESSAGE", str(tmp_path / "message"))
+    with pytest.raises(SystemExit, match="2"):
+        cli._fail("a name that is no text: \udcff", 2)
+    assert (tmp_path / "message").read_bytes() == b"a name that is no text: \\udcff"
 
 
 def test_events_as_json_lines(ask: Callable[..., Answer], job_file: Callable[..., Path]) -> None:

@@ -280,7 +280,8 @@ def _all_facts(
     known: dict[str, list[Any]] = {}
     limits = [section.max_pixels, bool(section.frames)]
     if remember is not None:
-        with contextlib.suppress(OSError, ValueError):  # nothing remembered yet, or by a torn file: measured again
+        # Nothing remembered yet, or in a file that is torn or of something else: measured again.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             stored = json.loads(remember.read_text(encoding="utf-8"))
             same = stored["version"] == FACTS_VERSION and stored["limits"] == limits
             known = stored["facts"] if same else {}
