@@ -298,11 +298,20 @@ def export(
     overrides: list[str] = SET,
     step: int = typer.Option(0, help="Checkpoint step; 0 is the newest."),
     formats: list[str] = typer.Option([], "--format", help="Key layout: auto, diffusers, comfy, kohya. Repeatable."),
+    kit: Path | None = typer.Option(
+        None, metavar="DIR", help="Make a folder for publishing too, as the command kit does; new or empty."
+    ),
     preview_metadata: bool = typer.Option(False, help="Write nothing; tell what the files would tell (see --json)."),
     as_json: bool = JSON,
 ) -> None:
     """Write the LoRA files of a checkpoint again, for example in another dtype (--set export.dtype=fp16)."""
-    from . import finish
+    from . import config, finish
+    from . import kit as room
+
+    if kit and preview_metadata:
+        raise config.UserError("--preview-metadata writes nothing, and --kit writes a folder: give one of them")
+    if kit:
+        room.check_free(kit)
 
     overrides = [*overrides, *([f"export.formats={json.dumps(formats)}"] if formats else [])]
     if preview_metadata:
@@ -310,8 +319,18 @@ def export(
         lines = [f"{layout}: {key} = {value}" for layout, told in found.items() for key, value in told.items()]
         print(json.dumps(found, ensure_ascii=False, indent=1) if as_json else "\n".join(lines))
         return
-    paths = [str(path) for path in finish.export_run(folder, overrides, step)]
-    print(json.dumps(paths, ensure_ascii=False) if as_json else "\n".join(paths))
+    written = finish.export_run(folder, overrides, step)
+    paths = [str(path) for path in written]
+    if not kit:
+        print(json.dumps(paths, ensure_ascii=False) if as_json else "\n".join(paths))
+        return
+    file, job, pictures = room.from_run(folder, among=written, step=step)
+    made = room.make(file, kit, room.facts_of(file, {}, job), pictures)
+    if as_json:
+        told = {"files": paths, "kit": [str(path) for path in made.files], "notes": made.notes}
+        print(json.dumps(told, ensure_ascii=False, indent=1))
+        return
+    print("\n".join([*paths, *map(str, made.files), *(f"note: {note}" for note in made.notes)]))
 
 
 @app.command()

@@ -356,7 +356,7 @@ def network_module(family: Any, kind: str) -> str:
     """kohya's word for what an adapter of this kind was trained with."""
     if kind in ("lokr", "loha"):
         return "lycoris.kohya"
-    return "networks.lora_flux" if family.kohya_naming == "bfl_flux" else "networks.lora"
+    return family.kohya_module
 
 
 def baked(layout: str, kind: str) -> bool:

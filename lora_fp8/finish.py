@@ -104,9 +104,10 @@ def prove(
         previews = verify.Previews(drawn, partial(_redraw, job, family, data))
     reports = []
     for path in files:
-        report = verify.check(
-            path, family, state=state, scaling=_scaling(job, state), probe=probe, previews=previews, base=decoded
-        )
+        asked = {"probe": probe, "previews": previews, "base": decoded}
+        # What merging would leave is the same of every file: they hold one adapter.
+        asked["merged"] = path == files[0]
+        report = verify.check(path, family, state=state, scaling=_scaling(job, state), **asked)
         run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
         reports.append(report)
     written = {report.file: report.to_json() for report in reports}

@@ -90,11 +90,15 @@ def base_models(host: Mapping[str, Any], family: str) -> list[str] | None:
 # -- what there is to tell
 
 
-def from_run(folder: Path, layout: str = "") -> tuple[Path, config.Job, list[Picture]]:
+def from_run(
+    folder: Path, layout: str = "", among: Sequence[Path] = (), step: int = 0
+) -> tuple[Path, config.Job, list[Picture]]:
     """A run's file to publish, its config, and its last previews.
 
     Args:
-        layout: which of the exported files; empty is the one that most programs read.
+        layout: which of the files; empty is the one that most programs read.
+        among: the files to choose from; empty is what the run exported.
+        step: of the checkpoint that they are of, whose previews are taken; 0 is the newest.
 
     Raises:
         UserError: no run, or no such file in it.
@@ -102,12 +106,15 @@ def from_run(folder: Path, layout: str = "") -> tuple[Path, config.Job, list[Pic
     run = Run.open(folder)
     job = config.load(run.config_file, [])
     wanted = [layout] if layout else list(families.get(job.model.family).layouts)
-    made = {path.stem.rpartition("_")[2]: path for path in sorted(run.export.glob("*.safetensors"))}
+    among = among or sorted(run.export.glob("*.safetensors"))
+    made = {path.stem.rpartition("_")[2]: path for path in among}
     file = next((made[name] for name in wanted if name in made), None)
     if file is None:
         have = ", ".join(made) or "none"
         raise UserError(f"{folder}: no exported file in the layout {' or '.join(wanted)}; there are: {have}")
-    drawn = [event for event in run.events() if event["event"] == "preview"]
+    drawn = [
+        event for event in run.events() if event["event"] == "preview" and event["step"] == (step or event["step"])
+    ]
     section = job.preview
     guidance = None if section.guidance == "auto" else float(section.guidance)
     pictures = [
@@ -152,6 +159,16 @@ def facts_of(file: Path, given: Mapping[str, str], job: config.Job | None = None
 # -- the folder
 
 
+def check_free(folder: Path) -> None:
+    """Refuse a folder that holds something; what comes before the kit need not be done for nothing.
+
+    Raises:
+        UserError: it does.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there already and not empty; choose another folder for the kit")
+
+
 def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (), *, captions: bool = False) -> Kit:
     """Write the kit.
 
@@ -161,8 +178,7 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
     Raises:
         UserError: the folder is not empty or cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: is there already and not empty; choose another folder with --out")
+    check_free(folder)
     slug = export.slug(facts.title)
     notes: list[str] = []
     try:

@@ -10,7 +10,7 @@
     prediction, effect          its denoiser answers stored inputs (the probe) as the training model did
     preview                     its pictures are those made while training (PSNR)
     plain prediction / preview  the same on the base as published, in its own dtype: measured and told, not judged
-    merged                      where asked: what is left of the LoRA if it is merged into the base and that held in FP8
+    merged                      told, not judged: what is left of it if it is merged into the base and that held in FP8
 
 Why two bases. An adapter trained on FP8 weights has seen rounded weights. On the same rounded weights, decoded, the
 file must give the same answer: any gap there is a mistake of ours. On the published weights a gap remains that is the
@@ -550,10 +550,10 @@ def check(
         _check_prediction(denoiser, family, probe, step, where, report)
     if previews is not None:
         _check_previews(pipeline, denoiser, previews, step, where, report)
+    # one denoiser at a time: two of a large model would not fit beside each other
+    del pipeline, denoiser
+    gc.collect()
     if base is not None and (probe is not None or previews is not None):
-        # one denoiser at a time: two of a large model would not fit beside each other
-        del pipeline, denoiser
-        gc.collect()
         _measure_plain(file, family, probe, previews, dtype, device, report)
     if merged:
         _measure_merged(family, tensors, report)
@@ -782,8 +782,9 @@ def _measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) 
     left: dict[str, dict[str, float]] = {name: {} for name in MERGED_FORMATS}
     for name, weight in family.denoiser_tensors():
         if module := wanted.get(name):
-            weight_NK = precision.plain(weight).flatten(1).float()
-            delta = kinds.gain(weight_NK, layers[module], scaling[module])
+            weight_NK = precision.plain(weight).to(family.device).flatten(1).float()
+            parts = {part: tensor.to(family.device) for part, tensor in layers[module].items()}
+            delta = kinds.gain(weight_NK, parts, scaling[module])
             for form_name, form in MERGED_FORMATS.items():
                 left[form_name][module] = survival(weight_NK, delta, form)
     for name, found in left.items():

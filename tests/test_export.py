@@ -363,7 +363,7 @@ for name in ("mid_block.attentions.0.proj_in", "up_blocks.1.attentions.0.proj_ou
     state[name + ".lora_A.weight"] = torch.randn(3, 33, generator=generator)
     state[name + ".lora_B.weight"] = torch.randn(31, 3, generator=generator)
 family = SimpleNamespace(denoiser_name="unet", kohya_naming="diffusers_underscored", kohya_base_version="sd_v1")
-family.native_layers, family.trained_text = (), {}
+family.native_layers, family.trained_text, family.kohya_module = (), {}, "networks.lora"
 family.modelspec_architecture = "stable-diffusion-v1"
 cats = export.FolderFacts.count("cats", ["a, b, c", "c, b", "d, e, a", "f"])
 facts = export.ExportFacts("x", 1, 3, 1.7, 1e-4, 0, (512, 512), folders=(cats,), buckets={(64, 64): 1, (32, 96): 2})

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lora_fp8 import cli, config, export, families, kit
+from lora_fp8.run import Run
 
 FORM = {
     *("title", "slug", "kind", "version", "trigger", "description", "license", "tags", "strength", "steps", "autov3"),
@@ -143,6 +144,37 @@ def test_a_run_with_its_pictures(ask: Callable, job: Callable, tmp_path: Path) -
     for path in out.rglob("*"):
         assert not path.is_file() or b"sitting" not in path.read_bytes(), path  # a tag of the captions
         assert not path.is_file() or str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_exported_with_its_kit(ask: Callable, job: Callable, tmp_path: Path) -> None:
+    """`export --kit`: of the checkpoint that is exported, with the previews of its step and what --set says of it."""
+    path, folder, out = tmp_path / "job.toml", tmp_path / "runs" / "lora", tmp_path / "kit"
+    settings = ("preview.prompts=['a cat']", "preview.every=2", "preview.steps=1", "train.steps=4")
+    path.write_text(config.dumps(job(*settings)), encoding="utf-8")
+    assert ask("train", path)[0] == 0
+    about = ("--set", "export.dtype=fp16", "--set", "export.description=A zibo.", "--set", "dataset.trigger=zibo")
+    code, said, wrong = ask("export", folder, "--step", "2", "--kit", out, *about, "--json")
+    told = json.loads(said)
+    assert code == 0 and len(told["files"]) == 2 and f"{folder}/export/step-000002/" in told["files"][0], wrong
+    (lora,) = out.glob("*.safetensors")
+    assert set(told["kit"]) == {str(file) for file in out.rglob("*") if file.is_file()} and told["notes"]
+    exported = {export.payload_hash(Path(file)): Path(file).stem for file in told["files"]}
+    assert exported[export.payload_hash(lora)] == "lora_kohya"  # what most programs read
+    assert {tensor.dtype for name, tensor in load_file(lora).items() if "alpha" not in name} == {torch.float16}
+    sidecar = json.loads(lora.with_suffix(".json").read_text(encoding="utf-8"))
+    assert sidecar["activation text"] == "zibo" and sidecar["description"] == "A zibo."
+    (image,) = (out / "images").iterdir()
+    of_step = [event for event in Run.open(folder).events() if event["event"] == "preview" and event["step"] == 2]
+    with Image.open(image) as published, Image.open(folder / of_step[-1]["images"][0]) as own:
+        assert published.tobytes() == own.convert("RGB").tobytes()
+    before = sorted(folder.rglob("*"))
+    for arguments, words in {
+        ("--kit", out): "not empty",
+        ("--kit", tmp_path / "b", "--preview-metadata"): "one",
+    }.items():
+        code, _, said = ask("export", folder, "--step", "4", *arguments)
+        assert code == 2 and words in said and said.count("\n") == 1
+    assert sorted(folder.rglob("*")) == before and not (tmp_path / "b").exists()  # nothing was exported either
 
 
 def test_each_host_knows_each_family_or_says_so() -> None:

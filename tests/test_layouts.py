@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
-from lora_fp8 import config, families, layouts, prepare
+from lora_fp8 import config, export, families, layouts, prepare
 from lora_fp8.config import UserError
 from lora_fp8.verify import delta_error
 
@@ -289,6 +289,29 @@ AUTO = {
     "lumina2": ["comfy", "diffusers"],
     **dict.fromkeys(("sd3", "z_image", "hidream", "sana", "aura_flow"), ["diffusers"]),
 }
+
+
+MODULES = {
+    # sd-scripts 0.10
+    **dict.fromkeys(("flux", "chroma"), "networks.lora_flux"),
+    **{"sd3": "networks.lora_sd3", "lumina2": "networks.lora_lumina", "anima": "networks.lora_anima"},
+    # musubi-tuner 0.3
+    **dict.fromkeys(("flux2", "flux2_klein"), "networks.lora_flux_2"),
+    **{"flux_kontext": "networks.lora_flux", "qwen_image": "networks.lora_qwen_image", "wan": "networks.lora_wan"},
+    **{"z_image": "networks.lora_zimage", "krea2": "networks.lora_krea2", "ideogram4": "networks.lora_ideogram4"},
+    "ernie_image": "networks.lora_ernie_image",
+    # sd-scripts' lora.py is for Stable Diffusion, musubi-tuner's for HunyuanVideo; neither trains the other three
+    **dict.fromkeys(("sd15", "sd2", "sdxl", "hunyuan_video", "sana", "hidream", "aura_flow"), "networks.lora"),
+}
+"""The files in networks/ of kohya's two trainers: what they write into `ss_network_module`."""
+
+
+@pytest.mark.parametrize("name", families.available())
+def test_the_network_module_is_kohyas_own(name):
+    """A new family: the module that trains it there."""
+    Family = families.get(name)
+    assert [export.network_module(Family, kind) for kind in ("lora", "dora")] == [MODULES[name]] * 2
+    assert export.network_module(Family, "lokr") == "lycoris.kohya"
 
 
 @pytest.mark.parametrize("name", families.available())

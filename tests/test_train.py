@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_fp8 import checkpoint, cli, cli_jobs, export, families, layouts, sample, train
+from lora_fp8 import checkpoint, cli, cli_jobs, export, families, layouts, sample, train, verify
 from lora_fp8 import run as run_room
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data.cache import Cache
@@ -525,9 +525,13 @@ def test_every_family_trains_to_verified_files(job, family):
     mine = job("export.verify=true", previews, "train.batch_size=2", f"export.formats={formats}", *sizes, family=family)
     result = run(mine)
     assert [report.ok for report in result.reports] == [True] * len(formats) and len(result.files) == len(formats)
-    assert json.loads((folder_of(mine) / "verify.json").read_text(encoding="utf-8")).keys() == {
-        path.name for path in result.files
-    }
+    proof = json.loads((folder_of(mine) / "verify.json").read_text(encoding="utf-8"))
+    assert proof.keys() == {path.name for path in result.files}
+    merged = [check["detail"] for check in proof[result.files[0].name]["checks"] if check["name"].startswith("merged")]
+    assert len(merged) == 2 and all("cosine" in line for line in merged)
+    # So short a training changes far less than a step of FP8's grid, and is told so.
+    measured = proof[result.files[0].name]["measured"]
+    assert ("load the file beside the base" in merged[0]) == (measured["merged_unscaled"] < verify.MOSTLY_LOST)
     assert (folder_of(mine) / "samples" / "contact_sheet.png").exists()
     assert [event["ok"] for event in events(mine, "verify")] == [True] * len(formats)
 

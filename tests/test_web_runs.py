@@ -233,10 +233,16 @@ def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
         "relative error 0.00e+00 at worst (allowed 5e-03)",
         "relative error 1.00e-02 on the base that training saw (decoded) (allowed 1.0e-02)",
         "inf dB at worst on the base that training saw (decoded) (at least 40.0)",
+        "cosine to the wanted change 0.912 in the median layer, 0.640 in mid_block.x.to_q",
+        "cosine to the wanted change 0.512 in the median layer, 0.340 in x; most of what merging changes is rounding: "
+        "load the file beside the base instead",
     ]
     for line in known:
         told = words.tell("zh-CN", line)
         assert told != line and re.findall(r"[\d.]+e[+-]\d+", told) == re.findall(r"[\d.]+e[+-]\d+", line)
+        assert re.findall(r"0\.\d{3}", told) == re.findall(r"0\.\d{3}", line) and ("舍入" in told) == (
+            "rounding" in line
+        )
 
 
 def test_two_hundred_jobs_are_paged_and_quick(ui: Ui, tmp_path: Path) -> None:

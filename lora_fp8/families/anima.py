@@ -72,6 +72,7 @@ class Family(ModelFamily):
     modelspec_architecture = "anima-preview"
     kohya_base_version = "anima"
     kohya_naming = "native"
+    kohya_module = "networks.lora_anima"
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers", "comfy")
     native_layers = (

@@ -182,6 +182,9 @@ class ModelFamily(ABC):
     kohya_base_version: ClassVar[str]
     kohya_naming: ClassVar[str]
     """Which rule of `layouts.NAMINGS` the kohya layout follows."""
+    kohya_module: ClassVar[str] = "networks.lora"
+    """What sd-scripts or musubi-tuner train LoRAs of this architecture with: `ss_network_module`. Programs show it, and
+    take a file for a LoRA by it; where neither trains the architecture it is their plainest."""
     tiny_hw: ClassVar[tuple[int, int]] = (16, 24)
     """Size in pixels that suits the miniature. Not square on purpose: swapped height and width must show."""
 

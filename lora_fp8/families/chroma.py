@@ -53,6 +53,7 @@ class Family(ModelFamily):
     modelspec_architecture = "chroma"
     kohya_base_version = "chroma"
     kohya_naming = "bfl_flux"
+    kohya_module = "networks.lora_flux"
     layouts = ("diffusers", "comfy", "kohya")
     layouts_of_diffusers = ("diffusers", "kohya")
     converter_width = 3072

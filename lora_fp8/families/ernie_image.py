@@ -50,6 +50,7 @@ class Family(ModelFamily):
     modelspec_architecture = "ERNIE-Image"
     kohya_base_version = "ernie_image"
     kohya_naming = ""  # kohya's musubi-tuner trains it, but nothing else reads its names
+    kohya_module = "networks.lora_ernie_image"
     layouts = ("comfy", "diffusers")
     # diffusers took the original names over.
     native_layers = tuple(

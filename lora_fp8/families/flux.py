@@ -61,6 +61,7 @@ class Family(ModelFamily):
     modelspec_architecture = "flux-1-dev"
     kohya_base_version = "flux1"
     kohya_naming = "bfl_flux"
+    kohya_module = "networks.lora_flux"
     layouts = ("diffusers", "kohya", "comfy")
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers", "kohya")

@@ -52,6 +52,7 @@ class Family(ModelFamily):
     modelspec_architecture = "Flux.2-dev"
     kohya_base_version = "flux_2_dev"
     kohya_naming = "native"
+    kohya_module = "networks.lora_flux_2"
     layouts = ("comfy", "diffusers", "kohya")
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS

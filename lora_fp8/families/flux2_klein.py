@@ -45,6 +45,7 @@ class Family(ModelFamily):
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     kohya_base_version = "flux_2_klein"
     kohya_naming = "native"
+    kohya_module = "networks.lora_flux_2"
     layouts = ("comfy", "diffusers", "kohya")
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS

@@ -50,6 +50,7 @@ class Family(ModelFamily):
     modelspec_architecture = "flux-1-dev"  # as musubi-tuner writes it: programs have one module for both
     kohya_base_version = "flux_kontext"
     kohya_naming = "bfl_flux"
+    kohya_module = "networks.lora_flux"
     layouts = flux.Family.layouts
     layouts_of_diffusers = flux.Family.layouts_of_diffusers
     split_names_in_comfy = flux.Family.split_names_in_comfy

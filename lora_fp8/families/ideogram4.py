@@ -90,6 +90,7 @@ class Family(ModelFamily):
     modelspec_architecture = "Ideogram-4"
     kohya_base_version = "ideogram4"
     kohya_naming = ""  # musubi-tuner's names are read by nothing but its own converter
+    kohya_module = "networks.lora_ideogram4"
     layouts = ("comfy", "diffusers")
     native_layers = (
         ("layers.#.attention.qkv", " ".join(f"layers.#.attention.to_{x}" for x in "qkv")),

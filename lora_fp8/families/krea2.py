@@ -66,6 +66,7 @@ class Family(ModelFamily):
     modelspec_architecture = "Krea-2"
     kohya_base_version = "krea2"
     kohya_naming = "native"
+    kohya_module = "networks.lora_krea2"
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers", "comfy")
     native_layers = (

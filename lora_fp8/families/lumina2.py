@@ -70,6 +70,7 @@ class Family(ModelFamily):
     modelspec_architecture = "lumina-2"
     kohya_base_version = "lumina2"
     kohya_naming = "native"
+    kohya_module = "networks.lora_lumina"
     # diffusers reads the original names only of LoRAs that have every linear of the blocks, modulation included;
     # ComfyUI reads no other, as the names of diffusers that it maps for this architecture are Z-Image's.
     layouts = ("comfy", "diffusers", "kohya")

@@ -45,6 +45,7 @@ class Family(ModelFamily):
     modelspec_architecture = "Qwen-Image"
     kohya_base_version = "qwen_image"
     kohya_naming = "native"
+    kohya_module = "networks.lora_qwen_image"
     layouts = ("comfy", "diffusers", "kohya")
     native_layers = tuple(
         (name, name)

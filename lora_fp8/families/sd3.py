@@ -60,6 +60,7 @@ class Family(ModelFamily):
     }
     kohya_base_version = "sd3"
     kohya_naming = "native"
+    kohya_module = "networks.lora_sd3"
     layouts = ("diffusers", "comfy", "kohya")
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)

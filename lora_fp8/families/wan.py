@@ -57,6 +57,7 @@ class Family(ModelFamily):
     modelspec_architecture = "wan2.1"
     kohya_base_version = "wan2.1"
     kohya_naming = "native"
+    kohya_module = "networks.lora_wan"
     layouts = ("comfy", "diffusers", "kohya")
     call_options = {"num_frames": 1}
     reference_config = {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}

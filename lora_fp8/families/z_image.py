@@ -61,6 +61,7 @@ class Family(ModelFamily):
     modelspec_architecture = "Z-Image"
     kohya_base_version = "z_image"
     kohya_naming = "native"
+    kohya_module = "networks.lora_zimage"
     # ComfyUI reads the names of diffusers too; with those of the original, q, k and v are one layer, which diffusers
     # does not take apart.
     layouts = ("diffusers", "comfy", "kohya")

@@ -200,16 +200,14 @@ def _write(tensors: dict[str, Tensor], output: Path, dtype: torch.dtype, family:
             scale = 1.0 if alpha is None else float(alpha) / a.shape[0]
             made[module] = pairs.Pair(a, tensors[module + halves[1]], scale)
     side = family.native_resolution
-    whose = {"diffusers": "diffusers", "comfy": export.COMFYUI}
-    implementation = whose.get(layout) or export.IMPLEMENTATIONS[family.kohya_naming]
     about = {
         **pairs.named(output),
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{family.modelspec_architecture}/lora",
-        "modelspec.implementation": implementation,
+        "modelspec.implementation": export.implementation(family, layout),
         "modelspec.resolution": f"{side}x{side}",
-        "ss_network_module": "networks.lora_flux" if family.kohya_naming == "bfl_flux" else "networks.lora",
+        "ss_network_module": export.network_module(family, "lora"),
         "ss_base_model_version": family.kohya_base_version,
         "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),
         "lora_fp8_layout": layout,

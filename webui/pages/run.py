@@ -424,7 +424,7 @@ def one_file(ui: Ui, path: Path, name: Path, report: Any) -> str:
 
 CHECKS = (
     *("file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction", "preview", "effect"),
-    *("plain prediction", "plain preview"),
+    *("plain prediction", "plain preview", "merged, unscaled e4m3", "merged, row-scaled e4m3"),
 )
 """Names of verify's checks that the page has words for."""
 
