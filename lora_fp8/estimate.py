@@ -43,8 +43,10 @@ class Estimate:
     """moments, masters and float32 gradients"""
     step_bytes: int | None
     """the most that a forward and backward pass needs beside what is held"""
-    encoders_bytes: int
-    """text encoders and VAE, which are in memory before the denoiser is"""
+    text_bytes: int
+    """the largest text encoder: they are in memory one at a time, before the denoiser is"""
+    vae_bytes: int
+    """in memory with what encoding a picture takes, before the text encoders are"""
     vae_encode_bytes: int | None
     vae_decode_bytes: int | None
     """the VAE and what it needs for one preview, beside what training holds; 0 without previews"""
@@ -61,7 +63,8 @@ class Estimate:
     @property
     def peaks(self) -> dict[str, int | None]:
         """The most that each stage has on the device at one time."""
-        encode = None if self.vae_encode_bytes is None else self.encoders_bytes + self.vae_encode_bytes
+        pictures = None if self.vae_encode_bytes is None else self.vae_bytes + self.vae_encode_bytes
+        encode = None if pictures is None else max(pictures, self.text_bytes)
         train = None if self.step_bytes is None else self.held_bytes + self.step_bytes
         preview = None if self.vae_decode_bytes is None else self.held_bytes + self.vae_decode_bytes
         return {"encode": encode, "train": train, "preview": preview if self.vae_decode_bytes else 0}
@@ -83,7 +86,9 @@ class Estimate:
             f"an epoch; {self.epochs:.3g} epochs in all",
             f"training   {gib(self.peaks['train'])} at {named(self.heaviest_bucket)}: base {gib(self.base_bytes)}, "
             f"adapter {gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
-            f"encoding   {gib(self.peaks['encode'])} before that: text encoders and VAE {gib(self.encoders_bytes)}",
+            f"encoding   {gib(self.peaks['encode'])} before that: the VAE {gib(self.vae_bytes)} and "
+            f"{gib(self.vae_encode_bytes)} for a picture, then the text encoders one at a time, "
+            f"{gib(self.text_bytes)} at most",
         ]
         if self.vae_decode_bytes != 0:
             found.append(f"previews   {gib(self.peaks['preview'])}: decoding takes {gib(self.vae_decode_bytes)}")
@@ -138,7 +143,6 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
     everything = sum(_nbytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
     cond_bytes = sum(math.prod(shape) for shape in cond_shapes.values()) * DTYPES[job.model.dtype].itemsize
-    encoders = family.encoders_bytes()
     estimated = Estimate(
         pictures=len(examples),
         samples_per_epoch=samples,
@@ -149,15 +153,16 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
         adapter_bytes=adapter_bytes,
         optimizer_bytes=4 * num_trained + optim.state_bytes([p for _, p in named], job.optimizer),
         step_bytes=step,
-        encoders_bytes=encoders,
+        text_bytes=max(family.text_bytes().values()),
+        vae_bytes=family.vae_bytes(),
         vae_encode_bytes=vae_encode,
         vae_decode_bytes=vae_decode,
         cache_bytes=_cache_bytes(job, store, placed, latents, heaviest, cond_bytes),
         file_bytes={layout: num_trained * FILE_BYTES[job.export.dtype] for layout in job.export.formats},
         notes=[*notes, *plan.warnings],
     )
-    encode, train = estimated.peaks["encode"], estimated.peaks["train"]
-    if encode and train and encode > train and job.model.text_storage == "none" and encoders > GIB:
+    text, train = estimated.text_bytes, estimated.peaks["train"]
+    if train and text > train and job.model.text_storage == "none" and text > GIB:
         estimated.notes.append(
             "encoding the captions takes more memory than training; model.text_storage = 'fp8' halves the text encoders"
         )

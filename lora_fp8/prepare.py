@@ -194,10 +194,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
     texts = list(dict.fromkeys([*captions, *prompts]))
     mine = processes.share([*placed, *held_placed]), processes.share(texts)
-    if store.missing(*mine):
-        family.load_encoders()
     report = store.fill(*mine, log=_every_two_seconds(run))
-    family.free_encoders()
     told = processes.gather(report)
     run.log_event("cache", **{key: sum(getattr(one, key) for one in told) for key in ("encoded", "reused", "bytes")})
     for line in truncation_warnings([one for each in told for one in each.truncated], len(texts)):

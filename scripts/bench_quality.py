@@ -123,10 +123,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path) -> float:
     placed = [one for members in buckets.values() for one in members]
     store = Cache(Path(job.dataset.cache_dir), family, job.dataset, torch.float32)
     captions = dataset_captions(examples, job.dataset, job.seed)
-    if store.missing(placed, captions):
-        family.load_encoders()
-        store.fill(placed, captions)
-        family.free_encoders()
+    store.fill(placed, captions)
     loader = Loader(buckets, store, family, job.dataset, seed=job.seed, batch_size=8)
     denoiser, _ = prepare.base(family, job.quantize)
     state, _ = from_layout(read(file)[0], family, family.denoiser_config(), "diffusers")  # alpha is in the weights

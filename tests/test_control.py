@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, bfl_tensors, load_denoiser, make
 
-from lora_fp8 import config, estimate, families, importing, sample
+from lora_fp8 import config, estimate, families, importing, kit, sample
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data import buckets, images
 from lora_fp8.data.cache import Cache, dataset_captions, preview_pictures
@@ -391,10 +391,22 @@ def test_batches_hold_control_pictures_of_one_size(editing_job):
 
 
 @pytest.mark.parametrize("name", EDITING)
-def test_an_editing_model_trains_to_verified_files(name, editing_job, controls, tmp_path):
-    shown = [str(controls / "a.png"), str(controls / "b.png")]
+def test_an_editing_model_trains_to_verified_files(name, editing_job, pictures, controls, tmp_path, monkeypatch):
+    """And nothing of the machine is in what is published of it, or in the log: the home, the user, a token."""
+    home = tmp_path / "canary_home" / "canary_user"
+    for variable, value in (("HOME", str(home)), ("USER", "canary_user"), ("HF_TOKEN", "hf_canary")):
+        monkeypatch.setenv(variable, value)
+    shutil.copytree(pictures, home / "pictures")
+    shutil.copytree(controls, home / "controls")
+    shown = [str(home / "controls" / "a.png"), "~/controls/b.png"]
+    trained_text = bool(families.get(name).trained_text)
     mine = editing_job(
         name,
+        f"dataset.folders=[{{path='{home}/pictures', control='~/controls'}}]",
+        f"dataset.cache_dir='{home}/cache'",
+        f"output_dir='{home}/runs'",
+        f"adapter.text_encoder={str(trained_text).lower()}",
+        "validation.pictures=1",
         "export.verify=true",
         "preview.prompts=['a cat', 'a dog']",
         f"preview.controls={shown}",
@@ -412,6 +424,14 @@ def test_an_editing_model_trains_to_verified_files(name, editing_job, controls, 
     assert len(drawn) == 4
     metadata = json.loads((result.run.path / "verify.json").read_text(encoding="utf-8"))
     assert len(metadata) == len(result.files)
+
+    about = kit.facts_of(result.files[0], {}, config.load(result.run.config_file))
+    file, _, samples = kit.from_run(result.run.path)
+    published = kit.make(file, tmp_path / "kit", about, samples, captions=True)
+    assert "canary" in result.run.config_file.read_text(encoding="utf-8") and len(published.files) == 8
+    log = [result.run.path / told for told in ("events.jsonl", "status.json", "verify.json")]
+    for path in (*result.files, *published.files, *log):
+        assert b"canary" not in path.read_bytes(), path
 
 
 @pytest.mark.parametrize("name", EDITING)

@@ -105,6 +105,16 @@ def sdxl_names():
     }
 
 
+def sdxl_conv_names():
+    """The 66 more of conv_dim, inside of ResNet blocks and samplers; two blocks on the way down change the width."""
+    resnets = {f"input_blocks_{i}_0": i in (4, 7) for i in (1, 2, 4, 5, 7, 8)}
+    resnets |= {f"middle_block_{i}": False for i in (0, 2)} | {f"output_blocks_{i}_0": True for i in range(9)}
+    names = {f"{place}_{x}" for place in resnets for x in ("in_layers_2", "emb_layers_1", "out_layers_3")}
+    names |= {f"{place}_skip_connection" for place, widens in resnets.items() if widens}
+    samplers = ("input_blocks_3_0_op", "input_blocks_6_0_op", "output_blocks_2_2_conv", "output_blocks_5_2_conv")
+    return names | set(samplers)
+
+
 def sd15_names():
     places = [f"down_blocks_{i}_attentions_{j}" for i in range(3) for j in range(2)] + ["mid_block_attentions_0"]
     places += [f"up_blocks_{i}_attentions_{j}" for i in (1, 2, 3) for j in range(3)]
@@ -147,7 +157,8 @@ def test_sdxl_names_of_convolutions_and_embeddings_are_reversible(full_size):
     assert len(set(names.values())) == len(layers)
     assert all(members(kohya, family, denoiser.config) == (path,) for path, kohya in names.items())
     in_blocks = [path for path in layers if any(p in path for p in ("resnets", "attentions", "samplers"))]
-    assert len(in_blocks) == 788  # sd-scripts with conv_dim
+    assert {names[path] for path in in_blocks} == sdxl_names() | sdxl_conv_names()  # sd-scripts with conv_dim
+    assert len(sdxl_names() | sdxl_conv_names()) == 788
     assert names["up_blocks.0.upsamplers.0.conv"] == "output_blocks_2_2_conv"
     assert names["down_blocks.1.downsamplers.0.conv"] == "input_blocks_6_0_op"
     assert names["mid_block.resnets.1.time_emb_proj"] == "middle_block_2_emb_layers_1"

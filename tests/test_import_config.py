@@ -619,6 +619,96 @@ def places(data: Any) -> Iterator[dict[str, Any]]:
         yield from places(value)
 
 
+RELEASED = {
+    "ai-toolkit": """
+        job config.name type training_folder device network.type network.linear network.linear_alpha save.dtype
+        save.save_every save.max_step_saves_to_keep datasets.0.folder_path datasets.0.caption_ext
+        datasets.0.caption_dropout_rate datasets.0.shuffle_tokens datasets.0.cache_latents_to_disk datasets.0.resolution
+        train.batch_size train.cache_text_embeddings train.steps train.gradient_accumulation train.train_unet
+        train.train_text_encoder train.gradient_checkpointing train.noise_scheduler train.optimizer train.lr train.dtype
+        model.name_or_path model.arch model.quantize model.qtype model.quantize_te model.qtype_te model.low_vram
+        sample.sampler sample.sample_every sample.width sample.height sample.prompts sample.neg sample.seed
+        sample.walk_seed sample.guidance_scale sample.sample_steps meta.name meta.version save.save_format
+        train.timestep_type train.content_or_style train.loss_type train.optimizer_params.weight_decay
+        train.lr_scheduler train.diff_output_preservation train.diff_output_preservation_multiplier
+        train.diff_output_preservation_class train.switch_boundary_every train.unload_text_encoder
+        train.ema_config.use_ema train.ema_config.ema_decay train.skip_first_sample train.disable_sampling
+        logging.log_every logging.use_ui_logger model.model_kwargs sample.samples.0.prompt""",
+    "onetrainer": """
+        base_model_name batch_size learning_rate model_type output_model_format resolution attention_mechanism compile
+        transformer.train transformer.weight_dtype text_encoder.train text_encoder.weight_dtype training_method
+        vae.weight_dtype train_dtype weight_dtype output_dtype timestep_distribution layer_filter layer_filter_preset
+        quantization.layer_filter quantization.layer_filter_preset noising_weight""",
+    "simpletuner": """
+        base_model_precision caption_dropout_probability checkpoint_step_interval checkpoints_total_limit
+        compress_disk_cache data_backend_config disable_bucket_pruning gradient_checkpointing hub_model_id
+        ignore_final_epochs learning_rate lora_rank lora_type lr_scheduler lr_warmup_steps max_grad_norm max_train_steps
+        minimum_image_size mixed_precision model_family model_flavour model_type num_eval_images num_train_epochs
+        optimizer output_dir pretrained_model_name_or_path push_checkpoints_to_hub push_to_hub quantize_via report_to
+        resolution resolution_type resume_from_checkpoint seed skip_file_discovery tracker_project_name tracker_run_name
+        train_batch_size use_ema vae_batch_size validation_adapter_strength validation_guidance
+        validation_guidance_rescale validation_negative_prompt validation_num_inference_steps validation_prompt
+        validation_prompt_library validation_resolution validation_seed validation_steps flow_schedule_shift
+        grad_clip_method lora_alpha lycoris_config validation_disable_unconditional""",
+    "kohya_ss": """
+        LoRA_type adaptive_noise_scale additional_parameters block_alphas block_dims block_lr_zero_threshold
+        bucket_no_upscale bucket_reso_steps cache_latents cache_latents_to_disk caption_dropout_every_n_epochs
+        caption_dropout_rate caption_extension clip_skip color_aug conv_alpha conv_alphas conv_dim conv_dims
+        decompose_both dim_from_weights down_lr_weight enable_bucket epoch factor flip_aug full_fp16
+        gradient_accumulation_steps gradient_checkpointing keep_tokens learning_rate lora_network_weights lr_scheduler
+        lr_scheduler_num_cycles lr_scheduler_power lr_warmup max_data_loader_n_workers max_resolution max_timestep
+        max_token_length max_train_epochs mem_eff_attn mid_lr_weight min_snr_gamma min_timestep mixed_precision
+        module_dropout multires_noise_discount multires_noise_iterations network_alpha network_dim network_dropout
+        no_token_padding noise_offset noise_offset_type num_cpu_threads_per_process optimizer optimizer_args
+        persistent_data_loader_workers prior_loss_weight random_crop rank_dropout save_every_n_epochs save_every_n_steps
+        save_last_n_steps save_last_n_steps_state save_precision scale_v_pred_loss_like_noise_pred scale_weight_norms
+        sdxl sdxl_cache_text_encoder_outputs sdxl_no_half_vae seed shuffle_caption stop_text_encoder_training
+        text_encoder_lr train_batch_size train_on_input training_comment unet_lr unit up_lr_weight use_cp log_with v2
+        v_parameterization vae_batch_size weighted_captions xformers LyCORIS_preset ae async_upload bypass_mode clip_l
+        constrain conv_block_alphas conv_block_dims dataset_config debiased_estimation_loss discrete_flow_shift dora_wd
+        dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph extra_accelerate_launch_args
+        flux1_cache_text_encoder_outputs flux1_cache_text_encoder_outputs_to_disk flux1_checkbox fp8_base full_bf16
+        gpu_ids guidance_scale highvram huber_c huber_schedule huggingface_path_in_repo huggingface_repo_id
+        huggingface_repo_type huggingface_repo_visibility huggingface_token ip_noise_gamma
+        ip_noise_gamma_random_strength log_config log_tracker_config log_tracker_name logging_dir loraplus_lr_ratio
+        loraplus_text_encoder_lr_ratio loraplus_unet_lr_ratio loss_type lowvram lr_scheduler_args lr_scheduler_type
+        main_process_port masked_loss max_bucket_reso max_grad_norm max_train_steps metadata_author metadata_description
+        metadata_license metadata_tags metadata_title min_bucket_reso model_list model_prediction_type multi_gpu
+        network_weights noise_offset_random_strength num_machines num_processes output_dir output_name
+        pretrained_model_name_or_path rank_dropout_scale reg_data_dir rescaled resume resume_from_huggingface
+        sample_every_n_epochs sample_every_n_steps sample_prompts sample_sampler save_as_bool save_model_as save_state
+        save_state_on_train_end save_state_to_huggingface split_mode t5xxl t5xxl_max_token_length timestep_sampling
+        train_blocks train_data_dir train_norm use_scalar use_tucker v_pred_like_loss vae wandb_api_key
+        wandb_run_name""",
+    "lora-scripts": """
+        metadata.name metadata.version metadata.author metadata.description data.network_module data.lycoris_algo
+        data.conv_dim data.conv_alpha data.train_norm data.lokr_factor""",
+    "diffusion-pipe": """
+        output_dir dataset epochs micro_batch_size_per_gpu pipeline_stages gradient_accumulation_steps gradient_clipping
+        warmup_steps eval_every_n_epochs eval_before_first_step eval_micro_batch_size_per_gpu
+        eval_gradient_accumulation_steps save_every_n_epochs checkpoint_every_n_minutes activation_checkpointing
+        partition_method save_dtype caching_batch_size steps_per_print video_clip_mode model.type model.transformer_path
+        model.vae_path model.llm_path model.clip_path model.dtype model.transformer_dtype model.timestep_sample_method
+        adapter.type adapter.rank adapter.dtype optimizer.type optimizer.lr optimizer.betas optimizer.weight_decay
+        optimizer.eps monitoring.enable_wandb monitoring.wandb_api_key monitoring.wandb_tracker_name
+        monitoring.wandb_run_name resolutions enable_ar_bucket min_ar max_ar num_ar_buckets frame_buckets
+        directory.0.path directory.0.num_repeats""",
+}
+"""Keys of files that the tools come with (examples, presets), lists by their first entry: Qwen-Image, Z-Image; Krea 2
+and Chroma; Krea 2 and FLUX.2 Klein; a LoKr of SDXL and FLUX.1; a LoKr; HunyuanVideo."""
+
+
+@pytest.mark.parametrize("tool", RELEASED)
+def test_every_key_of_the_tools_own_examples_is_known(tool: str) -> None:
+    table = importing.TOOLS[tool]
+    unknown = []
+    for key in RELEASED[tool].split():
+        key = table.aliases.get(key, key)
+        if not any(table.rule(prefix + key) for prefix in ("", table.prefix, "data.")):
+            unknown.append(key)
+    assert not unknown
+
+
 @pytest.mark.parametrize("name", [name for name in TOOLS if not name.endswith(".sh")])
 def test_a_key_that_no_table_has_is_told(here: Path, name: str) -> None:
     """In every table of every example. Tables that are nobody's business as a whole hold no surprise."""

@@ -1,9 +1,11 @@
 """DoRA, LoKr and LoHa in runs, tools and imports: resume, processes, ema, merge, inspect, convert, other programs."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -220,6 +222,98 @@ def test_ai_toolkits_lokr_is_ours(tmp_path):
     made = importing.import_file(tmp_path / "a.yaml")
     found = config.loads(importing.to_toml(made)).adapter
     assert (found.type, found.rank, found.factor) == ("lokr", 1024, 4)
+
+
+ONETRAINER = {  # TrainConfig's defaults of version 12, as it writes them into every file
+    "__version": 12, "training_method": "LORA", "model_type": "STABLE_DIFFUSION_XL_10_BASE", "base_model_name": "x",
+    "lora_rank": 16, "lora_alpha": 1.0, "lora_decompose": False, "lora_decompose_norm_epsilon": True,
+    "lora_decompose_output_axis": False, "lokr_dim": 16, "lokr_decompose_both": False, "lokr_decompose_factor": -1,
+    "lokr_use_tucker": False, "lokr_weight_decompose": False, "lokr_dora_on_output": True, "lokr_full_matrix": False,
+    "lokr_vec_trick": True,
+}  # fmt: skip
+AI_TOOLKIT = """job: extension
+config:
+  name: x
+  process:
+    - type: sd_trainer
+      datasets: [{folder_path: p}]
+      train: {steps: 10, lr: 1e-4}
+      model: {name_or_path: black-forest-labs/FLUX.1-dev, arch: flux}
+      network:
+"""
+SIMPLETUNER = {"model_family": "flux", "model_type": "lora", "lora_type": "lycoris", "max_train_steps": 10}
+SIMPLETUNER |= {"lycoris_config": "config/lycoris_config.json", "validation_lycoris_strength": 1.0}
+LYCORIS = {  # documentation/LYCORIS.md
+    "algo": "lokr", "multiplier": 1.0, "linear_dim": 10000, "linear_alpha": 1, "factor": 10,
+    "apply_preset": {"target_module": ["Attention", "FeedForward"],
+                     "module_algo_map": {"Attention": {"factor": 10}, "FeedForward": {"factor": 4}}},
+}  # fmt: skip
+DIFFUSION_PIPE = "output_dir = '/d'\ndataset = 'd.toml'\nepochs = 10\n[model]\ntype = 'flux'\n"
+DIFFUSION_PIPE += "diffusers_path = '/f'\n[adapter]\ndtype = 'bfloat16'\n"
+OTHERS = [  # name of the file, its content, another file beside it, ours, words of the report
+    ("a.json", ONETRAINER | {"peft_type": "LOKR"}, None, {"type": "lokr", "rank": 16, "alpha": 1.0, "factor": 0}, ()),
+    (
+        "a.json",
+        ONETRAINER | {"peft_type": "LOKR", "lokr_full_matrix": True, "lokr_decompose_factor": 8, "lora_rank": 4},
+        None,
+        {"type": "lokr", "rank": 1024, "factor": 8, "decompose_both": False},
+        ("lora_rank", "lokr_dim counts"),
+    ),
+    (
+        "a.json",
+        ONETRAINER | {"peft_type": "LOKR", "lokr_weight_decompose": True, "lokr_decompose_both": True},
+        None,
+        {"type": "lokr", "decompose_both": True},
+        ("lokr_weight_decompose", "LoKr has no such form here"),
+    ),
+    ("a.json", ONETRAINER | {"peft_type": "LOHA"}, None, {"type": "loha", "rank": 16, "alpha": 1.0}, ()),
+    (
+        "a.json",
+        ONETRAINER | {"peft_type": "LORA", "lora_decompose": True},
+        None,
+        {"type": "dora", "rank": 16, "alpha": 1.0},
+        (),
+    ),
+    # Its README.
+    ("a.yaml", '        type: "lokr"\n        lokr_full_rank: true\n        lokr_factor: 8\n', None,
+     {"type": "lokr", "rank": 1024, "factor": 8}, ()),
+    ("a.yaml", '        type: "lokr"\n        linear: 32\n        linear_alpha: 16\n        lokr_factor: -1\n', None,
+     {"type": "lokr", "rank": 32, "alpha": 16.0, "factor": 0}, ()),
+    # What its page writes for a LoRA, too.
+    ("a.yaml", '        type: "lora"\n        linear: 32\n        linear_alpha: 32\n        lokr_full_rank: true\n'
+     "        lokr_factor: -1\n", None, {"type": "lora", "rank": 32, "alpha": 32.0}, ("belongs to LoKr",)),
+    ("config.json", SIMPLETUNER, LYCORIS, {"type": "lokr", "rank": 1024, "alpha": 1.0, "factor": 10},
+     ("apply_preset is not read", "one factor")),
+    ("config.json", SIMPLETUNER, {"bypass_mode": True, "algo": "lokr", "multiplier": 1.0, "full_matrix": True,
+     "linear_dim": 10000, "linear_alpha": 1, "factor": 4}, {"type": "lokr", "rank": 1024, "factor": 4},
+     ("bypass_mode",)),
+    ("config.json", SIMPLETUNER, {"algo": "loha", "multiplier": 1.0, "linear_dim": 32, "linear_alpha": 16},
+     {"type": "loha", "rank": 32, "alpha": 16.0}, ()),
+    ("config.json", SIMPLETUNER, {"algo": "locon", "dora_wd": True, "linear_dim": 32, "linear_alpha": 16},
+     {"type": "dora", "rank": 32, "alpha": 16.0}, ()),
+    ("config.json", SIMPLETUNER | {"lora_type": "standard", "use_dora": True, "lora_rank": 16}, None,
+     {"type": "dora", "rank": 16, "alpha": 16.0}, ()),
+    # examples/main_example.toml: a rank that TOML reads as a float
+    ("a.toml", "type = 'lokr'\nrank = 1e6\ndecompose_factor = 4\n", None,
+     {"type": "lokr", "rank": 1024, "factor": 4}, ()),
+    ("a.toml", "type = 'lora'\nrank = 32\n", None, {"type": "lora", "rank": 32, "alpha": 32.0}, ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "beside", "expected", "words"), OTHERS)
+def test_the_others_kinds_are_ours(tmp_path, name, content, beside, expected, words):
+    """Values of their documentation and of what their pages write."""
+    text = json.dumps(content) if isinstance(content, dict) else content
+    text = {"a.yaml": AI_TOOLKIT, "a.toml": DIFFUSION_PIPE}.get(name, "") + text
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    if beside:
+        (tmp_path / "config").mkdir()
+        (tmp_path / "config" / "lycoris_config.json").write_text(json.dumps(beside), encoding="utf-8")
+    made = importing.import_file(tmp_path / name)
+    found = config.Adapter(**tomllib.loads(importing.to_toml(made))["adapter"])
+    assert {key: getattr(found, key) for key in expected} == expected
+    said = "\n".join(importing.report(made))
+    assert all(word in said for word in words), said
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -134,10 +134,17 @@ def test_a_right_file_passes(trained, name, layout):
     assert without > 0.02 and report.measured["effect"] == pytest.approx(without, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in families.available() if name not in NAMES])
+REST = {
+    name: [layout for layout in families.get(name).layouts if name not in NAMES or layout not in LAYOUTS]
+    for name in families.available()
+}
+
+
+@pytest.mark.parametrize("name", [name for name in REST if REST[name]])
 def test_every_layout_of_every_family_is_exact_in_float32(trained, name, tmp_path):
+    """With `test_a_right_file_passes` every family in every layout."""
     it = trained(name)
-    for file in files_of(it, tmp_path, formats=list(it.family.layouts)):
+    for file in files_of(it, tmp_path, formats=REST[name]):
         report = verify.check(file, it.family, state=it.state, scaling=it.scaling, probe=it.probe)
         assert report.ok, report.lines()
         assert report.measured["delta_error"] < 1e-6 and report.measured["prediction_error"] < 1e-5

@@ -32,6 +32,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,8 +184,8 @@ class Cache:
 
     Args:
         root: the cache folder; made when the first entry is written.
-        family: encode_images, encode_prompts, overlong and encoder_identity are used; the encoders must be loaded only
-            for a `fill` that finds something missing.
+        family: encode_images, encode_prompts, overlong and encoder_identity are used; a `fill` that finds something
+            missing loads the VAE, and then the text encoders, and frees them.
         section: `[dataset]`: background, flip and control_resolution are read.
         dtype: floating-point tensors are held in it.
         ram_bytes: entries stay in memory up to this many bytes, the least recently used leaving first.
@@ -299,7 +300,7 @@ class Cache:
         Args:
             placed: the examples in their places.
             captions: texts, as from `dataset_captions`, and any others wanted (previews).
-            log: called with (done, total) after every entry.
+            log: called with (done, total) after every entry, and whenever a text encoder is asked about a caption.
 
         Raises:
             RunFailure: an encoder gave values that are not finite, or a file changed since the scan; named in the
@@ -308,6 +309,8 @@ class Cache:
         self._remove_leftovers()
         missing = self.missing(placed, captions)
         total, done, written = len(missing.images) + len(missing.controls) + len(missing.captions), 0, 0
+        if missing.images or missing.controls:
+            self.family.load_vae()
         for one, flipped in missing.images:
             written += self._store("latents", self.image_key(one, flipped), self._encode_image(one, flipped))
             done += 1
@@ -318,11 +321,21 @@ class Cache:
             done += 1
             if log:
                 log(done, total)
-        for caption in missing.captions:
-            written += self._store("conds", self.caption_key(caption), self._encode_caption(caption))
-            done += 1
-            if log:
+        if missing.images or missing.controls:
+            self.family.free_encoders()  # what encoding a picture takes is gone before the text encoders come
+
+        def ask(caption: str) -> dict[str, Tensor]:
+            if log:  # before it is done, too: a caption is asked about once for each text encoder
                 log(done, total)
+            return self._encode_caption(caption)
+
+        if missing.captions:
+            for number, cond in self.family.in_turn([partial(ask, caption) for caption in missing.captions]):
+                written += self._store("conds", self.caption_key(missing.captions[number]), cond)
+                done += 1
+                if log:
+                    log(done, total)
+            self.family.free_encoders()
         # Asked each time, as tokenizers answer in no time: a second run says it again, though all is in the cache.
         texts = list(dict.fromkeys(captions))
         truncated = tuple(self.family.overlong(texts))

@@ -4,7 +4,8 @@ A family states facts (class attributes) and four things only it can know: how p
 denoiser is called, what its pipeline wants to be called with, and a random miniature of itself for the tests.
 Everything else is a default here:
 
-Two-phase loading. `load_encoders` ... `free_encoders` fill the cache; only then come `empty_denoiser` (built on the
+Two-phase loading. The cache is filled with the VAE, and then with one text encoder after another (`in_turn`), which
+have all left before the denoiser comes. `load_encoders` has them all at once. `empty_denoiser` (built on the
 meta device, no memory) and `denoiser_tensors`, which yields one tensor at a time, so that the whole model never exists
 in high precision. A family object is cheap: `__init__` finds and checks the files, and loads none of them.
 
@@ -34,7 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,7 +58,7 @@ from lora_fp8.layouts import text_layer
 from lora_fp8.objectives import Objective
 from lora_fp8.precision import Format, Quantized, Weight, name_matches, quantize_
 
-from . import UNKNOWN, _files, available, describe, get
+from . import UNKNOWN, _files, _in_turn, available, describe, get
 from ._files import Header, checkpoint_prefix, native_header
 from ._weights import ADVICE, WeightFile
 
@@ -590,25 +591,28 @@ class ModelFamily(ABC):
             self._tokenizers[name] = cls.from_pretrained(self.folder / name, local_files_only=True)
         return self._tokenizers[name]
 
-    def encoders_bytes(self) -> int:
-        """What VAE and text encoders take while everything is encoded, by the headers of their files."""
+    def vae_bytes(self) -> int:
+        """What the VAE takes, by its file's header."""
         prefix = self._vae_prefix()
         if prefix:
             vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
         else:
             (path, *_) = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model")
             vae = _files.read_header(path)
-        encoders = [name for name in self.text_parts if not self._is_tokenizer(name)]
-        total = sum(map(math.prod, vae.values())) * torch.float32.itemsize
-        for name in encoders:
+        return sum(map(math.prod, vae.values())) * torch.float32.itemsize
+
+    def text_bytes(self) -> dict[str, int]:
+        """What each text encoder takes while captions are encoded, by the headers of their files."""
+        found = {}
+        for name in self._text_encoders():
             if self._has_text(name):
                 headers = [{k: v for k, v in self._header.items() if k.startswith(self.checkpoint_text[name])}]
             else:
                 headers = list(
                     map(_files.read_header, _files.weight_files(self.folder / name, self._text_class(name)[1]))
                 )
-            total += sum(self._text_bytes(key, shape) for header in headers for key, shape in header.items())
-        return total
+            found[name] = sum(self._text_bytes(key, shape) for header in headers for key, shape in header.items())
+        return found
 
     def _text_bytes(self, key: str, shape: tuple[int, ...]) -> int:
         """A tensor of a text encoder, as it is held."""
@@ -619,12 +623,30 @@ class ModelFamily(ABC):
         forms = [Format(self.text_storage, scale) for scale in config.SCALES[self.text_storage]]
         return next(form for form in forms if not form.problem(shape)).num_bytes(shape)
 
+    def in_turn(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
+        """(number, what it returns) of each of these functions, which call `encode_prompts`, with one text encoder in
+        memory at a time. They are called several times: see `_in_turn`. Needs nothing loaded."""
+        encoders = self._text_encoders()
+        turns = _in_turn.Turns(
+            encoders,
+            partial(self._load_text_part, storage=self.text_storage),
+            _give_back_memory,
+            self.device,
+            self.dtype,
+        )
+        tokenizers = {name: self.tokenizer(name) for name in self.text_parts if self._is_tokenizer(name)}
+        if len(encoders) > 1:
+            self._text_pipeline = self._assemble(**tokenizers, **turns.standins)
+            yield from turns.ask(asks)
+        else:  # as it is, whatever the pipeline does with it
+            (name,) = encoders
+            self._text_pipeline = self._assemble(**tokenizers, **{name: turns.load(name)})
+            yield from enumerate(ask() for ask in asks)
+
     def free_encoders(self) -> None:
         """Drop VAE and text encoders and give their memory back."""
         self.vae = self._text_pipeline = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        _give_back_memory()
 
     @property
     def text_pipeline(self) -> diffusers.DiffusionPipeline:
@@ -867,6 +889,9 @@ class ModelFamily(ABC):
     def _is_tokenizer(self, name: str) -> bool:
         return "tokenizer" in name
 
+    def _text_encoders(self) -> list[str]:
+        return [name for name in self.text_parts if not self._is_tokenizer(name)]
+
     def _text_class(self, name: str) -> tuple[Any, str]:
         """The class of a text part, and what its weights are called: some are networks of diffusers."""
         wanted = self.text_parts[name]
@@ -947,6 +972,12 @@ class ModelFamily(ABC):
         return create_diffusers_clip_model_from_ldm(
             cls, tensors, subfolder=name, config=str(self.folder), torch_dtype=self.dtype
         )
+
+
+def _give_back_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _encoding_as_given(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

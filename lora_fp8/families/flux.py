@@ -188,7 +188,8 @@ class Family(ModelFamily):
 
     def denoiser_config(self) -> dict[str, Any]:
         found = ModelFamily.denoiser_config(self)
-        if self.checkpoint:  # dev and schnell differ in this only, and the file knows which it is
+        # dev and schnell differ in this only, and the file knows which it is: the parts beside it may be the other's
+        if self.checkpoint:
             found["guidance_embeds"] = any("guidance_in.in_layer.weight" in key for key in self._header)
         return found
 

@@ -16,12 +16,10 @@ from diffusers import FluxKontextPipeline
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from torch import Tensor, nn
 
-from lora_fp8 import config
 from lora_fp8.objectives import FlowMatching
 
 from . import _files, _miniature, flux
-from ._files import Header
-from .base import Cond, Conversion, ModelFamily, control_latents, control_pictures
+from .base import Cond, ModelFamily, control_latents, control_pictures
 
 
 class Family(ModelFamily):
@@ -59,26 +57,17 @@ class Family(ModelFamily):
     native_layers = flux.Family.native_layers
     reference_config = flux.Family.reference_config
 
-    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        with torch.no_grad():
-            embeds_BLD, pooled_BD, _ = self.text_pipeline.encode_prompt(
-                prompts, device=self.device, max_sequence_length=self.max_sequence_length
-            )
-        pairs = zip(embeds_BLD.to(self.dtype), pooled_BD.to(self.dtype), strict=True)
-        return [{"prompt_embeds": e_LD.clone(), "pooled_prompt_embeds": p_D.clone()} for e_LD, p_D in pairs]
-
-    def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
-        pooled_BD = pipeline._get_clip_prompt_embeds(prompts, device=self.device)
-        return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
-
-    def token_limit(self, name: str) -> int:
-        limit = self.tokenizer(name).model_max_length
-        return min(512, limit) if name == "tokenizer_2" else limit
-
-    @property
-    def max_sequence_length(self) -> int:
-        """T5 tokens that a prompt is padded or cut to; what the pipeline calls so."""
-        return self.token_limit("tokenizer_2")
+    # One network: all but the control picture is FLUX.1's.
+    encode_prompts = flux.Family.encode_prompts
+    encode_with = flux.Family.encode_with
+    token_limit = flux.Family.token_limit
+    max_sequence_length = flux.Family.max_sequence_length
+    pack = flux.Family.pack
+    unpack = flux.Family.unpack
+    seq_len = flux.Family.seq_len
+    unused_settings = flux.Family.unused_settings
+    denoiser_config = flux.Family.denoiser_config
+    convert_checkpoint = flux.Family.convert_checkpoint
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         # As the pipeline: sides without what is over a whole token, and the nearest by the difference of the ratios.
@@ -120,31 +109,14 @@ class Family(ModelFamily):
         )[0]
         return self.unpack(pred_BSD[:, : tokens[0].shape[1]], (height, width))
 
-    def pack(self, latents_BCHW: Tensor) -> Tensor:
-        return FluxKontextPipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
-
-    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        # The helper takes pixels; with a scale factor of 1 they are latents.
-        return FluxKontextPipeline._unpack_latents(packed, *latent_hw, vae_scale_factor=1)
-
-    def seq_len(self, latent_hw: tuple[int, int]) -> int:
-        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
-
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        # A negative prompt would need true_cfg_scale > 1, twice the time, on a model distilled to do without.
-        inputs = {key: cond[key][None] for key in ("prompt_embeds", "pooled_prompt_embeds")}
-        inputs = {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
+        inputs = flux.Family.pipeline_inputs(self, cond, negative)
         pictures = control_pictures(cond)
         return inputs | {"image": pictures[0]} if pictures else inputs
 
     def size_inputs(self, width: int, height: int) -> dict[str, Any]:
         # It draws in 1024 x 1024 pixels, whatever it is asked for, unless it is told another area.
         return {"width": width, "height": height, "max_area": width * height}
-
-    def unused_settings(self, section: config.Objective) -> list[str]:
-        if section.guidance != 1.0 and not self.denoiser_config().get("guidance_embeds", False):
-            return [f"objective.guidance = {section.guidance} has no effect: this model has no guidance embedding"]
-        return []
 
     def caveats(self) -> list[str]:
         if not self.checkpoint or self.file_is_called("kontext"):
@@ -153,15 +125,6 @@ class Family(ModelFamily):
             f"{self.checkpoint.name} does not have Kontext in its name, and nothing in the file tells it from FLUX.1: "
             "is it the model that edits pictures?"
         ]
-
-    def denoiser_config(self) -> dict[str, Any]:
-        found = ModelFamily.denoiser_config(self)
-        if self.checkpoint:  # the parts beside it may be schnell's
-            found["guidance_embeds"] = any("guidance_in.in_layer.weight" in key for key in self._header)
-        return found
-
-    def convert_checkpoint(self, header: Header) -> Conversion:
-        return flux.bfl_conversion(header)
 
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:

@@ -195,7 +195,7 @@ SHORT: dict[str, Rule] = {
     "model.layer_offloading_text_encoder_percent": idle("belongs to layer_offloading"),
     "model.compile": JOINT,
     "model.use_flux_cfg": none("guidance is shown as one number"),
-    "model.model_kwargs.**": none(words.NOT_HERE),
+    **dict.fromkeys(("model.model_kwargs", "model.model_kwargs.**"), none(words.NOT_HERE)),
     "sample.sampler": none(words.NO_SAMPLER, "flowmatch", "ddpm"),
     "sample.sample_every": JOINT,
     "sample.sample_start_step": idle(),

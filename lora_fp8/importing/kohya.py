@@ -308,7 +308,8 @@ PAGE_RULES: dict[str, Rule] = {
         JOINT,
     ),
     **dict.fromkeys(
-        ("block_alphas", "block_dims", "conv_block_alphas", "conv_block_dims", "block_lr_zero_threshold")
+        ("block_alphas", "block_dims", "conv_block_alphas", "conv_block_dims", "conv_alphas", "conv_dims")
+        + ("block_lr_zero_threshold",)
         + ("down_lr_weight", "mid_lr_weight", "up_lr_weight", "train_single_block_indices")
         + ("train_double_block_indices", "img_attn_dim", "img_mlp_dim", "img_mod_dim", "single_dim", "txt_attn_dim")
         + ("txt_mlp_dim", "txt_mod_dim", "single_mod_dim", "in_dims", "split_qkv", "train_t5xxl"),

@@ -155,6 +155,7 @@ RULES: dict[str, Rule] = {
     "validation_negative_prompt": JOINT,
     "validation_guidance": JOINT,
     "validation_guidance_real": none("one guidance for previews: preview.guidance", 1, 1.0),
+    "validation_adapter_strength": none("previews are drawn at a strength of 1", 1.0),
     "validation_guidance_rescale": none("guidance is not rescaled here"),
     "validation_num_inference_steps": JOINT,
     "validation_resolution": JOINT,
@@ -390,7 +391,8 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     draft.mapped(keys, made)
     known = {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
     if rest := sorted(inner.keys() - known):
-        draft.notes.append(f"lycoris_config: {', '.join(rest)} is not read; adapter.targets names the layers")
+        told = "adapter.targets names the layers, which all have one factor and one rank"
+        draft.notes.append(f"lycoris_config: {', '.join(rest)} is not read; {told}")
     draft.none(["use_dora", "lora_rank", "lora_alpha"], "lycoris_config counts", off=True)
 
 
@@ -401,6 +403,8 @@ def _set_adapter(draft: Draft) -> None:
         found = draft.refer("lycoris_config", inner) if inner else None
         kind = words.plain(found.get("algo")) if isinstance(found, dict) else "lycoris"
         kind = {"locon": "lora"}.get(kind, kind)
+        if kind == "lora" and isinstance(found, dict) and words.on(found.pop("dora_wd", None)):
+            kind = "dora"
     elif words.on(draft.get("use_dora")):
         kind = "dora"
     own = {words.plain(name): name for name in words.accepted("adapter.type")}
