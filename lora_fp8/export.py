@@ -57,6 +57,7 @@ SAFETENSORS_DTYPES = {
 KEPT_WIDE = (".alpha", ".lora_magnitude_vector")
 """Float32 in every file: alpha is a setting; DoRA's lengths scale whole rows of the base, which bf16 moves by 0.4 %."""
 MAX_TAGS = 200  # per folder in ss_tag_frequency: clients show two dozen, and headers must stay small
+MAX_TAG_BYTES = 256 << 10  # of all folders: whole sentences are tags too, and SDXL's layers take 0.5 MB of the header
 MAX_HEADER = 1 << 20  # bytes; hosts give up on large headers, ours are far below
 LEGACY_WINDOW = (0x100000, 0x10000)  # offset and size of the bytes that A1111's old hash looks at
 
@@ -435,7 +436,7 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
         "ss_dataset_dirs": _json(
             {name: {"n_repeats": f.repeats, "img_count": f.num_images} for name, f in folders.items()}
         ),
-        "ss_tag_frequency": _json({name: _frequent(folder.tags) for name, folder in folders.items()}),
+        "ss_tag_frequency": _tag_frequency(folders),
         "ss_bucket_info": _json(
             {
                 "buckets": {
@@ -480,8 +481,19 @@ def _folder_names(folders: tuple[FolderFacts, ...]) -> dict[str, FolderFacts]:
     return named
 
 
-def _frequent(tags: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(tags.items(), key=lambda item: (-item[1], item[0]))[:MAX_TAGS])
+def _tag_frequency(folders: Mapping[str, FolderFacts]) -> str:
+    """As many of each folder's tags as fit, the frequent ones first; "" where not one of each does."""
+    most = MAX_TAGS
+    while most:
+        text = _json({name: _frequent(folder.tags, most) for name, folder in folders.items()})
+        if len(text.encode()) <= MAX_TAG_BYTES:
+            return text
+        most //= 2
+    return ""
+
+
+def _frequent(tags: Mapping[str, int], most: int) -> dict[str, int]:
+    return dict(sorted(tags.items(), key=lambda item: (-item[1], item[0]))[:most])
 
 
 def _json(value: Any) -> str:

@@ -68,7 +68,7 @@ def test_full_size_files_are_read_as_diffusers_reads_them(positions, tmp_path):
 def test_an_image_beyond_the_positions_is_one_line_before_anything_is_encoded(job, monkeypatch):
     """diffusers takes other positions then, silently."""
     Family = families.get("aura_flow")
-    monkeypatch.setattr(Family, "load_encoders", lambda self: pytest.fail("too late"))
+    monkeypatch.setattr(Family, "load_vae", lambda self: pytest.fail("too late"))
     mine = job("dataset.resolution=256", family="aura_flow")
     with pytest.raises(UserError, match=r"dataset\.resolution: .* positions for 128 pixels a side, and a bucket is"):
         train.run(mine)

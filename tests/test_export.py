@@ -454,6 +454,23 @@ def test_metadata_says_what_hosts_read(tmp_path):
     assert export.read(diffusers_file)[1]["ss_network_alpha"] == "3.0"
 
 
+def test_a_header_stays_small_whatever_the_captions_are(full_size):
+    """SDXL with convolutions, and sixty folders of long sentences in Chinese, of which the frequent ones are kept."""
+    family, denoiser = families.get("sdxl"), full_size("sdxl")
+    sentence = "一只红色的狐狸坐在木屋前面看着远处的雪山" * 6
+    tags = {f"{number} {sentence}": 1 + number % 7 for number in range(300)}
+    folders = tuple(export.FolderFacts(f"folder {number}", 300, 1, tags) for number in range(60))
+    told = export.metadata(family, config.Export(), facts(folders=folders), "kohya")
+    kept = json.loads(told["ss_tag_frequency"])
+    assert len(kept) == 60 and all(set(found.values()) == {7} for found in kept.values())
+    state = random_state(adapted(denoiser, lambda path: True))
+    tensors = export.to_layout(state, 1.0, family, denoiser.config, "kohya")
+    entries = {
+        name: {"dtype": "BF16", "shape": list(t.shape), "data_offsets": [10**9] * 2} for name, t in tensors.items()
+    }
+    assert len(export._header(entries, told)) < export.MAX_HEADER
+
+
 def test_nothing_private_is_written(tmp_path):
     for path in write(tmp_path):
         raw = path.read_bytes()

@@ -139,7 +139,7 @@ def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
 
 
 def test_guidance_that_ideogram4_cannot_give_is_refused_before_anything_is_encoded(job, monkeypatch):
-    monkeypatch.setattr(families.get("ideogram4"), "load_encoders", lambda self: pytest.fail("too late"))
+    monkeypatch.setattr(families.get("ideogram4"), "load_vae", lambda self: pytest.fail("too late"))
     mine = job("preview.prompts=['a cat']", "preview.guidance=4.0", "export.formats=['diffusers']", family="ideogram4")
     with pytest.raises(families.UserError, match=r"preview.guidance = 4.0: .* accepted: 1.0 or 'auto'"):
         train.run(mine)

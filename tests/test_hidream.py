@@ -51,7 +51,7 @@ def test_training_mode_answers_as_inference_does_and_learns_through_the_experts(
 
 def test_a_bucket_with_too_many_patches_is_refused_before_anything_is_encoded(job, monkeypatch):
     Family = families.get("hidream")
-    monkeypatch.setattr(Family, "load_encoders", lambda self: pytest.fail("too late"))
+    monkeypatch.setattr(Family, "load_vae", lambda self: pytest.fail("too late"))
     mine = job("dataset.resolution=256", "export.formats=['diffusers']", family="hidream")
     with pytest.raises(config.UserError, match=r"dataset\.resolution: .* at most 256 patches .*; lower it to 1024"):
         train.run(mine)

@@ -248,8 +248,8 @@ LYCORIS = {  # documentation/LYCORIS.md
     "apply_preset": {"target_module": ["Attention", "FeedForward"],
                      "module_algo_map": {"Attention": {"factor": 10}, "FeedForward": {"factor": 4}}},
 }  # fmt: skip
-DIFFUSION_PIPE = "output_dir = '/d'\ndataset = 'd.toml'\nepochs = 10\n[model]\ntype = 'flux'\n"
-DIFFUSION_PIPE += "diffusers_path = '/f'\n[adapter]\ndtype = 'bfloat16'\n"
+DIFFUSION_PIPE = "output_dir = '/d'\ndataset = 'd.toml'\nepochs = 10\nmicro_batch_size_per_gpu = 1\n"
+DIFFUSION_PIPE += "pipeline_stages = 1\n[model]\ntype = 'flux'\ndiffusers_path = '/f'\n[adapter]\ndtype = 'bfloat16'\n"
 OTHERS = [  # name of the file, its content, another file beside it, ours, words of the report
     ("a.json", ONETRAINER | {"peft_type": "LOKR"}, None, {"type": "lokr", "rank": 16, "alpha": 1.0, "factor": 0}, ()),
     (
@@ -257,7 +257,7 @@ OTHERS = [  # name of the file, its content, another file beside it, ours, words
         ONETRAINER | {"peft_type": "LOKR", "lokr_full_matrix": True, "lokr_decompose_factor": 8, "lora_rank": 4},
         None,
         {"type": "lokr", "rank": 1024, "factor": 8, "decompose_both": False},
-        ("lora_rank", "lokr_dim counts"),
+        ("lora_rank, lokr_use_tucker",),
     ),
     (
         "a.json",
@@ -281,7 +281,8 @@ OTHERS = [  # name of the file, its content, another file beside it, ours, words
      {"type": "lokr", "rank": 32, "alpha": 16.0, "factor": 0}, ()),
     # What its page writes for a LoRA, too.
     ("a.yaml", '        type: "lora"\n        linear: 32\n        linear_alpha: 32\n        lokr_full_rank: true\n'
-     "        lokr_factor: -1\n", None, {"type": "lora", "rank": 32, "alpha": 32.0}, ("belongs to LoKr",)),
+     "        lokr_factor: -1\n", None, {"type": "lora", "rank": 32, "alpha": 32.0},
+     ("network.lokr_factor, network.lokr_full_rank",)),
     ("config.json", SIMPLETUNER, LYCORIS, {"type": "lokr", "rank": 1024, "alpha": 1.0, "factor": 10},
      ("apply_preset is not read", "one factor")),
     ("config.json", SIMPLETUNER, {"bypass_mode": True, "algo": "lokr", "multiplier": 1.0, "full_matrix": True,
@@ -300,7 +301,9 @@ OTHERS = [  # name of the file, its content, another file beside it, ours, words
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "beside", "expected", "words"), OTHERS)
+@pytest.mark.parametrize(
+    ("name", "content", "beside", "expected", "words"), OTHERS, ids=[f"{i} {row[0]}" for i, row in enumerate(OTHERS)]
+)
 def test_the_others_kinds_are_ours(tmp_path, name, content, beside, expected, words):
     """Values of their documentation and of what their pages write."""
     text = json.dumps(content) if isinstance(content, dict) else content

@@ -525,6 +525,9 @@ def test_every_family_trains_to_verified_files(job, family):
     mine = job("export.verify=true", previews, "train.batch_size=2", f"export.formats={formats}", *sizes, family=family)
     result = run(mine)
     assert [report.ok for report in result.reports] == [True] * len(formats) and len(result.files) == len(formats)
+    # In bf16 on the base that training saw, and whatever rounding would excuse.
+    measured = [(report.measured["prediction_error"], report.measured["delta_error"]) for report in result.reports]
+    assert all(prediction < 1e-2 and delta < 1e-3 for prediction, delta in measured), measured
     proof = json.loads((folder_of(mine) / "verify.json").read_text(encoding="utf-8"))
     assert proof.keys() == {path.name for path in result.files}
     merged = [check["detail"] for check in proof[result.files[0].name]["checks"] if check["name"].startswith("merged")]

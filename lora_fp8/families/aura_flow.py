@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -161,11 +160,6 @@ class Family(ModelFamily):
         conversion = ModelFamily.convert_checkpoint(self, header)
         name = "norm_out.linear.weight"
         return conversion | {name: (conversion[name][0], _halves_swapped)}
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> AuraFlowPipeline:

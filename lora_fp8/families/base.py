@@ -287,9 +287,17 @@ class ModelFamily(ABC):
         """
 
     @classmethod
-    @abstractmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:
         """Save a complete random miniature in the diffusers layout; sides of linears are multiples of 16."""
+        from . import _miniature  # which takes its quiet from here
+
+        with _miniature.seeded(seed):
+            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
+
+    @classmethod
+    def _tiny_pipeline(cls) -> diffusers.DiffusionPipeline:
+        """What `tiny` saves, made of random numbers that the caller has seeded."""
+        raise NotImplementedError(f"{cls.name} has no miniature")
 
     @classmethod
     def pipeline_type(cls) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -201,11 +200,6 @@ class Family(ModelFamily):
         lost = denoiser.time_text_embed
         denoiser.time_text_embed = type(lost)(lost.time_proj.num_channels, len(lost.mod_proj))
         return denoiser
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> ChromaPipeline:

@@ -10,7 +10,6 @@ drawn (`pe`) is not loaded: captions say what they say.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from transformers import Mistral3Model
 
 from lora_fp8.objectives import FlowMatching
 
-from . import _flux2, _miniature, _mistral
+from . import _flux2, _mistral
 from .base import Cond, ModelFamily, padded
 
 EPS = 1e-5
@@ -119,11 +118,6 @@ class Family(ModelFamily):
         return bool(re.search("ernie.?image.?turbo", path)) or (
             not self.checkpoint and "use_lora" in self.denoiser_config()
         )
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> ErnieImagePipeline:

@@ -8,7 +8,6 @@ config).
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -195,11 +194,6 @@ class Family(ModelFamily):
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         return bfl_conversion(header)
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> FluxPipeline:

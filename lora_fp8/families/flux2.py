@@ -12,7 +12,6 @@ place of 1.15 at 1024 x 1024 and 50 steps), to make up for their length, which t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from transformers import Mistral3ForConditionalGeneration
 
 from lora_fp8.objectives import FlowMatching
 
-from . import _flux2, _miniature, _mistral
+from . import _flux2, _mistral
 from ._files import Header
 from .base import Cond, Conversion, ModelFamily
 
@@ -129,11 +128,6 @@ class Family(ModelFamily):
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         return _flux2.with_last_norm(ModelFamily.convert_checkpoint(self, header))
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> Flux2Pipeline:

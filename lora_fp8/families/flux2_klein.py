@@ -10,10 +10,8 @@ say of the prompt as a message in a chat, always 512 tokens long; padding is att
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -21,9 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
-from . import _files, _flux2, _miniature, _qwen
-from ._files import Header
-from .base import Cond, Conversion, ModelFamily
+from . import _files, _flux2, _qwen, flux2
+from .base import Cond, ModelFamily
 
 
 class Family(ModelFamily):
@@ -63,20 +60,15 @@ class Family(ModelFamily):
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
 
-    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        with torch.no_grad():
-            embeds_BLD, _ = self.text_pipeline.encode_prompt(
-                prompts, device=self.device, max_sequence_length=self.max_sequence_length
-            )
-        return [{"prompt_embeds": embeds_LD.clone()} for embeds_LD in embeds_BLD.to(self.dtype)]
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens that a prompt in its template is padded or cut to; what the pipeline calls so."""
-        return self.token_limit("tokenizer")
-
-    def token_limit(self, name: str) -> int:
-        return min(512, self.tokenizer(name).model_max_length)
+    # As dev: the same VAE, the same way to hold latents, and the pipeline's own way to read prompts.
+    encode_prompts = flux2.Family.encode_prompts
+    max_sequence_length = flux2.Family.max_sequence_length
+    token_limit = flux2.Family.token_limit
+    encode_images = flux2.Family.encode_images
+    decode_latents = flux2.Family.decode_latents
+    pack = flux2.Family.pack
+    unpack = flux2.Family.unpack
+    convert_checkpoint = flux2.Family.convert_checkpoint
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         # The end is cut off, and with it first what the template has behind the prompt.
@@ -84,27 +76,11 @@ class Family(ModelFamily):
         text = self.tokenizer("tokenizer").apply_chat_template(message, tokenize=False)
         return text.partition("\0")[0], prompt
 
-    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
-        if self.vae is None:
-            raise RuntimeError("encode_images before load_encoders")
-        return _flux2.encode(self.vae, pixels_BCHW.to(self.device, torch.float32), self.vae.config.batch_norm_eps)
-
-    def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
-        if self.vae is None:
-            raise RuntimeError("decode_latents before load_vae")
-        return _flux2.decode(self.vae, latents_BCHW.to(self.device, torch.float32), self.vae.config.batch_norm_eps)
-
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
     ) -> Tensor:
         embeds_BLD = cond["prompt_embeds"].to(noisy_BCHW.device, self.dtype)
         return _flux2.answer(denoiser, noisy_BCHW.to(self.dtype), t_B, embeds_BLD, None)
-
-    def pack(self, latents_BCHW: Tensor) -> Tensor:
-        return Flux2KleinPipeline._pack_latents(latents_BCHW)
-
-    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        return _flux2.unpack(packed, latent_hw)
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         inputs = {"prompt_embeds": cond["prompt_embeds"][None]}
@@ -162,14 +138,6 @@ class Family(ModelFamily):
     @classmethod
     def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
         return {_flux2.LAST_NORM}
-
-    def convert_checkpoint(self, header: Header) -> Conversion:
-        return _flux2.with_last_norm(ModelFamily.convert_checkpoint(self, header))
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> Flux2KleinPipeline:

@@ -8,7 +8,6 @@ network answers for them is dropped. Without one it draws from the prompt alone,
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from lora_fp8.objectives import FlowMatching
 
-from . import _files, _miniature, flux
+from . import _files, flux
 from .base import Cond, ModelFamily, control_latents, control_pictures
 
 
@@ -127,8 +126,5 @@ class Family(ModelFamily):
         ]
 
     @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            FluxKontextPipeline(**flux.Family._tiny_pipeline().components).save_pretrained(
-                folder, safe_serialization=True
-            )
+    def _tiny_pipeline(cls) -> FluxKontextPipeline:
+        return FluxKontextPipeline(**flux.Family._tiny_pipeline().components)

@@ -19,7 +19,6 @@ What to know before training:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,11 +181,6 @@ class Family(ModelFamily):
                 "bit by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate"
             )
         return found
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> HiDreamImagePipeline:

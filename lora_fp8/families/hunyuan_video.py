@@ -9,7 +9,6 @@ guidance scale as an input, and answers in one pass what classifier-free guidanc
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -233,11 +232,6 @@ class Family(ModelFamily):
             key, _ = found.pop(f"{LAST_MODULATION}.{kind}")
             found[f"norm_out.linear.{kind}"] = (key, _shift_scale_swapped)
         return found
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> HunyuanVideoPipeline:

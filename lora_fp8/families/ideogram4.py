@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
-from . import _files, _flux2, _miniature, _qwen
+from . import _files, _flux2, _qwen
 from ._weights import WeightFile
 from .base import Cond, ModelFamily
 
@@ -242,11 +241,6 @@ class Family(ModelFamily):
         if "uncond" not in (self.checkpoint.name.lower() if self.checkpoint else ""):
             return []
         return [f"{self.checkpoint} is the transformer for guidance by its name; LoRAs belong to the other one"]
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> Ideogram4Pipeline:

@@ -8,7 +8,6 @@ the image at 1, the opposite of the scheduler's, and so does the velocity that t
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
@@ -152,11 +151,6 @@ class Family(ModelFamily):
     def convert_checkpoint(self, header: Header) -> Conversion:
         # The published file has one more norm, which its own code never calls.
         return ModelFamily.convert_checkpoint(self, {k: v for k, v in header.items() if "norm_final." not in k})
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> Lumina2Pipeline:

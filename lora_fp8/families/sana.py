@@ -9,7 +9,6 @@ only. Trained with flow matching and drawn with DPM-Solver++.
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
-from . import _gemma, _miniature
+from . import _gemma
 from ._files import Header, native_header
 from .base import Cond, Conversion, ModelFamily, padded
 
@@ -170,11 +169,6 @@ class Family(ModelFamily):
         # A table that older versions did not compute, and what stood for a caption that was dropped in training.
         beside = ("pos_embed", "y_embedder.y_embedding")
         return ModelFamily.convert_checkpoint(self, {k: v for k, v in header.items() if not k.endswith(beside)})
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> SanaPipeline:

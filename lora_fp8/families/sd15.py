@@ -6,7 +6,6 @@ read from the scheduler's config. SD 2.x shares the pipeline class but not the n
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,11 +93,6 @@ class Family(ModelFamily):
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         return _ldm.unet_conversion(header, {"layers_per_block": 2, **self.denoiser_config()})
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> StableDiffusionPipeline:

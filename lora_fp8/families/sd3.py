@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -219,11 +218,6 @@ class Family(ModelFamily):
             for name in (f"{layer}.weight", f"{layer}.bias"):
                 conversion[name] = (conversion[name][0], _halves_swapped)
         return conversion
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> StableDiffusion3Pipeline:

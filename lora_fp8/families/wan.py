@@ -12,7 +12,6 @@ with half of it could not draw. Wan 2.2 5B has an autoencoder of its own, with 4
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -206,11 +205,6 @@ class Family(ModelFamily):
                 "levels: objective.t_min = 0.875 trains the high-noise expert on these, t_max = 0.875 the low-noise one"
             ]
         return []
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            cls._tiny_pipeline().save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def _tiny_pipeline(cls) -> WanPipeline:
