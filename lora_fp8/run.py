@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -34,6 +35,14 @@ class RunFailure(Exception):
 
 class Stopped(Exception):
     """The run was asked to stop, has saved, and can be resumed: exit code 75 (EX_TEMPFAIL)."""
+
+
+def without_home(text: str) -> str:
+    """The text with `~` for the home folder where a path begins with it."""
+    home = os.path.expanduser("~")
+    if len(Path(home).parts) < 2:  # "/", or nobody knows
+        return text
+    return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=[/\\])", "~", text)
 
 
 def atomic_write(path: Path, data: bytes) -> None:
@@ -152,7 +161,12 @@ class Run:
     # -- what the trainer says
 
     def log_event(self, event: str, **fields: Any) -> None:
-        """Append one line to events.jsonl and refresh status.json (the newest stage, step and state)."""
+        """Append one line to events.jsonl and refresh status.json (the newest stage, step and state).
+
+        In a `text` the home folder is written as `~`: logs are shown to others, and it has their owner's name in it.
+        """
+        if isinstance(fields.get("text"), str):
+            fields["text"] = without_home(fields["text"])
         now = round(time.time(), 3)
         line = {"t": now, "event": event, **fields}
         self._events.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -31,6 +31,16 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def test_events_do_not_tell_whose_home_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/canary")
+    run = Run.create(tmp_path / "r", CONFIG)
+    run.log_event("warning", text="/home/canary/a.png (2): /data/home/canary/b.png, '/home/canary/c', /home/canary2/d")
+    assert list(run.events())[-1]["text"] == "~/a.png (2): /data/home/canary/b.png, '~/c', /home/canary2/d"
+    monkeypatch.setenv("HOME", "/")
+    run.log_event("warning", text="/home/x")
+    assert list(run.events())[-1]["text"] == "/home/x"
+
+
 # -- whole files
 
 
