@@ -183,6 +183,8 @@ def test_wrong_values_are_kept_and_told_each_with_its_setting() -> None:
     assert form.shown(steps, form.values(text)["train.steps"]) == "many"
     assert [problem.key for problem in form.problems(text)] == ["adapter.rank", "dataset.folders", "train.steps"]
     assert form.problems("x = [") and form.problems("x = [")[0].key == ""
+    chosen = ["character", "/a/my preset.toml"]  # what a list of choices holds is no text of several lines
+    assert form.read(form.settings()["preset"], chosen) == chosen
 
 
 def test_rules_of_relevance_name_settings_and_values_that_exist() -> None:

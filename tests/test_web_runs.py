@@ -2,7 +2,11 @@
 
 import html
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -12,7 +16,7 @@ import numpy as np
 import pytest
 
 from lora_fp8 import config
-from lora_fp8.jobs import SENTENCES, JobView, Queue, Sentence
+from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence
 from webui import chart, curves, shows, watch, words
 from webui.context import Place, Ui
 from webui.pages import compare
@@ -278,6 +282,50 @@ def test_buttons_do_what_they_say(ui: Ui, tmp_path: Path) -> None:
         watch.act(ui, "stop", str(ids[0]))
     with pytest.raises(config.UserError, match="no such button"):
         watch.act(ui, "rm", str(ids[1]))
+
+
+TRAINER = """
+import signal, subprocess, sys, time
+from pathlib import Path
+from lora_fp8.run import Run
+run = Run.create(Path(sys.argv[1]), "x = 1")
+run.events_file.touch()
+child = subprocess.Popen(["sleep", "60"])
+signal.signal(signal.SIGTERM, lambda *_: (Path(sys.argv[1], "termed").touch(), sys.argv[2] == "deaf" or sys.exit()))
+print(child.pid, flush=True)
+while True: time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("how", ["willing", "deaf"])
+def test_a_run_of_a_shell_is_ended_and_deleted(ui: Ui, tmp_path: Path, how: str) -> None:
+    """Judged by the processes and the disk."""
+    folder = tmp_path / "work" / "runs" / how
+    with subprocess.Popen([sys.executable, "-c", TRAINER, str(folder), how], stdout=subprocess.PIPE) as trainer:
+        child = int(trainer.stdout.readline())
+        assert watch.find(ui, str(folder)).state == "running"
+        with pytest.raises(config.UserError, match="is training now"):
+            watch.delete(ui, str(folder), how, False)
+        with pytest.raises(config.UserError, match="type the name"):
+            watch.delete(ui, str(folder), "other", False)
+        watch.act(ui, "force", str(folder))
+        deadline = time.monotonic() + 20
+        while not (folder / "termed").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if how == "deaf":
+            assert watch.find(ui, str(folder)).state == "stopping" and trainer.poll() is None
+            watch.act(ui, "kill", str(folder))
+            while Path(f"/proc/{child}/exe").exists() and time.monotonic() < deadline:  # a zombie has none
+                time.sleep(0.02)
+            assert trainer.wait(20) == -signal.SIGKILL and not Path(f"/proc/{child}/exe").exists(), "its children, too"
+        else:
+            assert trainer.wait(20) == 0
+            os.kill(child, signal.SIGKILL)
+    assert watch.find(ui, str(folder)).state in ENDED
+    with pytest.raises(config.UserError, match="nothing is training"):
+        watch.act(ui, "kill", str(folder))
+    watch.delete(ui, str(folder), how, False)
+    assert not folder.exists() and folder.parent.is_dir()
 
 
 def test_a_run_outside_of_the_pages_folders_is_not_looked_at(ui: Ui, tmp_path: Path) -> None:

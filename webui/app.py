@@ -16,6 +16,9 @@ from pathlib import Path
 import gradio as gr
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import api, files, sessions, thrift, words
 from .context import Place, Ui
@@ -125,10 +128,39 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
             max_file_size=MOST_UPLOAD_SIZE,
             theme=gr.themes.Default(primary_hue="indigo", neutral_hue="slate", font=FONTS, font_mono=MONO),
             css_paths=STATIC / "style.css",
-            head=_head(language),
         )
-        sessions.lighten(app.routes[-1].app, pages)  # what was mounted last
+        mounted = app.routes[-1].app  # what was mounted last
+        sessions.lighten(mounted, pages)
+        mounted.user_middleware.append(Middleware(_Begin, html=_head(language).encode()))  # inside of the compression
     return app
+
+
+class _Begin:
+    """Puts HTML right behind <head> of each page of an ASGI app.
+
+    What Gradio is given as `head` its own script adds when it has asked the browser for its language.
+    """
+
+    def __init__(self, app: ASGIApp, html: bytes):
+        self.app, self.html = app, html
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun: list[Message] = []  # the answer's headers, until its length is known
+
+        async def put(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if MutableHeaders(scope=message).get("content-type", "").startswith("text/html"):
+                    begun.append(message)
+                    return
+            elif begun:
+                headers, body = MutableHeaders(scope=begun[0]), message["body"]
+                message["body"] = body.replace(b"<head>", b"<head>" + self.html, 1)
+                if length := headers.get("content-length"):
+                    headers["content-length"] = str(int(length) + len(message["body"]) - len(body))
+                await send(begun.pop())
+            await send(message)
+
+        await self.app(scope, receive, put)
 
 
 def _head(language: str) -> str:

@@ -181,7 +181,7 @@ def read(setting: Setting, held: Any) -> Any:
         return [row for row in (_row(setting, cells) for cells in held or []) if row]
     if setting.kind == "flag":
         return bool(held)
-    if setting.kind == "choices":
+    if setting.kind == "choices" or isinstance(held, list):  # presets are texts that are chosen, not typed
         return list(held or [])
     text = "" if held is None else str(held)
     if setting.kind == "lines":

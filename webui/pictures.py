@@ -1,7 +1,7 @@
 """Folders of pictures as the form needs them: which there are, how many pictures are in them, and taking in new ones.
 
-Uploads go into the page's own folder, byte for byte as they came, after each was decoded by a child process with
-limits. Nothing is ever written into a folder that is the user's own.
+Uploads go into the page's own folder, or into the one that somebody has opened on the Dataset page, byte for byte as
+they came, after each was decoded by a child process with limits. No file that is there is ever written over.
 """
 
 import os
@@ -71,7 +71,7 @@ def folders(roots: Iterable[Path]) -> list[Path]:
 
 
 def take_in(files: list[str], folder: Path) -> tuple[int, list[str]]:
-    """Copy uploaded pictures and captions into a folder of the page's own, each after a look at it.
+    """Copy uploaded pictures and captions into a folder, each after a look at it.
 
     Returns:
         How many pictures are new, and a line for each file that was refused.

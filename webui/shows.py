@@ -18,7 +18,7 @@ BUTTONS = {
     "queued": ("up", "down", "sooner", "later", "cancel"),
     "starting": ("stop", "force"),
     "running": ("stop", "save", "preview", "force"),
-    "stopping": ("force",),
+    "stopping": ("force", "kill"),
     "stopped": ("resume", "rerun", "delete"),
     "cancelled": ("resume", "rerun", "delete"),
     "failed": ("resume", "rerun", "delete"),
@@ -26,9 +26,11 @@ BUTTONS = {
     "done": ("rerun", "delete"),
 }
 """What can be asked of a job in each state; the first of most is what a person most likely wants."""
-OF_JOBS_ONLY = {"up", "down", "sooner", "later", "cancel", "rerun", "delete", "force"}
-"""Of a run that was started in a shell the queue has no config to submit again, nor is it its to delete."""
-DANGEROUS = {"force", "cancel", "delete"}
+OF_JOBS_ONLY = {"up", "down", "sooner", "later", "cancel", "rerun"}
+"""Of a run that was started in a shell the queue has no config to submit again."""
+OF_SHELLS_ONLY = {"kill"}
+"""Of a job the worker sees to it that what ignores SIGTERM is killed."""
+DANGEROUS = {"force", "kill", "cancel", "delete"}
 
 
 def sentence(ui: Ui, told: Sentence) -> str:
@@ -91,7 +93,7 @@ def figures(ui: Ui, view: JobView) -> str:
 def buttons(ui: Ui, view: JobView, without: Sequence[str] = ()) -> str:
     """What can be asked of it now."""
     of_job = isinstance(view.id, int)
-    names = [name for name in BUTTONS.get(view.state, ()) if of_job or name not in OF_JOBS_ONLY]
+    names = [name for name in BUTTONS.get(view.state, ()) if name not in (OF_SHELLS_ONLY if of_job else OF_JOBS_ONLY)]
     if view.state == "running" and view.stage != "train":
         names = [name for name in names if name not in ("save", "preview")]
     names = [name for name in names if name not in without]

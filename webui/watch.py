@@ -114,7 +114,10 @@ def act(ui: Ui, do: str, text: str) -> str:
     watching = watch(ui.place)
     queue, view = watching.queue, find(ui, text)
     try:
-        if do in ("stop", "cancel", "force"):
+        if do in ("force", "kill") and isinstance(view.id, str):
+            queue.end_shell(folder_of(ui, view), hard=do == "kill")
+            do = "kill" if do == "kill" else "term"
+        elif do in ("stop", "cancel", "force"):
             queue.stop(view.id) if do == "stop" else queue.cancel(view.id)
         elif do in ("save", "preview"):
             Run.open(folder_of(ui, view)).request(do)
@@ -137,8 +140,14 @@ def act(ui: Ui, do: str, text: str) -> str:
     return ui.say(f"runs.told.{do}", name=view.name)
 
 
+def question(ui: Ui, do: str, text: str) -> str:
+    """What to ask before a job or run is ended by `act`. Raises UserError: there is none such."""
+    shell = isinstance(find(ui, text).id, str)
+    return ui.say("run.ask_kill" if do == "kill" else "run.ask_term" if shell else "run.ask_force")
+
+
 def delete(ui: Ui, text: str, typed: str, with_run: bool) -> str:
-    """Forget a job whose name was typed, and delete its run folder if asked to. -> a sentence
+    """Forget a job whose name was typed, and delete its run folder if asked to, or if it is all there is. -> a sentence
 
     Raises:
         UserError: the name is another, or the job lives.
@@ -147,9 +156,10 @@ def delete(ui: Ui, text: str, typed: str, with_run: bool) -> str:
     view = find(ui, text)
     if typed.strip() != view.name:
         raise UserError(f"type the name, {view.name}, to delete it; nothing was deleted")
-    if with_run and view.folder is not None:
+    if (with_run or isinstance(view.id, str)) and view.folder is not None:
         folder_of(ui, view)  # what lies outside of the page's folders it does not delete
-    watching.queue.delete(_number(view), with_run)
+    with_run = with_run or isinstance(view.id, str)
+    watching.queue.delete(view.id, with_run)
     watching.views.forget()
     return ui.say("runs.told.delete_all" if with_run else "runs.told.delete", name=view.name)
 

@@ -46,6 +46,7 @@ MAX_CAPTION = 65536
 """Characters; what is longer is no caption but a mistake."""
 MAX_PATTERN = 300
 REGEX_SECONDS = 10
+TOLD_EVERY = 50
 
 
 def split_tags(caption: str, separator: str = ",") -> list[str]:
@@ -570,10 +571,13 @@ class Entry:
     done: bool
 
 
-def apply(folder: Path, edit: Edit, group: str = "") -> Entry:
+def apply(folder: Path, edit: Edit, group: str = "", told: Callable[[int, int], object] | None = None) -> Entry:
     """Write what a preview has shown: every caption of it, or none.
 
     Edits of one group that follow each other are undone and done again together, as are those of a captioning.
+
+    Args:
+        told: is told now and then how many captions of how many are written.
 
     Raises:
         UserError: a caption has changed since the preview, or cannot be written; nothing has been changed.
@@ -588,25 +592,25 @@ def apply(folder: Path, edit: Edit, group: str = "") -> Entry:
         record |= {"group": group, "names": [change.file for change in edit.changes]} if group else {}
         journal.append({**record, "changes": _packed(edit.changes)})
         try:
-            _write_all(folder, edit.changes, "before", "after")
+            _write_all(folder, edit.changes, "before", "after", told)
         except UserError:
             journal.append({"undo": number})
             raise
         return Entry(number, record["t"], edit.title, len(edit.changes), True)
 
 
-def undo(folder: Path) -> Entry:
-    """Bring back the captions as they were before the last edit.
+def undo(folder: Path, told: Callable[[int, int], object] | None = None) -> Entry:
+    """Bring back the captions as they were before the last edit. `told` as of `apply`.
 
     Raises:
         UserError: nothing to undo; or captions have changed since, which are named, and nothing is written.
     """
-    return _step(folder, "undo")
+    return _step(folder, "undo", told)
 
 
-def redo(folder: Path) -> Entry:
-    """Do the edit again that was undone last. Raises UserError as `undo`."""
-    return _step(folder, "redo")
+def redo(folder: Path, told: Callable[[int, int], object] | None = None) -> Entry:
+    """Do the edit again that was undone last. `told` as of `apply`. Raises UserError as `undo`."""
+    return _step(folder, "redo", told)
 
 
 def history(folder: Path) -> list[Entry]:
@@ -626,7 +630,7 @@ def standing(folder: Path, group: str) -> set[str]:
     return {file for file, after in last.items() if _read(_target(folder, file)) == after}
 
 
-def _step(folder: Path, what: str) -> Entry:
+def _step(folder: Path, what: str, told: Callable[[int, int], object] | None) -> Entry:
     with _locked(folder):
         journal = _Journal.read(folder)
         stack = journal.done if what == "undo" else journal.undone
@@ -637,7 +641,7 @@ def _step(folder: Path, what: str) -> Entry:
         here, there = ("after", "before") if what == "undo" else ("before", "after")
         title = journal.records[numbers[0]].get("title", "")
         _unchanged(folder, changes, here, f"since edit {numbers[0]} ({title})", or_else=there)
-        _write_all(folder, changes, here, there)
+        _write_all(folder, changes, here, there, told)
         for number in numbers:
             journal.append({what: number})
         return journal.entry(numbers, what == "redo")
@@ -658,13 +662,17 @@ def _unchanged(folder: Path, changes: list[Change], side: str, since: str, or_el
         raise config.UserErrors(problems, str(folder))
 
 
-def _write_all(folder: Path, changes: list[Change], here: str, there: str) -> None:
+def _write_all(
+    folder: Path, changes: list[Change], here: str, there: str, told: Callable[[int, int], object] | None
+) -> None:
     """Bring all files to one side; where one fails, those written go back."""
     written: list[Change] = []
     try:
         for change in changes:
             _put(_target(folder, change.file), getattr(change, there))
             written.append(change)
+            if told and len(written) % TOLD_EVERY == 0:
+                told(len(written), len(changes))
     except OSError as error:
         for change in written:
             _put(_target(folder, change.file), getattr(change, here))

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,6 +254,31 @@ class Queue:
         """
         self._end(id, "cancel")
 
+    def end_shell(self, folder: Path, hard: bool = False) -> None:
+        """End a run that was started in a shell at once: SIGTERM, on which its trainer saves and stops.
+
+        Args:
+            hard: SIGKILL, to all that the trainer started too; what it did since its newest checkpoint is lost.
+
+        Raises:
+            UserError: nothing is training there, or a job of the queue is; or the process is not this user's.
+        """
+        run = Run.open(folder)
+        row = self._row_of(run.path)
+        if row is not None and row.phase != "ended":
+            raise UserError(f"{run.path}: job {row.id} writes there; `lora-fp8 jobs cancel {row.id}` ends it")
+        if not run.alive():
+            raise UserError(f"{run.path}: nothing is training here")
+        pid = procs.holder(run.lock_file)
+        if pid is None:
+            raise UserError(f"{run.path}: the process that trains here is another user's, or on another machine")
+        if not hard:
+            run.request("stop")  # said before it ends, so that it is seen to be stopping
+        try:
+            procs.send(procs.family(pid) if hard else [pid], signal.SIGKILL if hard else signal.SIGTERM)
+        except PermissionError:
+            raise UserError(f"{run.path}: process {pid}, which trains here, is another user's") from None
+
     def requeue(self, id: int) -> None:
         """Put a job that has ended into the queue again: it goes on from its newest checkpoint, if it has one.
 
@@ -288,12 +314,20 @@ class Queue:
         if not self.store.update(id, "phase = 'queued'", priority=priority):
             raise UserError(f"job {id} is not waiting in the queue, so that its priority means nothing")
 
-    def delete(self, id: int, with_run: bool = False) -> None:
+    def delete(self, id: int | str, with_run: bool = False) -> None:
         """Forget a job that is not running; its run folder stays unless `with_run`.
+
+        Args:
+            id: or the folder of a run that was started in a shell, which is deleted: nothing else stands of it.
 
         Raises:
             UserError: it is running, or the folder is not that of a run that has ended.
         """
+        if isinstance(id, str):
+            run = Run.open(Path(id))
+            for other in self.store.rows("phase <> 'ended' AND folder = ?", str(run.path)):
+                raise UserError(f"{run.path}: job {other.id} writes there already")
+            return _remove_run(run.path)
         row = self.store.row(id)
         if row.phase == "launched":
             row = self._settled(id)

@@ -82,6 +82,28 @@ def parent(pid: int) -> int:
     return int(fields[1]) if fields else 0
 
 
+def holder(file: Path) -> int | None:
+    """The process that `file`, a run's lock, names; None where it has not that file open, or is another user's."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int(file.read_text(encoding="utf-8").rpartition(" ")[2])
+        if any(os.path.samefile(entry.path, file) for entry in os.scandir(PROC / str(pid) / "fd")):
+            return pid
+    return None
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started, and those started, that live."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir(PROC):
+        if entry.name.isdigit():
+            children.setdefault(parent(int(entry.name)), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        found.append(waiting.pop())
+        waiting += children.get(found[-1], [])
+    return found
+
+
 def exiting(pid: int, session: int = 0) -> bool:
     """Whether a process (of this session) is ending just now: it has left its memory, and still closes its files."""
     fields = _stat(pid)

@@ -171,9 +171,21 @@ def test_a_dataset_is_looked_at_edited_and_undone(
     [job] = [job for job in jobs.Queue(site.home).view() if job.command[:2] == ("caption", str(folder))]
     assert "--model=nobody/nothing-of-the-kind" in job.command
 
+    # Pictures are dropped into the open folder; what is no picture stays out, and nothing is written over.
+    page.locator("#dataset-upload button").first.click()
+    sent = site.root / f"sent {language}"
+    sent.mkdir()
+    for name, content in {"new.png": (folder / "a.png").read_bytes(), "new.txt": b"snow", "a.png": b"not one"}.items():
+        (sent / name).write_bytes(content)
+    page.set_input_files("#dataset-drop input[type=file]", sorted(sent.iterdir()))
+    expect(said.locator(".wrong")).to_contain_text("a.png")
+    assert (folder / "new.png").read_bytes() == (folder / "a.png").read_bytes() and raws(folder)["new.txt"] == b"snow"
+    tab("pictures")
+    expect(thumbs).to_have_count(6, timeout=LONG)
+
     # A reload shows the same folder; nothing that stands in a caption was executed.
     page.reload()
-    expect(thumbs).to_have_count(5, timeout=LONG)
+    expect(thumbs).to_have_count(6, timeout=LONG)
     assert page.title() != "owned"
     assert [entry.done for entry in captions.history(folder)][0] is False
 

@@ -1,6 +1,7 @@
 """The New training page as a newcomer walks it, in both languages: demo base, pictures, a mistake, TOML, start."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,10 +9,19 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from lora_fp8 import config, jobs
+from tests.test_form_page import SDXL, write_header
 from tests.ui.conftest import Site
 
 expect.set_options(timeout=20_000)  # machines that test are busy
 PICTURES = sorted((Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/dataset").glob("*"))
+LATE = """() => {
+  const real = window.fetch;
+  window.fetch = async (url, ...rest) => {
+    if (String(url).includes("/run/")) await new Promise((done) => setTimeout(done, 1500));
+    return real(url, ...rest);
+  };
+}"""
+"""Holds back what is sent without the queue, as typing is."""
 SAID = {
     "en": {"ready": "Ready to start", "steps": "must be at least 1, got 0", "pictures": "12 pictures, 0 without"},
     "zh-CN": {"ready": "可以开始训练", "steps": "不能小于 1，实际为 0", "pictures": "12 张图片，其中 0 张没有标注"},
@@ -81,18 +91,75 @@ def test_a_newcomers_way_to_a_training(language: str, site: Site, visit: Callabl
     other.reload()
     expect(field(other, "new-train-steps")).to_have_value("21")
 
+    # Typed and started at once: what the server is told of the typing comes after the start.
+    other.evaluate(LATE)
+    field(other, "new-train-steps").press("End")
+    other.keyboard.type("0")
     other.click("#new-start")
     other.wait_for_url(re.compile(rf"/{language}/run\?run=\d+"))
     queue = jobs.Queue(site.home)
     job = queue.job(int(other.url.rpartition("=")[2]))
     kept = config.loads(queue.config(job.id))
     queue.cancel(job.id)
-    assert kept.name == name and kept.train.steps == 21 and kept.adapter.rank == 3 and kept.optimizer.lr == 0.0025
+    assert kept.name == name and kept.train.steps == 210 and kept.adapter.rank == 3 and kept.optimizer.lr == 0.0025
     folder = Path(kept.dataset.folders[0].path)
     assert folder.is_relative_to(site.home) and {path.name for path in folder.iterdir()} == {
         path.name for path in PICTURES[:24]
     }
     assert all((folder / path.name).read_bytes() == path.read_bytes() for path in PICTURES[:24])
+
+
+def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Callable[..., Page]) -> None:
+    page = visit("new", language="zh-CN")
+    problems = page.locator("#new-summary .problems")
+    page.locator("#new-files").get_by_role("button").first.click()
+    page.click("#new-reset")
+    expect(problems.locator("li")).to_have_count(2)
+
+    # Another trainer's settings; they become a preset, and the preset is used in a form begun anew.
+    theirs = site.root / "theirs.toml"
+    theirs.write_text('pretrained_model_name_or_path = "m"\nnetwork_module = "networks.lora"\nnetwork_dim = 7\n')
+    page.set_input_files("#new-import input[type=file]", theirs)
+    expect(page.locator("#new-files")).to_contain_text("network_dim")
+    field(page, "new-preset-name").fill("theirs")
+    page.click("#new-preset-save")
+    expect(page.get_by_text("已存为 theirs")).to_be_visible()
+    page.click("#new-reset")
+    view(page, 1)
+    expect(field(page, "set-adapter-rank")).to_have_value("16")
+    page.locator("#set-preset input").click()
+    page.get_by_role("option", name="theirs", exact=True).click()
+    expect(field(page, "set-adapter-rank")).to_have_value("7")
+
+    # A folder of the visitor's own.
+    own = site.root / "own pictures"
+    own.mkdir()
+    for path in PICTURES[:4]:
+        shutil.copy(path, own)
+    view(page, 0)
+    page.locator("#new-folder input").fill(str(own))
+    page.locator("#new-folder input").press("Enter")
+    page.click("#new-add")
+    expect(page.locator("#new-dataset-folders")).to_contain_text("own pictures")
+    expect(page.locator("#new-summary")).to_contain_text("2 张图片")
+
+    # A single file tells what it is, and asks for what it lacks; another architecture is contradicted beside it.
+    base = write_header(site.root / "xl.safetensors", SDXL)
+    expect(page.locator("#new-model-components")).to_have_count(0)
+    page.locator("#new-model-path input").fill(str(base))
+    page.locator("#new-model-path input").press("Enter")
+    expect(field(page, "new-model-family")).to_have_value("Stable Diffusion XL")
+    expect(page.locator("#new-model-components")).to_be_visible()
+    expect(problems).to_contain_text("底模是单个文件")
+    page.locator("#new-model-family input").click()
+    page.get_by_role("option", name="Stable Diffusion 1.5", exact=True).click()
+    expect(problems).to_contain_text("xl.safetensors 是 Stable Diffusion XL，而表单里选的是 Stable Diffusion 1.5")
+    beside = "getComputedStyle(document.querySelector('#new-model-path'), '::after').content"
+    assert "Stable Diffusion XL" in page.evaluate(beside)
+    view(page, 1)
+    expect(page.locator("#set-objective-min_snr_gamma")).to_be_visible()
+    expect(page.locator("#set-objective-shift")).to_be_hidden()
+    page.click("#new-reset")
 
 
 def test_what_is_wrong_in_toml_is_told_and_harms_nothing(visit: Callable[..., Page]) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from webui import words
 from webui.app import PAGES, UNLISTED
@@ -32,6 +32,10 @@ def test_the_language_switch_keeps_the_page_and_its_question(visit: Callable[...
     page.click("text=中文")
     page.wait_for_url(re.compile(r"/zh-CN/settings\?x=1$"))
     page.wait_for_selector(".site-header >> text=English")
+    page.goto(
+        page.url.replace("settings", "new")
+    )  # Gradio's own words follow the page, not the browser, which is English
+    expect(page.locator("#new-drop")).to_contain_text("拖放")
     page.goto(page.url.split("/zh-CN")[0])  # the next visit begins in it
     page.wait_for_url(re.compile("/zh-CN/$"))
 

@@ -105,6 +105,19 @@ def test_a_run_in_a_shell_is_followed_until_it_dies_and_goes_on(
     expect(there.locator("#head .figures")).to_contain_text("13 / 1000", timeout=SOON)
     expect(loss).to_have_attribute("d", re.compile("^M[^L]+(L[^L]+){12}$"))
 
+    # It is ended at once only after a question; what holds this run does not say who it is. Ended, it is deleted.
+    card(here, one.folder).locator("[data-do=force]").click()
+    here.locator("#end-now").click()
+    expect(here.locator("#said .wrong")).to_contain_text("another user's")
+    expect(here.locator("#end-now")).to_be_hidden()
+    one.die()
+    expect(card(here, one.folder).locator(".state")).to_have_text("lost", timeout=SOON)
+    card(here, one.folder).locator("[data-do=delete]").click()
+    here.locator("#typed-name textarea, #typed-name input").first.fill("shell-run")
+    here.get_by_role("button", name="Delete", exact=True).locator("visible=true").first.click()
+    expect(card(here, one.folder)).to_have_count(0, timeout=SOON)
+    assert not one.folder.exists()
+
 
 def test_page_and_worker_may_die_and_come_back(chromium: Browser, tmp_path: Path) -> None:
     """A tab that nobody touches says so, and goes on when the page does; and the page sees to a worker."""

@@ -19,7 +19,7 @@ from lora_fp8.config import UserError
 from lora_fp8.data import buckets, captions
 
 from .. import album as room
-from .. import live, pictures, shows, watch
+from .. import live, pictures, safe, shows, watch
 from ..context import Ui
 from ..safe import shown
 
@@ -41,6 +41,7 @@ OPERATIONS: dict[str, tuple[int, Callable[..., captions.Operation]]] = {
     "sort": (0, captions.SortTags),
     "recode": (1, captions.Recode),
 }
+PROGRESS = gr.Progress()  # Gradio looks for it among the defaults
 SHOWING = ("all", "uncaptioned", "chosen")
 GO = "(folder) => { location.search = '?' + new URLSearchParams({folder: folder || ''}); }"
 
@@ -91,6 +92,23 @@ class _Page:
                 label=say("dataset.folder"), choices=[], allow_custom_value=True, elem_id="dataset-folder", scale=5
             )
             go = gr.Button(say("dataset.open"), elem_id="dataset-open", elem_classes="beside", size="md", scale=1)
+        with gr.Accordion(say("dataset.upload"), open=False, elem_id="dataset-upload"):
+            with gr.Row():
+                self.drop = gr.File(
+                    file_count="multiple",
+                    file_types=[*pictures.EXTENSIONS, *pictures.CAPTIONS],
+                    label=say("dataset.upload.drop"),
+                    height=130,
+                    scale=3,
+                    elem_id="dataset-drop",
+                )
+                self.new_set = gr.Textbox(
+                    label=say("dataset.upload.set"),
+                    info=say("dataset.upload.set_info"),
+                    max_lines=1,
+                    scale=2,
+                    elem_id="dataset-new-set",
+                )
         self.head = panel(elem_id="dataset-head")
         self.said = panel(elem_id="dataset-said", visible=False)
         with gr.Tabs(visible=False, elem_id="dataset-tabs") as self.tabs:
@@ -120,6 +138,14 @@ class _Page:
                 outputs=[self.said, *self.everything, self.operation, self.first, self.second, self.edit, self.changes],
                 **live.quiet(),
             )
+        address = gr.Textbox(visible="hidden", elem_id="dataset-address")
+        self.drop.upload(
+            self.take_in,
+            inputs_kwargs=self.here | {"files": self.drop, "name": self.new_set},
+            outputs=[self.drop, address, self.said, self.at, self.head, self.grid, self.view, self.caption, self.tags],
+            **live.quiet(show_progress="minimal", show_progress_on=[self.drop]),
+        )
+        address.change(None, inputs=[address], js=GO, api_visibility="private")
         timer = gr.Timer(live.SECONDS)
         gr.on(
             [timer.tick, self.family.input, self.resolution.submit],
@@ -206,7 +232,7 @@ class _Page:
             self.apply,
             inputs_kwargs=self.here | {"edit": self.edit},
             outputs=[*self._after, self.edit, self.changes],
-            **live.quiet(show_progress="minimal", show_progress_on=[self.head]),
+            **live.quiet(show_progress="full", show_progress_on=[self.head]),
         )
         for button, what in ((undo, captions.undo), (redo, captions.redo)):
             button.click(
@@ -307,6 +333,30 @@ class _Page:
             return [self._complaint(error), *([gr.skip()] * 6), *rest]
         return [said, *self._shown(at, family, resolution), *rest]
 
+    def take_in(
+        self, at: dict[str, Any], family: str, resolution: float, files: list[str] | None, name: str
+    ) -> list[Any]:
+        """Pictures were dropped: into the open folder, or into a set of the page's own, which is then opened."""
+        rest = [gr.skip()] * 6
+        try:
+            if not name.strip() and not at:
+                raise UserError(self.say("dataset.upload.where"))
+            own = self.ui.place.home / "datasets" / safe.name(name) if name.strip() else None
+            folder = own or self._album(at).folder
+            count, refused = pictures.take_in(files or [], folder)
+        except UserError as error:
+            return [None, gr.skip(), self._complaint(error), *rest]
+        lines = [self.say("new.pictures.taken", count=count, folder=folder.name)]
+        if refused:
+            told = "; ".join(map(self.ui.tell, refused[:8])) + (" …" if len(refused) > 8 else "")
+            lines.append(self.say("new.pictures.refused", lines=told))
+        said = self._note(" ".join(lines), wrong=bool(refused))
+        if at and str(folder) == at["folder"]:
+            room.album(folder, fresh=True)
+            room.examination(self.ui.place, folder, family, self._resolution(family, resolution), again=True)
+            rest = self._shown(at, family, resolution)
+        return [None, str(folder) if own and not refused else gr.skip(), said, *rest]
+
     def narrow(self, at: dict[str, Any], query: str, showing: str) -> list[Any]:
         """The search or the choice of what is shown has changed."""
         if (query, showing) == (at.get("query"), at.get("showing")) or not at:
@@ -358,24 +408,36 @@ class _Page:
             return [self._complaint(error), None, ""]
         return [gr.update(visible=False), edit, self._diff(edit)]
 
-    def apply(self, at: dict[str, Any], family: str, resolution: float, edit: captions.Edit | None) -> list[Any]:
+    def apply(
+        self,
+        at: dict[str, Any],
+        family: str,
+        resolution: float,
+        edit: captions.Edit | None,
+        progress: gr.Progress = PROGRESS,
+    ) -> list[Any]:
         """Do what was previewed."""
         try:
             if edit is None or not edit.changes:
                 raise UserError(self.say("dataset.preview_first"))
             folder = self._album(at).folder
-            entry = captions.apply(folder, edit)
+            entry = captions.apply(folder, edit, told=lambda done, total: progress((done, total)))
         except UserError as error:
             return [self._complaint(error), *([gr.skip()] * 5), None, ""]
         said = self._note(self.say("dataset.applied", count=entry.files))
         return [said, *self._reloaded(at, family, resolution), None, ""]
 
     def step(
-        self, what: Callable[[Path], captions.Entry], at: dict[str, Any], family: str, resolution: float
+        self,
+        what: Callable[..., captions.Entry],
+        at: dict[str, Any],
+        family: str,
+        resolution: float,
+        progress: gr.Progress = PROGRESS,
     ) -> list[Any]:
         """Undo or redo."""
         try:
-            entry = what(self._album(at).folder)
+            entry = what(self._album(at).folder, told=lambda done, total: progress((done, total)))
         except UserError as error:
             return [self._complaint(error), *([gr.skip()] * 5)]
         key = "dataset.redone" if entry.done else "dataset.undone"

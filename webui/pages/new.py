@@ -38,6 +38,8 @@ QUIET: dict[str, Any] = {
     "api_visibility": "private",
     "trigger_mode": "always_last",
 }
+TOLD = QUIET | {"queue": True}
+"""Of what may have something to say: messages of gr.Info and gr.Warning reach the browser through the queue alone."""
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
 STYLE = """
 <style>
@@ -72,6 +74,7 @@ class _Page:
         self.draft = Draft(ui.place.home)
         self.estimates = outlook.Estimates(ui.place.home)
         self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
+        self.keys: dict[str, str] = {}  # of the parts, by their ids
         self.families = {name: families.facts(name)["title"] for name in families.available()}
 
     # ------------------------------------------------------------------------------------------------------- layout
@@ -82,6 +85,7 @@ class _Page:
         self.marks, self.found = (gr.HTML(elem_classes="style-only") for _ in range(2))
         self.seen = gr.State("")
         self.address = gr.Textbox(visible="hidden", elem_id="new-address")
+        self.touched = gr.Textbox(visible="hidden", elem_id="new-touched")
         gr.Markdown(f"## {say('page.new')}")
         with gr.Row():
             with gr.Column(scale=5, min_width=320):
@@ -100,6 +104,7 @@ class _Page:
                             show_label=False,
                             elem_id="new-toml",
                         )
+                        self.keys["new-toml"] = ""
             with gr.Column(scale=3, min_width=300, elem_id="new-side"):
                 self.summary = gr.HTML(elem_id="new-summary")
                 self.start = gr.Button(say("new.start"), variant="primary", elem_id="new-start")
@@ -241,6 +246,7 @@ class _Page:
             lines = 3 if one.kind == "lines" or one.name == "description" else 1
             part = gr.Textbox(lines=lines, max_lines=12 if lines > 1 else 1, **common)
         self.parts[view][key] = part
+        self.keys[part.elem_id] = key
 
     # ------------------------------------------------------------------------------------------------------- wiring
 
@@ -261,18 +267,18 @@ class _Page:
                     functools.partial(self._change, view, key, repaint),
                     inputs_kwargs={"held": part, **shown},
                     outputs=[*told, *(views[view] if repaint else [])],
-                    **QUIET,
+                    **(TOLD if repaint else QUIET),
                 )
         for part, names in ((self.goal, GOALS), (self.card, bases.cards())):
             part.input(
                 functools.partial(self._choose, tuple(names)),
                 inputs_kwargs={"name": part, **shown},
                 outputs=[*told, *views["simple"]],
-                **QUIET,
+                **TOLD,
             )
         for name, button in self.demos.items():
             button.click(
-                functools.partial(self._demo, name), inputs_kwargs=shown, outputs=[*told, *views["simple"]], **QUIET
+                functools.partial(self._demo, name), inputs_kwargs=shown, outputs=[*told, *views["simple"]], **TOLD
             )
         self.code.input(self._write, inputs_kwargs={"text": self.code, **shown}, outputs=told, **QUIET)
         for tab, view in ((simple, "simple"), (every, "all"), (toml, "toml")):
@@ -296,10 +302,10 @@ class _Page:
             self._add_folder,
             inputs_kwargs={"folder": self.folder, **shown},
             outputs=[self.taken, *told, *rows],
-            **QUIET,
+            **TOLD,
         )
         self.load.click(
-            self._load, inputs_kwargs={"source": self.source, **shown}, outputs=[*told, *everywhere], **QUIET
+            self._load, inputs_kwargs={"source": self.source, **shown}, outputs=[*told, *everywhere], **TOLD
         )
         self.foreign.upload(
             self._import,
@@ -308,10 +314,25 @@ class _Page:
             **SLOW,
         )
         self.save.click(
-            self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **QUIET
+            self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **TOLD
         )
         self.reset.click(self._reset, inputs_kwargs=shown, outputs=[*told, *everywhere], **QUIET)
-        self.start.click(self._start, inputs_kwargs=shown, outputs=[self.address, *told], **SLOW)
+        held = {part.elem_id: part for parts in views.values() for part in parts if part.elem_id in self.keys}
+        tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]  # Gradio fails without their value
+        # Of the others only what was touched is sent: a part may hold what is not among its choices, and Gradio refuses
+        # that in words of its own.
+        script = f"""(_, everything, ...values) => {{
+            const ids = {json.dumps(list(held))}, touched = window.touchedSettings();
+            const sent = [...touched, ...{json.dumps(tables)}];
+            return [JSON.stringify(touched), everything, ...values.map((v, i) => sent.includes(ids[i]) ? v : null)];
+        }}"""
+        self.start.click(
+            self._start,
+            inputs_kwargs={"touched": self.touched, **shown, **held},
+            outputs=[self.address, *told],
+            js=script,
+            **SLOW,
+        )
         self.address.change(None, [self.address], None, js="address => { if (address) location.assign(address); }")
         gr.Timer(SECONDS).tick(
             self._tick, inputs_kwargs={"seen": self.seen}, outputs=[self.summary, self.seen], **QUIET
@@ -469,11 +490,23 @@ class _Page:
         self.draft.write(form.START)
         return self._open("", everything)
 
-    def _start(self, everything: bool) -> dict[Any, Any]:
-        """Into the queue, as it stands now; the page goes on to the run."""
+    def _start(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
+        """Into the queue, as it stands now; the page goes on to the run.
+
+        Args:
+            touched: JSON, ids of the parts that were changed in this window: what was typed last may not have become
+                part of the draft yet.
+            held: what each part holds, by its id.
+        """
         address: dict[Any, Any] = {}
 
         def start() -> None:
+            for id in json.loads(touched or "[]"):
+                if id == self.code.elem_id:
+                    self.draft.write(held[id] or "")
+                elif id in held:
+                    key = self.keys[id]
+                    self.draft.put(key, form.read(form.settings()[key], held[id]))
             text = self.draft.text()
             if not self._findings(text):
                 id = submit.train(self.ui.place, text)

@@ -30,10 +30,11 @@ def build(ui: Ui) -> None:
     head = live.panel(elem_id="head")
     said = live.panel(elem_id="said", visible=False)
     with gr.Group(visible=False) as confirm:
-        gr.Markdown(ui.say("run.ask_force"))
+        question = gr.Markdown()
         with gr.Row():
             keep = gr.Button(ui.say("runs.keep"))
             force = gr.Button(ui.say("runs.do.force"), variant="stop")
+    how = gr.State("force")
     with gr.Tabs():
         with gr.Tab(ui.say("run.tab.curves"), id="curves"):
             with gr.Row(elem_classes="run-options"):
@@ -138,16 +139,18 @@ def build(ui: Ui) -> None:
 
     def press(request: gr.Request, event: gr.EventData) -> list[Any]:
         told = live.clicked(event)
-        if told.get("do") == "force":
-            return [gr.update(visible=False), gr.update(visible=True), gr.skip()]
-        return [acted(ui, request, told.get("do", "")), gr.skip(), header_now(ui, request)]
+        do = told.get("do", "")
+        if do in ("force", "kill"):
+            name = str(dict(request.query_params).get("run", ""))
+            return [gr.update(visible=False), gr.update(visible=True), watch.question(ui, do, name), do, gr.skip()]
+        return [acted(ui, request, do), *[gr.skip()] * 3, header_now(ui, request)]
 
-    head.click(press, outputs=[said, confirm, head], queue=False, **live.quiet())
+    head.click(press, outputs=[said, confirm, question, how, head], queue=False, **live.quiet())
 
-    def forced(request: gr.Request) -> list[Any]:
-        return [acted(ui, request, "force"), gr.update(visible=False), header_now(ui, request)]
+    def forced(request: gr.Request, do: str) -> list[Any]:
+        return [acted(ui, request, do), gr.update(visible=False), header_now(ui, request)]
 
-    force.click(forced, outputs=[said, confirm, head], queue=False, **live.quiet())
+    force.click(forced, inputs_kwargs={"do": how}, outputs=[said, confirm, head], queue=False, **live.quiet())
     keep.click(lambda: gr.update(visible=False), outputs=[confirm], queue=False, **live.quiet())
 
     def pair_up(request: gr.Request, left: int | None, right: int | None, prompt: int | None) -> str:

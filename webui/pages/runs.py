@@ -22,7 +22,7 @@ def build(ui: Ui) -> None:
         [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS], value="all", show_label=False, container=False
     )
     said = live.panel(elem_id="said", visible=False)
-    doomed = gr.State("")
+    doomed = gr.State({})
     with gr.Group(visible=False) as confirm:
         question = gr.Markdown()
         typed = gr.Textbox(label=ui.say("runs.type_name"), max_lines=1, elem_id="typed-name")
@@ -30,6 +30,11 @@ def build(ui: Ui) -> None:
         with gr.Row():
             keep = gr.Button(ui.say("runs.keep"))
             go = gr.Button(ui.say("runs.do.delete"), variant="stop")
+    with gr.Group(visible=False) as sure:
+        which_end = gr.Markdown()
+        with gr.Row():
+            not_now = gr.Button(ui.say("runs.keep"))
+            end = gr.Button(ui.say("runs.do.force"), variant="stop", elem_id="end-now")
     cards = live.panel(elem_id="cards")
     page = gr.State(0)
     seen = gr.State({})
@@ -45,39 +50,62 @@ def build(ui: Ui) -> None:
     def press(event: gr.EventData, which: str, page: int) -> list[Any]:
         told = live.clicked(event)
         do, name = told.get("do", ""), told.get("id", "")
-        ask, line = gr.skip(), gr.update(visible=False)
+        line = gr.update(visible=False)
+        asked = [gr.skip()] * 7  # the two questions with their parts, and whom they are about
         try:
             if do == "page":
                 page = max(0, int(told.get("to", "0")))
             elif do == "delete":
                 view = watch.find(ui, name)
-                question_ = _plain(ui.say("runs.ask_delete", name=view.name))
-                return [line, gr.update(visible=True), question_, "", False, name, page, gr.skip(), gr.skip()]
+                shell = isinstance(view.id, str)
+                question_ = _plain(ui.say("runs.ask_delete_run" if shell else "runs.ask_delete", name=view.name))
+                folder_too = gr.update(value=False, visible=not shell)
+                asked = [gr.update(visible=True), question_, "", folder_too, gr.update(visible=False), gr.skip(), told]
+                return [line, *asked, page, gr.skip(), gr.skip()]
+            elif do in ("force", "kill"):
+                about = f"**{_plain(watch.find(ui, name).name)}** {watch.question(ui, do, name)}"
+                asked = [gr.update(visible=False), *[gr.skip()] * 3, gr.update(visible=True), about, told]
+                return [line, *asked, page, gr.skip(), gr.skip()]
             else:
                 line = notice(watch.act(ui, do, name))
         except (UserError, ValueError) as error:
             line = notice(ui.tell(str(error)), wrong=True)
-        now = board(ui, which, page)
-        return [line, ask, gr.skip(), gr.skip(), gr.skip(), gr.skip(), page, now, {}]
+        return [line, *asked, page, board(ui, which, page), {}]
 
     cards.click(
         press,
         inputs_kwargs={"which": which, "page": page},
-        outputs=[said, confirm, question, typed, with_run, doomed, page, cards, seen],
+        outputs=[said, confirm, question, typed, with_run, sure, which_end, doomed, page, cards, seen],
         queue=False,
         **live.quiet(),
     )
 
-    def delete(name: str, typed: str, with_run: bool, which: str, page: int) -> list[Any]:
+    def end_it(told: dict[str, str], which: str, page: int) -> list[Any]:
         try:
-            line = notice(watch.delete(ui, name, typed, with_run))
+            line = notice(watch.act(ui, told.get("do", ""), told.get("id", "")))
+        except UserError as error:
+            line = notice(ui.tell(str(error)), wrong=True)
+        return [line, gr.update(visible=False), board(ui, which, page), {}]
+
+    end.click(
+        end_it,
+        inputs_kwargs={"told": doomed, "which": which, "page": page},
+        outputs=[said, sure, cards, seen],
+        queue=False,
+        **live.quiet(),
+    )
+    not_now.click(lambda: gr.update(visible=False), outputs=[sure], **live.quiet())
+
+    def delete(told: dict[str, str], typed: str, with_run: bool, which: str, page: int) -> list[Any]:
+        try:
+            line = notice(watch.delete(ui, told.get("id", ""), typed, with_run))
         except UserError as error:
             return [notice(ui.tell(str(error)), wrong=True), gr.skip(), gr.skip(), gr.skip()]
         return [line, gr.update(visible=False), board(ui, which, page), {}]
 
     go.click(
         delete,
-        inputs_kwargs={"name": doomed, "typed": typed, "with_run": with_run, "which": which, "page": page},
+        inputs_kwargs={"told": doomed, "typed": typed, "with_run": with_run, "which": which, "page": page},
         outputs=[said, confirm, cards, seen],
         **live.quiet(),
     )

@@ -1,4 +1,4 @@
-// Runs before Gradio's own script. LANGUAGE is put in by app.py.
+// Runs before Gradio's own scripts: app.py puts it at the beginning of the page, with LANGUAGE.
 // Gradio asks the browser for its language ("Drop file here"); here the address decides.
 for (const [name, value] of [["language", LANGUAGE], ["languages", [LANGUAGE]]])
   Object.defineProperty(navigator, name, { get: () => value });
@@ -105,3 +105,14 @@ window.fetch = async (...given) => {
     throw error;
   }
 };
+
+// Settings that were changed since the view was opened. Start takes their values along: what is typed right before the
+// click may not have reached the server by itself.
+const touched = new Set();
+for (const kind of ["input", "change", "click"])
+  document.addEventListener(kind, (event) => {
+    const one = event.target.closest?.(".setting, #new-toml");
+    if (one) touched.add(one.id);
+    else if (kind === "click" && event.target.closest?.("#new-views [role=tab]")) touched.clear();
+  });
+window.touchedSettings = () => [...touched];
