@@ -253,8 +253,9 @@ def page_killed(house: House) -> None:
 
 def worker_killed(house: House) -> None:
     """SIGKILL to the worker: the page starts another, the job goes on, and who waits gets its turn."""
-    waits = house.field.submit(STEPS, **PLAN)
     board, token = house.visit(""), house.field.token(house.id)
+    house.until(lambda: (house.look(board).board or {}).get(str(house.id)) == "running", "the board")
+    waits = house.field.submit(STEPS, **PLAN)
     house.within("submitted", time.monotonic(), lambda seen: (seen.board or {}).get(str(waits)) == "queued", board)
     pid, begun = house.kill_worker(), time.monotonic()
     house.follows("goes on", begun)
