@@ -92,9 +92,11 @@ def new(
     else:
         family = family or "sd15"
         known = family in families.available()  # else the config's check refuses it, with whatever else is wrong
-        base = families.facts(family)["example_base"] if known else "put/the-base-model-here"
+        about = families.facts(family) if known else {}
+        base = about.get("example_base", "put/the-base-model-here")
         given = {"name": path.stem, "preset": preset, "model": {"family": family, "path": base}}
-        given["dataset"] = {"folders": [{"path": "my_pictures"}]}
+        needed = {"control": "my_control_pictures"} if about.get("controls", (0, 0))[0] else {}
+        given["dataset"] = {"folders": [{"path": "my_pictures", **needed}]}
         job = config.loads(tomlkit.dumps(given), where="new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

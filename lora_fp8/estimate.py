@@ -17,10 +17,10 @@ from torch import Tensor
 from . import adapters, dry, memory, optim, precision
 from .config import Job
 from .data.buckets import Bucket, named
-from .data.cache import Cache, dataset_captions
+from .data.cache import Cache
 from .dry import META
 from .families.base import ModelFamily
-from .prepare import DTYPES, carried, place, resolve_auto, scan, volume
+from .prepare import DTYPES, carried, place, preview_prompts, resolve_auto, scan, volume
 from .text_encoders import Adapted, checkpoint_, inject_
 
 GIB = 2**30
@@ -267,9 +267,8 @@ def _cache_bytes(
     job: Job, store: Cache, placed: list[Any], latents: tuple[int, ...] | None, heaviest: Any, cond_bytes: int
 ) -> int:
     """Of what is not in the cache yet; the longest prompt stands for every caption."""
-    captions = dataset_captions([one.example for one in placed], job.dataset, job.seed)
-    prompts = [*job.preview.prompts, store.family.negative_text(job.preview.negative)] if job.preview.prompts else []
-    missing = store.missing(placed, list(dict.fromkeys([*captions, *prompts])))
+    drawn, away = preview_prompts(job, store)
+    missing = store.missing(placed, list(dict.fromkeys([*store.prompts(placed, job.seed), *drawn, *away])))
     whole = volume(store.family, heaviest)
     per_pixel = 0.0 if latents is None else math.prod(latents) * store.dtype.itemsize / whole
     pixels = sum(volume(store.family, one.bucket) for one, _ in missing.images)

@@ -44,8 +44,8 @@ def finish(
     drawn: list[Image.Image] = []
     with processes.together():
         if job.preview.prompts:
-            (conds, negative), side = preview_conditioning(data, loaded), job.dataset.resolution
-            drawn = sample.draw(family, loaded.denoiser, conds, negative, job.preview, side, step, run, processes)
+            (conds, negatives), side = preview_conditioning(data, loaded), job.dataset.resolution
+            drawn = sample.draw(family, loaded.denoiser, conds, negatives, job.preview, side, step, run, processes)
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])
@@ -119,13 +119,13 @@ def prove(
 
 def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Image.Image]:
     """The previews by another pipeline, whose own text encoders read the prompts where they are trained."""
-    conds, negative = data.preview_conds, data.preview_negative
+    conds, negatives = data.preview_conds, data.preview_negatives
     if job.adapter.text_encoder:
         prompts, guided_away = data.preview_texts
         conds = answers(family, pipeline, prompts, conds)
-        if negative is not None:
-            (negative,) = answers(family, pipeline, [guided_away], [negative])
-    return sample.render(family, pipeline, conds, negative, job.preview, job.dataset.resolution)
+        if negatives is not None:
+            negatives = answers(family, pipeline, [guided_away] * len(negatives), negatives)
+    return sample.render(family, pipeline, conds, negatives, job.preview, job.dataset.resolution)
 
 
 def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:

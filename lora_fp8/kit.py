@@ -278,7 +278,7 @@ def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str) -> str
     head: dict[str, Any] = {}
     if facts.base_model:
         head |= {"base_model": facts.base_model, "base_model_relation": "adapter"}
-    head |= {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
+    head |= {"library_name": "diffusers", "pipeline_tag": task}
     if facts.license:
         head["license"] = facts.license
     if facts.trigger:

@@ -19,7 +19,7 @@ from . import adapters, config, exchange, kinds, layouts, memory, optim, precisi
 from .config import Job, UserError, UserErrors
 from .data import buckets as bucketing
 from .data import images, permutation
-from .data.cache import Cache, dataset_captions, preview_pictures, truncation_warnings
+from .data.cache import Cache, Prompt, dataset_captions, preview_pictures, text_of, truncation_warnings, whole
 from .data.loader import Item, Loader
 from .exchange import Exchange
 from .families.base import Cond, ModelFamily
@@ -42,7 +42,7 @@ class Data:
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
     held_out: Loader | None  # what validation measures on: one picture a batch, the same each time
     preview_conds: list[Cond]
-    preview_negative: Cond | None
+    preview_negatives: list[Cond] | None  # for each of these
     preview_texts: tuple[list[str], str]  # what these two were encoded from
     fingerprint: str
 
@@ -190,14 +190,15 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     guided_away = family.negative_text(job.preview.negative)
     for line in family.caption_caveats(captions):
         run.log_event("warning", text=line)
-    prompts = [*job.preview.prompts, *([guided_away] if job.preview.prompts else [])]
+    drawn, away = preview_prompts(job, store)
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
-    texts = list(dict.fromkeys([*captions, *prompts]))
+    texts = list(dict.fromkeys([*store.prompts([*placed, *held_placed], job.seed), *drawn, *away]))
     mine = processes.share([*placed, *held_placed]), processes.share(texts)
     report = store.fill(*mine, log=_every_two_seconds(run))
     told = processes.gather(report)
     run.log_event("cache", **{key: sum(getattr(one, key) for one in told) for key in ("encoded", "reused", "bytes")})
-    for line in truncation_warnings([one for each in told for one in each.truncated], len(texts)):
+    truncated = list(dict.fromkeys(one for each in told for one in each.truncated))
+    for line in truncation_warnings(truncated, len({text_of(text) for text in texts})):
         run.log_event("warning", text=line)
 
     loader = Loader(buckets, store, family, section, seed=job.seed, batch_size=job.train.batch_size)
@@ -212,11 +213,9 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     fingerprint = json.dumps([_fingerprint(one) for one in placed])
     controls = images.preview_controls(job.preview, section, family.controls)[0]
     shown = [preview_pictures(each, section.background) for each in controls] or [{}] * len(job.preview.prompts)
-    negative = None
-    if job.preview.prompts:
-        negative = store.cond(guided_away)
-        if not job.preview.negative:
-            negative = family.without_negative(negative)
+    negatives = [store.cond(prompt) for prompt in away]
+    if not job.preview.negative:
+        negatives = [one for one in map(family.without_negative, negatives) if one is not None]
     plain = section.model_copy(update={"flip": False, "caption_dropout": 0.0, "shuffle_tags": False})
     return Data(
         loader=loader,
@@ -224,11 +223,20 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         buckets=buckets,
         held_out=Loader(held_buckets, store, family, plain, seed=job.seed, batch_size=1) if held_out else None,
         heaviest=max(range(loader.batches_per_epoch), key=lambda i: _pixels(store, loader.batch_at(i))),
-        preview_conds=[store.cond(prompt) | each for prompt, each in zip(job.preview.prompts, shown, strict=True)],
-        preview_negative=negative,
+        preview_conds=[store.cond(prompt) | each for prompt, each in zip(drawn, shown, strict=True)],
+        preview_negatives=negatives or None,
         preview_texts=(job.preview.prompts, guided_away),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
     )
+
+
+def preview_prompts(job: Job, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
+    """What the previews are drawn from, and what each is guided away from."""
+    prompts, guided_away = job.preview.prompts, store.family.negative_text(job.preview.negative)
+    controls = images.preview_controls(job.preview, job.dataset, store.family.controls)[0]
+    shown = [whole(each) for each in controls] or [()] * len(prompts)
+    drawn = [store.prompt(prompt, each) for prompt, each in zip(prompts, shown, strict=True)]
+    return drawn, [store.prompt(guided_away, each) for each in shown]
 
 
 def plan(job: Job, family: ModelFamily) -> precision.Plan:
@@ -311,15 +319,15 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
     return Loaded(denoiser, objective, optimizer, plan, amax, exchanged, list(moved), encoders)
 
 
-def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], Cond | None]:
+def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], list[Cond] | None]:
     """What previews are drawn from: prompts, and what to guide away from, as trained text encoders read them now."""
     if loaded.text is None:
-        return data.preview_conds, data.preview_negative
+        return data.preview_conds, data.preview_negatives
     prompts, guided_away = data.preview_texts
-    negative = data.preview_negative
-    if negative is not None:
-        (negative,) = loaded.text.answers([guided_away], [negative])
-    return loaded.text.answers(prompts, data.preview_conds), negative
+    negatives = data.preview_negatives
+    if negatives is not None:
+        negatives = loaded.text.answers([guided_away] * len(negatives), negatives)
+    return loaded.text.answers(prompts, data.preview_conds), negatives
 
 
 def _unused_settings(job: Job, family: ModelFamily) -> list[str]:

@@ -26,7 +26,7 @@ def previews(
     family: ModelFamily,
     denoiser: nn.Module,
     conds: list[Cond],
-    negative: Cond | None,
+    negatives: list[Cond] | None,
     section: config.Preview,
     side: int,
     numbers: Sequence[int] | None = None,
@@ -35,7 +35,7 @@ def previews(
     was_training = denoiser.training
     denoiser.eval()
     try:
-        return clips(family, family.pipeline(denoiser), conds, negative, section, side, numbers)
+        return clips(family, family.pipeline(denoiser), conds, negatives, section, side, numbers)
     finally:
         denoiser.train(was_training)
 
@@ -44,12 +44,12 @@ def render(
     family: ModelFamily,
     pipeline: Any,
     conds: list[Cond],
-    negative: Cond | None,
+    negatives: list[Cond] | None,
     section: config.Preview,
     side: int,
 ) -> list[Image.Image]:
     """The first frame of each of `clips`: of a picture, the picture."""
-    return [frames[0] for frames in clips(family, pipeline, conds, negative, section, side)]
+    return [frames[0] for frames in clips(family, pipeline, conds, negatives, section, side)]
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def clips(
     family: ModelFamily,
     pipeline: Any,
     conds: list[Cond],
-    negative: Cond | None,
+    negatives: list[Cond] | None,
     section: config.Preview,
     side: int,
     numbers: Sequence[int] | None = None,
@@ -66,7 +66,7 @@ def clips(
 
     Args:
         conds: encoded prompts, unbatched, in the order of `section.prompts`.
-        negative: the encoded negative prompt, for classifier-free guidance.
+        negatives: for each the encoded negative prompt, for classifier-free guidance.
         side: pixels, for a width or height of 0.
         numbers: which of them to draw, counted from 0; None draws all. Each has its own seed, so the others do not
             matter to it.
@@ -75,7 +75,7 @@ def clips(
     drawn = []
     for i in range(len(conds)) if numbers is None else numbers:
         generator = torch.Generator("cpu").manual_seed(section.seed + i)
-        inputs = family.pipeline_inputs(conds[i], negative)
+        inputs = family.pipeline_inputs(conds[i], negatives[i] if negatives else None)
         output = pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator)
         drawn.append(family.frames(output))
     return drawn
@@ -85,7 +85,7 @@ def draw(
     family: ModelFamily,
     denoiser: nn.Module,
     conds: list[Cond],
-    negative: Cond | None,
+    negatives: list[Cond] | None,
     section: config.Preview,
     side: int,
     step: int,
@@ -102,7 +102,7 @@ def draw(
     numbers = processes.share(range(len(conds)))
     problem = None
     try:
-        drawn = previews(family, denoiser, conds, negative, section, side, numbers) if numbers else []
+        drawn = previews(family, denoiser, conds, negatives, section, side, numbers) if numbers else []
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     else:

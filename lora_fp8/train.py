@@ -239,9 +239,9 @@ def fit(
     stop.at_once = None
 
     def draw(step: int) -> None:
-        conds, negative = preview_conditioning(data, loaded)
+        conds, negatives = preview_conditioning(data, loaded)
         with stage(run, processes), precision.decoded_compute(denoiser):
-            sample.draw(family, denoiser, conds, negative, job.preview, job.dataset.resolution, step, run, processes)
+            sample.draw(family, denoiser, conds, negatives, job.preview, job.dataset.resolution, step, run, processes)
 
     def hold_against_held_out(step: int) -> None:
         with stage(run, processes):

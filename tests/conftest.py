@@ -14,6 +14,7 @@ from pathlib import Path
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error")
 
+import editing  # noqa: E402
 import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -131,6 +132,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def controls(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A control picture for each of `pictures`, of its size, but for one of another shape. Not to be changed."""
+    folder = tmp_path_factory.mktemp("controls")
+    for number, path in enumerate(sorted(pictures.glob("*.png")) + sorted(pictures.glob("*.jpg"))):
+        size = (60, 30) if path.stem == "c" else Image.open(path).size
+        noise = numpy.random.default_rng(number).integers(0, 255, (6, 8, 3), dtype=numpy.uint8)
+        Image.fromarray(noise).resize(size, Image.Resampling.NEAREST).save(folder / f"{path.stem}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def make_job(
     tiny: Callable[[str], Path], pictures: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., config.Job]:
@@ -167,12 +179,8 @@ def job(make_job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., co
 
 @pytest.fixture
 def small_controls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers' pipelines show control pictures with about 32 x 32 pixels, not 1024 x 1024: miniatures have VAEs that
-    only halve the sides."""
-    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
-
-    preferred = [(4 * (w // 128), 4 * (h // 128)) for w, h in kontext.PREFERRED_KONTEXT_RESOLUTIONS]
-    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", preferred)
+    """See `editing.shrink`."""
+    editing.shrink(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ class Family:
 
     name = "fake"
     dtype = torch.float32
+    prompts_see_controls = False
 
     def __init__(self):
         self.images, self.prompts, self.judged, self.loaded = [], [], [], []

@@ -4,33 +4,25 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import editing
 import numpy as np
 import pytest
 import torch
+import transformers
+from editing import NOISE
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, bfl_tensors, load_denoiser, make
 
-from lora_fp8 import config, estimate, families, importing, kit, sample
+from lora_fp8 import config, estimate, families, importing, kit, prepare, sample
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data import buckets, images
-from lora_fp8.data.cache import Cache, dataset_captions, preview_pictures
+from lora_fp8.data.cache import Cache, preview_pictures
 from lora_fp8.data.loader import Loader
 from lora_fp8.train import run
 from webui import words
 
 EDITING = [name for name in families.available() if "controls" in families.facts(name)]
-
-
-@pytest.fixture(scope="session")
-def controls(pictures, tmp_path_factory):
-    """A control picture for each of `pictures`, of its size, but for one of another shape. Not to be changed."""
-    folder = tmp_path_factory.mktemp("controls")
-    for number, path in enumerate(sorted(pictures.glob("*.png")) + sorted(pictures.glob("*.jpg"))):
-        size = (60, 30) if path.stem == "c" else Image.open(path).size
-        noise = np.random.default_rng(number).integers(0, 255, (6, 8, 3), dtype=np.uint8)
-        Image.fromarray(noise).resize(size, Image.Resampling.NEAREST).save(folder / f"{path.stem}.png")
-    return folder
 
 
 @pytest.fixture
@@ -63,8 +55,10 @@ def edited(tiny):
             Family, folder = families.get(name), tiny(name)
             family = make(Family, folder)
             family.load_encoders()
-            parts = {"processor": family.text_pipeline.processor} if hasattr(family.text_pipeline, "processor") else {}
-            pipeline = Family.pipeline_type().from_pretrained(folder, local_files_only=True, **parts)
+            pipeline = Family.pipeline_type().from_pretrained(
+                folder, local_files_only=True, **editing.processor(Family, folder)
+            )
+            Family.mend_(pipeline)
             pipeline.set_progress_bar_config(disable=True)
             made[name] = SimpleNamespace(family=family, pipeline=pipeline, denoiser=load_denoiser(family))
         return made[name]
@@ -197,6 +191,24 @@ def test_control_folders_of_other_trainers_move_in(tool, tmp_path):
     assert "control" not in other.settings["dataset"]["folders"][0]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "family"),
+    [
+        ("m.toml", "dit = 'x.safetensors'\nnetwork_module = 'networks.lora_qwen_image'\nmodel_version = '{}'\n", said)
+        for said in (("edit", ""), ("edit-2509", "_plus"), ("edit-2511", "_plus"))
+    ]
+    + [
+        ("a.yaml", AI_TOOLKIT.replace("flux_kontext", "{}"), said)
+        for said in (("qwen_image_edit", ""), ("qwen_image_edit_plus", "_plus"), ("qwen_image_edit_plus:2511", "_plus"))
+    ],
+)
+def test_qwens_editing_models_are_told_apart_in_the_files_of_other_trainers(name, text, family, tmp_path):
+    (tmp_path / name).write_text(text.replace("{}", family[0], 1), encoding="utf-8")
+    made = importing.import_file(tmp_path / name, "musubi-tuner" if name == "m.toml" else "ai-toolkit")
+    assert made.settings["model"]["family"] == f"qwen_image_edit{family[1]}"
+    assert name == "m.toml" or [one.get("control") for one in made.settings["dataset"]["folders"]] == ["before"]
+
+
 # -- cutting and showing
 
 
@@ -239,10 +251,69 @@ def test_control_pictures_are_shown_in_the_pipelines_size(name, size, edited, mo
     assert abs(np.log(wide / high) - np.log(resized[-1][0] / resized[-1][1])) < 0.1
 
 
+SEEING = [name for name in EDITING if families.facts(name).get("prompts_see_controls")]
+
+
+def pictures_to_see(name, size=(333, 1000)):
+    """As many as the model takes, none of them square."""
+    noise = np.random.default_rng(1).integers(0, 255, (30, 40, 3), dtype=np.uint8)
+    sizes = [size, (640, 480), (60, 200)][: families.facts(name)["controls"][1]]
+    return [Image.fromarray(noise).resize(each, Image.Resampling.BICUBIC) for each in sizes]
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_text_encoders_see_what_the_pipeline_lets_them_see(name, edited, monkeypatch):
+    """Text and pictures, to the pixel and at their real size, as they come to the model's processor."""
+    it, seen = edited(name), []
+    it.family.load_encoders()  # a cache that was filled has let them go
+
+    def record(self, text, images, **kwargs):
+        images = images if isinstance(images, list) else [images]
+        seen.append((text, [(image.size, image.tobytes()) for image in images]))
+        raise Told
+
+    pictures = pictures_to_see(name)
+    monkeypatch.setattr(type(it.pipeline.processor), "__call__", record)
+    for ask in (
+        lambda: it.pipeline(image=pictures if len(pictures) > 1 else pictures[0], prompt="make it {blue}"),
+        lambda: it.family.encode_prompts(["make it {blue}"], [pictures]),
+    ):
+        with pytest.raises(Told):
+            ask()
+    assert seen[0] == seen[1] and len(seen[0][1]) == len(pictures)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_what_text_encoders_make_of_pictures_is_what_transformers_makes(name, edited, small_controls, monkeypatch):
+    """Its own call hands the encoder all that the processor says, and so counts a picture's tokens by row and column;
+    diffusers' pipelines leave that out (its issue 14194)."""
+    it, said, made = edited(name), {}, {}
+    it.family.load_encoders()
+    real = type(it.pipeline.processor).__call__
+
+    def record(self, **given):
+        said.update(given)
+        made.update(real(self, **given))
+        return real(self, **given)
+
+    monkeypatch.setattr(type(it.pipeline.processor), "__call__", record)
+    pictures = pictures_to_see(name)
+    (cond,) = it.family.encode_prompts(["a cat"], [pictures])
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(it.family.folder / "text_encoder").eval()
+    with torch.no_grad():
+        whole = encoder(**made, output_hidden_states=True).hidden_states[-1][0]
+        told_less = {key: tensor for key, tensor in made.items() if key != "mm_token_type_ids"}
+        less = encoder(**told_less, output_hidden_states=True).hidden_states[-1][0]
+    kept = cond["prompt_embeds"]
+    torch.testing.assert_close(kept, whole[-len(kept) :])
+    assert (less[-len(kept) :] - kept).abs().max() > 1e-3
+    words = it.family.tokenizer("tokenizer").decode(made["input_ids"][0][-len(kept) :])
+    assert words.startswith(("Picture 1: <|vision_start|>", "<|vision_start|>"))
+    patches = made["image_grid_thw"].prod(dim=1) // 4
+    assert len(patches) == len(pictures) and words.count("<|image_pad|>") == patches.sum()
+
+
 # -- what the denoiser is shown
-
-
-NOISE = np.random.default_rng(0).integers(0, 255, (20, 9, 3), dtype=np.uint8)
 
 
 @pytest.fixture
@@ -263,7 +334,7 @@ def batch_of(edited, small_controls, tmp_path):
         examples = images.scan(section, it.family.controls).require()
         placed = buckets.assign(examples, section, resolution=24, step=8)
         cache = Cache(tmp_path / "cache", it.family, section)
-        cache.fill(placed, dataset_captions(examples, section, 0))
+        cache.fill(placed, cache.prompts(placed, 0))
         loader = Loader(buckets.group(placed), cache, it.family, section, seed=0, batch_size=len(prompts))
         return it, loader, shown
 
@@ -286,19 +357,24 @@ def ask_the_pipeline(it, batch, prompts, shown, monkeypatch, guidance):
     monkeypatch.setattr(scheduler, "step", record)
     handle = it.pipeline.transformer.register_forward_pre_hook(look, with_kwargs=True)
     width, height = batch.bucket_wh
+    # Pipelines whose prompts see the pictures take one prompt at a time.
+    calls = [[prompt] for prompt in prompts] if it.family.prompts_see_controls else [prompts]
     try:
-        it.pipeline(
-            image=shown if len(shown) > 1 else shown[0],
-            prompt=prompts,
-            num_inference_steps=2,
-            generator=torch.Generator().manual_seed(0),
-            output_type="latent",
-            max_sequence_length=it.family.max_sequence_length,
-            **it.family.size_inputs(width, height),
-            **it.family.guidance_inputs(guidance),
-        )
+        for call in calls:
+            it.pipeline(
+                image=shown if len(shown) > 1 else shown[0],
+                prompt=call,
+                num_inference_steps=2,
+                generator=torch.Generator().manual_seed(0),
+                output_type="latent",
+                max_sequence_length=it.family.max_sequence_length,
+                **it.family.size_inputs(width, height),
+                **it.family.guidance_inputs(guidance),
+            )
     finally:
         handle.remove()
+    seen = [tuple(map(torch.cat, zip(*seen[step::2], strict=True))) for step in range(2)]
+    tokens = [torch.cat(tokens[step::2]) for step in range(2)]
     told = it.pipeline.scheduler.timesteps / it.pipeline.scheduler.config.num_train_timesteps
     steps = [
         (it.family.unpack(a, batch.latent_hw), t, it.family.unpack(b, batch.latent_hw))
@@ -307,18 +383,22 @@ def ask_the_pipeline(it, batch, prompts, shown, monkeypatch, guidance):
     return steps, [each[:, seen[0][0].shape[1] :] for each in tokens]
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:]], ids=["both", "one"])
-@pytest.mark.parametrize("name", EDITING)
-def test_denoiser_answers_as_inside_the_pipeline_with_a_control_picture(name, prompts, batch_of, monkeypatch):
-    """From files to the denoiser: a control picture of another shape than the picture, neither of them square."""
-    it, loader, shown = batch_of(name, prompts)
+@pytest.mark.parametrize(
+    ("name", "prompts", "num"),
+    [(name, prompts, 1) for name in EDITING for prompts in (PROMPTS, PROMPTS[1:])]
+    + [(name, PROMPTS, most) for name in EDITING if (most := families.facts(name)["controls"][1]) > 1],
+)
+def test_denoiser_answers_as_inside_the_pipeline_with_control_pictures(name, prompts, num, batch_of, monkeypatch):
+    """From files to the denoiser: control pictures of another shape than the picture, none of them square."""
+    it, loader, shown = batch_of(name, prompts, num)
     batch = loader.micro(0, 0)
     assert len(batch) == len(prompts) and batch.latent_hw[0] != batch.latent_hw[1]
     latents = batch.cond["control_0"]
     assert latents.shape[-2:] != batch.latent_hw and latents.shape[-1] != latents.shape[-2]
     guidance = 1.0 if it.family.uses_negative else 2.5
     steps, tokens = ask_the_pipeline(it, batch, batch.captions, shown, monkeypatch, guidance)
-    torch.testing.assert_close(it.family.pack(latents), tokens[0], rtol=1e-4, atol=1e-4)
+    latents_of_all = [it.family.pack(batch.cond[f"control_{i}"]) for i in range(num)]
+    torch.testing.assert_close(torch.cat(latents_of_all, dim=1), tokens[0], rtol=1e-4, atol=1e-4)
     for noisy, t, expected in steps:
         t_B = t.float().expand(len(batch))
         with torch.no_grad():
@@ -331,31 +411,37 @@ def test_denoiser_answers_as_inside_the_pipeline_with_a_control_picture(name, pr
 
 @pytest.mark.parametrize("name", EDITING)
 def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_controls, tmp_path):
+    """Two previews of one prompt: each is guided away from the negative prompt as it is beside its own picture."""
     it = edited(name)
-    path = tmp_path / "control.png"
-    Image.fromarray(NOISE).save(path)
-    (tmp_path / "._control.png").write_bytes(b"resource fork")
-    section = config.Preview(prompts=PROMPTS[:1], controls=[str(tmp_path)], steps=2, width=32, height=16)
-    (shown,), problems = images.preview_controls(section, config.Dataset(), it.family.controls)
+    pictures = [Image.fromarray(NOISE), Image.fromarray(NOISE[::-1, :6].copy())]
+    for number, picture in enumerate(pictures):
+        (tmp_path / str(number)).mkdir()
+        picture.save(tmp_path / str(number) / "control.png")
+        (tmp_path / str(number) / "._control.png").write_bytes(b"resource fork")
+    given = {"prompts": PROMPTS[:1] * 2, "controls": [str(tmp_path / str(number)) for number in range(2)]}
+    section = config.Preview(**given, steps=2, width=32, height=16)
+    shown, problems = images.preview_controls(section, config.Dataset(), it.family.controls)
     assert not problems
     cache = Cache(tmp_path / "cache", it.family, config.Dataset())
-    texts = [PROMPTS[0], it.family.negative_text("")]
-    cache.fill([], texts)
-    cond = cache.cond(texts[0]) | preview_pictures(shown, "#ffffff")
-    (mine,) = sample.render(it.family, it.family.pipeline(it.denoiser), [cond], cache.cond(texts[1]), section, 0)
+    drawn, away = prepare.preview_prompts(SimpleNamespace(preview=section, dataset=config.Dataset()), cache)
+    cache.fill([], [*drawn, *away])
+    conds = [cache.cond(text) | preview_pictures(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)]
+    pipeline = it.family.pipeline(it.denoiser)
+    mine = sample.render(it.family, pipeline, conds, [cache.cond(text) for text in away], section, 0)
     guided = {"negative_prompt": ""} if it.family.uses_negative else {}
-    theirs = it.pipeline(
-        image=Image.fromarray(NOISE),
-        prompt=PROMPTS[0],
-        generator=torch.Generator().manual_seed(section.seed),
-        num_inference_steps=2,
-        max_sequence_length=it.family.max_sequence_length,
-        **it.family.size_inputs(32, 16),
-        **it.family.guidance_inputs(it.family.usual_guidance()),
-        **guided,
-    ).images[0]
-    assert mine.size == (32, 16)
-    assert np.abs(np.asarray(mine, dtype=int) - np.asarray(theirs, dtype=int)).max() <= 1
+    for number, picture in enumerate(pictures):
+        theirs = it.pipeline(
+            image=picture,
+            prompt=PROMPTS[0],
+            generator=torch.Generator().manual_seed(section.seed + number),
+            num_inference_steps=2,
+            max_sequence_length=it.family.max_sequence_length,
+            **it.family.size_inputs(32, 16),
+            **it.family.guidance_inputs(it.family.usual_guidance()),
+            **guided,
+        ).images[0]
+        assert mine[number].size == (32, 16)
+        assert np.abs(np.asarray(mine[number], dtype=int) - np.asarray(theirs, dtype=int)).max() <= 1
 
 
 @pytest.mark.parametrize("name", EDITING)
@@ -369,7 +455,7 @@ def test_mirroring_mirrors_the_control_picture_too(name, batch_of):
         Image.open(path).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
     section = loader.section
     again = buckets.assign(images.scan(section).require(), section, resolution=24, step=8)
-    loader.cache.fill(again, [])
+    loader.cache.fill(again, loader.cache.prompts(again, 0))
     plain = loader._cond(again[0], PROMPTS[0], False)
     torch.testing.assert_close(loader.cache.latents(again[0], False), latents, rtol=1e-4, atol=1e-4)
     assert plain.keys() == flipped.keys()
@@ -442,7 +528,7 @@ def test_an_estimate_counts_the_tokens_of_control_pictures(name, editing_job):
         mine = editing_job(name, f"dataset.control_resolution={side}", "train.batch_size=2")
         return estimate.estimate(mine, make(families.get(name), mine.model.path, dtype=torch.bfloat16))
 
-    small, large = step(32), step(96)
+    small, large = step(32), step(192)
     assert large.step_bytes > 1.5 * small.step_bytes and large.cache_bytes >= small.cache_bytes
 
 
@@ -470,7 +556,8 @@ def test_a_control_picture_matters_and_an_edited_one_is_encoded_again(name, edit
     for path in mine.iterdir():
         Image.open(path).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path)
     edited, encoded_again = losses()
-    assert edited != first and encoded_again == 5
+    texts = encoded - 10 if families.get(name).prompts_see_controls else 0
+    assert edited != first and encoded_again == 5 + texts
     smaller, encoded_smaller = losses("dataset.control_resolution=48")
     assert smaller != edited and encoded_smaller == 5
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from editing import encode
 
 from lora_fp8 import adapters, config, estimate, families, optim, prepare, train
 from lora_fp8.families.base import ModelFamily
@@ -33,9 +34,12 @@ def family_of(job: config.Job) -> ModelFamily:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_can_be_reckoned(name: str, tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+def test_every_family_can_be_reckoned(
+    name: str, tiny: Callable[[str], Path], pictures: Path, controls: Path, small_controls: None, tmp_path: Path
+) -> None:
     """The longest conditioning has the shapes that the text encoders give; the step and the VAE are counted."""
-    job = job_of(name, tiny(name), pictures, tmp_path, "train.batch_size=2", "dataset.resolution=64")
+    editing = [f"dataset.folders.0.control='{controls}'"] if families.get(name).controls[0] else []
+    job = job_of(name, tiny(name), pictures, tmp_path, "train.batch_size=2", "dataset.resolution=64", *editing)
     family = family_of(job)
     found = estimate.estimate(job, family)
     assert (found.step_bytes is None) == (name in ROUTED) == bool(found.notes), found.notes
@@ -43,7 +47,7 @@ def test_every_family_can_be_reckoned(name: str, tiny: Callable[[str], Path], pi
     expected = family.longest_cond(dict(family.empty_denoiser().config))
     family.load_encoders()
     texts = [LONG if not family.overlong([LONG]) else LONG[: len(LONG) // 2], "a cat"]
-    for cond in family.encode_prompts(texts[:1]) + family.encode_prompts(texts[1:]):
+    for cond in encode(family, texts[:1]) + encode(family, texts[1:]):
         assert cond.keys() == expected.keys()
         for key, tensor in cond.items():
             assert tensor.ndim == len(expected[key])

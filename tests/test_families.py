@@ -24,6 +24,7 @@ import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from editing import encode, image, processor, shown, shown_to_pipeline
 from safetensors.torch import load_file, save_file
 
 from lora_fp8 import config, families, precision, sample
@@ -31,6 +32,8 @@ from lora_fp8.config import UserError
 from lora_fp8.families import _files, base
 from lora_fp8.families.flux import bfl_conversion
 from lora_fp8.objectives import FlowMatching
+
+pytestmark = pytest.mark.usefixtures("small_controls")
 
 PROMPTS = ["a photo of a cat", "Zwölf red dogs, and the blue one is rather longer than the other prompt of this batch"]
 ORIGINAL_HW, CROP_TOP_LEFT = (40, 56), (4, 6)
@@ -82,15 +85,15 @@ def denoiser(family):
 @pytest.fixture(scope="session")
 def pipeline(Family, folder):
     """diffusers' own pipeline of the same miniature, loaded by diffusers."""
-    pipeline = Family.pipeline_type().from_pretrained(folder, local_files_only=True)
+    pipeline = Family.pipeline_type().from_pretrained(folder, local_files_only=True, **processor(Family, folder))
     pipeline.set_progress_bar_config(disable=True)
     Family.mend_(pipeline)
     return pipeline
 
 
 def conditioning(family, prompts=PROMPTS):
-    facts = family.image_conditioning(ORIGINAL_HW, CROP_TOP_LEFT, family.tiny_hw)
-    return family.collate([{**cond, **facts} for cond in family.encode_prompts(prompts)])
+    facts = family.image_conditioning(ORIGINAL_HW, CROP_TOP_LEFT, family.tiny_hw) | shown(family)
+    return family.collate([{**cond, **facts} for cond in encode(family, prompts)])
 
 
 def some_pixels(family, num=2):
@@ -110,7 +113,7 @@ def called(family, *, told_sizes=True, **options):
     facts = sizes if told_sizes else {}
     facts["max_sequence_length"] = getattr(family, "max_sequence_length", None)
     facts = {name: value for name, value in facts.items() if name in accepted and value is not None}
-    return {**facts, **family.size_inputs(width, height), **family.call_options, **options}
+    return {**facts, **image(family), **family.size_inputs(width, height), **family.call_options, **options}
 
 
 def seq_len(family):
@@ -165,12 +168,12 @@ def test_streamed_weights_are_the_files(Family, family, denoiser, pipeline):
 
 
 def test_every_prompt_has_conditioning_of_its_own(Family, family):
-    conds = family.encode_prompts(PROMPTS)
+    conds = encode(family, PROMPTS)
     assert len(conds) == len(PROMPTS) and conds[0].keys() == conds[1].keys()
     one, two = (cond["prompt_embeds"] for cond in conds)
     assert one.shape != two.shape or not torch.equal(one, two)
     for cond, prompt in zip(conds, PROMPTS, strict=True):  # whatever else is encoded beside it
-        (alone,) = family.encode_prompts([prompt])
+        (alone,) = encode(family, [prompt])
         for name, tensor in cond.items():
             torch.testing.assert_close(tensor, alone[name], rtol=1e-4, atol=1e-5)
 
@@ -191,7 +194,7 @@ def test_what_is_cut_from_a_long_prompt_is_what_the_encoders_do_not_read(Family,
     assert again.lost.strip() == word and again.num_lost <= len(word) and again.limit == cut.limit
     other = " " * cut.lost.startswith(" ") + "z " * 100
     texts = LONG, kept + other, kept.rsplit(maxsplit=1)[0] + " z" + cut.lost
-    whole, alike, changed = (family.encode_prompts([text])[0]["prompt_embeds"] for text in texts)
+    whole, alike, changed = (encode(family, [text])[0]["prompt_embeds"] for text in texts)
     assert torch.equal(whole, alike)
     assert changed.shape != whole.shape or not torch.equal(whole, changed)
 
@@ -214,14 +217,14 @@ def test_flux_reads_as_many_tokens_as_the_model_was_trained_with(tmp_path):
 def test_conditioning_in_bf16_is_the_pipelines_and_can_be_stored(Family, folder, tmp_path):
     family = make(Family, folder, dtype=torch.bfloat16)
     family.load_encoders()
-    pipeline = Family.pipeline_type().from_pretrained(folder, dtype=torch.bfloat16)
+    pipeline = Family.pipeline_type().from_pretrained(folder, dtype=torch.bfloat16, **processor(Family, folder))
     encoders = [name for name in Family.text_parts if "tokenizer" not in name and "processor" not in name]
     assert encoders
     for name in encoders:
         theirs, mine = getattr(pipeline, name), getattr(family.text_pipeline, name)
         assert [p.dtype for p in mine.parameters()] == [p.dtype for p in theirs.parameters()]
         assert all(torch.equal(*pair) for pair in zip(mine.parameters(), theirs.parameters(), strict=True))
-    cond = family.encode_prompts(PROMPTS)[1]
+    cond = encode(family, PROMPTS)[1]
     assert all(tensor.dtype == torch.bfloat16 for tensor in cond.values() if tensor.is_floating_point())
     assert all(tensor._base is None and tensor.is_contiguous() for tensor in cond.values())
     save_file(cond, tmp_path / "cond.safetensors")
@@ -342,12 +345,18 @@ def test_denoiser_answers_as_inside_the_diffusers_pipeline(Family, family, denoi
     else:  # some diffusion samplers scale what they keep before the denoiser sees it
         handle = getattr(pipeline, Family.denoiser_name).register_forward_hook(record_call, with_kwargs=True)
     options = called(family, num_inference_steps=4, generator=torch.Generator().manual_seed(0), output_type="latent")
+    # Pipelines whose prompts see the pictures take one prompt at a time; some write into the list.
+    calls = [[prompt] for prompt in prompts] if Family.prompts_see_controls else [list(prompts)]
     try:
-        pipeline(prompt=list(prompts), **options, **family.guidance_inputs(guidance))  # some write into it
+        for call in calls:
+            options["generator"].manual_seed(0)
+            pipeline(prompt=call, **options, **family.guidance_inputs(guidance))
     finally:
         if handle:
             handle.remove()
-    assert len(seen) == 4
+    assert len(seen) == 4 * len(calls)
+    if len(calls) > 1:
+        seen = [tuple(map(torch.cat, zip(*seen[step::4], strict=True))) for step in range(4)]
 
     hw = tuple(some_latents(family).shape[-2:])
     others = conditioning(family, [text[::-1] for text in prompts])
@@ -423,9 +432,9 @@ def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline)
     expected = pipeline(
         prompt=PROMPTS[0], **called(family, told_sizes=False, **options, **negative, generator=generator)
     )
-    cond, bad = family.encode_prompts([PROMPTS[0], family.negative_text("blue" if worded else "")])
+    cond, bad = encode(family, [PROMPTS[0], family.negative_text("blue" if worded else "")])
     mine = family.pipeline(denoiser)
-    inputs = family.pipeline_inputs(cond, bad if Family.uses_negative else None)
+    inputs = family.pipeline_inputs(cond | shown_to_pipeline(family), bad if Family.uses_negative else None)
     height, width = Family.tiny_hw
     options |= {**family.size_inputs(width, height), **family.call_options}
     picture = mine(**inputs, **options, generator=torch.Generator().manual_seed(3))
@@ -435,20 +444,20 @@ def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline)
 def test_previews_in_bf16_decode_in_float32(Family, folder):
     family = make(Family, folder, dtype=torch.bfloat16)
     family.load_encoders()
-    cond, negative = family.encode_prompts([PROMPTS[0], ""])
+    cond, negative = encode(family, [PROMPTS[0], ""])
     family.free_encoders()
     denoiser = load_denoiser(family, storage="fp8")
     section = config.Preview(prompts=["x"], steps=2, width=Family.tiny_hw[1], height=Family.tiny_hw[0])
     pipeline = family.pipeline(denoiser)
     assert pipeline.vae.dtype == torch.float32
-    (image,) = sample.render(family, pipeline, [cond], negative, section, 0)
-    assert image.size == (Family.tiny_hw[1], Family.tiny_hw[0])
+    (drawn,) = sample.render(family, pipeline, [cond | shown_to_pipeline(family)], [negative], section, 0)
+    assert drawn.size == (Family.tiny_hw[1], Family.tiny_hw[0])
 
 
 def test_encoders_come_and_go(Family, folder):
     family = make(Family, folder)
     with pytest.raises(RuntimeError, match="load_encoders"):
-        family.encode_prompts(["a"])
+        encode(family, ["a"])
     with pytest.raises(RuntimeError, match="load_encoders"):
         family.encode_images(torch.zeros(1, 3, *Family.tiny_hw))
     family.load_encoders()
@@ -456,7 +465,7 @@ def test_encoders_come_and_go(Family, folder):
     family.free_encoders()
     assert family.vae is None
     with pytest.raises(RuntimeError, match="load_encoders"):
-        family.encode_prompts(["a"])
+        encode(family, ["a"])
 
 
 # -- adapter targets -------------------------------------------------------------------------------------------------
@@ -653,7 +662,7 @@ def test_half_precision_encoders_are_found(Family, folder, tmp_path, family):
     other = make(Family, half)
     other.load_encoders()
     assert other.vae.dtype == torch.float32
-    for mine, theirs in zip(other.encode_prompts(PROMPTS), family.encode_prompts(PROMPTS), strict=True):
+    for mine, theirs in zip(encode(other, PROMPTS), encode(family, PROMPTS), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
 
 

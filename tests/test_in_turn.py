@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from editing import encode
 
 from lora_fp8 import config, families
 from lora_fp8.families import _in_turn
@@ -19,14 +20,14 @@ PROMPTS = ["a cat, red", "", "two dogs that run after a ball", "a bird"]
 
 @pytest.mark.parametrize("name", families.available())
 def test_captions_are_encoded_with_one_text_encoder_at_a_time(
-    name: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, tiny: Callable[[str], Path], small_controls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against all of them in memory, bit for bit; and each is loaded once, unless too much had to be kept."""
     Family = families.get(name)
     model = config.Model(family=name, path=str(tiny(name)))
     whole, family = (Family(model, device="cpu", dtype=torch.bfloat16) for _ in range(2))
     whole.load_encoders()
-    expected = [whole.encode_prompts([prompt])[0] for prompt in PROMPTS]
+    expected = [encode(whole, [prompt])[0] for prompt in PROMPTS]
     alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
     loaded: list[str] = []
     most = [0]
@@ -41,7 +42,7 @@ def test_captions_are_encoded_with_one_text_encoder_at_a_time(
         return made
 
     monkeypatch.setattr(Family, "_load_text_part", note)
-    asks = [partial(family.encode_prompts, [prompt]) for prompt in PROMPTS]
+    asks = [partial(encode, family, [prompt]) for prompt in PROMPTS]
 
     def encoded() -> None:
         found = dict(family.in_turn(asks))

@@ -120,6 +120,11 @@ NEXT_DIT = {"attention.qkv", "attention.out", *(f"feed_forward.w{i}" for i in (1
 JOINT = {
     f"joint_blocks.#.{s}_block.{x}" for s in ("x", "context") for x in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 }
+QWEN_IMAGE = {
+    *(f"transformer_blocks.#.attn.to_{x}" for x in ("q", "k", "v", "out.0", "add_out")),
+    *(f"transformer_blocks.#.attn.add_{x}_proj" for x in "qkv"),
+    *(f"transformer_blocks.#.{s}_mlp.net.{x}" for s in ("img", "txt") for x in ("0.proj", "2")),
+}
 COMFYUI = {
     "flux": (BFL, 19 * 8 + 38 * 2),
     "flux_kontext": (BFL, 19 * 8 + 38 * 2),
@@ -133,12 +138,7 @@ COMFYUI = {
         (26 + 2 + 2) * 5,
     ),
     "z_image": ({f"layers.#.{x}" for x in NEXT_DIT}, 30 * 5),
-    "qwen_image": (
-        {f"transformer_blocks.#.attn.to_{x}" for x in ("q", "k", "v", "out.0", "add_out")}
-        | {f"transformer_blocks.#.attn.add_{x}_proj" for x in "qkv"}
-        | {f"transformer_blocks.#.{s}_mlp.net.{x}" for s in ("img", "txt") for x in ("0.proj", "2")},
-        60 * 12 - 4,
-    ),
+    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), (QWEN_IMAGE, 60 * 12 - 4)),
     "krea2": (
         {f"blocks.#.attn.{x}" for x in ("wq", "wk", "wv", "wo", "gate")}
         | {f"blocks.#.mlp.{x}" for x in ("gate", "up", "down")},
@@ -285,7 +285,7 @@ AUTO = {
     **dict.fromkeys(("sd15", "sd2", "sdxl"), ["kohya"]),
     **dict.fromkeys(("flux", "flux_kontext", "chroma"), ["diffusers", "kohya"]),
     **dict.fromkeys(("flux2", "flux2_klein", "qwen_image", "krea2", "ernie_image", "anima", "wan"), ["comfy"]),
-    **dict.fromkeys(("ideogram4", "hunyuan_video"), ["comfy"]),
+    **dict.fromkeys(("ideogram4", "hunyuan_video", "qwen_image_edit", "qwen_image_edit_plus"), ["comfy"]),
     "lumina2": ["comfy", "diffusers"],
     **dict.fromkeys(("sd3", "z_image", "hidream", "sana", "aura_flow"), ["diffusers"]),
 }

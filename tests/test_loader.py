@@ -58,6 +58,9 @@ class FakeCache:
     def shown(self, placed):
         return ()
 
+    def prompt(self, text, shown, flipped):
+        return text
+
     def controls(self, placed, flipped):
         return {}
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, make
 
 from lora_fp8 import config, families, naming
+from lora_fp8.config import UserError
 from lora_fp8.families import _qwen, krea2
 from lora_fp8.families._files import PREFIXES
 from lora_fp8.objectives import FlowMatching
@@ -99,12 +100,13 @@ def test_adapted_layers_are_called_as_diffusers_converter_of_loras_expects(name)
 
 
 def test_relatives_with_other_inputs_are_refused():
-    """Layered and 2511 of Qwen-Image-Edit, and Z-Image-Omni, have these tensors beside what their base has."""
+    """Layered, and Z-Image-Omni, have these tensors beside what their base has; 2511 of Qwen-Image-Edit is a family."""
     qwen, z_image = families.get("qwen_image"), families.get("z_image")
     header = {"transformer_blocks.0.img_mod.1.weight": (96, 16), "txt_norm.weight": (16,), "img_in.weight": (16, 64)}
     assert qwen.recognises(header)
     for key in ("time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"):
-        assert not qwen.recognises({**header, key: (2, 16)})
+        known = [name for name in families.available() if families.get(name).recognises({**header, key: (2, 16)})]
+        assert known == (["qwen_image_edit_plus"] if "index" in key else [])
     header = {"x_pad_token": (1, 16), "cap_pad_token": (1, 16), "layers.0.attention.qkv.weight": (48, 16)}
     header["layers.0.adaLN_modulation.0.weight"] = (64, 16)
     assert z_image.recognises(header) and not z_image.recognises({**header, "siglip_embedder.1.weight": (16, 16)})
@@ -180,14 +182,42 @@ def test_the_name_of_a_single_file_says_more_than_its_components(name, component
             assert (family.scheduler_config()["base_shift"] == krea2.TURBO_MU) is distilled
 
 
-def test_qwen_image_edit_is_told_by_its_name(tmp_path):
-    Family = families.get("qwen_image")
+@pytest.mark.parametrize("name", ["qwen_image", "qwen_image_edit", "qwen_image_edit_plus"])
+def test_qwen_image_edit_is_told_by_its_name(name, tmp_path):
+    """The relatives have the same tensors, but for a marker in ComfyUI's files of 2511."""
+    Family = families.get(name)
     Family.tiny(tmp_path)
     weights = load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
-    for name, num in (("qwen_image_fp8", 0), ("qwen_image_edit_2509_bf16", 1), ("credits", 0)):
-        save_file(weights, tmp_path / f"{name}.safetensors")
-        found = make(Family, tmp_path / f"{name}.safetensors", components=str(tmp_path)).warnings
-        assert ["edits pictures" in warning for warning in found] == [True] * num
+    for called, meant in {
+        "qwen_image_fp8": "qwen_image",
+        "qwen_image_edit_fp8": "qwen_image_edit",
+        "qwen_image_edit_2509_bf16": "qwen_image_edit_plus",
+        "Qwen-Image-Edit-2511": "qwen_image_edit_plus",
+        "credits": "qwen_image",
+    }.items():
+        save_file(weights, tmp_path / f"{called}.safetensors")
+        family = make(Family, tmp_path / f"{called}.safetensors", components=str(tmp_path))
+        assert all(torch.equal(tensor, weights[key]) for key, tensor in family.denoiser_tensors())
+        assert bool(family.warnings) == (meant != name), called
+        if meant not in (name, "qwen_image"):
+            assert f"model.family = {meant!r}" in family.warnings[0]
+        if name == "qwen_image_edit_plus" and "25" in called:
+            assert family.empty_denoiser().zero_cond_t == ("2511" in called)
+    if name != "qwen_image":
+        families.get("qwen_image").tiny(tmp_path / "text")
+        with pytest.raises(UserError, match=r"lacks processor/ \(preprocessor_config.json"):
+            make(Family, tmp_path / "qwen_image_edit_fp8.safetensors", components=str(tmp_path / "text"))
+        marked = {**weights, "__index_timestep_zero__": torch.zeros(0)}
+        save_file(marked, tmp_path / "edit.safetensors")
+        if name == "qwen_image_edit":
+            with pytest.raises(UserError, match="set model.family = 'qwen_image_edit_plus'"):
+                make(Family, tmp_path / "edit.safetensors", components=str(tmp_path))
+        else:
+            edit(tmp_path / "transformer" / "config.json", zero_cond_t=False)
+            family = make(Family, tmp_path / "edit.safetensors", components=str(tmp_path))
+            assert family.empty_denoiser().zero_cond_t is True
+    with pytest.raises(UserError, match=f"set model.family = {name!r}"):
+        make(families.get("krea2"), tmp_path)
 
 
 def test_krea2_turbo_is_trained_with_the_shift_that_it_draws_with(tmp_path, monkeypatch):

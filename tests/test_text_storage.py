@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from editing import encode
 from torch import Tensor, nn
 
 from lora_fp8 import config, families
@@ -31,13 +32,15 @@ def held(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", families.available())
-def test_every_family_encodes_with_encoders_in_int8(name: str, tiny: Callable[[str], Path]) -> None:
+def test_every_family_encodes_with_encoders_in_int8(
+    name: str, tiny: Callable[[str], Path], small_controls: None
+) -> None:
     """Close to bf16's answer and another one; the bytes are those that the estimate says; the cache knows the two
     apart."""
     plain, small = loaded(name, tiny(name), "none"), loaded(name, tiny(name), "int8")
     frozen = sum(isinstance(module, FrozenLinear) for part in encoders(small) for module in part.modules())
     assert frozen and not any(isinstance(m, FrozenLinear) for part in encoders(plain) for m in part.modules())
-    (expected,), (found,) = plain.encode_prompts([PROMPT]), small.encode_prompts([PROMPT])
+    (expected,), (found,) = encode(plain, [PROMPT]), encode(small, [PROMPT])
 
     def error(key: str) -> float:
         return float((found[key].float() - expected[key].float()).norm() / expected[key].float().norm())

@@ -514,7 +514,8 @@ def test_what_the_family_cannot_take_is_refused(job, tmp_path, wrong):
 # -- to the end
 
 
-@pytest.mark.parametrize("family", families.available())
+# For those that cannot do without control pictures it is in test_control.py.
+@pytest.mark.parametrize("family", [name for name in families.available() if not families.get(name).controls[0]])
 def test_every_family_trains_to_verified_files(job, family):
     Family = families.get(family)
     formats = [one for one in Family.layouts if one != "kohya" or Family.kohya_naming in layouts.NAMINGS]

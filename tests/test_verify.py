@@ -17,6 +17,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from editing import encode, shown
 from peft import LoraConfig
 
 from lora_fp8 import adapters, config, export, families, precision, verify
@@ -70,7 +71,8 @@ def trained(tmp_path_factory):
         family.load_encoders()
         pixels = (128, 192)
         conds = [
-            c | family.image_conditioning(pixels, (0, 8), pixels) for c in family.encode_prompts([PROMPT, "a dog"])
+            c | family.image_conditioning(pixels, (0, 8), pixels) | shown(family)
+            for c in encode(family, [PROMPT, "a dog"])
         ]
         generator = torch.Generator().manual_seed(2)
         shape = family.encode_images(torch.zeros(1, 3, *family.tiny_hw)).shape[1:]
@@ -141,7 +143,7 @@ REST = {
 
 
 @pytest.mark.parametrize("name", [name for name in REST if REST[name]])
-def test_every_layout_of_every_family_is_exact_in_float32(trained, name, tmp_path):
+def test_every_layout_of_every_family_is_exact_in_float32(trained, name, small_controls, tmp_path):
     """With `test_a_right_file_passes` every family in every layout."""
     it = trained(name)
     for file in files_of(it, tmp_path, formats=REST[name]):

@@ -2,7 +2,8 @@
 
 One entry is one safetensors file, `<root>/<kind>/<key[:2]>/<key>.safetensors`, with kind "latents" or "conds". The key
 is SHA-256 over everything that the content depends on: the bytes of the image and how they are cut, or the text of the
-caption; the identity of the encoder's files; the dtypes; the version of the preprocessing below. So nothing has to be
+caption (and what its encoder sees beside it); the identity of the encoder's files; the dtypes; the version of the
+preprocessing below. So nothing has to be
 invalidated: an edited picture has another key and is encoded, all others keep theirs. Entries of several runs and
 families live side by side. One that nothing uses any more is harmless and stays until somebody asks `prune` to delete
 it: no run can know what the others will want, so the only sign is the time of last use, which is a file's mtime.
@@ -137,6 +138,25 @@ class Shown:
     size: Size
 
 
+def whole(controls: Sequence[Control]) -> tuple[Shown, ...]:
+    """Control pictures of a preview: nothing is cut from them, and their size is the pipeline's to choose."""
+    return tuple(Shown(one, (0, 0, one.width, one.height), (one.width, one.height)) for one in controls)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, and the control pictures that its encoder sees beside it, mirrored or not: see `Cache.prompt`."""
+
+    text: str
+    seen: tuple[Shown, ...]
+    flipped: bool
+
+
+def text_of(prompt: str | Prompt) -> str:
+    """The words alone."""
+    return prompt if isinstance(prompt, str) else prompt.text
+
+
 # --------------------------------------------------------------------------------------------------------------- cache
 
 
@@ -171,7 +191,7 @@ class Missing:
     """What has to be encoded; false if nothing. `images` and `controls` are (what, whether mirrored)."""
 
     images: list[tuple[Placed, bool]]
-    captions: list[str]
+    captions: list[str | Prompt]
     reused: int
     controls: list[tuple[Shown, bool]]
 
@@ -250,9 +270,34 @@ class Cache:
             flip=flipped,
         )
 
-    def caption_key(self, caption: str) -> str:
+    def caption_key(self, caption: str | Prompt) -> str:
         """Key of a caption's conditioning."""
-        return self._key("conds", caption=caption)
+        if isinstance(caption, str):
+            return self._key("conds", caption=caption)
+        return self._key(
+            "conds",
+            caption=caption.text,
+            seen=[(shown.control.sha256, shown.box) for shown in caption.seen],
+            background=self.section.background.lower(),
+            flip=caption.flipped,
+        )
+
+    # prompts
+
+    def prompt(self, text: str, shown: Sequence[Shown], flipped: bool = False) -> str | Prompt:
+        """What the conditioning of a text depends on: the text, and these control pictures if its encoder sees them."""
+        return Prompt(text, tuple(shown), flipped) if self.family.prompts_see_controls else text
+
+    def prompts(self, placed: Sequence[Placed], seed: int) -> list[str | Prompt]:
+        """All that training may ask for: see `dataset_captions`."""
+        if not self.family.prompts_see_controls:
+            return list(dataset_captions([one.example for one in placed], self.section, seed))
+        found: dict[str | Prompt, None] = {}
+        for one in placed:
+            shown = self.shown(one)
+            for text in dataset_captions([one.example], self.section, seed):
+                found.update((self.prompt(text, shown, flipped), None) for flipped in self._flips())
+        return list(found)
 
     # control pictures
 
@@ -276,7 +321,7 @@ class Cache:
 
     # filling
 
-    def missing(self, placed: Sequence[Placed], captions: Sequence[str]) -> Missing:
+    def missing(self, placed: Sequence[Placed], captions: Sequence[str | Prompt]) -> Missing:
         """Which entries are not there, or there but not to be trusted (each is read and checked once per Cache)."""
         flips = self._flips()
         images = {self.image_key(one, flipped): (one, flipped) for one in placed for flipped in flips}
@@ -292,14 +337,14 @@ class Cache:
     def fill(
         self,
         placed: Sequence[Placed],
-        captions: Sequence[str],
+        captions: Sequence[str | Prompt],
         log: Callable[[int, int], None] | None = None,
     ) -> FillReport:
         """Encode what is missing, image by image and caption by caption. Several processes may do so at a time.
 
         Args:
             placed: the examples in their places.
-            captions: texts, as from `dataset_captions`, and any others wanted (previews).
+            captions: texts, as from `prompts`, and any others wanted (previews).
             log: called with (done, total) after every entry, and whenever a text encoder is asked about a caption.
 
         Raises:
@@ -324,7 +369,7 @@ class Cache:
         if missing.images or missing.controls:
             self.family.free_encoders()  # what encoding a picture takes is gone before the text encoders come
 
-        def ask(caption: str) -> dict[str, Tensor]:
+        def ask(caption: str | Prompt) -> dict[str, Tensor]:
             if log:  # before it is done, too: a caption is asked about once for each text encoder
                 log(done, total)
             return self._encode_caption(caption)
@@ -337,7 +382,7 @@ class Cache:
                     log(done, total)
             self.family.free_encoders()
         # Asked each time, as tokenizers answer in no time: a second run says it again, though all is in the cache.
-        texts = list(dict.fromkeys(captions))
+        texts = list(dict.fromkeys(map(text_of, captions)))
         truncated = tuple(self.family.overlong(texts))
         return FillReport(done, missing.reused, written, len(texts), truncated)
 
@@ -391,11 +436,17 @@ class Cache:
         return latents_BCHW[0]
 
     @torch.no_grad()
-    def _encode_caption(self, caption: str) -> dict[str, Tensor]:
-        (cond,) = self.family.encode_prompts([caption])
+    def _encode_caption(self, caption: str | Prompt) -> dict[str, Tensor]:
+        if isinstance(caption, str):
+            (cond,) = self.family.encode_prompts([caption])
+        else:
+            pictures = [self._opened(one.control.path, one.control.sha256).crop(one.box) for one in caption.seen]
+            if caption.flipped:
+                pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
+            (cond,) = self.family.encode_prompts([caption.text], [pictures])
         for name, tensor in cond.items():
             if not torch.isfinite(tensor).all():
-                raise RunFailure(f"caption {caption!r}: the text encoder gave {name} that is not finite")
+                raise RunFailure(f"caption {text_of(caption)!r}: the text encoder gave {name} that is not finite")
         return cond
 
     def _store(self, kind: str, key: str, tensors: dict[str, Tensor]) -> int:
@@ -492,9 +543,9 @@ class Cache:
             for i, shown in enumerate(self.shown(placed))
         }
 
-    def cond(self, caption: str) -> dict[str, Tensor]:
+    def cond(self, caption: str | Prompt) -> dict[str, Tensor]:
         """Conditioning of a caption, without batch dimension. Not to be changed in place."""
-        return dict(self._get("conds", self.caption_key(caption), f"caption {caption!r}"))
+        return dict(self._get("conds", self.caption_key(caption), f"caption {text_of(caption)!r}"))
 
 
 def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, Tensor]:

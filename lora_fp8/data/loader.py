@@ -127,10 +127,10 @@ class Loader:
 
     Args:
         buckets: examples by bucket, from `buckets.group`.
-        cache: filled with them and with `dataset_captions`.
+        cache: filled with them and with its `prompts`.
         family: image_conditioning and collate are used.
         section: `[dataset]`: flip, caption_dropout, shuffle_tags and what belongs to it.
-        seed: the job's; the same as `dataset_captions` was given.
+        seed: the job's; the same as `prompts` was given.
         batch_size: images per micro-batch over all processes.
     """
 
@@ -234,7 +234,7 @@ class Loader:
         """The caption's conditioning and, for families that have it, the image's: sizes and crop, control pictures."""
         place = placed.placement
         crop = place.flipped_crop_top_left if flipped else place.crop_top_left
-        cond = self.cache.cond(caption)
+        cond = self.cache.cond(self.cache.prompt(caption, self.cache.shown(placed), flipped))
         image_cond = self.family.image_conditioning(place.original_hw, crop, place.target_hw)
         image_cond = image_cond | self.cache.controls(placed, flipped)
         if twice := cond.keys() & image_cond.keys():

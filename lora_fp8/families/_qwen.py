@@ -7,10 +7,16 @@ with numbers from its config.json, where other VAEs have one factor.
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 from transformers import (
@@ -23,7 +29,7 @@ from transformers import (
     Qwen3VLModel,
 )
 
-from .base import Cond, ModelFamily, as_clip, as_picture, padded
+from .base import Cond, ModelFamily, as_clip, as_picture, control_latents, padded
 
 VAE_MARKS: dict[str, Any] = {
     "latents_mean": [
@@ -72,6 +78,28 @@ def unpack(packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
     return QwenImagePipeline._unpack_latents(packed, *latent_hw, vae_scale_factor=1)[:, :, 0]
 
 
+def predict(family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond) -> Tensor:
+    """Call Qwen-Image's transformer; the latents of control pictures follow the noise as tokens, each a frame of its
+    own.
+
+    What it answers for them is dropped.
+    """
+    num, _, height, width = noisy_BCHW.shape
+    device = noisy_BCHW.device
+    shown = [noisy_BCHW, *control_latents(cond)]
+    tokens = [pack(latents_BCHW.to(device, family.dtype)) for latents_BCHW in shown]
+    mask_BL = cond["prompt_embeds_mask"].to(device)
+    pred_BSD = denoiser(
+        hidden_states=torch.cat(tokens, dim=1),
+        timestep=t_B.to(device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
+        encoder_hidden_states=cond["prompt_embeds"].to(device, family.dtype),
+        encoder_hidden_states_mask=None if mask_BL.all() else mask_BL,
+        img_shapes=[[(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in shown]] * num,
+        return_dict=False,
+    )[0]
+    return unpack(pred_BSD[:, : tokens[0].shape[1]], (height, width))
+
+
 def pipeline_inputs(family: ModelFamily, cond: Cond, negative: Cond | None) -> dict[str, Any]:
     """Arguments of the pipelines that take embeddings with a mask, of one image.
 
@@ -101,11 +129,17 @@ _CHAT = (
 )
 
 
-def tokenizer() -> Qwen2Tokenizer:
-    """Byte-level BPE with a few merges, Qwen's marks of a conversation, and its chat template."""
+def tokenizer(more: Sequence[str] = (), marks: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """Byte-level BPE with a few merges, Qwen's marks of a conversation, and its chat template.
+
+    Args:
+        more: words that are one token each as well, with and without a blank before them.
+        marks: further marks.
+    """
     pieces = sorted(ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
-    for word in (*(f"Ġ{word}" for word in (*_INNER, *string.punctuation, *string.ascii_letters)), *_FIRST):
+    inner = *_INNER, *string.punctuation, *string.ascii_letters, *more
+    for word in (*(f"Ġ{word}" for word in inner), *_FIRST, *more):
         whole = word[0]
         for letter in word[1:]:
             if (whole, letter) not in merges:
@@ -113,7 +147,7 @@ def tokenizer() -> Qwen2Tokenizer:
             whole += letter
             if whole not in pieces:
                 pieces.append(whole)
-    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *marks]
     vocab = {piece: i for i, piece in enumerate(pieces + marks)}
     return Qwen2Tokenizer(
         vocab=vocab,
@@ -149,10 +183,13 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def qwen25_vl(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen2_5_VLForConditionalGeneration:
-    """A two-layer Qwen2.5-VL with the least eyes that it can have."""
+    """A two-layer Qwen2.5-VL with the least eyes that it can have; they are used if the vocabulary has their marks."""
     text = {**_text_config(vocab, width, 2), "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eyes))
+    marks = {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+    known = vocab.get_vocab()
+    ids = {f"{name}_token_id": known[mark] for name, mark in marks.items() if mark in known}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eyes, **ids))
 
 
 def qwen3_vl(vocab: Qwen2Tokenizer, *, width: int = 32, layers: int = 3) -> Qwen3VLModel:
@@ -168,4 +205,25 @@ def vae() -> AutoencoderKLQwenImage:
     """A VAE that halves the image sides, with the real one's 16 channels and their normalisation."""
     return AutoencoderKLQwenImage(
         base_dim=8, z_dim=16, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False], **VAE_MARKS
+    )
+
+
+def transformer(**settings: Any) -> QwenImageTransformer2DModel:
+    """A two-block transformer of Qwen-Image's kind."""
+    return QwenImageTransformer2DModel(
+        in_channels=64,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        **settings,
+    )
+
+
+def scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The released models' scheduler."""
+    return FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )

@@ -196,6 +196,9 @@ class ModelFamily(ABC):
     controls: ClassVar[tuple[int, int]] = (0, 0)
     """Fewest and most control pictures that the denoiser is shown beside the noise. A plain value: read without
     importing the file."""
+    prompts_see_controls: ClassVar[bool] = False
+    """Whether the text encoders look at the control pictures as well: `encode_prompts` is then given them, and what is
+    cached is one conditioning for each picture and caption."""
     clips: ClassVar[tuple[int, int]] = (0, 0)
     """Frames of a clip that are one frame of its latents, after the first, which is one by itself; and frames a second.
     (0, 0) draws pictures only. A plain value, as `controls`."""
@@ -271,7 +274,10 @@ class ModelFamily(ABC):
     # -- what only the family knows -------------------------------------------------------------------------------
     @abstractmethod
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        """What the pipeline's own `encode_prompt` gives, one unbatched Cond per prompt, in the model's dtype."""
+        """What the pipeline's own `encode_prompt` gives, one unbatched Cond per prompt, in the model's dtype.
+
+        With `prompts_see_controls` there is a second argument: for each prompt its control pictures, RGB, not resized.
+        """
 
     @abstractmethod
     def predict(
@@ -593,7 +599,8 @@ class ModelFamily(ABC):
             return cls.from_config(cls.load_config(self.folder / "vae")).eval().requires_grad_(False)
 
     def tokenizer(self, name: str) -> Any:
-        """One of the tokenizers of `text_parts`: small, so it is loaded when first asked for and kept."""
+        """One of the tokenizers of `text_parts`, or the processor that makes a picture ready for a text encoder: small,
+        so it is loaded when first asked for and kept."""
         if name not in self._tokenizers:
             cls = getattr(transformers, self.text_parts[name])
             self._tokenizers[name] = cls.from_pretrained(self.folder / name, local_files_only=True)
@@ -869,6 +876,8 @@ class ModelFamily(ABC):
             part = self.folder / name
             if self._is_tokenizer(name):
                 known = ("tokenizer.json", "vocab.json", "spiece.model")
+                if name == "processor":
+                    known = ("preprocessor_config.json", "processor_config.json")
                 if not any((part / k).is_file() for k in known):
                     missing.append(f"{name}/ ({' or '.join(known)})")
                 continue
@@ -895,7 +904,7 @@ class ModelFamily(ABC):
             raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
 
     def _is_tokenizer(self, name: str) -> bool:
-        return "tokenizer" in name
+        return "tokenizer" in name or name == "processor"
 
     def _text_encoders(self) -> list[str]:
         return [name for name in self.text_parts if not self._is_tokenizer(name)]

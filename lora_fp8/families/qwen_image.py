@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 
 from lora_fp8.objectives import FlowMatching
 
-from . import _miniature, _qwen
+from . import _miniature, _qwen, _qwen_edit
 from .base import Cond, ModelFamily, padded
 
 
@@ -98,18 +98,7 @@ class Family(ModelFamily):
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
     ) -> Tensor:
-        num, _, height, width = noisy_BCHW.shape
-        device = noisy_BCHW.device
-        mask_BL = cond["prompt_embeds_mask"].to(device)
-        pred_BSD = denoiser(
-            hidden_states=self.pack(noisy_BCHW.to(self.dtype)),
-            timestep=t_B.to(device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
-            encoder_hidden_states=cond["prompt_embeds"].to(device, self.dtype),
-            encoder_hidden_states_mask=None if mask_BL.all() else mask_BL,
-            img_shapes=[[(1, height // 2, width // 2)]] * num,
-            return_dict=False,
-        )[0]
-        return self.unpack(pred_BSD, (height, width))
+        return _qwen.predict(self, denoiser, noisy_BCHW, t_B, cond)
 
     def pack(self, latents_BCHW: Tensor) -> Tensor:
         return _qwen.pack(latents_BCHW)
@@ -140,34 +129,20 @@ class Family(ModelFamily):
 
     def caveats(self) -> list[str]:
         # 2511 has a mark; Edit and 2509 have the very tensors of Qwen-Image.
-        if not self.file_is_called(r"(?<![a-z])edit(?![a-z])"):
+        editing = _qwen_edit.family_of_name(self)
+        if not editing:
             return []
         return [
             f"{self.checkpoint.name} is Qwen-Image-Edit by its name, which edits pictures: it is trained and drawn "
-            "here without one to edit; train on Qwen-Image for text-to-image"
+            f"here without one to edit; set model.family = '{editing}' to give it control pictures"
         ]
 
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:
         with _miniature.seeded(seed):
-            vocab = _qwen.tokenizer()
-            transformer = QwenImageTransformer2DModel(
-                in_channels=64,
-                out_channels=16,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=3,
-                joint_attention_dim=32,
-                axes_dims_rope=(4, 6, 6),
-            )
+            vocab, transformer = _qwen.tokenizer(), _qwen.transformer()
             QwenImagePipeline(
-                scheduler=FlowMatchEulerDiscreteScheduler(
-                    use_dynamic_shifting=True,
-                    base_shift=0.5,
-                    max_shift=0.9,
-                    max_image_seq_len=8192,
-                    shift_terminal=0.02,
-                ),
+                scheduler=_qwen.scheduler(),
                 vae=_qwen.vae(),
                 text_encoder=_qwen.qwen25_vl(vocab),
                 tokenizer=vocab,

@@ -242,7 +242,7 @@ ARCHITECTURES = {
     "qwenimage": "qwen_image",
     "qwenimage2512": "qwen_image",
     "qwenimageedit": "qwen_image_edit",
-    "qwenimageeditplus": "qwen_image_edit",
+    **dict.fromkeys(("qwenimageeditplus", "qwenimageeditplus2509"), "qwen_image_edit_plus"),
     "zimage": "z_image",
     "zimageturbo": "z_image",
     "zimagedeturbo": "z_image",

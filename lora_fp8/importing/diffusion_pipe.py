@@ -205,6 +205,9 @@ def combine(draft: Draft) -> None:
     if "kontext" in str(draft.get("model.transformer_path") or "").lower() and kind == "flux":
         kind = "flux_kontext"
     known = MODELS.get(kind, kind)
+    paths = (str(draft.get(f"model.{name}_path") or "") for name in ("transformer", "diffusers"))
+    if known == "qwen_image_edit" and "qwen_image_edit_plus" in map(words.family_of_name, paths):
+        known = "qwen_image_edit_plus"
     words.set_family(draft, "model.type", known, f"model.type = {kind!r}" if kind else "the file has no [model] type")
     _set_path(draft)
     words.set_dtype(draft, "model.dtype")

@@ -174,7 +174,8 @@ def _set_model(draft: Draft) -> None:
     if kind == "flux2" and "klein" in version:
         kind, why = "flux2_klein", f"model_version = {draft.get('model_version')!r}"
     if kind == "qwen_image" and "edit" in version:
-        kind, why = "qwen_image_edit", f"model_version = {draft.get('model_version')!r}"
+        kind = "qwen_image_edit_plus" if re.search("plus|25", version) else "qwen_image_edit"
+        why = f"model_version = {draft.get('model_version')!r}"
     unsaid = "the file does not say: musubi-tuner takes it from the script that is run"
     words.set_family(draft, ["task", "model_version"], kind, why if kind else unsaid)
     draft.none(["task", "model_version"], "family is told by model.family", off=True)

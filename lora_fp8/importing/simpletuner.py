@@ -353,7 +353,7 @@ def _set_model(draft: Draft) -> None:
     if known == "flux2" and "klein" in flavour:
         known = "flux2_klein"
     if known == "qwen_image" and "edit" in flavour:
-        known = "qwen_image_edit"
+        known = "qwen_image_edit_plus" if re.search("v2|25(09|11)", flavour) else "qwen_image_edit"
     words.set_family(draft, "model_family", known, f"model_family = {kind!r}" if kind else "the file names none")
     if draft.get("model_type") in (None, "lora"):
         draft.mapped("model_type", {}, "a LoRA is trained")

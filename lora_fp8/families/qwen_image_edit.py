@@ -1,0 +1,104 @@
+"""Qwen-Image-Edit: Qwen-Image trained to change a picture as the prompt says; its text encoder sees the picture too.
+
+Qwen team 2025. The network is Qwen-Image's and so are its tensors. The picture, with about 1024 x 1024 pixels, goes to
+Qwen2.5-VL beside the prompt, and its latents follow the noise as tokens; what the network answers for them is dropped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from PIL import Image
+from torch import Tensor, nn
+
+from lora_fp8.objectives import FlowMatching
+
+from . import _qwen, _qwen_edit, qwen_image
+from .base import Cond, ModelFamily, control_pictures
+
+SIDE = 1024
+"""Pixels: the side of the square whose area the pipeline brings the picture to, for the VAE and the text encoder."""
+
+
+class Family(ModelFamily):
+    name = "qwen_image_edit"
+    title = "Qwen-Image-Edit"
+    example_base = "Qwen/Qwen-Image-Edit"
+    controls = (1, 1)
+    prompts_see_controls = True
+    same_tensors_as = "qwen_image"
+    pipeline_class = "QwenImageEditPipeline"
+    denoiser_class = "QwenImageTransformer2DModel"
+    denoiser_name = "transformer"
+    text_parts = {**qwen_image.Family.text_parts, "processor": "Qwen2VLProcessor"}
+    vae_class = "AutoencoderKLQwenImage"
+    vae_marks = _qwen.VAE_MARKS
+    objective = FlowMatching
+    adapter_targets = qwen_image.Family.adapter_targets
+    keep_precise = qwen_image.Family.keep_precise
+    modulation = qwen_image.Family.modulation
+    bucket_multiple = 16
+    native_resolution = 1024
+    default_guidance = 4.0
+    text_shapes = qwen_image.Family.text_shapes
+    modelspec_architecture = "Qwen-Image-Edit"
+    kohya_base_version = "qwen_image_edit"
+    kohya_naming = "native"
+    layouts = qwen_image.Family.layouts
+    native_layers = qwen_image.Family.native_layers
+    config_marks = qwen_image.Family.config_marks
+    reference_config = qwen_image.Family.reference_config
+
+    encode_images = qwen_image.Family.encode_images
+    decode_latents = qwen_image.Family.decode_latents
+    max_sequence_length = qwen_image.Family.max_sequence_length
+    token_limit = qwen_image.Family.token_limit
+    pack = qwen_image.Family.pack
+    unpack = qwen_image.Family.unpack
+    seq_len = qwen_image.Family.seq_len
+    guidance_inputs = qwen_image.Family.guidance_inputs
+    empty_denoiser = qwen_image.Family.empty_denoiser
+
+    def tokenizer(self, name: str) -> Any:
+        return _qwen_edit.tokenizer(self, name)
+
+    @classmethod
+    def mend_(cls, pipeline: Any) -> None:
+        _qwen_edit.mend_(pipeline)
+
+    def encode_prompts(self, prompts: list[str], pictures: list[list[Image.Image]]) -> list[Cond]:
+        sizes = [[self.control_size(*picture.size) for picture in seen] for seen in pictures]
+        return _qwen_edit.encode_prompts(self, prompts, pictures, sizes)
+
+    @property
+    def longest_prompt(self) -> int:
+        return _qwen_edit.longest_prompt(self, SIDE, 1)
+
+    def collate(self, conds: list[Cond]) -> Cond:
+        return _qwen_edit.collate(conds)
+
+    def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+        wide, high, _ = pipeline_qwenimage_edit.calculate_dimensions(SIDE * SIDE, width / height)
+        return _qwen_edit.control_size((wide, high), resolution, self.bucket_multiple)
+
+    def predict(
+        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
+    ) -> Tensor:
+        return _qwen.predict(self, denoiser, noisy_BCHW, t_B, cond)
+
+    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        (picture,) = control_pictures(cond)
+        return _qwen.pipeline_inputs(self, cond, negative) | {"image": picture}
+
+    @classmethod
+    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
+        return qwen_image.Family.without_adapter(denoiser)
+
+    def caveats(self) -> list[str]:
+        return _qwen_edit.caveats(self)
+
+    @classmethod
+    def tiny(cls, folder: Path, seed: int = 0) -> None:
+        _qwen_edit.tiny(cls, folder, seed)
