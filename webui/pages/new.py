@@ -324,7 +324,7 @@ class _Page:
         script = f"""(_, everything, ...values) => {{
             const ids = {json.dumps(list(held))}, touched = window.touchedSettings();
             const sent = [...touched, ...{json.dumps(tables)}];
-            return [JSON.stringify(touched), everything, ...values.map((v, i) => sent.includes(ids[i]) ? v : null)];
+            return [touched.join(" "), everything, ...values.map((v, i) => sent.includes(ids[i]) ? v : null)];
         }}"""
         self.start.click(
             self._start,
@@ -494,14 +494,14 @@ class _Page:
         """Into the queue, as it stands now; the page goes on to the run.
 
         Args:
-            touched: JSON, ids of the parts that were changed in this window: what was typed last may not have become
+            touched: ids of the parts that were changed in this window: what was typed last may not have become
                 part of the draft yet.
             held: what each part holds, by its id.
         """
         address: dict[Any, Any] = {}
 
         def start() -> None:
-            for id in json.loads(touched or "[]"):
+            for id in (touched or "").split():
                 if id == self.code.elem_id:
                     self.draft.write(held[id] or "")
                 elif id in held:
