@@ -67,5 +67,5 @@ def test_a_stop_is_heard_while_caching(job, tmp_path: Path):
             return items
 
     with pytest.raises(Stopped, match="what was cached stays cached"):
-        cached(job(f"dataset.cache_dir='{tmp_path / 'cache'}'"), Told(stop=True), Alone(0))
+        cached(job("train.batch_size=2", f"dataset.cache_dir='{tmp_path / 'cache'}'"), Told(stop=True), Alone(0))
     assert hasattr(Run, "requested")  # what Told stands for
