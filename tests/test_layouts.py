@@ -297,7 +297,8 @@ MODULES = {
     **{"sd3": "networks.lora_sd3", "lumina2": "networks.lora_lumina", "anima": "networks.lora_anima"},
     # musubi-tuner 0.3
     **dict.fromkeys(("flux2", "flux2_klein"), "networks.lora_flux_2"),
-    **{"flux_kontext": "networks.lora_flux", "qwen_image": "networks.lora_qwen_image", "wan": "networks.lora_wan"},
+    **{"flux_kontext": "networks.lora_flux", "wan": "networks.lora_wan"},
+    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), "networks.lora_qwen_image"),
     **{"z_image": "networks.lora_zimage", "krea2": "networks.lora_krea2", "ideogram4": "networks.lora_ideogram4"},
     "ernie_image": "networks.lora_ernie_image",
     # sd-scripts' lora.py is for Stable Diffusion, musubi-tuner's for HunyuanVideo; neither trains the other three

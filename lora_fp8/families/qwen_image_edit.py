@@ -46,6 +46,7 @@ class Family(ModelFamily):
     modelspec_architecture = "Qwen-Image-Edit"
     kohya_base_version = "qwen_image_edit"
     kohya_naming = "native"
+    kohya_module = "networks.lora_qwen_image"
     layouts = qwen_image.Family.layouts
     native_layers = qwen_image.Family.native_layers
     config_marks = qwen_image.Family.config_marks

@@ -48,6 +48,7 @@ class Family(ModelFamily):
     modelspec_architecture = "Qwen-Image-Edit-Plus"
     kohya_base_version = "qwen_image_edit_plus"
     kohya_naming = "native"
+    kohya_module = "networks.lora_qwen_image"
     layouts = qwen_image.Family.layouts
     native_layers = qwen_image.Family.native_layers
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False}
