@@ -27,6 +27,7 @@ class FakeExample:
     width: int
     height: int
     repeats: int = 1
+    frames: tuple[int, ...] = ()
 
     @property
     def uid(self):
