@@ -44,7 +44,7 @@ def test_paths_become_absolute_below_the_home(place: Place) -> None:
 
 @pytest.mark.parametrize("key", submit.PATHS)
 @pytest.mark.parametrize(
-    "path", ["/etc", "{0}/secret", "../secret", "{0}/data-evil", "datasets/../../secret", "~/.ssh"]
+    "path", ["/etc", "{0}/secret", "../secret", "{0}/data-evil", "datasets/../../secret", "~/.ssh", "~nobody-here/x"]
 )
 def test_every_path_outside_is_refused(place: Place, key: str, path: str) -> None:
     import tomlkit
@@ -68,7 +68,9 @@ def test_every_path_outside_is_refused(place: Place, key: str, path: str) -> Non
     assert jobs.Queue(place.home).view() == []
 
 
-@pytest.mark.parametrize("preset", ["{0}/secret/x.toml", "../../secret/x.toml", "/etc/x.toml", "../x", "~/x.toml"])
+@pytest.mark.parametrize(
+    "preset", ["{0}/secret/x.toml", "../../secret/x.toml", "/etc/x.toml", "../x", "~/x.toml", "~no/x.toml"]
+)
 def test_presets_outside_are_not_read(place: Place, preset: str) -> None:
     text = f'preset = ["{preset.format(place.home.parent)}"]\n' + TEXT.format(folder="datasets/pets")
     with pytest.raises(UserError, match="preset") as refused:

@@ -4,10 +4,10 @@ A config names folders that a training reads and writes. On the command line the
 browser they are held to the same roots as everything else (safe.py).
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from lora_fp8 import config, jobs
@@ -39,7 +39,7 @@ def checked(place: Place, text: str) -> config.Job:
         if not given or (key == "model.path" and _no_path(place, given)):
             continue
         try:
-            table[name] = str(place.inside(str(place.home / Path(given).expanduser())))
+            table[name] = str(place.inside(str(place.home / os.path.expanduser(given))))
         except UserError as error:
             problems.append(f"{key}: {error}")
     if problems:
@@ -99,7 +99,7 @@ def check_presets(place: Place, text: str) -> None:
     for name in named if isinstance(named, list) else [named]:
         if isinstance(name, str) and name.endswith(".toml"):
             try:
-                place.inside(str(place.home / Path(name).expanduser()))
+                place.inside(str(place.home / os.path.expanduser(name)))
             except UserError as error:
                 raise UserErrors([f"preset: {error}"], "config") from None
         elif isinstance(name, str) and ("/" in name or "\\" in name):

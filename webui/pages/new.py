@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -660,7 +661,7 @@ class _Page:
 
     def _local(self, path: str) -> Path:
         """Where a path of the draft leads; relative ones begin at the page's home, as the job's do."""
-        return self.ui.place.home / Path(path).expanduser()
+        return self.ui.place.home / os.path.expanduser(path)
 
     def _allowed(self, key: str, path: str) -> None:
         """Raises UserError for a path that the page may not use, or that has no picture folder."""
