@@ -148,7 +148,7 @@ def test_resolution_below_the_step_is_the_users_error():
 def test_assign_and_group():
     section = config.Dataset(resolution=64, bucket_step=8, upscale=False)
     examples = [
-        SimpleNamespace(width=w, height=h, path=f"{i}.png", uid=f"0/{i}.png")
+        SimpleNamespace(width=w, height=h, path=f"{i}.png", uid=f"0/{i}.png", frames=())
         for i, (w, h) in enumerate([(200, 100), (64, 64), (100, 200), (90, 90), (40, 40)])
     ]
     placed = buckets.assign(examples, section, resolution=64, step=8)
