@@ -68,6 +68,8 @@ LONGEST = (
     "test_compile.py",
     "test_demo.py",
     "test_estimate.py",
+    "test_wiring.py",
+    "ui/test_form_path.py",
 )
 """Files of minutes, which go first: handed out last, one of them would keep one core busy while the others wait."""
 
