@@ -38,6 +38,12 @@ def view(page: Page, number: int) -> None:
     page.locator("#new-views button[role=tab]").nth(number).click()
 
 
+def opened(page: Page) -> None:
+    """Wait until what a page asks for when it opens has come: it would take the place of what is typed before."""
+    expect(page.locator("#new-summary .problems, #new-summary .ready").first).to_be_visible()
+    page.wait_for_timeout(1500)
+
+
 @pytest.mark.parametrize("language", ["en", "zh-CN"])
 def test_a_newcomers_way_to_a_training(language: str, site: Site, visit: Callable[..., Page]) -> None:
     said, name = SAID[language], f"form-{language.lower()}"
@@ -92,6 +98,7 @@ def test_a_newcomers_way_to_a_training(language: str, site: Site, visit: Callabl
     expect(field(other, "new-train-steps")).to_have_value("21")
 
     # Typed and started at once: what the server is told of the typing comes after the start.
+    opened(other)
     other.evaluate(LATE)
     field(other, "new-train-steps").press("End")
     other.keyboard.type("0")
@@ -164,9 +171,10 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
 
 def test_what_is_wrong_in_toml_is_told_and_harms_nothing(visit: Callable[..., Page]) -> None:
     page = visit("new", language="zh-CN", phone=True)
-    page.locator("#new-summary p").first.wait_for()
+    opened(page)
     view(page, 2)
     text = page.locator("#new-toml .cm-content")
+    page.wait_for_timeout(1500)  # the view asks for its text
     text.click()
     page.keyboard.press("Control+A")
     page.keyboard.type("[train\nsteps = 5")

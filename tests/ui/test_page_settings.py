@@ -28,6 +28,7 @@ def test_a_folder_is_added_and_taken_back(visit: Callable[..., Page], tmp_path: 
     if kind == "models":  # and what is in it is offered as a base
         expect(page.locator("#models")).to_contain_text("底模 1 个")
         new = visit("new", language="zh-CN")
+        expect(new.locator("#new-summary .problems, #new-summary .ready").first).to_be_visible()  # it has opened
         new.locator("#new-model-path input").click()
         expect(new.get_by_role("option", name=re.compile("^mini · Stable Diffusion 1.5"))).to_be_visible()
         new.close()
