@@ -218,10 +218,13 @@ def observe(
     make_job: Callable[..., config.Job], gallery: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., dict[str, Any]]]:
     """observe("seed=1"): run BASE with these overrides and take apart what it left."""
+    # A cache of its own: what other tests have encoded would not be encoded here.
+    cache = tmp_path_factory.mktemp("cache")
+    mine = (f"dataset.cache_dir='{cache}'", f"dataset.folders=[{{path='{gallery}'}}]", *BASE)
 
     def observe(*overrides: str, family: str = "sd15") -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("run")
-        job = make_job(folder, f"dataset.folders=[{{path='{gallery}'}}]", *BASE, *overrides, family=family)
+        job = make_job(folder, *mine, *overrides, family=family)
         blocks = 0
 
         def count(module: torch.nn.Module, *_: Any) -> None:
