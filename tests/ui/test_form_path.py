@@ -41,7 +41,7 @@ def view(page: Page, number: int) -> None:
 def opened(page: Page) -> None:
     """Wait until what a page asks for when it opens has come: it would take the place of what is typed before."""
     expect(page.locator("#new-summary .problems, #new-summary .ready").first).to_be_visible()
-    page.wait_for_timeout(1500)
+    page.wait_for_timeout(3000)
 
 
 @pytest.mark.parametrize("language", ["en", "zh-CN"])
@@ -174,7 +174,7 @@ def test_what_is_wrong_in_toml_is_told_and_harms_nothing(visit: Callable[..., Pa
     opened(page)
     view(page, 2)
     text = page.locator("#new-toml .cm-content")
-    page.wait_for_timeout(1500)  # the view asks for its text
+    page.wait_for_timeout(4000)  # the view asks for its text
     text.click()
     page.keyboard.press("Control+A")
     page.keyboard.type("[train\nsteps = 5")
