@@ -39,9 +39,9 @@ def view(page: Page, number: int) -> None:
 
 
 def opened(page: Page) -> None:
-    """Wait until what a page asks for when it opens has come: it would take the place of what is typed before."""
+    """Wait, as a person must, until the views can be typed into."""
     expect(page.locator("#new-summary .problems, #new-summary .ready").first).to_be_visible()
-    page.wait_for_timeout(3000)
+    expect(page.locator("#new-views [role=tabpanel][inert]")).to_have_count(0)
 
 
 @pytest.mark.parametrize("language", ["en", "zh-CN"])
@@ -172,13 +172,14 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
 def test_what_is_wrong_in_toml_is_told_and_harms_nothing(visit: Callable[..., Page]) -> None:
     page = visit("new", language="zh-CN", phone=True)
     opened(page)
+    page.evaluate(LATE)  # the view's text comes late; what is typed at once must not give way to it
     view(page, 2)
     text = page.locator("#new-toml .cm-content")
-    page.wait_for_timeout(4000)  # the view asks for its text
     text.click()
     page.keyboard.press("Control+A")
     page.keyboard.type("[train\nsteps = 5")
-    expect(page.locator("#new-summary .problems li")).to_contain_text("不是有效的 TOML")
+    expect(page.locator("#new-summary .problems")).to_contain_text("不是有效的 TOML")
+    assert "model" not in text.inner_text(), "what was typed stands, and nothing else"
     page.keyboard.press("Control+A")
     page.keyboard.type('name = "<img src=x onerror=alert(1)>"\nnope = 1')
     expect(page.locator("#new-summary .problems")).to_contain_text("没有这个设置")

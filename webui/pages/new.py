@@ -42,6 +42,9 @@ QUIET: dict[str, Any] = {
 TOLD = QUIET | {"queue": True}
 """Of what may have something to say: messages of gr.Info and gr.Warning reach the browser through the queue alone."""
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
+OPENING = "everything => { window.opening(); return everything; }"
+OPENED = "() => window.opened()"
+"""Around what paints a whole view: what was typed before it came would be gone."""
 STYLE = """
 <style>
 #new-views .form {
@@ -263,8 +266,7 @@ class _Page:
         for view, parts in self.parts.items():
             for key, part in parts.items():
                 repaint = key in ("preset", "model.family", "model.path", "model.components")
-                event = part.input if not isinstance(part, gr.Dataframe) else part.input
-                event(
+                part.input(
                     functools.partial(self._change, view, key, repaint),
                     inputs_kwargs={"held": part, **shown},
                     outputs=[*told, *(views[view] if repaint else [])],
@@ -283,14 +285,21 @@ class _Page:
             )
         self.code.input(self._write, inputs_kwargs={"text": self.code, **shown}, outputs=told, **QUIET)
         for tab, view in ((simple, "simple"), (every, "all"), (toml, "toml")):
-            tab.select(functools.partial(self._open, view), inputs_kwargs=shown, outputs=[*told, *views[view]], **QUIET)
+            tab.select(
+                functools.partial(self._open, view),
+                inputs_kwargs=shown,
+                outputs=[*told, *views[view]],
+                js=OPENING,
+                **QUIET,
+            ).then(None, js=OPENED)
         everywhere = [part for parts in views.values() for part in parts]
         Context.root_block.load(
             functools.partial(self._open, "", offers=True),
             inputs_kwargs=shown,
             outputs=[*told, *everywhere, self.source],
+            js=OPENING,
             **QUIET,
-        )
+        ).then(None, js=OPENED)
         self.search.input(self._search, inputs_kwargs={"text": self.search}, outputs=[self.found], **QUIET)
         self.everything.input(self._tell, inputs_kwargs=shown, outputs=told, **QUIET)
         self.drop.upload(

@@ -116,3 +116,13 @@ for (const kind of ["input", "change", "click"])
     else if (kind === "click" && event.target.closest?.("#new-views [role=tab]")) touched.clear();
   });
 window.touchedSettings = () => [...touched];
+
+// While a view waits for what it shall hold, nothing can be typed into it: the answer would take its place. The tabs
+// themselves stay, with the focus on them.
+const SLOWEST = 5000;  // ms; an answer that never comes must not lock the form
+let openedAt;
+const lock = (on) => {
+  for (const panel of document.querySelectorAll("#new-views [role=tabpanel]")) panel.inert = on;
+};
+window.opening = () => { lock(true); clearTimeout(openedAt); openedAt = setTimeout(lock, SLOWEST, false); };
+window.opened = () => { clearTimeout(openedAt); lock(false); };
