@@ -33,6 +33,8 @@ TOOLS = {
     "lora_scripts_sd.toml": "lora-scripts",
     "musubi_qwen.toml": "musubi-tuner",
     "musubi_dataset.toml": "musubi-tuner",
+    "musubi_wan.sh": "musubi-tuner",
+    "musubi_wan_dataset.toml": "musubi-tuner",
     "diffusion_pipe_flux.toml": "diffusion-pipe",
     "diffusion_pipe_dataset.toml": "diffusion-pipe",
     "ai_toolkit_flux.yaml": "ai-toolkit",
@@ -99,6 +101,7 @@ def read(path: Path) -> Any:
 REFERRED = {
     "sd_scripts_flux.toml": ["sd_scripts_dataset.toml"],
     "musubi_qwen.toml": ["musubi_dataset.toml"],
+    "musubi_wan.sh": ["musubi_wan_dataset.toml"],
     "diffusion_pipe_flux.toml": ["diffusion_pipe_dataset.toml"],
     "onetrainer_sdxl.json": ["onetrainer_concepts.json", "onetrainer_samples.json"],
     "simpletuner_flux.json": ["simpletuner_backend.json"],
@@ -350,6 +353,43 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "memory": {"gradient_checkpointing": True},
         "checkpoint": {"every": 17},
     },
+    "musubi_wan.sh": {
+        "name": "wan-cat",
+        "output_dir": "output",
+        "seed": 42,
+        "model": {
+            "family": "wan",
+            "path": "models/wan2.1_t2v_1.3B_bf16.safetensors",
+            "components": "",
+            "dtype": "bf16",
+        },
+        "quantize": {"storage": "fp8", "scale": "1x64"},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 32.0},
+        "dataset": {
+            "resolution": 640,
+            "buckets": True,
+            "upscale": False,
+            "frames": [1, 25, 45],
+            "clip": "chunks",
+            "folders": [{"path": "pictures/10_zibo cat", "repeats": 3}, {"path": "pictures/plain"}],
+        },
+        "train": {"steps": 1200, "batch_size": 1, "accumulate": 2, "max_grad_norm": 0.5},
+        "optimizer": {"name": "adamw8bit", "lr": 0.0002, "lr_scale": "none"},
+        "schedule": {"name": "constant", "warmup": 0},
+        "objective": {"timesteps": "logit_normal", "shift": 3.0, "t_min": 0.0, "t_max": 0.9},
+        "memory": {"gradient_checkpointing": True},
+        "preview": {
+            "prompts": ["a zibo cat on a table", "a zibo cat at night"],
+            "negative": "blurry, text",
+            "every": 200,
+            "at_start": True,
+            "steps": 24,
+            "width": 1024,
+            "height": 768,
+            "seed": 7,
+        },
+        "checkpoint": {"every": 200},
+    },
     "diffusion_pipe_flux.toml": {
         "name": "my_flux",
         "output_dir": "/data/runs/my_flux",
@@ -546,6 +586,12 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "vae|text_encoder|network_args|training.blocks_to_swap|musubi_dataset.toml: datasets.0.cache_directory"
         "|musubi_dataset.toml: datasets.1.cache_directory",
     ),
+    "musubi_wan.sh": (
+        "musubi_wan_dataset.toml: general.resolution|musubi_wan_dataset.toml: datasets.0.target_frames"
+        "|save_every_n_steps|min_timestep|max_timestep",
+        "vae|t5|network_args|musubi_wan_dataset.toml: datasets.0.cache_directory"
+        "|musubi_wan_dataset.toml: datasets.1.cache_directory",
+    ),
     "diffusion_pipe_flux.toml": (
         "model.transformer_dtype|micro_batch_size_per_gpu|epochs|optimizer.type|save_every_n_epochs"
         "|diffusion_pipe_dataset.toml: resolutions|diffusion_pipe_dataset.toml: min_ar"
@@ -604,10 +650,15 @@ def test_every_key_is_accounted_for_exactly_once(bring: Callable[..., importing.
     assert len(told) == len(set(told))
 
 
-def test_every_option_of_a_command_is_accounted_for(bring: Callable[..., importing.Import], here: Path) -> None:
-    text = (here / "sd_scripts_train.sh").read_text(encoding="utf-8").split("accelerate launch")[1]
+@pytest.mark.parametrize("name", [name for name in TOOLS if name.endswith(".sh")])
+def test_every_option_of_a_command_is_accounted_for(
+    bring: Callable[..., importing.Import], here: Path, name: str
+) -> None:
+    text = (here / name).read_text(encoding="utf-8").split("accelerate launch")[1]
     options = [word.split("=")[0].removeprefix("--") for word in text.split() if word.startswith("--")]
-    told = [entry.key for entry in entries(bring("sd_scripts_train.sh"))]
+    for other in REFERRED.get(name, []):
+        options += [f"{other}: {key}" for key in leaves(read(here / other))]
+    told = [entry.key for entry in entries(bring(name))]
     assert sorted(told) == sorted(options)
 
 
@@ -771,6 +822,7 @@ RATES = {
     "sd_scripts_train.sh": 1e-4,
     "kohya_ss_flux.json": 4e-4,
     "lora_scripts_preset.toml": 1e-4,
+    "musubi_wan.sh": 2e-4,
     "diffusion_pipe_flux.toml": 2e-5,
     "ai_toolkit_flux.yaml": 1e-4,
     "onetrainer_sdxl.json": 3e-4 * math.sqrt(4 * 2),
