@@ -1,4 +1,4 @@
-"""What is shipped works as it is shipped: every config and preset loads, and what the READMEs say exists.
+"""What is shipped works as it is shipped: every config and preset loads, and what READMEs and docs/ say exists.
 
 Presets and documentation rot silently; here they cannot.
 """
@@ -26,6 +26,7 @@ LEVELS = {  # model.dtype, quantize.storage, quantize.compute, adapter.dtype
     "precision_o2": ("bf16", "bf16", "upcast", "bf16"),
 }
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+PAGES = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
 
@@ -138,12 +139,21 @@ def command_lines(path: Path) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
-def test_the_commands_of_the_readme_exist(path: Path) -> None:
+def test_every_page_is_in_both_languages_and_found_from_the_readme() -> None:
+    pages = {path.name.removesuffix(".md").removesuffix(".zh-CN") for path in PAGES}
+    for readme, suffix in zip(READMES, ("", ".zh-CN"), strict=True):
+        text, models = (path.read_text(encoding="utf-8") for path in (readme, ROOT / f"docs/models{suffix}.md"))
+        assert all(f"](docs/{name}{suffix}.md)" in text for name in pages - {"README"}), readme.name
+        for family in families.available():
+            assert f"`{family}`" in text and f"\n| `{family}` |" in models, f"{family} is not in {readme.name} and docs"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_commands_of_the_pages_exist(path: Path) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     lines = command_lines(path)
     told = [words for words in lines if words[0] in ("lora-fp8", "make", "accelerate")]
-    assert len(told) >= 6, "the README shows how to use it"
+    assert len(told) >= 6 or path not in READMES, "the README shows how to use it"
     for words in told:
         said = " ".join(words)
         if words[0] == "make":
@@ -170,8 +180,8 @@ def test_what_the_readme_makes_with_new_loads(path: Path, tmp_path: Path, monkey
         assert config.load(words[2])
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
-def test_the_settings_and_presets_in_the_readme_exist(path: Path) -> None:
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_settings_and_presets_on_the_pages_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for block in fences(path, "toml"):
         given = tomllib.loads(block)
@@ -188,12 +198,13 @@ def test_the_settings_and_presets_in_the_readme_exist(path: Path) -> None:
         assert name in fields, f"`{section}.{name}` is no setting"
     for preset in re.findall(r"`(vram_\w+|fp8_\w+like)`", text):
         assert preset in names(PRESETS), preset
-    assert all(f"`{name}`" in text for name in names(PRESETS)), "the README names every preset"
+    if path in READMES:
+        assert all(f"`{name}`" in text for name in names(PRESETS)), "the README names every preset"
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
 def test_the_map_has_every_file(path: Path) -> None:
-    """Each module of lora_fp8/ is on the map, in its folder, and the map names nothing that is not there."""
+    """Each module of lora_fp8/ and webui/ is on the map, and the map names nothing that is not there."""
     (block,) = [b for b in fences(path, r"\w*") if "\nlora_fp8/" in f"\n{b}"]
     found, folders = set(), [(-1, "")]
     for line in block.splitlines():
@@ -207,14 +218,15 @@ def test_the_map_has_every_file(path: Path) -> None:
                 folders.append((indent, entry)) if entry == match[2].split()[0] else None
             else:
                 found.add("".join(name for _, name in folders) + entry)
-    real = {p.relative_to(ROOT).as_posix() for p in (ROOT / "lora_fp8").rglob("*.py") if p.name != "__init__.py"}
-    on_map = {name for name in found if name.startswith("lora_fp8/")}
+    modules = [*(ROOT / "lora_fp8").rglob("*.py"), *(ROOT / "webui").glob("*.py")]
+    real = {path.relative_to(ROOT).as_posix() for path in modules if path.name not in ("__init__.py", "app.py")}
+    on_map = {name for name in found if name.startswith(("lora_fp8/", "webui/"))}
     assert not real - on_map, f"not on the map: {sorted(real - on_map)}"
     assert not on_map - real, f"on the map, but not there: {sorted(on_map - real)}"
     assert {"train_lora.py"} <= found
 
 
-@pytest.mark.parametrize("path", [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md"], ids=lambda path: path.name)
 def test_links_to_files_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#\s]+)", text):
