@@ -1,6 +1,6 @@
 """The strict way from TOML to a Job: every mistake is told, all at once, a readable line each, never a traceback.
 
-The authority for what a file says is `tomllib`; for what is accepted, the declarations in config.py themselves, which
+The authority for what a file says is `tomllib`; for what is accepted, the declarations in settings.py themselves, which
 are walked here, so that a new setting is covered on the day that it is added.
 """
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_fp8 import config
+from lora_fp8 import config, rules, wording
 from webui import form, words
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
@@ -78,7 +78,8 @@ def test_every_message_of_the_check_has_its_chinese() -> None:
         "where": "config",
         "_suggest(location)": "",
     }
-    found = sorted(set(messages(Path(config.__file__))) - UNTOLD)
+    files = (module.__file__ for module in (config, rules, wording))
+    found = sorted({text for file in files for text in messages(Path(file))} - UNTOLD)
     assert len(found) > 60, "the messages are found no longer"
     untold = []
     for text in found:

@@ -6,7 +6,8 @@
 2    families/*             1.5  importing.*
 1    objectives precision adapters kinds optim layouts data.{images,colour,buckets,captions,...}
      demo.pictures demo.measure
-0    config run jobs, the list of families and their files  (standard library, pydantic, tomlkit: no torch)
+0    settings rules wording config run jobs, the list of families and their files
+     (standard library, pydantic, tomlkit: no torch)
 """
 
 import ast
@@ -21,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    0.0: "lora_fp8 config run families families._files demo "
+    0.0: "lora_fp8 settings rules wording config run families families._files demo "
     "jobs jobs.procs jobs.store jobs.truth jobs.worker jobs.keeper",
     1.0: "naming objectives adapters kinds optim layouts precision precision.formats precision.quantized "
     "precision.matmul precision.kernels "
@@ -60,7 +61,7 @@ ROOMS = {
     "typer": {"cli", "cli_jobs"},
     "tomlkit": {"config", "cli", "export", "importing", "jobs"},
     "yaml": {"importing"},
-    "pydantic": {"config", "jobs"},
+    "pydantic": {"settings", "config", "jobs"},
 }
 FORBIDDEN = {
     "torchvision",

@@ -4,7 +4,7 @@ One short run on a miniature is the baseline; each flip is the same run with one
 taken apart into observables (losses, tensors, previews ...), and each row of the table says which of them must differ,
 and which must not. The baseline is run twice first: without a flip nothing differs, so a difference is the flip's.
 
-The table is held against the declarations in config.py: a new setting without a row fails here.
+The table is held against the declarations in settings.py: a new setting without a row fails here.
 """
 
 import dataclasses

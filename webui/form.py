@@ -42,7 +42,7 @@ class Setting:
         whole: a number without a point stays one; of a number with a point, ".0" may be left out.
         default: what holds where nothing is written; None where something must be.
         bounds: what a number must be, in words; "" where it is free or its choices say it.
-        when: see `config.setting`.
+        when: see `settings.setting`.
     """
 
     key: str
@@ -395,7 +395,7 @@ def _key_of(line: str) -> str:
 
 
 def idle(found: dict[str, Any]) -> set[str]:
-    """The settings that can have no effect beside these values; see `config.setting`."""
+    """The settings that can have no effect beside these values; see `settings.setting`."""
     family = found["model.family"]
     traits = families.traits(family) if family in families.available() else {}
     found = found | {f"family.{name}": value for name, value in traits.items()}

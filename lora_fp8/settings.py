@@ -1,0 +1,394 @@
+"""Every setting of a job, declared once.
+
+One TOML table = one section = one frozen pydantic model below; one line a setting: name, type, default, bounds,
+description. From this one declaration come the check, the commented file of `lora-fp8 new` and the web form.
+
+What excludes what is in rules.py, how TOML becomes a `Job` in config.py, which everybody else imports.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCALES = {
+    "fp8": ("row", "tensor", "1x64", "1x128", "128x128", "none"),
+    "int8": ("1x128", "1x64", "row"),
+    "nf4": ("64",),
+}
+"""The scales that each quantized storage knows, the one that "auto" tries first in front."""
+TORCHAO_LACKS = ("none", "128x128")
+"""Scales of fp8 that torchao's weight-only tensors have no granularity for."""
+MAX_SEED = 2**32 - 1  # what every tool that shows or takes a seed can hold
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no guessing between types ("8" is not 8), no nan and no inf."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def setting(default: Any, description: str, *, when: dict[str, tuple[Any, ...]] | None = None, **bounds: Any) -> Any:
+    """One setting: its default, its description (shown as help everywhere), its bounds (pydantic's ge, gt, le, lt).
+
+    `when` tells where it can have an effect: other settings, each with the values that it needs; no values mean any
+    but empty ones. "family.NAME" is one of the family's `families.traits`. A form may leave it out elsewhere. What is
+    refused or warned about is decided by the rules below.
+    """
+    return Field(default=default, description=description, json_schema_extra={"when": when} if when else None, **bounds)
+
+
+QUANTIZED: dict[str, tuple[Any, ...]] = {"quantize.storage": ("fp8", "int8", "nf4")}
+FP8_MATMUL: dict[str, tuple[Any, ...]] = {
+    "quantize.storage": ("fp8",),
+    "quantize.compute": ("fp8", "fp8_forward", "auto"),
+}
+DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
+CLIPS: dict[str, tuple[Any, ...]] = {"family.clips": (True,)}
+DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
+FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
+
+
+class Model(Section):
+    """The base model that is frozen and adapted."""
+
+    family: str = Field(description="Architecture, such as sd15, sdxl, flux or qwen_image; the README lists them all.")
+    path: str = Field(
+        description="Base model: Hugging Face id, diffusers folder, single .safetensors file, or 'demo' (bundled)."
+    )
+    components: str = setting(
+        "", "Diffusers folder with the VAE, text encoders and tokenizers that a single file lacks."
+    )
+    revision: str = setting("", "Branch, tag or commit on the hub; empty means the default branch.")
+    dtype: Literal["bf16", "fp32"] = setting("bf16", "Compute dtype, and storage of the parts that are not quantized.")
+    text_storage: Literal["none", "fp8", "int8", "nf4"] = setting(
+        "none",
+        "Storage of the text encoders while captions are encoded; fp8 takes half the memory of bf16, nf4 a third.",
+    )
+
+
+class Quantize(Section):
+    """How the frozen base is held in memory, and how it is multiplied."""
+
+    storage: Literal["fp8", "int8", "nf4", "bf16", "none"] = setting(
+        "fp8", "fp8: e4m3; int8; nf4: 4 bits, as QLoRA; bf16: not quantized; none: not quantized, held in model.dtype."
+    )
+    backend: Literal["own", "torchao", "te"] = setting(
+        "own",
+        "Whose layers: own; torchao: its weight-only tensors; te: TransformerEngine's FP8 layers, on CUDA only.",
+        when=QUANTIZED,
+    )
+    scale: Literal["auto", "row", "tensor", "1x64", "1x128", "128x128", "none"] = setting(
+        "auto",
+        "Weights that share a scale; auto: row for fp8, 1x128 for int8; none: fp8 as kohya's fp8_base.",
+        when={"quantize.storage": ("fp8", "int8")},
+    )
+    modulation: Literal["auto", "fp8", "int8", "nf4", "bf16"] = setting(
+        "auto", "Storage of layers that see one row per image; auto: int8, which has the least error.", when=QUANTIZED
+    )
+    keep: list[str] = setting(
+        [], "Further module names to keep in model.dtype, beside the family's precise parts.", when=QUANTIZED
+    )
+    override: list[str] = setting([], "Storage of single layers, such as 'ff.net.2 = int8 1x128' or 'to_q = bf16'.")
+    sensitivity: Literal["off", "auto"] = setting(
+        "off",
+        "auto: measure each layer on the job's pictures, hold those above sensitivity_bound in int8 or bf16.",
+        when=QUANTIZED,
+    )
+    sensitivity_bound: float = setting(
+        0.05,
+        "Largest relative error of a layer's output; fp8 itself costs up to 0.04, int8 0.01, nf4 0.1.",
+        ge=0,
+        lt=1,
+        when={"quantize.sensitivity": ("auto",)},
+    )
+    compute: Literal["upcast", "fp8", "fp8_forward", "auto"] = setting(
+        "upcast",
+        "upcast: weights decoded, matmul in model.dtype; fp8: matmul in FP8; auto: the fastest, measured.",
+        when={"quantize.storage": ("fp8",)},
+    )
+    recipe: Literal["current", "delayed", "block", "mxfp8"] = setting(
+        "current",
+        "Scales in an FP8 matmul: of this step, of the last steps, of 1x128 blocks, of 1x32 (te only).",
+        when=FP8_MATMUL,
+    )
+    fast_accum: bool = setting(
+        True, "Let the forward FP8 matmul add up in fewer bits, as Hopper does it fastest.", when=FP8_MATMUL
+    )
+    kernels: Literal["torch", "triton"] = setting(
+        "torch",
+        "triton: own kernels around the FP8 matmul (not measured on a GPU yet); compute = auto tries both.",
+        when=FP8_MATMUL,
+    )
+    fp8_min_features: int = setting(
+        512, "Layers with a side below this are not multiplied in FP8.", ge=0, when=FP8_MATMUL
+    )
+    fp8_exclude: list[str] = setting([], "Module names that are held in fp8 but not multiplied in it.", when=FP8_MATMUL)
+
+
+class Adapter(Section):
+    """The trainable part."""
+
+    type: Literal["lora", "dora", "lokr", "loha"] = setting(
+        "lora", "lora; dora: LoRA with a length for each row of the weight; lokr, loha: LyCORIS' products."
+    )
+    rank: int = setting(16, "Size of the low-rank update; larger learns more and weighs more.", ge=1, le=1024)
+    factor: int = setting(
+        8,
+        "LoKr: size of the first matrix wherever it divides the layer's; smaller weighs more; 0: the root.",
+        when={"adapter.type": ("lokr",)},
+        ge=0,
+    )
+    decompose_both: bool = setting(
+        False,
+        "LoKr: the first matrix is of low rank as well, where the rank is below half its side.",
+        when={"adapter.type": ("lokr",)},
+    )
+    alpha: float = setting(16.0, "Update strength; the update is scaled by alpha / rank.", gt=0)
+    dropout: float = setting(0.0, "Probability of dropping an adapter input while training.", ge=0, lt=1)
+    targets: list[str] = setting([], "Module name endings to adapt, such as 'to_q'; empty means the family's choice.")
+    dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights while training.")
+    text_encoder: bool = setting(
+        False,
+        "Train the CLIP text encoders too, all of them: sd15, sd2, sdxl, sd3, flux, flux_kontext (not T5).",
+        when={"family.text_encoder": (True,)},
+    )
+
+
+class Folder(Section):
+    """One folder of pictures: a [[dataset.folders]] table."""
+
+    path: str = Field(
+        description="Folder with images and .txt (or .caption) files beside them; searched with subfolders."
+    )
+    repeats: int = setting(1, "How often each image is seen per epoch.", ge=1)
+    trigger: str = setting("", "Trigger word of this folder; empty means dataset.trigger.")
+    control: str = setting(
+        "", "For editing models: folder with a control picture of the same name (or name_1, name_2) for each image."
+    )
+
+
+class Dataset(Section):
+    """Pictures, captions, buckets and the cache of encoded examples."""
+
+    folders: list[Folder] = setting([], "The picture folders.")
+    resolution: int | Literal["auto"] = setting(
+        "auto", "Side of the square with the training area; auto: the family's own."
+    )
+    buckets: bool = setting(True, "Group images by aspect ratio; false crops everything to a square.")
+    bucket_step: int | Literal["auto"] = setting("auto", "Bucket sides are multiples of this many pixels.")
+    max_aspect: float = setting(2.0, "Widest aspect ratio of a bucket.", ge=1, le=8, when={"dataset.buckets": (True,)})
+    upscale: bool = setting(
+        True, "Enlarge images that are smaller than their bucket; false gives them smaller buckets."
+    )
+    flip: bool = setting(False, "Mirror half of the samples; not for text, logos or asymmetric characters.")
+    frames: list[int] = setting(
+        [],
+        "Lengths that video clips are trained at, in frames, such as [17, 33]; a clip takes the longest that fits.",
+        when=CLIPS,
+    )
+    fps: float | Literal["auto"] = setting(
+        "auto",
+        "Frames a second that clips are brought to; auto: those that the model draws.",
+        when=CLIPS | {"dataset.frames": ()},
+    )
+    clip: Literal["head", "middle", "chunks"] = setting(
+        "head",
+        "Which part of a longer clip: its beginning, its middle, or as many pieces as fit.",
+        when=CLIPS | {"dataset.frames": ()},
+    )
+    control_resolution: int | Literal["auto"] = setting(
+        "auto",
+        "Side of the square with the area of control pictures; auto: as the model's pipeline shows them.",
+        when={"family.controls": (True,)},
+    )
+    background: str = setting("#ffffff", "Colour under transparent images, as #rrggbb.", pattern="^#[0-9a-fA-F]{6}$")
+    trigger: str = setting("", "Trigger word, put in front of captions that lack it.")
+    missing_caption: Literal["error", "trigger", "skip"] = setting("error", "What an image without a caption means.")
+    caption_dropout: float = setting(0.0, "Probability that a sample is shown without its caption.", ge=0, le=1)
+    shuffle_tags: bool = setting(False, "Shuffle comma-separated tags, differently each time.")
+    keep_tokens: int = setting(
+        1, "The first N tags stay in place when shuffling.", ge=0, when={"dataset.shuffle_tags": (True,)}
+    )
+    tag_separator: str = setting(",", "What separates tags.", min_length=1, when={"dataset.shuffle_tags": (True,)})
+    caption_variants: int = setting(
+        8, "Shuffled versions of each caption held in the cache.", ge=1, le=64, when={"dataset.shuffle_tags": (True,)}
+    )
+    cache_dir: str = setting("cache", "Folder of encoded images and captions, shared by all runs.")
+    max_pixels: int = setting(64_000_000, "Images with more pixels are refused.", ge=4096)
+
+
+class Train(Section):
+    """The loop."""
+
+    steps: int = setting(1500, "Optimizer steps.", ge=1)
+    batch_size: int = setting(1, "Images per micro-batch, over all processes together.", ge=1)
+    accumulate: int = setting(1, "Micro-batches per step; their gradients are summed in float32.", ge=1)
+    max_grad_norm: float = setting(1.0, "Clip the gradient to this norm; 0 turns clipping off.", ge=0)
+    threads: int = setting(
+        0, "CPU threads for torch; 0 keeps torch's choice. Bitwise repeats need the same number.", ge=0
+    )
+    gradient_exchange: Literal["fp32", "fp8"] = setting(
+        "fp32", "Between processes; fp8: a quarter of the bytes, and what rounding leaves out is sent with later steps."
+    )
+    log_every: int = setting(1, "Write a step event every so many steps.", ge=1)
+
+
+class Optimizer(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adamw8bit", "adamw"] = setting("adamw8bit", "adamw8bit: bitsandbytes; adamw: torch, for comparison.")
+    lr: float = setting(1e-4, "Learning rate before lr_scale.", gt=0, lt=1)
+    lr_scale: Literal["auto", "none"] | float = setting(
+        "auto", "Factor on the rate: auto (1.4 on an FP8 base, else 1), none, or a number."
+    )
+    text_encoder_lr: Literal["auto"] | float = setting(
+        "auto",
+        "Rate of adapter.text_encoder; lr_scale leaves it alone. auto: half of lr.",
+        when={"adapter.text_encoder": (True,)},
+    )
+    weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0)
+    beta1: float = setting(0.9, "Decay of the first moment.", ge=0, lt=1)
+    beta2: float = setting(0.999, "Decay of the second moment.", ge=0, lt=1)
+    eps: float = setting(1e-8, "Added to the denominator.", gt=0)
+    rounding: Literal["master", "stochastic", "nearest"] = setting(
+        "master",
+        "How bf16 adapters keep small updates: float32 masters, stochastic rounding, or not at all (nearest).",
+        when={"adapter.dtype": ("bf16",)},
+    )
+
+
+class Schedule(Section):
+    """The learning rate over the steps; a pure function of the step."""
+
+    name: Literal["constant", "cosine", "linear"] = setting("constant", "Shape after the warm-up.")
+    warmup: int | float = setting(0, "Warm-up: a whole number of steps, or a fraction of all steps below 1.", ge=0)
+    min_lr: float = setting(
+        0.0,
+        "Where cosine and linear end, as a fraction of the rate.",
+        ge=0,
+        le=1,
+        when={"schedule.name": ("cosine", "linear")},
+    )
+
+
+class Objective(Section):
+    """What the denoiser is asked to predict, and at which noise levels."""
+
+    min_snr_gamma: float = setting(
+        0.0, "Min-SNR loss weighting (Hang et al. 2023) for diffusion models; 0 is off.", ge=0, when=DIFFUSION
+    )
+    timesteps: Literal["auto", "uniform", "logit_normal"] = setting(
+        "auto", "Distribution of the noise level.", when=FLOW
+    )
+    shift: float | Literal["auto"] = setting(
+        "auto", "Flow matching: timestep shift; auto depends on the resolution.", when=FLOW
+    )
+    t_min: float = setting(
+        0.0, "Least noise that is trained, as a share of all noise; 0 is a clean picture.", ge=0, lt=1
+    )
+    t_max: float = setting(
+        1.0, "Most noise that is trained; 1 is noise alone. Wan 2.2's low-noise expert: 0.875.", gt=0, le=1
+    )
+    guidance: float = setting(
+        1.0,
+        "Embedded guidance shown to guidance-distilled models while training.",
+        ge=0,
+        when={"family.guidance": (True,)},
+    )
+
+
+class Memory(Section):
+    """What is traded for memory."""
+
+    gradient_checkpointing: bool = setting(
+        True, "Recompute activations in the backward pass: less memory, about 40 % slower."
+    )
+    compile: Literal["off", "blocks"] = setting(
+        "off", "blocks: torch.compile for the denoiser's repeated blocks; first steps take minutes."
+    )
+    cuda_graphs: bool = setting(
+        False,
+        "Replay compiled blocks as CUDA graphs: less waiting for launches, more memory.",
+        when={"memory.compile": ("blocks",)},
+    )
+
+
+class Preview(Section):
+    """Images made while training, always from the same seed."""
+
+    prompts: list[str] = setting([], "What to draw; empty makes no previews.")
+    controls: list[str] = setting(
+        [],
+        "For editing models: the control picture of each prompt; a folder stands for all pictures in it.",
+        when=DRAWN | {"family.controls": (True,)},
+    )
+    negative: str = setting("", "Negative prompt.", when=DRAWN | {"family.negative": (True,)})
+    every: int = setting(0, "Draw every so many steps; 0 draws only at the start and at the end.", ge=0, when=DRAWN)
+    at_start: bool = setting(True, "Draw before the first step, to compare with.", when=DRAWN)
+    steps: int = setting(20, "Denoising steps.", ge=1, le=500, when=DRAWN)
+    guidance: float | Literal["auto"] = setting("auto", "Guidance scale; auto: the family's usual one.", when=DRAWN)
+    width: int = setting(0, "Pixels; 0 means the training resolution.", ge=0, when=DRAWN)
+    height: int = setting(0, "Pixels; 0 means the training resolution.", ge=0, when=DRAWN)
+    frames: int = setting(1, "Frames of each preview; 1 draws a picture, more a clip.", ge=1, when=DRAWN | CLIPS)
+    seed: int = setting(42, "Seed of the first preview; the next ones count up.", ge=0, le=MAX_SEED, when=DRAWN)
+
+
+class Validation(Section):
+    """The loss on pictures that are kept out of training: it turns up when the LoRA begins to learn them by heart."""
+
+    every: int = setting(0, "Measure every so many steps, at the start and at the end; 0 never.", ge=0)
+    pictures: int = setting(
+        0, "Pictures kept out of training and measured on, drawn from all folders by the seed.", ge=0
+    )
+
+
+class Checkpoint(Section):
+    """What is kept to go on training."""
+
+    every: int = setting(250, "Save every so many steps.", ge=1)
+    keep: int = setting(
+        2, "Newest checkpoints kept; at least 2, because the newest may be the one being written.", ge=2
+    )
+
+
+class Export(Section):
+    """The LoRA file."""
+
+    formats: list[Literal["auto", "diffusers", "comfy", "kohya"]] = setting(
+        ["auto"],
+        "Key layouts to write, a file each: kohya is read by A1111, Forge, ComfyUI and InvokeAI, comfy by ComfyUI; "
+        "auto is what most programs read of this architecture.",
+    )
+    dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", "Dtype in the file.")
+    title: str = setting("", "Display name in the file; empty means the job's name.")
+    author: str = setting("", "Author in the file.")
+    description: str = setting("", "Description in the file.")
+    license: str = setting("", "Licence in the file.")
+    metadata: Literal["public", "private", "none"] = setting(
+        "public",
+        "What the file tells of its training: public is all but paths; private nothing of pictures and settings; none "
+        "only what programs need to load it.",
+    )
+    verify: bool = setting(True, "Load the file into a clean pipeline and compare it with the training model.")
+
+
+class Job(Section):
+    """The whole typed config of one training."""
+
+    name: str = setting("my-lora", "Name of the run folder and of the file.", min_length=1, max_length=120)
+    output_dir: str = setting("runs", "Folder that the run folder is made in.")
+    seed: int = setting(0, "Seed of the data order, noise and initial weights.", ge=0, le=MAX_SEED)
+    preset: list[str] = setting([], "Presets laid under this file: names in presets/, or paths.")
+    model: Model
+    quantize: Quantize = Quantize()
+    adapter: Adapter = Adapter()
+    dataset: Dataset = Dataset()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    objective: Objective = Objective()
+    memory: Memory = Memory()
+    preview: Preview = Preview()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    export: Export = Export()
