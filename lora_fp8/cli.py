@@ -90,14 +90,7 @@ def new(
             raise config.UserError("--from-lora: the file says family and settings; leave out --family and --preset")
         job = config.loads(config_of(from_lora), [f"name={json.dumps(path.stem)}"], where=str(from_lora))
     else:
-        family = family or "sd15"
-        known = family in families.available()  # else the config's check refuses it, with whatever else is wrong
-        about = families.facts(family) if known else {}
-        base = about.get("example_base", "put/the-base-model-here")
-        given = {"name": path.stem, "preset": preset, "model": {"family": family, "path": base}}
-        needed = {"control": "my_control_pictures"} if about.get("controls", (0, 0))[0] else {}
-        given["dataset"] = {"folders": [{"path": "my_pictures", **needed}]}
-        job = config.loads(tomlkit.dumps(given), where="new")
+        job = families.example(path.stem, family or "sd15", preset)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(config.commented(job.model_copy(update={"preset": []})), encoding="utf-8")
@@ -795,14 +788,29 @@ def ui(
     open_browser: bool = typer.Option(False, "--open", help="Show it in the browser."),
 ) -> None:
     """Open the web page: new trainings, pictures, the queue, running jobs."""
-    from . import config
-
-    missing = [package for package in ("gradio", "psutil") if importlib.util.find_spec(package) is None]
-    if missing:
-        raise config.UserError(f"the page needs {' and '.join(missing)}: pip install 'lora-fp8[ui]'")
+    _needs("ui", "gradio", "psutil")
     from webui import serve
 
     serve.run(host, port, [path.absolute() for path in root], user, name, open_browser)
+
+
+@app.command()
+def mcp(
+    root: list[Path] = typer.Option([], metavar="FOLDER", help="Folder that jobs may name. Repeatable."),
+) -> None:
+    """Answer a program that speaks the Model Context Protocol: submit, list, status, events, stop, export."""
+    _needs("mcp", "mcp", "psutil")
+    from webui import mcp as tools
+
+    tools.run([path.absolute() for path in root])
+
+
+def _needs(extra: str, *packages: str) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        from . import config
+
+        raise config.UserError(f"this needs {' and '.join(missing)}: pip install 'lora-fp8[{extra}]'")
 
 
 cli_jobs.add_to(app)

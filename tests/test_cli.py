@@ -27,7 +27,7 @@ COMMANDS = (
     *("dataset", "caption"),
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
     *("estimate", "inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
-    *("submit", "jobs", "worker", "ui"),
+    *("submit", "jobs", "worker", "ui", "mcp"),
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
 RUN = "import sys; sys.argv[0] = 'lora-fp8'; from lora_fp8.cli import main; main()"

@@ -59,7 +59,7 @@ ROOMS = {
     "transformers": {"families", "captioner", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},
     "typer": {"cli", "cli_jobs"},
-    "tomlkit": {"config", "cli", "export", "importing", "jobs"},
+    "tomlkit": {"config", "cli", "export", "families", "importing", "jobs"},
     "yaml": {"importing"},
     "pydantic": {"settings", "config", "jobs"},
 }

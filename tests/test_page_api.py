@@ -1,7 +1,11 @@
-"""The endpoints for programs, through gradio_client over a real server, with the login."""
+"""The functions for programs: as endpoints, through gradio_client over a real server, with the login; and as tools,
+through the client of the mcp library over a real process."""
 
+import asyncio
 import json
+import os
 import socket
+import sys
 import threading
 import time
 import tracemalloc
@@ -13,6 +17,8 @@ import pytest
 import uvicorn
 from gradio_client import Client
 from gradio_client.exceptions import AppError, AuthenticationError
+from mcp import ClientSession, StdioServerParameters
+from mcp.client.stdio import stdio_client
 
 from lora_fp8 import jobs
 from webui import app
@@ -164,3 +170,62 @@ def test_an_open_page_takes_little_memory(address: str, client: Client) -> None:
     tracemalloc.stop()
     assert (held[-1] - held[3]) / 4 < 300_000
     assert len(mounted.state_holder.session_data) >= 8
+
+
+IDLE = """
+import sys
+from lora_fp8 import cli, jobs
+
+def no_worker(home):
+    assert not {"torch", "gradio"} & set(sys.modules)
+
+jobs.ensure_worker = no_worker
+sys.argv[0] = "lora-fp8"
+cli.main()
+"""
+"""The command, light, with a queue that nobody works on."""
+
+
+def test_the_same_functions_are_tools_of_an_mcp_server(place: Place) -> None:
+    root = place.given[0]
+    environment = {**os.environ, "LORA_FP8_HOME": str(place.home)}
+    server = StdioServerParameters(
+        command=sys.executable, args=["-c", IDLE, "mcp", "--root", str(root)], env=environment, cwd=root
+    )
+
+    async def talk() -> None:
+        async with stdio_client(server) as streams, ClientSession(*streams) as session:
+            await session.initialize()
+            tools = {tool.name: tool for tool in (await session.list_tools()).tools}
+            assert set(tools) == {"template", "check", *(name.strip("/") for name in NAMES)}
+            assert tools["submit"].input_schema["required"] == ["config"]
+
+            async def ask(tool: str, **given: Any) -> tuple[bool, str]:
+                answer = await session.call_tool(tool, given)
+                return bool(answer.is_error), answer.content[0].text
+
+            wrong, text = await ask("template", family="flux", presets=["character"])
+            assert not wrong and str(root) in text and 'family = "flux"' in text
+            wrong, told = await ask("check", text=text)
+            assert wrong and "my_pictures: not below" in told  # the folder that is yet to be named
+            text = text.replace("my_pictures", f"{root}/pictures").replace("my-lora", "by-mcp")
+            wrong, told = await ask("check", text=text)
+            assert not wrong and told.startswith("accepted: ") and "by-mcp" in told
+            wrong, told = await ask("submit", config=text.replace(f"{root}/pictures", "/etc"))
+            assert wrong and "dataset.folders.0.path: /etc: not below" in told and "Traceback" not in told
+            wrong, told = await ask("submit", config=text)
+            id = json.loads(told)["id"]
+            assert jobs.Queue(place.home).job(id).name == "by-mcp"
+            assert json.loads((await ask("stop", id=str(id)))[1])["state"] in jobs.ENDED
+            wrong, told = await ask("events", id=str(root / "shell"), offset=0)
+            assert json.loads(told)["events"][0]["event"] == "stage"
+            wrong, told = await ask("export", id=str(root / "shell"))
+            (file,) = json.loads(told)["files"]
+            assert file == {
+                "name": "shell_kohya.safetensors",
+                "bytes": 5,
+                "file": str(root / "shell/export/shell_kohya.safetensors"),
+            }
+            assert (await ask("template", presets=["/etc/passwd.toml"]))[0]
+
+    asyncio.run(asyncio.wait_for(talk(), 120))

@@ -1,14 +1,14 @@
-"""What programs may ask the page: six functions, the only public ones. Described for people in docs/api.md.
+"""What programs may ask: six functions. Described for people in docs/api.md.
 
-They are endpoints of the English site: `gradio_client.Client("http://127.0.0.1:7860/en/")`. Answers are plain JSON;
-what is wrong with a request is an error with the same line that the command line would print.
+They are the only public endpoints of the English site, `gradio_client.Client("http://127.0.0.1:7860/en/")`, and tools
+of `mcp`, without a page. Answers are plain JSON; what is wrong with a request is an error with the same line that the
+command line would print.
 """
 
+import functools
 from collections.abc import Callable
-from functools import wraps
+from pathlib import Path
 from typing import Any
-
-import gradio as gr
 
 from lora_fp8 import jobs
 from lora_fp8.config import UserError
@@ -20,12 +20,20 @@ from .context import Place, Ui
 
 def add(ui: Ui) -> None:
     """Put the endpoints into the site that is being laid out."""
-    for name, function in functions(ui.place).items():
-        gr.api(_told(function), api_name=name, concurrency_limit=None)
+    import gradio as gr  # `mcp` takes the functions alone
+
+    for name, function in functions(ui.place, Ui("en", ui.place).download).items():
+        gr.api(
+            told(function, functools.partial(gr.Error, print_exception=False)), api_name=name, concurrency_limit=None
+        )
 
 
-def functions(place: Place) -> dict[str, Callable[..., Any]]:
-    """The endpoints by name, on this place's queue."""
+def functions(place: Place, link: Callable[[Path], str] | None = None) -> dict[str, Callable[..., Any]]:
+    """The endpoints by name, on this place's queue.
+
+    Args:
+        link: the address under which a file is sent; None where there is no page that sends it.
+    """
     queue = jobs.Queue(place.home)
 
     def look(id: str) -> JobView:
@@ -61,7 +69,7 @@ def functions(place: Place) -> dict[str, Callable[..., Any]]:
         return look(id).to_json()
 
     def export(id: str, formats: list[str] = []) -> dict:  # noqa: B006 - Gradio shows the default
-        """A run's LoRA files with the address of each; with formats, a job that writes them again is queued: "job"."""
+        """A run's LoRA files, and where each is; with formats, a job that writes them again is queued: "job"."""
         _, folder = run_of(id)
         job = None
         if formats:
@@ -69,23 +77,27 @@ def functions(place: Place) -> dict[str, Callable[..., Any]]:
             job = queue.submit_command("export", [*wanted, "--", str(folder)], name=f"export {folder.name}")
             jobs.ensure_worker(place.home)
         files = sorted((folder / "export").glob("*.safetensors"))
-        link = Ui("en", place).download
+        at = (lambda file: {"download": link(file)}) if link else (lambda file: {"file": str(file)})
         return {
             "job": job,
-            "files": [{"name": file.name, "bytes": file.stat().st_size, "download": link(file)} for file in files],
+            "files": [
+                # not "path": Gradio's client takes what has one for a file of Gradio's, and tries to fetch it
+                {"name": file.name, "bytes": file.stat().st_size, **at(file)}
+                for file in files
+            ],
         }
 
     return {"submit": submit, "list": every, "status": status, "events": events, "stop": stop, "export": export}
 
 
-def _told(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its UserErrors as errors that the client is told."""
+def told(function: Callable[..., Any], error: Callable[[str], Exception]) -> Callable[..., Any]:
+    """The function, its UserErrors as the errors that its client is told."""
 
-    @wraps(function)
+    @functools.wraps(function)
     def asked(*given: Any, **named: Any) -> Any:
         try:
             return function(*given, **named)
-        except UserError as error:
-            raise gr.Error(str(error), print_exception=False) from None
+        except UserError as mistake:
+            raise error(str(mistake)) from None
 
     return asked

@@ -9,10 +9,14 @@ import ast
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomlkit
+
+from lora_fp8 import config
 from lora_fp8.config import UserError
 
 from ._files import Header, check_kind, fits, native_header, read_header
@@ -36,6 +40,21 @@ def facts(name: str) -> dict[str, Any]:
     """
     _known(name)
     return dict(_stated(name))
+
+
+def example(name: str, family: str, presets: Sequence[str] = ()) -> config.Job:
+    """A job to begin with: the family's released base model, a folder of pictures that is yet to be named.
+
+    Raises:
+        UserErrors: all that is wrong with what was given.
+    """
+    known = family in available()  # else the config's check refuses it, with whatever else is wrong
+    about = facts(family) if known else {}
+    base = about.get("example_base", "put/the-base-model-here")
+    given = {"name": name, "preset": list(presets), "model": {"family": family, "path": base}}
+    needed = {"control": "my_control_pictures"} if about.get("controls", (0, 0))[0] else {}
+    given["dataset"] = {"folders": [{"path": "my_pictures", **needed}]}
+    return config.loads(tomlkit.dumps(given), where="new")
 
 
 def traits(name: str) -> dict[str, Any]:
