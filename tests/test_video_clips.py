@@ -18,19 +18,20 @@ from lora_fp8.data import buckets, cache, clips, doctor, images, loader
 FAMILIES = [name for name in families.available() if "clips" in families.facts(name)]
 PROMPTS = ["a photo of a cat", "two red dogs run over a long blue road"]
 CODECS = {".mp4": "libx264", ".mov": "libx264", ".mkv": "libx264", ".webm": "libvpx-vp9"}
-LOSSLESS = {"libx264": {"qp": "0"}, "libvpx-vp9": {"lossless": "1"}}
+LOSSLESS = {"libx264": {"qp": "0", "sc_threshold": "0"}, "libvpx-vp9": {"lossless": "1"}}
 STEP = 5  # between the greys of two frames
 
 
-def write_video(path: Path, times: list[Fraction], size=(48, 32), colour=None, **tags) -> Path:
+def write_video(path: Path, times: list[Fraction], size=(48, 32), colour=None, keyframes=250, **tags) -> Path:
     """A lossless video with a frame at each of these seconds, each of the grey `STEP * its number`.
 
     Args:
+        keyframes: from one to the next.
         tags: attributes of the codec, such as colorspace; the pixels are converted to that matrix.
     """
     codec = CODECS[path.suffix]
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=60, options=LOSSLESS[codec])
+        stream = container.add_stream(codec, rate=60, options={**LOSSLESS[codec], "g": str(keyframes)})
         stream.width, stream.height, stream.pix_fmt = *size, "yuv444p"
         stream.codec_context.time_base = Fraction(1, 600)
         for name, value in tags.items():
@@ -167,8 +168,37 @@ def test_which_way_a_clip_is_turned(tmp_path):
     assert first.getpixel((16, 8))[0] > 200 and first.getpixel((16, 56))[0] < 50
 
 
-@pytest.mark.parametrize("what", ["hdr", "oblong", "torn", "text", "large", "still", "short"])
-def test_clips_that_cannot_be_used_are_named(tmp_path, what):
+@pytest.mark.parametrize("suffix", CODECS)
+def test_pieces_are_what_decoding_every_frame_gives(tmp_path, suffix, monkeypatch):
+    """In any order; in their order no frame is decoded twice, and alone none from far before."""
+    path = write_video(tmp_path / f"a{suffix}", steadily(50, 16), keyframes=8)
+    timeline, _ = clips.look(path, 10**6)
+    decoded, decode = [], clips._decoded
+
+    def counted(*args, **kwargs):
+        for frame in decode(*args, **kwargs):
+            decoded.append(frame.pts)
+            yield frame
+
+    monkeypatch.setattr(clips, "_decoded", counted)
+    found = [tuple(range(begin, begin + 5)) for begin in range(0, 50, 5)]
+    reader = clips.Reader(path)
+    for piece in found:
+        assert numbers_of(reader.read(piece, timeline.only_at(piece[0]))) == list(piece)
+    assert decoded == sorted(set(decoded)) and len(decoded) == 50
+    assert numbers_of(reader.read((7, 7, 8, 9, 9), timeline.only_at(7))) == [7, 7, 8, 9, 9]
+    assert numbers_of(reader.read((9, 10, 10), timeline.only_at(9))) == [9, 10, 10]
+    reader.close()
+    for piece in reversed(found):
+        decoded.clear()
+        assert numbers_of(reader.read(piece, timeline.only_at(piece[0]))) == list(piece)
+        # A second before it, and the keyframe before that; of H.264 in MKV nothing is left out.
+        assert len(decoded) <= (piece[-1] + 1 if suffix == ".mkv" else 5 + 16 + 8), piece
+    reader.close()
+
+
+@pytest.mark.parametrize("what", ["hdr", "oblong", "torn", "text", "list", "film", "large", "still", "short"])
+def test_clips_that_cannot_be_used_are_named(tmp_path, what, monkeypatch):
     path, settings = captioned(tmp_path / "a.mp4"), {}
     if what == "hdr":
         write_video(path, steadily(9, 16), color_trc=18)
@@ -183,6 +213,14 @@ def test_clips_that_cannot_be_used_are_named(tmp_path, what):
     elif what == "text":
         path.write_text("no video")
         expected = "cannot be decoded"
+    elif what == "list":  # FFmpeg would open the file that it names
+        write_video(tmp_path.parent / "b.mp4", steadily(9, 16)).rename(tmp_path / "b.mp4.hidden")
+        path.write_text("ffconcat version 1.0\nfile b.mp4.hidden\n")
+        expected = "cannot be decoded: is none of .mp4 .mov .mkv .webm, whatever its name says"
+    elif what == "film":
+        write_video(path, steadily(9, 16))
+        monkeypatch.setattr(clips, "MOST_FRAMES", 8)
+        expected = "has more than 8 frames; cut out what is to be learned"
     elif what == "large":
         write_video(path, steadily(9, 16), (96, 64))
         settings, expected = {"max_pixels": 4096}, r"96 x 64 = 6,144 pixels, more than dataset\.max_pixels"

@@ -226,6 +226,8 @@ class Cache:
         self._ram_used = 0
         self._verified: set[str] = set()
         self._identities: dict[str, str] = {}
+        self._video: tuple[tuple[Any, ...], clips.Reader] | None = None
+        self._clip: tuple[tuple[Any, ...], list[Image.Image]] | None = None
 
     # keys
 
@@ -361,6 +363,7 @@ class Cache:
             done += 1
             if log:
                 log(done, total)
+        self._leave_video()
         for shown, flipped in missing.controls:
             written += self._store("latents", self.control_key(shown, flipped), self._encode_control(shown, flipped))
             done += 1
@@ -390,10 +393,9 @@ class Cache:
     def _encode_image(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         example = placed.example
         if example.frames:
-            pictures = self._opened_clip(example)
+            pictures = self._clip_in_place(placed)
         else:
-            pictures = [self._opened(example.path, example.image_sha256)]
-        pictures = [fit(picture, placed.placement.bucket_wh) for picture in pictures]
+            pictures = [fit(self._opened(example.path, example.image_sha256), placed.placement.bucket_wh)]
         if flipped:
             pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
         values = pixels(pictures[0]) if len(pictures) == 1 else clip_pixels(pictures)
@@ -417,14 +419,36 @@ class Cache:
         except (OSError, ImageError) as error:
             raise RunFailure(f"{path} can no longer be read: {error}") from error
 
+    def _clip_in_place(self, placed: Placed) -> list[Image.Image]:
+        """The frames of a clip as its bucket has them; those read last are kept, for the mirrored ones come next."""
+        about = (placed.example.path, placed.example.image_sha256, placed.example.frames, placed.placement)
+        if self._clip is None or self._clip[0] != about:
+            self._clip = None  # before the next ones are read
+            frames = self._opened_clip(placed.example)
+            self._clip = about, [fit(frame, placed.placement.bucket_wh) for frame in frames]
+        return self._clip[1]
+
     def _opened_clip(self, example: Example) -> list[Image.Image]:
         try:
-            with example.path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != example.image_sha256:
-                    raise RunFailure(f"{example.path} changed while the run was starting; start it again")
+            status = example.path.stat()
+            about = (example.path, example.image_sha256, status.st_size, status.st_mtime_ns)
+            if self._video is None or self._video[0] != about:
+                self._leave_video()
+                with example.path.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != example.image_sha256:
+                        raise RunFailure(f"{example.path} changed while the run was starting; start it again")
+                self._video = about, clips.Reader(example.path)
+            if example.path.suffix.lower() in clips.VIDEOS:
+                return self._video[1].read(example.frames, example.begins)
             return read_clip(example.path, example.frames, self.section.background)
         except (OSError, ImageError, clips.ClipError) as error:
             raise RunFailure(f"{example.path} can no longer be read: {error}") from error
+
+    def _leave_video(self) -> None:
+        """Close the video that pieces were read from."""
+        if self._video is not None:
+            self._video[1].close()
+        self._clip = self._video = None
 
     def _latents_of(self, values: Tensor, path: Path) -> Tensor:
         latents_BCHW = self.family.encode_images(values)

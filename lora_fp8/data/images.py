@@ -105,6 +105,7 @@ class Example:
         image_sha256: of the file's bytes.
         controls: its control pictures, in order.
         frames: of a clip, the numbers of the file's frames that are shown, in order; () for a picture.
+        begins: second of the file at which the first of them is shown, if no other is; None is not known.
     """
 
     path: Path
@@ -117,6 +118,7 @@ class Example:
     image_sha256: str
     controls: tuple[Control, ...] = ()
     frames: tuple[int, ...] = ()
+    begins: Fraction | None = None
 
     @property
     def file_uid(self) -> str:
@@ -490,6 +492,7 @@ def scan(
                 image_sha256=look.sha256,
                 controls=shown,
                 frames=frames,
+                begins=look.timeline.only_at(frames[0]) if frames else None,
             )
             for frames in _pieces(path, look.timeline, section, clip_rate, report, notes)
         ]
