@@ -8,8 +8,8 @@ from typing import Any
 
 import typer
 
-SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Override one setting, such as train.steps=500. Repeatable.")
-JSON = typer.Option(False, "--json", help="Answer in JSON.")
+from .cli_options import JSON, SET
+
 JOB = typer.Argument(..., metavar="JOB", help="A job's number, as `lora-fp8 jobs` shows it.")
 PRIORITY = typer.Option(0, help="Higher starts earlier.")
 GPUS = typer.Option("", help="Wait for this group of the worker's GPUs, such as 0,1; empty takes any.")

@@ -43,7 +43,7 @@ LAYERS = {
     3.75: "measure estimate tools.average",
     4.0: "train",
     4.5: "demo.show",
-    4.75: "cli_jobs",
+    4.75: "cli_options cli_dataset cli_jobs",
     5.0: "cli",
     5.5: "__main__",
 }
@@ -58,7 +58,7 @@ ROOMS = {
     "accelerate": {"processes", "scripts"},
     "transformers": {"families", "captioner", "scripts"},
     "diffusers": {"families", "objectives", "verify", "export", "demo.show", "scripts"},
-    "typer": {"cli", "cli_jobs"},
+    "typer": {"cli", "cli_options", "cli_dataset", "cli_jobs"},
     "tomlkit": {"config", "cli", "export", "families", "importing", "jobs"},
     "yaml": {"importing"},
     "pydantic": {"settings", "config", "jobs"},
