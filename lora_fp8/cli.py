@@ -5,6 +5,7 @@ and can be resumed.
 """
 
 import contextlib
+import errno
 import importlib.util
 import io
 import json
@@ -29,6 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+"""What the system says of a path that cannot be meant; anything else may be right the next time."""
 
 
 def main() -> None:
@@ -64,6 +67,8 @@ def guarded(action: Callable[[], Any]) -> None:
             _fail(str(error), 75)
         if isinstance(error, RunFailure):
             _fail(str(error), 3)
+        if isinstance(error, OSError) and error.filename is not None:  # the machine refused: a right, a full disk
+            _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", 2 if error.errno in REFUSED else 3)
         raise
 
 
@@ -734,8 +739,10 @@ def _fail(message: str, code: int) -> None:
     # running may fail in one process alone.
     rank = os.environ.get("RANK", "0")
     if rank == "0" and (place := os.environ.get("LORA_FP8_MESSAGE")):  # set by the queue, to tell why a job failed
+        from .run import without_home
+
         with contextlib.suppress(OSError):  # a full disk must not change the exit code
-            Path(place).write_text(message, encoding="utf-8", errors="backslashreplace")
+            Path(place).write_text(without_home(message), encoding="utf-8", errors="backslashreplace")
     if rank == "0":
         print(message, file=sys.stderr)
     elif code == 3:

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from .settings import SCALES, TORCHAO_LACKS, Job, Memory, Quantize
-from .wording import did_you_mean, shown
+from .wording import did_you_mean, is_utf8, shown
 
 
 def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
@@ -95,6 +96,9 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         say("export.formats", "names a format twice")
     if len(set(job.preset)) != len(job.preset):
         say("preset", "names a preset twice")
+    for key, text in _texts(job.model_dump()):
+        if not is_utf8(text):
+            say(key, f"expected text in UTF-8, got {shown(text)}")
     paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
     paths |= {"dataset.cache_dir": job.dataset.cache_dir}
     paths |= {f"dataset.folders.{i}.path": folder.path for i, folder in enumerate(job.dataset.folders)}
@@ -106,6 +110,15 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
         say("name", f"{shown(job.name)} cannot name a folder; use letters, digits, '-' and '_'")
     return found
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(setting, text) of every text in a job's values."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
 
 
 def _control_contradictions(job: Job) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,6 @@ Standard library only (layer 0): the web page and the queue read run folders wit
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from . import locks
 from .config import UserError
 
 
@@ -35,6 +35,19 @@ class RunFailure(Exception):
 
 class Stopped(Exception):
     """The run was asked to stop, has saved, and can be resumed: exit code 75 (EX_TEMPFAIL)."""
+
+
+class Unreadable(UserError):
+    """This user may not read what would tell of a run, such as another user's.
+
+    Args:
+        filename: what cannot be read.
+        reason: why, in the system's words.
+    """
+
+    def __init__(self, filename: Path, reason: str | None):
+        self.filename = filename
+        super().__init__(f"{filename}: cannot be read ({reason}); ask as the user whose run it is")
 
 
 def without_home(text: str) -> str:
@@ -73,6 +86,8 @@ def write_synced(path: Path) -> Iterator[Any]:
 
 def sync_folder(path: Path) -> None:
     """Make renames and new names in this folder durable."""
+    if os.name == "nt":  # where a folder cannot be opened
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,8 +160,13 @@ class Run:
 
         Raises:
             UserError: there is no run at that place.
+            Unreadable: this user may not look.
         """
-        if not (path / "config.toml").is_file():
+        try:
+            found = (path / "config.toml").is_file()
+        except OSError as error:  # no way in; where there is nothing, is_file answers
+            raise Unreadable(path, error.strerror) from None
+        if not found:
             raise UserError(f"{path}: not a run folder (it has no config.toml); runs are made by `lora-fp8 train`")
         return cls(path)
 
@@ -222,15 +242,18 @@ class Run:
             ) from None
 
     def alive(self) -> bool:
-        """Whether a process holds this run now."""
+        """Whether a process holds this run now.
+
+        Raises:
+            Unreadable: this user may not read the lock, and so cannot know.
+        """
         try:
             with open(self.lock_file, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
+                return not locks.try_lock(file, shared=True)
         except (FileNotFoundError, NotADirectoryError):  # no folder, or what should be one is a file
             return False
-        except BlockingIOError:
-            return True
+        except OSError as error:
+            raise Unreadable(self.lock_file, error.strerror) from None
 
     def events(self) -> list[dict[str, Any]]:
         """All whole lines of the event log; the torn last line of a killed process is left out."""
@@ -249,13 +272,11 @@ class Run:
         # "a+": opening must not empty the file, the holder's name is in it.
         self._lock = open(self.lock_file, "a+", encoding="utf-8")  # noqa: SIM115 - held for life
         for attempt in range(10):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if locks.try_lock(self._lock):
                 break
-            except BlockingIOError:
-                # Tried for a moment: who asks `alive` has a shared lock for an instant, and that is nobody training.
-                if attempt < 9:
-                    time.sleep(0.02)
+            # Tried for a moment: who asks `alive` has a shared lock for an instant, and that is nobody training.
+            if attempt < 9:
+                time.sleep(0.02)
         else:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"

@@ -22,6 +22,15 @@ def accepted(field: Any) -> str:
     return ", ".join(([" | ".join(choices) + " | a number"] if choices else []) + bounds)
 
 
+def is_utf8(text: str) -> bool:
+    """Whether it can be written as UTF-8; a path from the command line or a folder may hold bytes that are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shown(value: Any) -> str:
     """What was given, on one line of bearable length."""
     text = repr(value)
@@ -72,6 +81,7 @@ def said(item: dict[str, Any], location: Location) -> str:
         "finite_number": "a finite number",
         "bool_type": "true or false",
         "string_type": "text in quotes",
+        "string_unicode": "text in UTF-8",
         "list_type": "a list in [ ]",
         "dict_type": "a table",
         "model_type": "a table",

@@ -4,6 +4,7 @@ One thread everywhere: the number of threads changes the last bits of sums, and 
 off: whatever a test needs, it makes.
 """
 
+import ctypes
 import gc
 import hashlib
 import os
@@ -177,6 +178,18 @@ def make_job(
 def job(make_job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., config.Job]:
     """job("train.steps=8", ..., family="flux"): as make_job, in this test's own folder."""
     return lambda *overrides, family="sd15": make_job(tmp_path, *overrides, family=family)
+
+
+@pytest.fixture
+def no_privilege() -> Iterator[None]:
+    """Root may read and write everything, which would leave nothing to test about rights: not in this test."""
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(header, sets)
+    kept, sets[0] = sets[0], sets[0] & ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    libc.capset(header, sets)
+    yield
+    sets[0] = kept
+    libc.capset(header, sets)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -159,6 +160,43 @@ def test_new_refuses_to_overwrite_and_to_guess(ask: Callable[..., Answer], tmp_p
     assert ask("new", path / "inside.toml").code == 2  # a file where a folder would have to be
     odd = tmp_path / "🦊 'x'.toml"
     assert ask("new", odd).code == 0 and config.load(odd).name == "🦊 'x'"
+
+
+def test_names_that_are_no_utf8_work_or_are_one_line(
+    ask: Callable[..., Answer], tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files and folders that an old system, an archive or a camera has named."""
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    here = tmp_path / os.fsdecode(b"caf\xe9")
+    here.mkdir()
+    refused = ask("new", here.with_suffix(".toml"))
+    assert refused.code == 2 and "name: expected text in UTF-8, got 'caf\\udce9'" in refused.err
+    good = here / "good.toml"
+    assert ask("new", good).code == 0
+    given = ("--set", f"dataset.folders=[{{path='{pictures}'}}]", "--set", "model.path=demo")
+    assert ask("check", good, *given).code == 0
+    monkeypatch.chdir(here)
+    placed = ask("submit", good, "--no-worker", *given)  # which writes down where the run will be
+    assert placed.code == 2 and "the queue takes text in UTF-8 only" in placed.err and "\n" not in placed.err.strip()
+    shutil.copytree(pictures, here / "pictures")
+    assert ask("dataset", "edit", here / "pictures", "--add-tag", "new").code == 0
+    (here / "config.toml").write_text("", encoding="utf-8")
+    assert "nothing is training here" in ask("stop", here).out
+    assert ask("jobs", "show", here).code == 0
+    assert ask("jobs", "run", "verify", "--no-worker", "--", "x").code == 2  # that folder is where it would run
+    monkeypatch.chdir(tmp_path)
+    assert ask("jobs", "run", "verify", "--no-worker", "--", here).code == 0
+    assert json.loads(ask("jobs", "--json").out)[0]["command"] == ["verify", str(here)]
+
+
+def test_what_the_system_refuses_is_one_line(
+    ask: Callable[..., Answer], tmp_path: Path, pictures: Path, no_privilege: None
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0)
+    for path, reason in ((folder / "new.toml", "Permission denied"), (tmp_path / ("x" * 300), "File name too long")):
+        refused = ask("new", path)
+        assert refused.code == 2 and refused.err == f"{path}: {reason}\n"
 
 
 @pytest.fixture

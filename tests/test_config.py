@@ -363,6 +363,9 @@ def test_set_takes_toml_and_bare_words() -> None:
         ("preset.0=style", "give the entry's setting too"),
         ("train.steps=" + "9" * (DIGITS + 1), "train.steps: expected a whole number"),
         ("quantize.keep=" + "[" * 3000, "quantize.keep: expected a list"),
+        ("name=caf\udce9", "name: expected text in UTF-8, got 'caf\\udce9'"),
+        ("dataset.folders.0.path=caf\udce9", "dataset.folders.0.path: expected text in UTF-8, got 'caf\\udce9'"),
+        ("preview.prompts=['a', '\udce9']", "preview.prompts.1: expected text in UTF-8, got '\\udce9'"),
     ],
 )
 def test_a_wrong_set_is_one_line(override: str, words: str) -> None:

@@ -496,6 +496,8 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     bar = "\r".join(f"\x1b[31m{i}%\x1b[0m|###" for i in range(101))
     log.write_bytes(f"first\r\n\x1b]0;title\x07second\n{bar}\nwei\xdf\n\n".encode("latin-1"))
     assert truth.tail(log) == ["first", "second", "100%|###", "wei\N{REPLACEMENT CHARACTER}"]
+    log.write_text(f'Traceback:\n  File "{Path.home()}/a.py", line 1\n', encoding="utf-8")
+    assert truth.tail(log) == ["Traceback:", '  File "~/a.py", line 1'], "also while it is being written"
     log.write_text("".join(f"line {i}\n" for i in range(100_000)), encoding="utf-8")
     assert truth.tail(log, 3) == ["line 99997", "line 99998", "line 99999"]
     log.write_text("x" * 1_000_000, encoding="utf-8")
@@ -884,13 +886,16 @@ def test_a_queued_command_runs_and_its_end_is_known(
 ) -> None:
     """A worker of its own, started by who submits; the command's own words are the reason."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')", encoding="utf-8")
-    assert ask("jobs", "run", "verify", "--json", "--", "missing.safetensors")[0] == 0
+    assert ask("jobs", "run", "verify", "--json", "--", str(tmp_path / "missing.safetensors"))[0] == 0
     queue = Queue(home)
     begun = time.monotonic()
-    while queue.job(1).state not in jobs.ENDED:
+    while queue.store.row(1).phase != "ended":
         assert time.monotonic() - begun < 300, queue.job(1)
         time.sleep(0.1)
     found = queue.job(1)
     assert (found.state, found.exit_code, found.sentence.key) == ("failed", 2, "input"), queue.log_tail(1)
-    assert "missing.safetensors" in found.sentence.text and "missing.safetensors" in queue.log_tail(1)[-1]
+    assert "~/missing.safetensors" in found.sentence.text and "~/missing.safetensors" in queue.log_tail(1)[-1]
+    log = (queue.store.folder(1) / "log.txt").read_text(encoding="utf-8")
+    assert "~/missing.safetensors" in log and str(tmp_path) not in log, "a log that is shown to others names nobody"

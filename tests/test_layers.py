@@ -6,7 +6,7 @@
 2    families/*             1.5  importing.*
 1    objectives precision adapters kinds optim layouts data.{images,colour,buckets,captions,...}
      demo.pictures demo.measure
-0    settings rules wording config run jobs, the list of families and their files
+0    settings rules wording config locks run jobs, the list of families and their files
      (standard library, pydantic, tomlkit: no torch)
 """
 
@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    0.0: "lora_fp8 settings rules wording config run families families._files demo "
+    0.0: "lora_fp8 settings rules wording config locks run families families._files demo "
     "jobs jobs.procs jobs.store jobs.truth jobs.worker jobs.keeper",
     1.0: "naming objectives adapters kinds optim layouts precision precision.formats precision.quantized "
     "precision.matmul precision.kernels "

@@ -1,14 +1,18 @@
 """The run folder: whole files, one holder, a log that survives a kill, and liveness that no kill can fake."""
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
+import struct
 import time
 from pathlib import Path
 
 import pytest
 
+from lora_fp8 import locks
 from lora_fp8.config import UserError
 from lora_fp8.run import Run, Stopped, StopSignal, atomic_write
 
@@ -195,6 +199,42 @@ def test_asking_whether_a_run_is_alive_never_refuses_a_start(tmp_path):
 def test_a_folder_without_a_lock_is_not_alive(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
     assert not Run.open(tmp_path).alive()
+
+
+def test_what_this_user_may_not_read_is_not_taken_for_dead(tmp_path, no_privilege):
+    with contextlib.closing(Run.create(tmp_path / "r", CONFIG)) as run:
+        run.lock_file.chmod(0)
+        with pytest.raises(UserError, match=r"r/lock: cannot be read \(Permission denied\); ask as the user"):
+            Run.open(tmp_path / "r").alive()
+        run.path.chmod(0)
+        with pytest.raises(UserError, match=r"r: cannot be read \(Permission denied\); ask as the user"):
+            Run.open(tmp_path / "r")
+        run.path.chmod(0o700)
+
+
+def test_without_flock_a_byte_is_locked(tmp_path, monkeypatch):
+    """Windows' way, on Linux' nearest thing to its locks: of one open file, exclusive, gone when it is closed."""
+
+    class Stand:
+        LK_NBLCK = 2
+
+        @staticmethod
+        def locking(descriptor, mode, count):
+            kind = fcntl.F_WRLCK if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_RDWR else fcntl.F_RDLCK
+            try:
+                fcntl.fcntl(descriptor, 37, struct.pack("hhqqi", kind, os.SEEK_CUR, 0, count, 0))  # F_OFD_SETLK
+            except BlockingIOError:
+                raise PermissionError(13, "Permission denied") from None
+
+    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(locks, "msvcrt", Stand, raising=False)
+    run = Run.create(tmp_path / "r", CONFIG)
+    assert Run.open(tmp_path / "r").alive() and Run.open(tmp_path / "r").alive()
+    with pytest.raises(UserError, match=f"process {os.getpid()} is training here"):
+        Run.create(tmp_path / "r", CONFIG)
+    run.close()
+    assert not Run.open(tmp_path / "r").alive() and run.lock_file.stat().st_size < 100
+    Run.create(tmp_path / "r", CONFIG).close()
 
 
 def test_an_old_lock_of_a_recycled_pid_blocks_nothing(tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from lora_fp8 import config
+from lora_fp8.config import UserError
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence
 from webui import chart, curves, shows, watch, words
 from webui.context import Place, Ui
@@ -47,6 +48,36 @@ def make_run(folder: Path, events: list[dict], text: str = "") -> Path:
     (folder / "config.toml").write_text(config.dumps(job), encoding="utf-8")
     write(folder / "events.jsonl", events)
     return folder
+
+
+def test_another_users_run_is_shown_as_far_as_it_may_be_read(ui: Ui, tmp_path: Path, no_privilege: None) -> None:
+    """On a shared machine; and the runs beside it are shown as ever."""
+    for name, hidden in (("a", "lock"), ("b", "status.json"), ("c", "nothing")):
+        folder = make_run(tmp_path / "work" / "runs" / name, [{"t": 1, "event": "stopped"}])
+        for file in ("lock", "status.json"):
+            (folder / file).write_text('{"state": "stopped"}', encoding="utf-8")
+            (folder / file).chmod(0 if file == hidden else 0o600)
+    views = {view.name: view for view in watch.watch(ui.place).views()}
+    assert {name: view.state for name, view in views.items()} == {"a": "unknown", "b": "unknown", "c": "stopped"}
+    for name, file in (("a", "lock"), ("b", "status.json")):
+        assert views[name].sentence.text.endswith(f"may not read {tmp_path / 'work/runs' / name / file}")
+        card = runs_page.one_card(ui, views[name])
+        assert words.say("en", "state.unknown") in card and file in card and "<button" not in card
+    chinese = Ui("zh-CN", ui.place)
+    with pytest.raises(UserError) as told:
+        watch.act(ui, "stop", "a")
+    assert "无法读取" in chinese.tell(str(told.value)) and "请以该训练所属的用户" in chinese.tell(str(told.value))
+
+
+def test_a_run_whose_folder_is_no_text_hides_no_other_and_is_taken_for_none(ui: Ui, tmp_path: Path) -> None:
+    runs = tmp_path / "work" / "runs"
+    for name in ("caf", os.fsdecode(b"caf\xe9")):
+        make_run(runs / name, [{"t": 1, "event": "stopped"}])
+    board = runs_page.board(ui, "all", 0)
+    assert board.count("<section") == 2 and b"runs%2Fcaf%E9" in board.encode() and "caf\ufffd</a>" in board
+    with pytest.raises(UserError, match="not a run folder"):
+        watch.act(ui, "delete", str(runs / "caf\ufffd"))
+    assert len(watch.watch(ui.place).queue.view()) == 2
 
 
 def test_a_log_is_read_on_from_where_the_last_look_ended(tmp_path: Path) -> None:

@@ -148,13 +148,18 @@ class Ui:
 
     def link(self, page: str, **query: str) -> str:
         """Address of a page in this language: link("run", run="cat")."""
-        return f"/{self.language}/{page}" + (f"?{urlencode(query)}" if query else "")
+        return f"/{self.language}/{page}" + (f"?{_encoded(query)}" if query else "")
 
     def picture(self, path: Path, width: int = 0) -> str:
         """Address of a picture as WebP, at most so wide and high; 0 is its own size, within limits."""
         query = {"path": str(path), **({"width": str(width)} if width else {})}
-        return f"/picture?{urlencode(query)}"
+        return f"/picture?{_encoded(query)}"
 
     def download(self, path: Path) -> str:
         """Address that sends a file (its suffix one of `files.SENT`) to be saved."""
-        return f"/download?{urlencode({'path': str(path)})}"
+        return f"/download?{_encoded({'path': str(path)})}"
+
+
+def _encoded(query: dict[str, str]) -> str:
+    # A folder's name may hold bytes that are no UTF-8: they stay what they are.
+    return urlencode(query, errors="surrogateescape")

@@ -79,8 +79,9 @@ def shown(text: object) -> str:
 
 
 def plain(text: object) -> str:
-    """Text in one direction, without control characters but line ends and tabs."""
-    return "".join(c for c in str(text) if c in "\n\t" or not _unseen(c))
+    """Text in one direction, without control characters but line ends and tabs; what is no UTF-8 shows as U+FFFD."""
+    whole = re.sub("[\ud800-\udfff]", "\ufffd", str(text))
+    return "".join(c for c in whole if c in "\n\t" or not _unseen(c))
 
 
 def shorter(text: object, longest: int = 120) -> str:

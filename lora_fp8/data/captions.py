@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import fnmatch
 import json
 import os
@@ -34,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_fp8 import config
+from lora_fp8 import config, locks
 from lora_fp8.config import UserError
 from lora_fp8.data import images
 from lora_fp8.run import atomic_write
@@ -700,6 +699,8 @@ def _put(path: Path, raw: bytes | None) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """One edit at a time, whoever makes it."""
     root = Path(os.path.expanduser(folder))
+    if os.name == "nt":
+        raise UserError("captions cannot be edited here on Windows: a folder cannot be locked there")
     try:
         # The folder itself is locked: a lock file would be one more file in it.
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
@@ -707,14 +708,10 @@ def _locked(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: cannot be opened ({error.strerror})") from None
     try:
         deadline = time.monotonic() + 10
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(f"{folder}: another edit of these captions is at work; try again") from None
-                time.sleep(0.05)
+        while not locks.try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise UserError(f"{folder}: another edit of these captions is at work; try again")
+            time.sleep(0.05)
         yield
     finally:
         os.close(descriptor)

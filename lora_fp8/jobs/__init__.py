@@ -26,6 +26,7 @@ import tomlkit
 from .. import config
 from ..config import UserError
 from ..run import Run
+from ..wording import is_utf8
 from . import procs, truth
 from .store import Row, Store, StoreError, home_folder, now
 from .truth import ENDED, SENTENCES, JobView, Sentence
@@ -214,7 +215,7 @@ class Queue:
             raise UserError("an argument has a NUL character in it")
         common = _common(options.pop("priority", 0), options.pop("gpus", ""), options.pop("max_attempts", 1))
         assert not options, options
-        line = json.dumps([command, *arguments], ensure_ascii=False)
+        line = json.dumps([command, *arguments])  # in ASCII: a file's name may hold bytes that are no UTF-8
         cwd = os.path.abspath(folder or Path())
         return self.store.insert(
             name=name or command, kind="command", text="", command=line, folder="", cwd=cwd, **common
@@ -360,6 +361,8 @@ class Queue:
 
     def _row_of(self, folder: Path) -> Row | None:
         """The newest job that writes into this folder."""
+        if not is_utf8(os.path.abspath(folder)):  # `submit` takes none such
+            return None
         rows = self.store.rows("folder = ?", os.path.abspath(folder))
         return max(rows, key=lambda row: row.id, default=None)
 

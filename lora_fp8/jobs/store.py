@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from ..wording import is_utf8, shown
 
 BUSY_SECONDS = 10.0
 """How long a writer waits for another one; each holds the database for a millisecond."""
@@ -261,6 +262,9 @@ class Store:
     def _in_words(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeEncodeError as error:  # a name in a folder's path, or on the command line
+            line = next(line for line in error.object.split("\n") if not is_utf8(line))
+            raise UserError(f"{shown(line)}: the queue takes text in UTF-8 only; rename that file or folder") from None
         except sqlite3.Error as error:
             raise StoreError(f"{self.file}: the queue cannot be used ({error})") from error
         except OSError as error:

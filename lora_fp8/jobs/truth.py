@@ -1,7 +1,8 @@
 """What is true of a job, looked up each time: its row, its processes, its run folder and the records of its keepers.
 
 States: queued · starting · running · stopping · stopped (asked for, can be resumed) · cancelled · done (with files that
-were verified) · failed (with the reason) · lost (its processes have gone without a word).
+were verified) · failed (with the reason) · lost (its processes have gone without a word) · unknown (this user may not
+read what would tell).
 
 No state is taken from a flag. "running" means that a process with the attempt's token lives, "done" that the log says
 so and the files it names are there. Every reason is a `Sentence`: a key and its arguments, so that a page can say it in
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..run import Run
+from ..run import Run, Unreadable, without_home
 from . import procs
 from .store import Row
 
@@ -57,6 +58,7 @@ SENTENCES = {
     "vanished": "its processes have gone without a word",
     "reboot": "the machine was restarted meanwhile",
     "folder": "its run folder cannot be written: {message}",
+    "unreadable": "what became of it is not known: this user may not read {file}",
 }
 
 ENDED = ("stopped", "cancelled", "done", "failed", "lost")
@@ -248,7 +250,10 @@ ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
 
 
 def tail(file: Path, lines: int = 40) -> list[str]:
-    """The last lines of what a job printed: of a progress bar its newest state, and nothing that steers a terminal."""
+    """The last lines of what a job printed: of a progress bar its newest state, and nothing that steers a terminal.
+
+    The home folder is `~`, as in the log itself when the job has ended.
+    """
     try:
         with open(file, "rb") as log:
             size = log.seek(0, 2)
@@ -262,7 +267,7 @@ def tail(file: Path, lines: int = 40) -> list[str]:
     shown = ["".join(c if c.isprintable() or c == "\t" else " " for c in line).rstrip() for line in shown]
     while shown and not shown[-1]:
         shown.pop()
-    return shown[-lines:]
+    return without_home("\n".join(shown[-lines:])).split("\n") if shown else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,9 +287,12 @@ def living(row: Row) -> bool:
 
 def _letting_go(row: Row) -> bool:
     """Whether the trainer, in a session of its own perhaps, is just ending: its lock and its GPU are not free yet."""
-    if not row.folder or not (run := Run(Path(row.folder))).alive():
+    if not row.folder:
         return False
-    with contextlib.suppress(OSError, ValueError):
+    run = Run(Path(row.folder))
+    with contextlib.suppress(OSError, ValueError, Unreadable):
+        if not run.alive():
+            return False
         return procs.exiting(int(run.lock_file.read_text(encoding="utf-8").rpartition(" ")[2]))
     return False
 
@@ -451,7 +459,7 @@ def view(row: Row, records_folder: Path, follower: Follower, place: int = 0, wor
     )
     if row.phase == "queued":
         return replace(told, sentence=_waiting(row, worker))
-    if row.phase == "ended" and folder and Run(folder).alive():  # a shell goes on with it
+    if row.phase == "ended" and folder and _goes_on_elsewhere(folder):
         now = shell_view(folder, follower)
         return replace(now, id=row.id, created=row.created, attempts=row.attempts, max_attempts=row.max_attempts)
     if row.phase == "ended":
@@ -486,12 +494,27 @@ def view(row: Row, records_folder: Path, follower: Follower, place: int = 0, wor
     return replace(told, state="running", sentence=_doing(progress, folder))
 
 
+def _goes_on_elsewhere(folder: Path) -> bool:
+    """Whether a shell goes on with a job that has ended; of a folder that may not be read any more, its end is told."""
+    with contextlib.suppress(Unreadable):
+        return Run(folder).alive()
+    return False
+
+
 def shell_view(folder: Path, follower: Follower) -> JobView:
-    """A run that was started without the queue."""
+    """A run that was started without the queue; another user's too, as far as it may be read."""
+    try:
+        return _shell_view(folder, follower)
+    except (Unreadable, PermissionError) as error:
+        said = Sentence("unreadable", {"file": str(error.filename)})
+        return JobView(id=str(folder), name=folder.name, kind="train", state="unknown", sentence=said, folder=folder)
+
+
+def _shell_view(folder: Path, follower: Follower) -> JobView:
     run = Run(folder)
     try:
         status = json.loads(run.status_file.read_bytes())
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         status = {}
     log = folder / "log.txt"
     step = saved_step(folder)

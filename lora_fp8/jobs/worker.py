@@ -10,7 +10,6 @@ nothing to save, so SIGTERM comes at once.
 
 import contextlib
 import errno
-import fcntl
 import glob
 import json
 import os
@@ -27,8 +26,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from .. import locks
 from ..config import Section, UserError, UserErrors
-from ..run import Run, atomic_write
+from ..run import Run, atomic_write, without_home
 from . import procs, truth
 from .store import Row, Store, StoreError, command_of, now
 
@@ -126,12 +126,10 @@ def info(home: Path) -> Info | None:
     """The worker of this home, if one lives. The lock is asked, not the file."""
     try:
         with open(home / "worker.lock", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
+            if locks.try_lock(file, shared=True):
+                return None
     except FileNotFoundError:
         return None
-    except BlockingIOError:
-        pass
     with contextlib.suppress(OSError, ValueError, KeyError):  # it is only just starting, or its disk is full
         told = json.loads((home / "worker.json").read_bytes())
         if procs.identify(told["pid"]):  # else that of an earlier one
@@ -187,6 +185,13 @@ def _writable(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
     with file:
         yield file
+
+
+def _hide_home(log: Path) -> None:
+    """Write `~` for the home folder in a log that has ended: tracebacks name it, and logs are shown to others."""
+    text = log.read_bytes().decode(errors="surrogateescape")
+    if (hidden := without_home(text)) != text:
+        atomic_write(log, hidden.encode(errors="surrogateescape"))
 
 
 class Worker:
@@ -391,8 +396,8 @@ class Worker:
             run = Run(Path(row.folder))
             stage = self.follower.progress(run.path, row.mark).stage
             # A starting trainer clears requests to earlier ones, so that this one is made until it stands.
-            if run.alive() and not (run.control / "stop").exists():
-                with contextlib.suppress(UserError):  # a folder that cannot be written: the signal follows
+            with contextlib.suppress(UserError):  # a folder that cannot be read or written: the signal follows
+                if run.alive() and not (run.control / "stop").exists():
                     run.request("stop")
         if not row.asked:
             self.store.update(row.id, asked=now())
@@ -418,6 +423,9 @@ class Worker:
 
     def _end(self, row: Row, end: truth.Ending) -> None:
         """Note how an attempt ended; after a crash put the job into the queue again."""
+        folder = Path(row.folder) if row.folder else self.store.folder(row.id)
+        with contextlib.suppress(OSError):  # none was made, or there is no room for another
+            _hide_home(folder / "log.txt")
         values: dict[str, Any] = {"exit_code": end.exit_code, "crashes": row.crashes + end.crash}
         if truth.goes_on(row, end):
             said = truth.requeued(row, end)
@@ -441,13 +449,11 @@ class Worker:
         """
         self._lock = open(self.home / "worker.lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for life
         for _ in range(20):  # who asks for `info` has a shared lock for an instant
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if locks.try_lock(self._lock):
                 self._beat = -1.0
                 self._heartbeat()
                 return
-            except BlockingIOError:
-                time.sleep(0.02)
+            time.sleep(0.02)
         self._lock.close()
         other = info(self.home)
         raise UserError(
