@@ -36,7 +36,7 @@ def test_every_setting_has_its_words() -> None:
     assert not missing, f"{', '.join(sorted(missing))}: new on the page; {ADVICE}"
     assert not stale, f"{', '.join(sorted(stale))}: no such setting any more; take it out of webui/texts/settings.toml"
     for key, texts in words.named().items():
-        assert texts.keys() - {"choices", "choices-en"} == {"en", "zh-CN", "help"}, f"{key}: {ADVICE}"
+        assert texts.keys() - {"choices", "choices-en", "help-en"} == {"en", "zh-CN", "help"}, f"{key}: {ADVICE}"
         assert all(texts.values()) and CHINESE.search(texts["help"]), f"{key}: {ADVICE}"
         if key in declared():
             for words_of in ("choices", "choices-en"):

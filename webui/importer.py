@@ -1,12 +1,14 @@
 """Settings of other trainers, for the form: our text, and an account of each key for people."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_fp8 import importing
+from lora_fp8.config import UserError
 from lora_fp8.importing.base import Entry, decoded
 
-from . import safe
+from . import form, safe
 
 if TYPE_CHECKING:
     from .context import Ui
@@ -19,12 +21,21 @@ FAR = 40
 def account(ui: "Ui", file: Path) -> tuple[str, str]:
     """(our TOML, HTML that tells what became of every key).
 
+    Their folder for results, which people do not think of, is left out where the page may not write.
+
     Raises:
         UserError: no settings of a trainer that is known.
     """
     made = importing.import_file(file)
     title = ui.say("new.import.done", file=made.source.name, tool=made.tool.title, mapped=len(made.mapped))
     parts = [f"<p>{safe.shown(title)}</p>"]
+    text, theirs, home = importing.to_toml(made), str(made.settings.get("output_dir", "")), ui.place.home
+    try:
+        if theirs:
+            ui.path(home / os.path.expanduser(theirs))
+    except UserError:
+        text = form.put(text, "output_dir", form.settings()["output_dir"].default, home)
+        parts.append(f"<p>{safe.shown(ui.say('new.import.output_dir', path=theirs))}</p>")
     if made.todo:
         items = "".join(f"<li>{safe.shown(ui.tell(line))}</li>" for line in made.todo[:FAR])
         parts.append(f"<p><strong>{safe.shown(ui.say('new.import.todo'))}</strong></p><ul>{items}</ul>")
@@ -32,13 +43,14 @@ def account(ui: "Ui", file: Path) -> tuple[str, str]:
     for name, entries in lists.items():
         told = [entry for entry in entries if not entry.off]
         if told:
-            rows = "".join(_row(entry) for entry in told[:FAR])
+            rows = "".join(_row(ui, entry) for entry in told[:FAR])
             heading = f"{ui.say(f'new.import.{name}')} ({len(told)})"
-            table = f"<table class='facts wide'>{rows}</table>"
+            table = f"<table class='facts'>{rows}</table>"
             parts.append(f"<details><summary>{safe.shown(heading)}</summary>{table}</details>")
-    return importing.to_toml(made), "".join(parts)
+    return text, "".join(parts)
 
 
-def _row(entry: Entry) -> str:
-    cells = (f"{entry.key} = {entry.value}", entry.to, entry.note)
-    return "<tr>" + "".join(f"<td>{safe.shown(cell)}</td>" for cell in cells) + "</tr>"
+def _row(ui: "Ui", entry: Entry) -> str:
+    """Theirs; ours, and the remark below it."""
+    ours = "<br>".join(safe.shown(text) for text in (entry.to, ui.tell(entry.note)) if text)
+    return f"<tr><td>{safe.shown(f'{entry.key} = {entry.value}')}</td><td>{ours}</td></tr>"

@@ -26,6 +26,11 @@ element.addEventListener('input', event => {
   if (pair) pair.style.setProperty('--cut', event.target.value + '%');
 });
 """
+ASKED = """() => {
+  const question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());
+  if (question && !question.contains(document.activeElement)) question.querySelector('input, textarea, button').focus();
+}"""
+"""Goes to the question that a button has opened, for who has no pointer."""
 SECONDS = 1.5
 """From one tick to the next."""
 

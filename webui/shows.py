@@ -47,6 +47,14 @@ def sentence(ui: Ui, told: Sentence) -> str:
     return ui.say(f"job.{told.key}", **values)
 
 
+def said(ui: Ui, view: JobView) -> str:
+    """The sentence as a paragraph; of a training that goes on the figures say the same."""
+    if view.sentence.key == "training":
+        return ""
+    wrong = " wrong" if view.state in ("failed", "lost") else ""
+    return f'<p class="said{wrong}">{shown(sentence(ui, view.sentence))}</p>'
+
+
 def stage(ui: Ui, name: str) -> str:
     """A stage of the trainer; one that the page has no word for stays as the engine calls it."""
     return ui.say(f"stage.{name}") if name in STAGES else name
@@ -104,7 +112,8 @@ def buttons(ui: Ui, view: JobView, without: Sequence[str] = ()) -> str:
     made = ""
     for number, name in enumerate(names):
         kind = "danger" if name in DANGEROUS else "main" if number == 0 and name in ("stop", "resume") else ""
-        made += button(name, ui.say(f"runs.do.{name}"), kind, id=str(view.id))
+        word = "again" if name == "resume" and not view.resumable else name  # it has not begun
+        made += button(name, ui.say(f"runs.do.{word}"), kind, id=str(view.id))
     return f'<div class="buttons">{made}</div>' if made else ""
 
 
@@ -125,14 +134,13 @@ def card(ui: Ui, view: JobView, base: str, tail: Sequence[str]) -> str:
     when = moment(view.ended or view.launched or view.created)
     where = ui.say("runs.shell") if isinstance(view.id, str) else f"#{view.id}"
     about = " · ".join(filter(None, [shown(where), shown(base), when]))
-    wrong = " wrong" if view.state in ("failed", "lost") else ""
     title = f'<a href="{shown(address)}">{shown(view.name)}</a>' if view.kind == "train" else shown(view.name)
     log = ""
     if view.state in ("failed", "lost") and tail:
-        log = f"<pre>{shown(chr(10).join(tail))}</pre>"
+        log = f'<pre class="tail">{shown(chr(10).join(tail))}</pre>'
     return (
         f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h3>{title}</h3>{state(ui, view)}'
-        f'<span class="dim">{about}</span></div><p class="said{wrong}">{shown(sentence(ui, view.sentence))}</p>'
+        f'<span class="dim">{about}</span></div>{said(ui, view)}'
         f"{bar(view)}{figures(ui, view)}{log}{buttons(ui, view)}</section>"
     )
 

@@ -117,8 +117,8 @@ def label(language: str, key: str) -> str:
 
 
 def meaning(language: str, key: str, description: str) -> str:
-    """What a setting is for: its description, in the page's language."""
-    return description if language == "en" else named().get(key, {}).get("help", description)
+    """What a setting is for: its description, in the page's language, or what the page says better beside its form."""
+    return named().get(key, {}).get("help-en" if language == "en" else "help", description)
 
 
 def choice(language: str, key: str, word: str) -> str:

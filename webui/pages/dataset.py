@@ -120,7 +120,7 @@ class _Page:
                 with gr.Row():
                     self.family.render()
                     self.resolution.render()
-                    again = gr.Button(say("dataset.again"), elem_id="dataset-again", size="md")
+                    again = gr.Button(say("dataset.again"), elem_id="dataset-again", elem_classes="beside", size="md")
                 self.findings = panel(elem_id="dataset-findings")
             with gr.Tab(say("dataset.tab.buckets"), id="buckets"):
                 self.buckets = panel(elem_id="dataset-buckets")
@@ -192,7 +192,9 @@ class _Page:
                     elem_id="dataset-operation",
                 )
                 self.first = gr.Textbox(label=say("dataset.first"), max_lines=1, elem_id="dataset-first")
-                self.second = gr.Textbox(label=say("dataset.second"), max_lines=1, elem_id="dataset-second")
+                self.second = gr.Textbox(
+                    label=say("dataset.second"), max_lines=1, elem_id="dataset-second", visible=False
+                )
                 self.scope = gr.Dropdown(
                     [(say(f"dataset.scope.{name}"), name) for name in ("all", "filter", "chosen")],
                     value="all",
@@ -221,6 +223,13 @@ class _Page:
                 outputs=self._after,
                 **live.quiet(),
             )
+        self.operation.change(
+            lambda name: [gr.update(visible=OPERATIONS[name][0] > number) for number in range(2)],
+            self.operation,
+            [self.first, self.second],
+            queue=False,
+            **live.quiet(),
+        )
         given = {"at": self.at, "operation": self.operation, "first": self.first, "second": self.second}
         look.click(
             self.preview,
@@ -483,7 +492,7 @@ class _Page:
             album = room.seen_last(self.ui.path(at["folder"]))
             found = room.examination(self.ui.place, album.folder, family, self._resolution(family, resolution))
             view = self._view(at, album, family, resolution)
-            panels = [self._findings(found), self._buckets(found), self._job(album.folder), view]
+            panels = [self._findings(found), self._buckets(found, family), self._job(album.folder), view]
         except UserError as error:
             panels = [self._wrong(error), "", "", ""]
         sent, seen = live.changed(panels, seen)
@@ -675,11 +684,12 @@ class _Page:
         findings = (found.report or {}).get("findings", ())
         return [one["file"] for finding in findings if finding["kind"] == kind for one in finding["files"]]
 
-    def _buckets(self, found: room.Examination) -> str:
+    def _buckets(self, found: room.Examination, family: str) -> str:
         if found.report is None:
             return self._progress(found)
         report = found.report
-        head = self.say("dataset.buckets", resolution=report["resolution"], step=report["bucket_step"])
+        title = shown(self.families[family])
+        head = self.say("dataset.buckets", title=title, resolution=report["resolution"], step=report["bucket_step"])
         most = max((one["count"] for one in report["buckets"]), default=1)
         rows = []
         for one in report["buckets"]:
@@ -688,7 +698,7 @@ class _Page:
             shape = f'<i class="shape" style="width:{width * scale:.0f}px;height:{height * scale:.0f}px"></i>'
             bar = f'<div class="bar"><i style="width:{100 * one["count"] / most:.0f}%"></i></div>'
             cut = f"{one['cut']:.0%} / {one['most_cut']:.0%}"
-            rows.append([shape, f"{width} × {height}", f"{one['count']}{bar}", cut, str(one["enlarged"])])
+            rows.append([shape, f"{width}\u00a0×\u00a0{height}", f"{one['count']}{bar}", cut, str(one["enlarged"])])
         names = ("", "bucket", "pictures", "cut", "enlarged")
         columns = [self.say(f"dataset.column.{name}") if name else "" for name in names]
         return f'<p class="dim">{head}</p>{shows.table(columns, rows)}'

@@ -31,6 +31,8 @@ SIMPLE = (
     "name",
 )
 """Settings of the simple view; what it asks beside them goes into `preset`."""
+NEXT_STEPS = {"engine.base.empty": "new.base.missing", "engine.folders.none": "new.pictures.missing"}
+"""What an untouched form lacks: the engine tells what to write into a file, the page what to do here."""
 SECONDS = 2.0
 QUIET: dict[str, Any] = {
     "show_progress": "hidden",
@@ -51,7 +53,17 @@ STYLE = """
   display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr));
   background: var(--block-background-fill);
 }
-.setting .prose code { font-size: 11px; }
+.setting .prose code { font-size: 11px; color: var(--body-text-color); }
+.setting:last-child:has(textarea[rows="3"]) { grid-column: 1 / -1; }
+.setting :is(.header-table, .virtual-body) { table-layout: fixed !important; width: 100% !important; }
+.setting :is(.header-cell, .body-cell) {
+  width: var(--share) !important; min-width: 0 !important; max-width: none !important;
+  flex: 0 0 var(--share) !important; font-family: var(--font) !important;
+}
+.setting [aria-colindex="1"] { --share: 40%; }
+.setting [aria-colindex="2"] { --share: 14%; }
+.setting [aria-colindex="3"] { --share: 20%; }
+.setting [aria-colindex="4"] { --share: 26%; }
 .setting > .container { height: auto !important; }
 .setting::after { display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: #b91c1c; }
 .dark .setting::after { color: #f87171; }
@@ -62,9 +74,17 @@ STYLE = """
 #new-summary ul { margin: 4px 0 10px; padding-left: 18px; }
 #new-summary li { margin: 3px 0; overflow-wrap: anywhere; }
 #new-summary p { margin: 6px 0; }
+#new-files table.facts td:first-child { width: 42%; }
 #new-toml .cm-editor { font-family: var(--font-mono); font-size: 13px; }
 </style>
 """
+
+NO_CONTROLS = """
+.setting [aria-colindex="4"] { display: none !important; }
+.setting [aria-colindex="1"] { --share: 60%; }
+.setting [aria-colindex="3"] { --share: 26%; }
+"""
+"""The table of folders for architectures that are shown no control pictures."""
 
 
 def build(ui: Ui) -> None:
@@ -90,7 +110,6 @@ class _Page:
         self.seen = gr.State("")
         self.address = gr.Textbox(visible="hidden", elem_id="new-address")
         self.touched = gr.Textbox(visible="hidden", elem_id="new-touched")
-        gr.Markdown(f"## {say('page.new')}")
         with gr.Row():
             with gr.Column(scale=5, min_width=320):
                 with gr.Tabs(elem_id="new-views"):
@@ -195,7 +214,8 @@ class _Page:
                 [], value=None, allow_custom_value=True, label=say("new.files.load"), info=say("new.files.load_info")
             )
             self.load = gr.Button(say("new.files.load_button"), size="sm")
-            self.foreign = gr.File(label=say("new.files.import"), file_count="single", height=110, elem_id="new-import")
+            gr.Markdown(say("new.files.import_info"), elem_classes="note")
+            self.foreign = gr.File(label=say("new.files.import"), file_count="single", height=130, elem_id="new-import")
             self.imported = gr.HTML()
             self.preset_name = gr.Textbox(
                 label=say("new.files.preset_name"), info=say("new.files.preset_info"), elem_id="new-preset-name"
@@ -481,9 +501,8 @@ class _Page:
         told = {self.imported: "", self.foreign: None}
 
         def take() -> None:
-            text, account = importer.account(self.ui, Path(file or ""))
+            text, told[self.imported] = importer.account(self.ui, Path(file or ""))
             self.draft.write(text)
-            told[self.imported] = account
 
         return self._guarded(take) | told | self._open("", everything)
 
@@ -661,7 +680,11 @@ class _Page:
 
     def _told(self, problem: form.Problem) -> str:
         """The line in the page's language, without the key of its setting, which is told by where it stands."""
-        return self.ui.tell(problem.line.removeprefix(f"{problem.key}: "))
+        line = problem.line.removeprefix(f"{problem.key}: ")
+        for theirs, ours in NEXT_STEPS.items():
+            if line == words.catalogue()[theirs]["en"]:
+                return self.ui.say(ours)
+        return self.ui.tell(line)
 
     def _named(self, key: str, line: str) -> str:
         """A line with its setting, for a list of several."""
@@ -783,6 +806,11 @@ class _Page:
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
         if not everything:
+            rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
+            if "dataset.control_resolution" in form.idle(found) and not any(
+                isinstance(row, dict) and row.get("control") for row in rows
+            ):
+                rules.append(NO_CONTROLS)
             hidden = [
                 key
                 for key in form.idle(found)

@@ -29,13 +29,13 @@ def build(ui: Ui) -> None:
     """Lay the page out."""
     head = live.panel(elem_id="head")
     said = live.panel(elem_id="said", visible=False)
-    with gr.Group(visible=False) as confirm:
+    with gr.Group(visible=False, elem_classes="ask") as confirm:
         question = gr.Markdown()
         with gr.Row():
             keep = gr.Button(ui.say("runs.keep"))
             force = gr.Button(ui.say("runs.do.force"), variant="stop")
     how = gr.State("force")
-    with gr.Tabs():
+    with gr.Tabs(elem_id="run-tabs"):
         with gr.Tab(ui.say("run.tab.curves"), id="curves"):
             with gr.Row(elem_classes="run-options"):
                 amount = gr.Slider(0, 0.99, value=0.9, step=0.01, label=ui.say("run.smooth"))
@@ -145,7 +145,8 @@ def build(ui: Ui) -> None:
             return [gr.update(visible=False), gr.update(visible=True), watch.question(ui, do, name), do, gr.skip()]
         return [acted(ui, request, do), *[gr.skip()] * 3, header_now(ui, request)]
 
-    head.click(press, outputs=[said, confirm, question, how, head], queue=False, **live.quiet())
+    pressed = head.click(press, outputs=[said, confirm, question, how, head], queue=False, **live.quiet())
+    pressed.then(None, js=live.ASKED)
 
     def forced(request: gr.Request, do: str) -> list[Any]:
         return [acted(ui, request, do), gr.update(visible=False), header_now(ui, request)]
@@ -230,7 +231,7 @@ def looked_at(ui: Ui, request: gr.Request) -> tuple[JobView, Log]:
 def nobody(ui: Ui, problem: str) -> str:
     """In place of a run."""
     back = f'<a href="{shown(ui.link(""))}">{ui.say("page.runs")}</a>'
-    return f'<p class="empty">{shown(ui.tell(problem))} {back}</p>'
+    return f'<p class="empty">{shown(ui.tell(problem))} · {back}</p>'
 
 
 def acted(ui: Ui, request: gr.Request, do: str) -> Any:
@@ -263,15 +264,13 @@ def header(ui: Ui, view: JobView, log: Log) -> str:
         about.append(ui.say("run.trainable", count=f"{trainable / 1e6:.3g}" if _number(trainable) else "?"))
     if device := facts.start.get("device"):
         about.append(shown(device))
-    wrong = " wrong" if view.state in ("failed", "lost") else ""
     buttons = shows.buttons(ui, view, without=["delete"])  # on the page of all runs, where its name is typed
     tail = watch.tail(view) if view.state in ("failed", "lost") else []
-    log_ = f"<pre>{shown(chr(10).join(tail))}</pre>" if tail else ""
+    log_ = f'<pre class="tail">{shown(chr(10).join(tail))}</pre>' if tail else ""
     return (
         f'<section class="card"><div class="row"><h3>{shown(view.name)}</h3>{shows.state(ui, view)}'
         f'<span class="dim">{" · ".join(filter(None, about))}</span></div>'
-        f'<p class="said{wrong}">{shown(shows.sentence(ui, view.sentence))}</p>'
-        f"{shows.bar(view)}{shows.figures(ui, view)}{log_}{buttons}</section>"
+        f"{shows.said(ui, view)}{shows.bar(view)}{shows.figures(ui, view)}{log_}{buttons}</section>"
     )
 
 
@@ -437,14 +436,15 @@ def log_of(ui: Ui, view: JobView) -> str:
     lines = watch.tail(view)
     if not lines:
         return f'<p class="empty">{ui.say("run.no_log" if isinstance(view.id, int) else "run.shell_log")}</p>'
-    return f"<pre>{shown(chr(10).join(lines))}</pre>"
+    return f'<pre class="tail">{shown(chr(10).join(lines))}</pre>'
 
 
 def warnings_of(ui: Ui, log: Log) -> str:
     """What the trainer warned of, the newest first."""
     found = [
-        (shows.moment(float(one["t"])) if _number(one.get("t")) else "", shown(ui.tell(str(one.get("text", "")))))
+        (f"<time>{when}</time>", shown(ui.tell(str(one.get("text", "")))))
         for one in reversed(log.facts.warnings)
+        for when in [shows.moment(float(one["t"])) if _number(one.get("t")) else ""]
     ]
     if not found:
         return f'<p class="empty">{ui.say("run.no_warnings")}</p>'

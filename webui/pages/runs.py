@@ -23,14 +23,14 @@ def build(ui: Ui) -> None:
     )
     said = live.panel(elem_id="said", visible=False)
     doomed = gr.State({})
-    with gr.Group(visible=False) as confirm:
+    with gr.Group(visible=False, elem_classes="ask") as confirm:
         question = gr.Markdown()
         typed = gr.Textbox(label=ui.say("runs.type_name"), max_lines=1, elem_id="typed-name")
         with_run = gr.Checkbox(label=ui.say("runs.with_folder"), value=False)
         with gr.Row():
             keep = gr.Button(ui.say("runs.keep"))
             go = gr.Button(ui.say("runs.do.delete"), variant="stop")
-    with gr.Group(visible=False) as sure:
+    with gr.Group(visible=False, elem_classes="ask") as sure:
         which_end = gr.Markdown()
         with gr.Row():
             not_now = gr.Button(ui.say("runs.keep"))
@@ -78,7 +78,7 @@ def build(ui: Ui) -> None:
         outputs=[said, confirm, question, typed, with_run, sure, which_end, doomed, page, cards, seen],
         queue=False,
         **live.quiet(),
-    )
+    ).then(None, js=live.ASKED)
 
     def end_it(told: dict[str, str], which: str, page: int) -> list[Any]:
         try:
@@ -119,8 +119,8 @@ def build(ui: Ui) -> None:
 
 
 def notice(line: str, wrong: bool = False) -> Any:
-    """What became of the last button, in a panel that takes no room before there is something to say."""
-    return gr.update(value=f'<p class="{"wrong" if wrong else "dim"}" role="status">{shown(line)}</p>', visible=True)
+    """What became of the last button, in a panel that is not there before there is something to say."""
+    return gr.update(value=f'<p class="toast{" wrong" if wrong else ""}" role="status">{shown(line)}</p>', visible=True)
 
 
 def _plain(text: str) -> str:

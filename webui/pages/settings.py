@@ -26,7 +26,6 @@ QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden",
 def build(ui: Ui) -> None:
     """Lay the page out."""
     say, place = ui.say, ui.place
-    gr.Markdown(f"## {say('page.settings')}")
     gr.Markdown(f"### {say('place.folders')}\n\n{say('place.folders.about')}")
     roots = _Folders(ui, "root", lambda: place.added, place.add_root, place.remove_root, lambda: _roots(ui))
     gr.Markdown(f"### {say('place.models')}\n\n{say('place.models.about')}")
