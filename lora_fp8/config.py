@@ -74,7 +74,9 @@ __all__ = [
     "preset_names",
 ]
 
-PRESET_FOLDER = Path(__file__).resolve().parent.parent / "presets"
+HERE = Path(__file__).resolve().parent
+PRESET_FOLDER = next(folder for folder in (HERE / "presets", HERE.parent / "presets") if folder.is_dir())
+"""Inside of an installed package; beside it in a checkout."""
 
 
 class UserError(Exception):

@@ -3,9 +3,14 @@
 Presets and documentation rot silently; here they cannot.
 """
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -240,3 +245,24 @@ def test_the_readme_tells_the_exit_codes(path: Path) -> None:
     line = next((line for line in text.splitlines() if "75" in line and "2" in line and "3" in line), "")
     assert re.search(r"\b0\b.*\b2\b.*\b3\b.*\b75\b", line), "0, 2, 3 and 75 on one line"
     assert issubclass(run.RunFailure, Exception) and issubclass(run.Stopped, Exception)
+
+
+def test_what_is_installed_has_every_file(tmp_path: Path) -> None:
+    """A wheel, made as pip makes it, and used where there is no checkout."""
+    copy, installed = tmp_path / "copy", tmp_path / "installed"
+    for name in ("lora_fp8", "webui", "presets"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    wanted = {path.relative_to(copy) for name in ("lora_fp8", "webui") for path in (copy / name).rglob("*.*")}
+    wanted |= {Path("lora_fp8") / path.relative_to(copy) for path in (copy / "presets").iterdir()}
+    build = "import setuptools.build_meta as build; print(build.build_wheel('..'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
+        wheel.extractall(installed)
+    assert wanted - {path.relative_to(installed) for path in installed.rglob("*.*")} == set()
+    new = [sys.executable, "-m", "lora_fp8", "new", "a.toml", "--preset", "vram_8gb", "--preset", "character"]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(new, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
