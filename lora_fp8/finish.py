@@ -5,7 +5,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,18 @@ from .config import Job, UserError
 from .data import images
 from .data.buckets import Bucket, Placed
 from .families.base import ModelFamily
-from .prepare import DTYPES, Data, Loaded, carried, place, preview_conditioning, resolve_auto, scan, split
+from .prepare import (
+    DTYPES,
+    Data,
+    Loaded,
+    carried,
+    may_be_held_out,
+    place,
+    preview_conditioning,
+    resolve_auto,
+    scan,
+    split,
+)
 from .processes import Processes
 from .run import Run, RunFailure, atomic_write
 from .text_encoders import answers
@@ -54,13 +65,26 @@ def finish(
         sample.contact_sheet(rows, job.preview.prompts).save(run.samples / "contact_sheet.png")
 
     state = adapters.state(loaded.adapted)
-    facts = _facts(job, family, data.examples, data.buckets, step)
-    files = export.write(state, _scaling(job, state), family, family.denoiser_config(), job.export, facts, run.export)
-    for path in files:
-        run.log_event("export", path=str(path.relative_to(run.path)), bytes=path.stat().st_size)
+    files = write_files(job, family, data, state, step, run, run.export)
     reports = prove(job, family, data, loaded, state, drawn, files, run) if job.export.verify else []
     run.log_event("done", step=step, files=[str(path.relative_to(run.path)) for path in files])
     return Result(run, files, reports)
+
+
+def export_folder(run: Run, step: int) -> Path:
+    """Where the LoRA files of a step go that is not the last one."""
+    return run.export / f"step-{step:06d}"
+
+
+def write_files(
+    job: Job, family: ModelFamily, data: Data, state: dict[str, Tensor], step: int, run: Run, folder: Path
+) -> list[Path]:
+    """The LoRA files of an adapter's state at this step, told as events."""
+    facts = _facts(job, family, data.examples, data.buckets, step)
+    files = export.write(state, _scaling(job, state), family, family.denoiser_config(), job.export, facts, folder)
+    for path in files:
+        run.log_event("export", path=str(path.relative_to(run.path)), bytes=path.stat().st_size)
+    return files
 
 
 def _drawn_by_the_base(prompts: list[str], run: Run) -> list[Image.Image]:
@@ -139,7 +163,7 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
         RunFailure: no checkpoint is whole, or the disk refused.
     """
     run, job, found = _checkpointed(folder, overrides, step)
-    return export_adapter(run, job, found.adapter, found.step, run.export / f"step-{step:06d}" if step else run.export)
+    return export_adapter(run, job, found.adapter, found.step, export_folder(run, step) if step else run.export)
 
 
 def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, target: Path) -> list[Path]:
@@ -194,10 +218,8 @@ def _described(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFact
             file=sys.stderr,
         )
     examples = scanned.examples
-    if (
-        len({example.file_uid for example in examples}) > job.validation.pictures
-    ):  # else some have gone, and nothing can be said of which were kept out
-        examples, _ = split(job, examples)
+    if len(may_be_held_out(job, examples)) > job.validation.pictures:
+        examples, _ = split(job, examples)  # else some have gone, and nothing can be said of which were kept out
     return job, family, _facts(job, family, examples, place(job, examples), step)
 
 
@@ -232,7 +254,9 @@ def _facts(
     folders = []
     for i, folder in enumerate(job.dataset.folders):
         captions = [example.caption for example in examples if example.folder_index == i]
-        folders.append(export.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator))
+        counted = export.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator)
+        # Tags of pictures without the subject are none to prompt the LoRA with.
+        folders.append(replace(counted, tags={}) if folder.regularization else counted)
     sizes: Counter[tuple[int, int]] = Counter()  # programs that read them know no lengths
     for (width, height, *_), members in buckets.items():
         sizes[width, height] += len(members)

@@ -56,6 +56,10 @@ class Objective(ABC):
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """The noised latents x_t, in the latents' dtype (give float32)."""
 
+    def shaped(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
+        """The noise that training adds, of plain Gaussian noise; asked after `sample_t`, with the same generators."""
+        return noise_BCHW
+
     @abstractmethod
     def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """What a perfect denoiser answers at x_t."""
@@ -118,6 +122,15 @@ class Diffusion(Objective):
         high = max(math.ceil(self.section.t_max * self.num_timesteps), low + 1)
         draws = [torch.randint(low, high, (1,), generator=g) for g in generator_per_sample]
         return torch.cat(draws)
+
+    def shaped(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
+        """With noise_offset: plus one number for each channel of a sample, normal with that deviation (Guttenberg
+        2023, "Diffusion with offset noise")."""
+        if not self.section.noise_offset:
+            return noise_BCHW
+        shape = (noise_BCHW.shape[1], *[1] * (noise_BCHW.ndim - 2))
+        offset_BC11 = torch.stack([torch.randn(shape, generator=g) for g in generator_per_sample]).to(noise_BCHW)
+        return noise_BCHW + self.section.noise_offset * offset_BC11
 
     def at_level(self, level: float) -> tuple[Tensor, str]:
         step = round(level * (self.num_timesteps - 1))
@@ -238,9 +251,9 @@ class FlowMatching(Objective):
         return torch.ones(t_B.shape, dtype=torch.float32, device=t_B.device)
 
     def unused_settings(self) -> list[str]:
-        if self.section.min_snr_gamma:
-            return [
-                f"objective.min_snr_gamma = {self.section.min_snr_gamma} has no effect: "
-                "a flow-matching model has no such weight"
-            ]
-        return []
+        given = [("min_snr_gamma", "has no such weight"), ("noise_offset", "is trained on plain noise")]
+        return [
+            f"objective.{key} = {getattr(self.section, key)} has no effect: a flow-matching model {why}"
+            for key, why in given
+            if getattr(self.section, key)
+        ]

@@ -65,7 +65,8 @@ def warmup_steps(section: config.Schedule, total_steps: int) -> int:
 def learning_rate(step: int, section: config.Schedule, base_lr: float, total_steps: int) -> float:
     """The rate of one optimizer step; pure, so that resuming needs no schedule state.
 
-    The values are those of transformers' `get_{constant,cosine,linear}_schedule_with_warmup`: during warm-up `base_lr *
+    The values are those of transformers' `get_{constant,cosine,linear}_schedule_with_warmup` and
+    `get_cosine_with_hard_restarts_schedule_with_warmup`: during warm-up `base_lr *
     step / warmup`, so the very first step has rate 0; then down to `min_lr * base_lr` at `total_steps`.
 
     Args:
@@ -80,10 +81,16 @@ def learning_rate(step: int, section: config.Schedule, base_lr: float, total_ste
         shape = 1.0
     elif section.name == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif section.name == "cosine_with_restarts":
+        # What comes after the last step is the end of the last fall, not the top of another.
+        turn = 1.0 if progress == 1 else section.cycles * progress % 1.0
+        shape = 0.5 * (1.0 + math.cos(math.pi * turn))
     elif section.name == "linear":
         shape = 1.0 - progress
     else:
-        raise config.UserError(f"schedule.name: {section.name!r} is not known; accepted: constant, cosine, linear")
+        raise config.UserError(
+            f"schedule.name: {section.name!r} is not known; accepted: constant, cosine, cosine_with_restarts, linear"
+        )
     if section.name != "constant":
         shape = section.min_lr + (1.0 - section.min_lr) * shape
     return base_lr * shape

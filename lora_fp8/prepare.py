@@ -141,6 +141,13 @@ def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Bucket, li
     return bucketing.group(placed)
 
 
+def may_be_held_out(job: Job, examples: list[images.Example]) -> list[str]:
+    """The files that validation may keep out of training, none of a folder for regularization."""
+    # Files, not examples: of a clip that is cut into pieces none may be trained on where others are held out.
+    own = [one for one in examples if not job.dataset.folders[one.folder_index].regularization]
+    return list(dict.fromkeys(example.file_uid for example in own))
+
+
 def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example], list[images.Example]]:
     """What is trained on, and what is kept out of it for validation, drawn by the seed.
 
@@ -148,8 +155,7 @@ def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example
         UserError: nothing would be left to train on.
     """
     wanted = job.validation.pictures
-    # Files, not examples: of a clip that is cut into pieces none may be trained on where others are held out.
-    files = list(dict.fromkeys(example.file_uid for example in examples))
+    files = may_be_held_out(job, examples)
     if wanted and wanted >= len(files):
         raise UserError(
             f"validation.pictures = {wanted}: of {len(files)} pictures none would be left to train on; use fewer"
@@ -210,7 +216,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
         buckets={bucketing.named(bucket): len(members) for bucket, members in buckets.items()},
     )
-    fingerprint = json.dumps([_fingerprint(one) for one in placed])
+    fingerprint = json.dumps([_fingerprint(one, section.folders[one.example.folder_index].weight) for one in placed])
     controls = images.preview_controls(job.preview, section, family.controls)[0]
     shown = [preview_pictures(each, section.background) for each in controls] or [{}] * len(job.preview.prompts)
     negatives = [store.cond(prompt) for prompt in away]
@@ -346,6 +352,8 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found.append("dataset.caption_variants has no effect: dataset.shuffle_tags is false")
     if job.dataset.buckets is False and job.dataset.max_aspect != 2.0:
         found.append("dataset.max_aspect has no effect: dataset.buckets is false")
+    if job.schedule.name != "cosine_with_restarts" and job.schedule.cycles != 3:
+        found.append(f"schedule.cycles has no effect: schedule.name is {job.schedule.name!r}, which has no restarts")
     if job.schedule.name == "constant" and job.schedule.min_lr:
         found.append("schedule.min_lr has no effect: schedule.name is 'constant'")
     if job.preview.negative and not job.preview.prompts:
@@ -376,11 +384,13 @@ def _every_two_seconds(run: Run) -> Callable[[int, int], None]:
     return tell
 
 
-def _fingerprint(one: bucketing.Placed) -> list[Any]:
+def _fingerprint(one: bucketing.Placed, weight: float) -> list[Any]:
     example = one.example
     controls = [control.sha256 for control in example.controls]
     facts = [one.uid, example.image_sha256, example.caption, example.repeats, one.placement.bucket_wh]
-    return [*facts, *([controls] if controls else []), *([example.frames] if example.frames else [])]
+    facts += [controls] if controls else []
+    facts += [example.frames] if example.frames else []
+    return [*facts, f"weight {weight:g}"] if weight != 1 else facts
 
 
 def volume(family: ModelFamily, bucket: bucketing.Bucket) -> int:

@@ -162,6 +162,11 @@ class Folder(Section):
     )
     repeats: int = setting(1, "How often each image is seen per epoch.", ge=1)
     trigger: str = setting("", "Trigger word of this folder; empty means dataset.trigger.")
+    regularization: bool = setting(
+        False,
+        "Pictures of the class without your subject: they get no trigger word, and none is kept out for validation.",
+    )
+    weight: float = setting(1.0, "Weight of this folder's pictures in the loss.", gt=0, le=100)
     control: str = setting(
         "", "For editing models: folder with a control picture of the same name (or name_1, name_2) for each image."
     )
@@ -216,6 +221,11 @@ class Dataset(Section):
     cache_dir: str = setting("cache", "Folder of encoded images and captions, shared by all runs.")
     max_pixels: int = setting(64_000_000, "Images with more pixels are refused.", ge=4096)
 
+    def trigger_of(self, index: int) -> str:
+        """The word that the captions of this folder get: its own, else the dataset's; none for regularization."""
+        folder = self.folders[index]
+        return "" if folder.regularization else folder.trigger or self.trigger
+
 
 class Train(Section):
     """The loop."""
@@ -260,14 +270,23 @@ class Optimizer(Section):
 class Schedule(Section):
     """The learning rate over the steps; a pure function of the step."""
 
-    name: Literal["constant", "cosine", "linear"] = setting("constant", "Shape after the warm-up.")
+    name: Literal["constant", "cosine", "cosine_with_restarts", "linear"] = setting(
+        "constant", "Shape after the warm-up."
+    )
     warmup: int | float = setting(0, "Warm-up: a whole number of steps, or a fraction of all steps below 1.", ge=0)
+    cycles: int = setting(
+        3,
+        "cosine_with_restarts: how often it falls; after each fall it is at the full rate again.",
+        ge=1,
+        le=1000,
+        when={"schedule.name": ("cosine_with_restarts",)},
+    )
     min_lr: float = setting(
         0.0,
         "Where cosine and linear end, as a fraction of the rate.",
         ge=0,
         le=1,
-        when={"schedule.name": ("cosine", "linear")},
+        when={"schedule.name": ("cosine", "cosine_with_restarts", "linear")},
     )
 
 
@@ -276,6 +295,14 @@ class Objective(Section):
 
     min_snr_gamma: float = setting(
         0.0, "Min-SNR loss weighting (Hang et al. 2023) for diffusion models; 0 is off.", ge=0, when=DIFFUSION
+    )
+    noise_offset: float = setting(
+        0.0,
+        "Diffusion models: noise that is the same all over a picture, so that very dark and bright ones are learned; "
+        "0.03 to 0.1 is usual, 0 is off.",
+        ge=0,
+        le=1,
+        when=DIFFUSION,
     )
     timesteps: Literal["auto", "uniform", "logit_normal"] = setting(
         "auto", "Distribution of the noise level.", when=FLOW
@@ -354,6 +381,9 @@ class Checkpoint(Section):
 class Export(Section):
     """The LoRA file."""
 
+    every: int = setting(
+        0, "Write the LoRA files every so many steps too, into export/step-N, to choose from; 0 only at the end.", ge=0
+    )
     formats: list[Literal["auto", "diffusers", "comfy", "kohya"]] = setting(
         ["auto"],
         "Key layouts to write, a file each: kohya is read by A1111, Forge, ComfyUI and InvokeAI, comfy by ComfyUI; "

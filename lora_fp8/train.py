@@ -32,7 +32,7 @@ from . import adapters, config, families, memory, optim, precision, sample, vali
 from .config import Job, UserError, UserErrors
 from .data.loader import Batch
 from .families.base import ModelFamily
-from .finish import Result, finish
+from .finish import Result, export_folder, finish, write_files
 from .measure import moved_layers
 from .objectives import Objective
 from .prepare import DTYPES, Data, Loaded, cache, carried, load, plan, preview_conditioning, resolve_auto, scan
@@ -154,6 +154,7 @@ def diffusion_loss(
     device = next(denoiser.parameters()).device
     latents, noise = batch.latents_BCHW.to(device), batch.noise_BCHW.to(device)
     t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:]))).to(device)
+    noise = objective.shaped(noise, batch.t_generators)
     noisy = objective.add_noise(latents, noise, t_B)
     cond = {name: tensor.to(device) for name, tensor in batch.cond.items()}
     if text is not None:
@@ -319,6 +320,14 @@ def fit(
                     if processes.is_main:
                         save_checkpoint(job, family, data, loaded, state, residuals, run)
 
+            # every so often: the LoRA files of now, to try elsewhere; a warm-up's first step has changed nothing yet
+            if job.export.every and step % job.export.every == 0 and step < steps and lr:
+                with stage(run, processes):
+                    if processes.is_main:
+                        write_files(
+                            job, family, data, adapters.state(loaded.adapted), step, run, export_folder(run, step)
+                        )
+
             # every so often and at the end: the loss on what is kept out of training
             if data.held_out and (step % job.validation.every == 0 or step == steps):
                 hold_against_held_out(step)
@@ -369,8 +378,10 @@ def accumulate_(
 
 
 def _losses(job: Job, family: ModelFamily, loaded: Loaded, batch: Batch) -> Tensor:
+    """Of each sample, times the weight of its folder."""
     dtype, guidance = DTYPES[job.model.dtype], job.objective.guidance
-    return diffusion_loss(family, loaded.denoiser, loaded.objective, batch, guidance, dtype, loaded.text)
+    losses_B = diffusion_loss(family, loaded.denoiser, loaded.objective, batch, guidance, dtype, loaded.text)
+    return losses_B * torch.tensor(batch.weights, device=losses_B.device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

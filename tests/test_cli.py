@@ -346,8 +346,9 @@ def test_the_cache_is_told_and_pruned(ask: Callable[..., Answer], tmp_path: Path
 def test_train_stop_resume_export_verify(
     ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path, tree_hash: Callable
 ) -> None:
-    path, folder = job_file("train.steps=4", "checkpoint.every=2"), tmp_path / "runs" / "lora"
+    path, folder = job_file("train.steps=4", "checkpoint.every=2", "export.every=2"), tmp_path / "runs" / "lora"
     trained = ask("train", path)
+    midway = tree_hash(folder / "export" / "step-000002")
     assert trained.code == 0 and "== train" in trained.out
     files = sorted((folder / "export").glob("*.safetensors"))
     assert len(files) == 2 and all(str(file) in trained.out for file in files)
@@ -369,6 +370,7 @@ def test_train_stop_resume_export_verify(
             assert half[name].dtype == torch.float16 and torch.equal(tensor.to(torch.float16), half[name]), name
     early = ask("export", folder, "--step", "2")
     assert early.code == 0 and all("step-000002" in line for line in early.out.splitlines())
+    assert tree_hash(folder / "export" / "step-000002") == midway and len(midway) == 2
     assert ask("export", folder, "--step", "3").code == 2
     assert ask("export", folder, "--set", "export.dtype=fp64").code == 2
     (kohya,) = json.loads(ask("export", folder, "--format", "kohya", "--json").out)

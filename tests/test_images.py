@@ -577,10 +577,13 @@ def test_folder_trigger_wins_over_the_datasets(tmp_path):
     good(tmp_path / "a")
     good(tmp_path / "b", seed=1)
     folders = {"path": str(tmp_path / "a"), "trigger": "own", "repeats": 3}, tmp_path / "b"
-    report = images.scan(section(*folders, trigger="shared"))
+    good(tmp_path / "c", seed=2)
+    others = {"path": str(tmp_path / "c"), "regularization": True}
+    report = images.scan(section(*folders, others, trigger="shared"))
     assert [(e.uid, e.caption, e.repeats) for e in report.examples] == [
         ("0/good.png", "own, a caption", 3),
         ("1/good.png", "shared, a caption", 1),
+        ("2/good.png", "a caption", 1),
     ]
 
 

@@ -210,10 +210,11 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "folders": [
                 {"path": "pictures/10_zibo cat", "repeats": 3, "trigger": "zibo cat"},
                 {"path": "pictures/plain"},
+                {"path": "pictures/reg", "repeats": 11, "regularization": True},
             ],
         },
-        # 5 x 3 + 7 = 22 samples, 11 batches of 2, 6 steps of 2 batches, 10 epochs
-        "train": {"steps": 60, "batch_size": 2, "accumulate": 2, "max_grad_norm": 1.0},
+        # 5 x 3 + 7 = 22 samples and as many for regularization, 22 batches of 2, 11 steps of 2 batches, 10 epochs
+        "train": {"steps": 110, "batch_size": 2, "accumulate": 2, "max_grad_norm": 1.0},
         "optimizer": {
             "name": "adamw8bit",
             "lr": 2e-4,
@@ -236,8 +237,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "height": 768,
             "seed": 7,
         },
-        "checkpoint": {"every": 12},
-        "export": {"dtype": "bf16"},
+        "checkpoint": {"every": 22},
+        "export": {"every": 22, "dtype": "bf16"},
     },
     "sd_scripts_train.sh": {
         "name": "my lora-v2",
@@ -264,10 +265,11 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "weight_decay": 0.01,
             "text_encoder_lr": 1e-4,
         },
-        "schedule": {"name": "cosine", "warmup": 0},
+        "schedule": {"name": "cosine_with_restarts", "warmup": 0, "cycles": 3},
         "objective": {"min_snr_gamma": 5.0},
         "memory": {"gradient_checkpointing": False},
         "checkpoint": {"every": 25},
+        "export": {"every": 25},
     },
     "kohya_ss_flux.json": {
         "name": "flux-page",
@@ -306,7 +308,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "height": 768,
         },
         "checkpoint": {"every": 500},
-        "export": {"dtype": "bf16"},
+        "export": {"every": 500, "dtype": "bf16"},
     },
     "lora_scripts_preset.toml": {
         "seed": 1337,
@@ -352,6 +354,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "objective": {"timesteps": "logit_normal", "shift": "auto"},
         "memory": {"gradient_checkpointing": True},
         "checkpoint": {"every": 17},
+        "export": {"every": 17},
     },
     "musubi_wan.sh": {
         "name": "wan-cat",
@@ -389,6 +392,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "seed": 7,
         },
         "checkpoint": {"every": 200},
+        "export": {"every": 200},
     },
     "diffusion_pipe_flux.toml": {
         "name": "my_flux",
@@ -420,7 +424,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "objective": {"timesteps": "logit_normal", "shift": "auto"},
         "memory": {"gradient_checkpointing": True},
         "checkpoint": {"every": 80},
-        "export": {"dtype": "bf16"},
+        "export": {"every": 80, "dtype": "bf16"},
     },
     "ai_toolkit_flux.yaml": {
         "name": "my_first_flux_lora_v1",
@@ -450,7 +454,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "seed": 42,
         },
         "checkpoint": {"every": 250, "keep": 4},
-        "export": {"dtype": "fp16"},
+        "export": {"every": 250, "dtype": "fp16"},
     },
     "onetrainer_sdxl.json": {
         "name": "my-sdxl-lora",
@@ -479,7 +483,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "eps": 1e-8,
         },
         "schedule": {"name": "cosine", "warmup": 0.1, "min_lr": 0.05},
-        "objective": {"min_snr_gamma": 5.0},
+        "objective": {"min_snr_gamma": 5.0, "noise_offset": 0.05},
         "memory": {"gradient_checkpointing": True},
         "preview": {
             "prompts": ["a zibo cat"],
@@ -492,8 +496,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "height": 1024,
             "seed": 42,
         },
-        "checkpoint": {"every": 100},
-        "export": {"dtype": "bf16"},
+        "export": {"every": 100, "dtype": "bf16"},
     },
     "onetrainer_sd15_old.json": {
         "name": "lora",
@@ -510,6 +513,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "text_encoder_lr": 3e-4,
         },
         "schedule": {"name": "constant", "warmup": 200},
+        "objective": {"noise_offset": 0.05},
         "export": {"dtype": "fp16"},
     },
     "simpletuner_flux.json": {
@@ -546,6 +550,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "seed": 42,
         },
         "checkpoint": {"every": 100, "keep": 5},
+        "export": {"every": 100},
     },
 }
 
@@ -560,14 +565,14 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     "sd_scripts_flux.toml": (
         f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"
         f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
-        "|saving.save_every_n_epochs",
+        f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg",
         "dataset.resolution|model.clip_l|model.t5xxl|model.ae|network.network_args|dataset.max_token_length"
-        f"|{DATA}.subsets.2.image_dir|{DATA}.subsets.2.is_reg|{DATA}.subsets.1.color_aug"
+        f"|{DATA}.subsets.1.color_aug"
         "|training.blocks_to_swap|training.noise_offset|saving.sample_sampler|saving.huggingface_token",
     ),
     "sd_scripts_train.sh": (
-        "mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|optimizer_args|lr_scheduler"
-        "|lr_scheduler_num_cycles|save_every_n_epochs|seed|output_name",
+        "mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|optimizer_args"
+        "|save_every_n_epochs|seed|output_name",
         "network_args|optimizer_type|learning_rate|full_fp16|huggingface_token",
     ),
     "kohya_ss_flux.json": (
@@ -605,10 +610,9 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     "onetrainer_sdxl.json": (
         "unet.weight_dtype|onetrainer_concepts.json: 0.include_subdirectories|epochs|save_every|save_every_unit"
         "|sample_after|sample_after_unit",
-        "backup_after|backup_after_unit|cache_dir|offset_noise_weight"
-        "|onetrainer_concepts.json: 0.image.enable_crop_jitter",
+        "backup_after|backup_after_unit|cache_dir|onetrainer_concepts.json: 0.image.enable_crop_jitter",
     ),
-    "onetrainer_sd15_old.json": ("train_dtype", "epochs|cache_dir|offset_noise_weight"),
+    "onetrainer_sd15_old.json": ("train_dtype", "epochs|cache_dir"),
     "simpletuner_flux.json": (
         "base_model_precision|simpletuner_backend.json: 0.repeats|simpletuner_backend.json: 0.resolution"
         "|simpletuner_backend.json: 0.crop|num_train_epochs|optimizer|optimizer_config|checkpoint_step_interval",
@@ -867,6 +871,7 @@ def kohya(tmp_path: Path, text: str) -> importing.Import:
         ("linear", 10, {}),
         ("cosine", 0.1, {}),
         ("cosine_with_restarts", 5, {"num_cycles": 1}),
+        ("cosine_with_restarts", 5, {"num_cycles": 3}),
         ("polynomial", 0, {"power": 1.0, "lr_end": 0.0}),
         ("cosine_with_min_lr", 10, {"min_lr_rate": 0.25}),
     ],

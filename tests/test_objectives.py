@@ -186,12 +186,29 @@ def test_the_loss_is_one_float32_mean_per_sample(objective):
     torch.testing.assert_close(loss_B, expected)
 
 
+def test_the_noise_offset_is_one_normal_number_for_each_channel_of_a_sample():
+    _, noise = pair()
+    objective = Diffusion(SD, config.Objective(noise_offset=0.1))
+    drawn = generators(2)
+    t_B = objective.sample_t(drawn, seq_len=24)
+    shaped = objective.shaped(noise, drawn)
+    offset = (shaped - noise).flatten(2)
+    torch.testing.assert_close(offset, offset[:, :, :1].expand_as(offset), atol=1e-6, rtol=0)
+    assert len(offset[:, :, 0].unique()) == 8
+    # It is part of what is added and of what is asked for, as in the paper's loss.
+    latents, _ = pair(1)
+    torch.testing.assert_close(objective.target(latents, shaped, t_B), shaped)
+    many = objective.shaped(torch.zeros(1, 4, 1, 1).expand(4000, 4, 1, 1), generators(4000))
+    assert many.std().item() == pytest.approx(0.1, rel=0.03) and many.mean().item() == pytest.approx(0, abs=0.003)
+    assert Diffusion(SD, config.Objective()).shaped(noise, generators(2)) is noise
+
+
 def test_settings_without_effect_are_named():
-    section = config.Objective(timesteps="logit_normal", shift=3.0, min_snr_gamma=5.0)
+    section = config.Objective(timesteps="logit_normal", shift=3.0, min_snr_gamma=5.0, noise_offset=0.1)
     unused = Diffusion(SD, section).unused_settings()
     assert [text.split(" ")[0] for text in unused] == ["objective.timesteps", "objective.shift"]
     unused = FlowMatching(FLUX, section).unused_settings()
-    assert [text.split(" ")[0] for text in unused] == ["objective.min_snr_gamma"]
+    assert [text.split(" ")[0] for text in unused] == ["objective.min_snr_gamma", "objective.noise_offset"]
     for objective in (Diffusion(SD, config.Objective()), FlowMatching(FLUX, config.Objective())):
         assert objective.unused_settings() == []
 

@@ -259,6 +259,8 @@ def their_schedule(name: str, warmup: int, min_lr: float, total: int) -> list[fl
         )
     elif name == "linear":
         schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup, total)
+    elif name == "cosine_with_restarts":
+        schedule = transformers.get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, warmup, total, 3)
     elif min_lr:
         schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(
             optimizer, warmup, total, min_lr_rate=min_lr
@@ -270,10 +272,12 @@ def their_schedule(name: str, warmup: int, min_lr: float, total: int) -> list[fl
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
+    if name == "cosine_with_restarts":  # theirs has no floor: lifted as their cosine with one is
+        rates[warmup:] = [2e-4 * min_lr + (1 - min_lr) * rate for rate in rates[warmup:]]
     return rates
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
+@pytest.mark.parametrize("name", ["constant", "cosine", "cosine_with_restarts", "linear"])
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (7, 7), (0.1, 3), (0.25, 8), (29, 29)])
 @pytest.mark.parametrize("min_lr", [0.0, 0.1])
 def test_schedule_equals_transformers_at_every_step(name, warmup, steps, min_lr):

@@ -120,3 +120,6 @@ def test_mistakes_are_told(job):
         with pytest.raises(UserError, match=where):
             job(f"validation.{given}")
     assert config.Validation().every == 0
+    others = job("dataset.folders.0.regularization=true", "validation.pictures=1", "validation.every=1")
+    with pytest.raises(UserError, match="of 0 pictures"):  # none of a folder for regularization
+        run(others, progress=False)

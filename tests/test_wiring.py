@@ -87,6 +87,10 @@ FLIPS = {
     "adapter.text_encoder": Flip("true", ("shapes", "losses"), ("encoded", "samples", "buckets", "rates")),
     "dataset.folders.0.repeats": Flip("2", ("losses", "samples")),
     "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
+    "dataset.folders.0.regularization": Flip(
+        "true", ("losses", "encoded"), ("buckets", "samples"), ("dataset.trigger=zobi",)
+    ),
+    "dataset.folders.0.weight": Flip("0.5", TRAINING, ("rates", "samples", "buckets")),
     "dataset.resolution": Flip("64", ("losses", "encoded", "buckets")),
     "dataset.buckets": Flip("false", ("losses", "encoded", "buckets")),
     "dataset.bucket_step": Flip("24", ("losses", "buckets")),
@@ -118,8 +122,10 @@ FLIPS = {
     "optimizer.rounding": Flip("nearest", ("tensors",), ("norms_1", "rates")),
     "schedule.name": Flip("linear", ("tensors", "rates")),
     "schedule.warmup": Flip("2", ("tensors", "rates")),
+    "schedule.cycles": Flip("2", ("tensors", "rates"), under=("schedule.name=cosine_with_restarts",)),
     "schedule.min_lr": Flip("0.5", ("tensors", "rates"), under=("schedule.name=cosine",)),
     "objective.min_snr_gamma": Flip("1.0", TRAINING, ("rates", "samples")),
+    "objective.noise_offset": Flip("0.5", TRAINING, ("rates", "samples")),
     "objective.timesteps": Flip("uniform", TRAINING, ("rates", "samples"), family="flux"),
     "objective.shift": Flip("9.0", TRAINING, ("rates", "samples"), family="flux"),
     "objective.t_min": Flip("0.9", TRAINING, ("rates", "samples")),
@@ -142,6 +148,7 @@ FLIPS = {
     "checkpoint.every": Flip("3", ("checkpoints",), ASIDE),
     "checkpoint.keep": Flip("3", ("checkpoints",), ASIDE, under=("checkpoint.every=1",)),
     "export.formats": Flip("['kohya']", ("exports",), ("losses",)),
+    "export.every": Flip("2", ("exports",), ASIDE),
     "export.dtype": Flip("fp16", ("dtypes",), ("losses", "shapes")),
     "export.title": Flip("A title", ("title",), ASIDE),
     "export.author": Flip("Somebody", ("author",), ASIDE),
@@ -341,9 +348,10 @@ def test_what_the_changed_values_are(
     """Different is not yet right: where the right value is plain to say, it is said."""
     before = baseline((), "sd15")
     assert before["rates"] == pytest.approx([1.4e-2] * 4)  # lr_scale = "auto" on an FP8 base
-    assert observe("optimizer.lr_scale=3.0", "schedule.name=linear")["rates"] == pytest.approx(
-        [3e-2, 2.25e-2, 1.5e-2, 0.75e-2]
-    )
+    lighter = observe("optimizer.lr_scale=3.0", "schedule.name=linear", "dataset.folders.0.weight=0.5")
+    assert lighter["rates"] == pytest.approx([3e-2, 2.25e-2, 1.5e-2, 0.75e-2])
+    assert lighter["losses_1"] == pytest.approx(before["losses_1"] / 2, rel=1e-6)
+    assert lighter["norms_1"] == pytest.approx(before["norms_1"] / 2, rel=1e-2)
     after = observe(
         "preview.width=80",
         "preview.height=32",
@@ -578,6 +586,7 @@ def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch:
         ("sd15", ("objective.shift=3.0",)),
         ("sd15", ("objective.guidance=3.5",)),
         ("flux", ("objective.min_snr_gamma=5.0",)),
+        ("flux", ("objective.noise_offset=0.1",)),
         ("sd15", ("dataset.keep_tokens=3",)),
         ("sd15", ("dataset.caption_variants=4",)),
         ("sd15", ("dataset.max_aspect=1.5", "dataset.buckets=false")),
@@ -587,6 +596,7 @@ def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch:
         ("sd15", ("quantize.keep=['to_q']", "quantize.storage=none")),
         ("sd15", ("optimizer.rounding=stochastic", "adapter.dtype=fp32")),
         ("sd15", ("schedule.min_lr=0.5",)),
+        ("sd15", ("schedule.cycles=2",)),
         ("sd15", ("train.gradient_exchange=fp8",)),
         ("sd15", ("model.revision=v2",)),
         ("sd15", ("model.components=somewhere",)),

@@ -441,7 +441,7 @@ def _look_at_captions(
     texts: dict[str, str] = {}
     level = {"error": "problem", "skip": "warning", "trigger": "warning"}[section.missing_caption]
     for name, (index, _, path, caption_path) in zip(names, found, strict=True):
-        trigger = (section.folders[index].trigger or section.trigger).strip()
+        trigger = section.trigger_of(index).strip()
         if caption_path is None:
             told("caption_missing", name, f"{path.stem}.txt", level=level)
             continue

@@ -19,7 +19,7 @@ is written into the user's folders.
 * Other CMYK, YCbCr, LAB and 1-bit images are converted by Pillow (which undoes Adobe's inverted CMYK).
 
 Captions: `name.txt`, else `name.caption`, beside `name.png`. Lines are joined by spaces. An empty caption counts as
-missing. If there is a trigger word (the folder's, else the dataset's) and the caption lacks it as a word of its own
+missing. If there is a trigger word (`Dataset.trigger_of`) and the caption lacks it as a word of its own
 (case counts), it is put in front: "trigger, caption".
 
 Control pictures, which editing models are shown beside the noise, lie in a folder of their own (`control`), under the
@@ -471,7 +471,7 @@ def scan(
         folder = section.folders[index]
         if look.error:
             report.problems.append(f"{path} {look.error}")
-        caption = _caption(path, caption_path, folder.trigger or section.trigger, section, report)
+        caption = _caption(path, caption_path, section.trigger_of(index), section, report)
         if look.error or caption is None or shown is None:
             continue
         _note_oddities(path, look, notes)

@@ -70,6 +70,7 @@ class Batch:
         uids, paths, captions: of the samples; captions as shown (shuffled, or "" when dropped).
         flipped: whether each is mirrored.
         bucket_wh: pixels.
+        weights: of each sample's loss: its folder's.
         total: samples of the whole micro-batch over all processes: what the loss is divided by.
         step, micro_index, epoch: where in the training this is.
     """
@@ -83,6 +84,7 @@ class Batch:
     captions: list[str]
     flipped: list[bool]
     bucket_wh: Size
+    weights: list[float]
     total: int
     step: int
     micro_index: int
@@ -208,6 +210,7 @@ class Loader:
             captions=captions,
             flipped=flips,
             bucket_wh=mine[0].placed.placement.bucket_wh,
+            weights=[self.section.folders[item.placed.example.folder_index].weight for item in mine],
             total=len(items),
             step=step,
             micro_index=micro_index,

@@ -78,7 +78,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.flip_y": none("pictures are mirrored left to right only"),
     "datasets.*.buckets": JOINT,
     "datasets.*.bucket_tolerance": JOINT,
-    "datasets.*.is_reg": none(words.NO_REG),
+    "datasets.*.is_reg": JOINT,
     "datasets.*.network_weight": none("every folder counts the same; see repeats", 1, 1.0),
     "datasets.*.loss_multiplier": none("every folder counts the same; see repeats", 1, 1.0),
     "datasets.*.token_dropout_rate": none("single tags are not dropped here; caption_dropout drops whole captions"),
@@ -146,7 +146,8 @@ SHORT: dict[str, Rule] = {
     "train.loss_type": none("the loss is the mean squared error", "mse"),
     "train.ema_config.use_ema": none(words.NO_EMA),
     "train.ema_config.ema_decay": idle("belongs to use_ema"),
-    "train.noise_offset": none(words.NO_NOISE),
+    "train.noise_offset": JOINT,
+    "train.reg_weight": JOINT,
     "train.skip_first_sample": JOINT,
     "train.force_first_sample": JOINT,
     "train.disable_sampling": JOINT,
@@ -356,9 +357,6 @@ def _set_folders(draft: Draft) -> None:
     )
     kept = []
     for table in tables:
-        if words.on(draft.get(f"{table}is_reg")):
-            draft.none([key for key in draft.given if key.startswith(table)], words.NO_REG)
-            continue
         kept.append(table)
         name = f"{table}folder_path" if draft.has(f"{table}folder_path") else f"{table}dataset_path"
         path = draft.get(name, text)
@@ -372,10 +370,20 @@ def _set_folders(draft: Draft) -> None:
         draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
         words.set_control(draft, f"{table}control_path", folder, at)
         caption = draft.get(f"{table}default_caption", text)
-        if caption:
+        if words.on(draft.get(f"{table}is_reg")):
+            folder.regularization, folder.trigger = True, ""
+            folder.weight = draft.get(f"{PROCESS}train.reg_weight", number) or 1.0
+            draft.differs(f"{table}is_reg", {}, words.SHOWN_ALIKE)
+            draft.none(f"{table}default_caption", "here each of these pictures needs a caption file")
+        draft.none(f"{table}is_reg", "off", off=True)
+        if caption and not folder.regularization:
             draft.differs(f"{table}default_caption", {}, words.caption_by_trigger(folder, caption))
         draft.folders.append(folder)
     draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
+    words.balance_regularization(draft)
+    if any(folder.regularization for folder in draft.folders):
+        draft.mapped(f"{PROCESS}train.reg_weight", {}, "the weight of the folders for regularization")
+    draft.none(f"{PROCESS}train.reg_weight", "there are no regularization pictures", off=True)
 
     def each(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
@@ -439,13 +447,13 @@ def _set_training(draft: Draft) -> None:
         if draft.has(key(name)):
             words.set_min_snr(draft, key(name))
     draft.none([key("min_snr_gamma"), key("snr_gamma")], "off", off=True)
+    words.set_noise_offset(draft, key("noise_offset"))
     _set_timesteps(draft)
     for name in (key("compile"), f"{PROCESS}model.compile"):
         if words.on(draft.get(name)):
             draft.differs(name, {"memory.compile": "blocks"}, "each repeated block is compiled, once")
         draft.none(name, "off", off=True)
-    saved = "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it"
-    words.set_every(draft, "checkpoint.every", f"{PROCESS}save.save_every", "", None, saved)
+    words.set_every(draft, "checkpoint.every", f"{PROCESS}save.save_every", "", None, words.SAVED)
     keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
     if keep:
         told = "checkpoints, besides the file at the end" if keep >= 2 else "at least 2 here"

@@ -408,6 +408,7 @@ class Folder:
         captionless: how many of them have no caption file.
         trigger_is_caption: the trigger is the whole caption of pictures that have none.
         control: the folder of control pictures.
+        regularization, weight: as our settings of these names.
     """
 
     path: str
@@ -417,6 +418,8 @@ class Folder:
     captionless: int = 0
     trigger_is_caption: bool = False
     control: str = ""
+    regularization: bool = False
+    weight: float = 1.0
 
 
 class Draft:
@@ -639,6 +642,8 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
             "path": folder.path,
             **({"repeats": folder.repeats} if folder.repeats != 1 else {}),
             **({"trigger": folder.trigger} if folder.trigger else {}),
+            **({"regularization": True} if folder.regularization else {}),
+            **({"weight": folder.weight} if folder.weight != 1 else {}),
             **({"control": folder.control} if folder.control else {}),
         }
         for folder in folders

@@ -387,7 +387,7 @@ def _set_length_and_rate(draft: Draft) -> None:
         "save_every_n_steps",
         "save_every_n_epochs",
         per_epoch,
-        "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it",
+        words.SAVED,
     )
 
 

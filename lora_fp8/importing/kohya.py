@@ -129,8 +129,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "dataset_repeats": JOINT,
     "class_tokens": JOINT,
     "is_reg": JOINT,
-    "reg_data_dir": none(words.NO_REG),
-    "prior_loss_weight": none(words.NO_REG, 1, 1.0),
+    "reg_data_dir": JOINT,
+    "prior_loss_weight": JOINT,
     "in_json": none("captions are .txt or .caption files beside the pictures here"),
     "metadata_file": none("captions are .txt or .caption files beside the pictures here"),
     "conditioning_data_dir": none("is for ControlNets, which are not trained here"),
@@ -187,7 +187,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "validate_every_n_epochs": none(NO_VALIDATION),
     "max_validation_steps": none(NO_VALIDATION),
     # Noise and loss
-    "noise_offset": none(words.NO_NOISE),
+    "noise_offset": JOINT,
     "noise_offset_random_strength": none(words.NO_NOISE),
     "adaptive_noise_scale": none(words.NO_NOISE),
     "multires_noise_iterations": none(words.NO_NOISE),
@@ -692,9 +692,6 @@ def set_folders(draft: Draft) -> None:
     """dataset.folders from the dataset file, or from the subfolders of train_data_dir."""
     found = subsets(draft)
     for subset in found:
-        if words.on(effective(draft, subset, "is_reg")):
-            draft.none([key for key in draft.given if key.startswith(subset)], words.NO_REG)
-            continue
         path = draft.get(f"{subset}image_dir", text)
         if not path:
             draft.none(f"{subset}metadata_file", "captions are .txt or .caption files beside the pictures here")
@@ -705,12 +702,16 @@ def set_folders(draft: Draft) -> None:
         draft.mapped(f"{subset}image_dir", {}, f"dataset.folders.{len(draft.folders)}.path")
         draft.mapped(f"{subset}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}")
         tokens = effective(draft, subset, "class_tokens")
-        if tokens:
+        if words.on(effective(draft, subset, "is_reg")):
+            _regularize(draft, folder, str(tokens or ""))
+        elif tokens:
             draft.differs(f"{subset}class_tokens", {}, words.caption_by_trigger(folder, str(tokens)))
         prefix = effective(draft, subset, "caption_prefix")
-        if prefix:
+        if prefix and not folder.regularization:
             folder.trigger = str(prefix).strip().rstrip(",").strip()
         draft.folders.append(folder)
+    used = [key for key in everywhere(draft, "is_reg") if words.on(draft.given[key])]
+    draft.differs(used, {}, words.SHOWN_ALIKE)
     draft.none(everywhere(draft, "is_reg"), "off", off=True)
     draft.differs(
         everywhere(draft, "caption_prefix"), {}, "the folder's trigger: put in front only where it is missing"
@@ -726,16 +727,34 @@ def set_folders(draft: Draft) -> None:
     elif draft.get("dataset_config") and not found:
         draft.folders = [Folder("TODO")]
         draft.need("dataset.folders", f"the folders of {draft.get('dataset_config')}, which is not here")
+    others = draft.get("reg_data_dir", text)
+    if others and found:
+        draft.none("reg_data_dir", "dataset_config counts", off=True)
+    elif others:
+        _folders_by_name(draft, others, "reg_data_dir")
+    words.balance_regularization(draft)
+    if any(folder.regularization for folder in draft.folders):
+        draft.mapped("prior_loss_weight", {}, "the weight of the folders for regularization")
+    draft.none("prior_loss_weight", "there are no regularization pictures", off=True)
 
 
-def _folders_by_name(draft: Draft, root: str) -> None:
+def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:
+    """A folder of pictures without the subject."""
+    folder.regularization, folder.weight = True, draft.get("prior_loss_weight", number) or 1.0
+    if folder.captionless:
+        given = f" ({words_of_it!r} there)" if words_of_it else ""
+        draft.need("dataset.folders", f"{folder.path}: {folder.captionless} pictures need a caption file{given}")
+
+
+def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> None:
     """kohya's 10_name class folders: ten repeats, and "name class" as caption of what has none."""
     place = draft.find(root)
     separator = "\\" if "\\" in root and "/" not in root else "/"
+    others = key == "reg_data_dir"
     if place is None or not place.is_dir():
-        draft.folders = [Folder(root)]
+        draft.folders.append(Folder(root, regularization=others))
         note = "kohya reads repeats from the names of its subfolders (10_name), and the folder is not here"
-        draft.differs("train_data_dir", {}, note)
+        draft.differs(key, {}, note)
         draft.need("dataset.folders", "one [[dataset.folders]] for each subfolder: 10_name becomes repeats = 10")
         return
     told = []
@@ -746,16 +765,22 @@ def _folders_by_name(draft: Draft, root: str) -> None:
             continue
         folder = Folder(f"{root.rstrip('/' + chr(92))}{separator}{inner.name}", max(1, int(match[1])))
         words.look_into(draft, folder, deep=False)
-        words.caption_by_trigger(folder, match[2])
+        if others:
+            _regularize(draft, folder, match[2])
+        else:
+            words.caption_by_trigger(folder, match[2])
         told.append(f"{inner.name}: repeats = {folder.repeats}" + (f", trigger {match[2]!r}" if folder.trigger else ""))
         draft.folders.append(folder)
     if not told:
-        draft.folders = [Folder(root)]
-        draft.differs("train_data_dir", {}, "no subfolder is named 10_name there, so kohya would find no pictures")
+        draft.folders.append(Folder(root, regularization=others))
+        draft.differs(key, {}, "no subfolder is named 10_name there, so kohya would find no pictures")
         draft.need("dataset.folders", "check the folder and its repeats")
         return
+    if others:
+        draft.differs(key, {}, words.SHOWN_ALIKE)
+        return
     draft.differs(
-        "train_data_dir",
+        key,
         {},
         f"repeats are written out here: {'; '.join(told)}. The words behind the number caption pictures without a "
         "caption there; here `check` asks for a caption or a trigger",
@@ -898,8 +923,7 @@ def set_length_and_rate(draft: Draft) -> None:
     )
     draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], "another key counts", off=True)
 
-    saved = "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it"
-    words.set_every(draft, "checkpoint.every", "save_every_n_steps", "save_every_n_epochs", per_epoch, saved)
+    words.set_every(draft, "checkpoint.every", "save_every_n_steps", "save_every_n_epochs", per_epoch, words.SAVED)
     words.set_every(draft, "preview.every", "sample_every_n_steps", "sample_every_n_epochs", per_epoch)
     draft.none("save_every_n_epochs", "save_every_n_steps counts", off=True)
 
@@ -907,6 +931,7 @@ def set_length_and_rate(draft: Draft) -> None:
 def set_noise(draft: Draft) -> None:
     """Timesteps, their weights, and the guidance shown while training."""
     words.set_min_snr(draft, "min_snr_gamma")
+    words.set_noise_offset(draft, "noise_offset")
     flow = ["timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "training_shift", "weighting_scheme"]
     flow += ["logit_mean", "logit_std", "model_prediction_type", "guidance_scale"]
     if not draft.family:

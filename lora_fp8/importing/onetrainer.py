@@ -132,7 +132,7 @@ RULES: dict[str, Rule] = {
     "layer_filter_regex": JOINT,
     "lora_layers": none(NO_PART),
     "lora_layer_preset": none(NO_PART, "full"),
-    "offset_noise_weight": none(words.NO_NOISE),
+    "offset_noise_weight": JOINT,
     "generalized_offset_noise": none(words.NO_NOISE),
     "perturbation_noise_weight": none(words.NO_NOISE),
     "rescale_noise_scheduler_to_zero_terminal_snr": none("the model's scheduler_config.json says how it noises"),
@@ -589,15 +589,11 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
         floor=draft.get("learning_rate_min_factor", number),
         constant_warms_up=True,
     )
-    saved = "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it"
-    pairs = [
-        ("backup_after", "backup_after_unit"),
-        ("save_every", "save_every_unit"),
-        ("save_after", "save_after_unit"),
-    ]
+    backup = "a checkpoint to go on from; the model is not in it"
+    _set_every(draft, "checkpoint.every", "backup_after", "backup_after_unit", per_epoch, backup, False)
     done = False
-    for key, unit in pairs:
-        done = _set_every(draft, "checkpoint.every", key, unit, per_epoch, saved, done) or done
+    for key in ("save_every", "save_after"):
+        done = _set_every(draft, "export.every", key, f"{key}_unit", per_epoch, "the LoRA files", done) or done
     keep = draft.get("rolling_backup_count", whole)
     if words.on(draft.get("rolling_backup")) and keep:
         draft.mapped(["rolling_backup_count", "rolling_backup"], {"checkpoint.keep": max(2, keep)})
@@ -636,6 +632,7 @@ def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
         draft.none("loss_weight_fn", "min_snr_gamma is the only weight here", off=off)
         draft.none("loss_weight_strength", f"belongs to {weight}", off=True)
     words.set_min_snr(draft, "min_snr_gamma")
+    words.set_noise_offset(draft, "offset_noise_weight")
     keys = ["timestep_distribution", "timestep_shift", "dynamic_timestep_shifting", "noising_weight", "noising_bias"]
     kind = str(draft.get("timestep_distribution") or "UNIFORM")
     told = []

@@ -599,9 +599,8 @@ def _set_length_and_rate(draft: Draft) -> None:
             "each gradient is cut at this value there; here the norm of all of them together, so the default was left"
         )
         draft.none(["grad_clip_method", "max_grad_norm"], told)
-    saved = "a checkpoint to go on from; `lora-fp8 export --step` makes the LoRA file of it"
     key = "checkpoint_step_interval" if draft.has("checkpoint_step_interval") else "checkpointing_steps"
-    words.set_every(draft, "checkpoint.every", key, "checkpoint_epoch_interval", per_epoch, saved)
+    words.set_every(draft, "checkpoint.every", key, "checkpoint_epoch_interval", per_epoch, words.SAVED)
     draft.none(["checkpoint_step_interval", "checkpointing_steps"], "another key counts", off=True)
     keep = draft.get("checkpoints_total_limit", whole)
     if keep:

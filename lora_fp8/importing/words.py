@@ -26,11 +26,19 @@ UPLOAD = "files are not uploaded"
 RESUMES = "their states cannot be read; `lora-fp8 resume` goes on with our own runs"
 NO_NOISE = "plain Gaussian noise is used here"
 NO_MASK = "every pixel counts the same here"
-NO_REG = "regularization pictures are not used here, nor counted in an epoch; make them a folder of their own"
+NO_REG = (
+    "the base's own answers are not trained on here, nor counted in an epoch; pictures with captions of their own can "
+    "be a folder with regularization = true"
+)
+SHOWN_ALIKE = (
+    "a folder with regularization = true; there they are shown as often as the others, here each `repeats` times an "
+    "epoch, chosen to come to the same where the pictures are here"
+)
 NO_EMA = "no moving average of the weights is kept here"
 NO_START = "training starts from a new adapter; an existing LoRA file cannot be gone on with"
 NO_SWAP = "blocks are not swapped to main memory; FP8 storage and gradient checkpointing are what saves memory here"
 NO_CLIPS = "clips are trained of wan and hunyuan_video only: dataset.frames"
+SAVED = "the LoRA files of that step, and a checkpoint to go on from"
 NO_SPREAD = "frames are never spread over a whole clip here, which would make it move faster; see dataset.frames"
 NO_SAMPLER = "previews are drawn with the model's own scheduler"
 COMPONENTS = "a diffusers folder with the VAE, text encoders and tokenizers, which a single file lacks"
@@ -445,13 +453,12 @@ def set_schedule(
     own = {plain(word): word for word in accepted("schedule.name")}
     tail = [key for key in (cycles_key, power_key) if key]
     spent: list[str] = []
-    if kind in ("cosinewithrestarts", "cosinewithhardrestarts") and kind not in own:
+    if kind in ("cosinewithrestarts", "cosinewithhardrestarts"):
         if cycles is None or cycles == 1:
             draft.mapped([name_key, cycles_key], {"schedule.name": "cosine"}, "one cycle of restarts is the cosine")
         else:
-            draft.differs(
-                [name_key, cycles_key], {"schedule.name": "cosine"}, f"one cosine, without {cycles:g} restarts"
-            )
+            settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
+            draft.mapped([name_key, cycles_key], settings)
         spent = [cycles_key]
     elif kind == "polynomial" and kind not in own:
         if power is None or power == 1:
@@ -484,7 +491,7 @@ def set_schedule(
         else:
             draft.mapped(warmup_key, {"schedule.warmup": 0})
     if floor_key:
-        if floor and draft.settings.get("schedule.name") in ("cosine", "linear"):
+        if floor and draft.settings.get("schedule.name") in ("cosine", "cosine_with_restarts", "linear"):
             draft.mapped(floor_key, {"schedule.min_lr": float(f"{floor:.12g}")})
         else:
             draft.none(floor_key, f"means nothing to {name}", off=True)
@@ -529,7 +536,18 @@ def samples(draft: Draft) -> int | None:
     """Pictures times repeats of all folders; None when one of them is not here."""
     if not draft.folders or any(folder.images is None for folder in draft.folders):
         return None
-    return sum((folder.images or 0) * folder.repeats for folder in draft.folders)
+    shown = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
+    # kohya's trainers show as many for regularization as are trained on, whatever there are.
+    return sum(shown) * (2 if any(folder.regularization for folder in draft.folders) else 1)
+
+
+def balance_regularization(draft: Draft) -> None:
+    """Repeats for the folders of regularization pictures, so that they are shown about as often as the others."""
+    others = [folder for folder in draft.folders if folder.regularization]
+    wanted, there = samples(draft), sum(folder.images or 0 for folder in others)
+    if others and wanted and there:
+        for folder in others:
+            folder.repeats = max(1, round(wanted / 2 / there))
 
 
 def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
@@ -568,12 +586,16 @@ def set_every(
     per_epoch: int | None,
     note: str = "",
 ) -> None:
-    """checkpoint.every or preview.every from steps, or from epochs by counting."""
+    """checkpoint.every (and with it export.every) or preview.every from steps, or from epochs by counting."""
+
+    def every(steps: int) -> dict[str, int]:
+        return {setting: steps} | ({"export.every": steps} if setting == "checkpoint.every" else {})
+
     steps = whole(draft.get(steps_key) or 0) if steps_key else 0
     epochs = whole(draft.get(epochs_key) or 0) if epochs_key else 0
     if steps > 0:
         account = draft.differs if note else draft.mapped
-        account(steps_key, {setting: steps}, note)
+        account(steps_key, every(steps), note)
         if epochs_key:
             draft.none(epochs_key, f"{steps_key} counts", off=True)
         return
@@ -581,7 +603,7 @@ def set_every(
         draft.none(steps_key, "off", off=True)
     if epochs > 0 and per_epoch:
         told = f"every {epochs} x {per_epoch} steps; steps are counted here, not epochs"
-        draft.differs(epochs_key, {setting: epochs * per_epoch}, f"{told}. {note}" if note else told)
+        draft.differs(epochs_key, every(epochs * per_epoch), f"{told}. {note}" if note else told)
     elif epochs > 0:
         draft.none(epochs_key, f"{setting} counts steps, and an epoch's are not known without the pictures")
         draft.todo.append(f"{setting}: theirs is every {epochs} epochs; the default was left")
@@ -662,6 +684,17 @@ def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
         draft.none(key, f"flow-matching models such as {draft.family} have no such weight, there or here", off=True)
     else:
         draft.mapped(key, {"objective.min_snr_gamma": float(gamma)})
+
+
+def set_noise_offset(draft: Draft, key: str) -> None:
+    """objective.noise_offset, for families that have it."""
+    offset = draft.get(key, number)
+    if not offset:
+        draft.none(key, "off", off=True)
+    elif draft.family in DIFFUSION:
+        draft.mapped(key, {"objective.noise_offset": float(offset)})
+    else:
+        draft.none(key, NO_NOISE)
 
 
 def set_clips(
