@@ -69,10 +69,14 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
     for key, texts in catalogue().items():
         if key.startswith("engine."):
             parts = re.split(r"\{(\w+)\}", texts["en"])
-            pattern = "".join(f"(?P<{part}>.+?)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+            pattern = "".join(f"(?P<{part}>.+?)" if i % 2 else re.escape(_plain(part)) for i, part in enumerate(parts))
             said = sum(map(len, parts[::2])) + (1000 if key.startswith("engine.in.") else 0)
             found.append((said, re.compile(pattern + r"\Z", re.DOTALL), key))
     return [(pattern, key) for _, pattern, key in sorted(found, key=lambda one: -one[0])]
+
+
+def _plain(part: str) -> str:
+    return part.replace("{{", "{").replace("}}", "}")
 
 
 KEYED = re.compile(r"(?P<key>[\w.]+): (?P<line>.+)", re.DOTALL)
