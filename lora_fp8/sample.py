@@ -22,24 +22,6 @@ from .processes import Processes
 from .run import Run, atomic_write
 
 
-def previews(
-    family: ModelFamily,
-    denoiser: nn.Module,
-    conds: list[Cond],
-    negatives: list[Cond] | None,
-    section: config.Preview,
-    side: int,
-    numbers: Sequence[int] | None = None,
-) -> list[list[Image.Image]]:
-    """As `clips`, with the family's pipeline around this denoiser, adapters on, dropout off."""
-    was_training = denoiser.training
-    denoiser.eval()
-    try:
-        return clips(family, family.pipeline(denoiser), conds, negatives, section, side, numbers)
-    finally:
-        denoiser.train(was_training)
-
-
 def render(
     family: ModelFamily,
     pipeline: Any,
@@ -100,12 +82,15 @@ def draw(
         The images on the main process (of clips, the first frames), none on the others or where one failed.
     """
     numbers = processes.share(range(len(conds)))
-    problem = None
+    problem, was_training = None, denoiser.training
+    denoiser.eval()  # no dropout
     try:
-        drawn = previews(family, denoiser, conds, negatives, section, side, numbers) if numbers else []
+        drawn = clips(family, family.pipeline(denoiser), conds, negatives, section, side, numbers) if numbers else []
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         problem = (str(error).splitlines() or [type(error).__name__])[0]
-    else:
+    finally:
+        denoiser.train(was_training)
+    if problem is None:
         save(drawn, numbers, run.samples, step, family.clips[1])
     problems = [text for text in processes.gather(problem) if text is not None]
     if problems:

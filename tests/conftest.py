@@ -102,7 +102,8 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Each test draws the same numbers, whichever tests ran before it in its process."""
+    """Each test draws the same numbers with one thread, whichever tests ran before it in its process."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)

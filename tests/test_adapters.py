@@ -12,15 +12,6 @@ from torch.nn import functional as F
 from lora_fp8 import adapters, config, precision
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
 def flux(storage: str = "none", dtype: torch.dtype = torch.float32) -> FluxTransformer2DModel:
     model = FluxTransformer2DModel(
         in_channels=16,

@@ -20,15 +20,6 @@ from lora_fp8.precision import FrozenLinear
 FP8 = config.Quantize(storage="fp8")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
 def flux() -> FluxTransformer2DModel:
     return FluxTransformer2DModel(
         in_channels=16,

@@ -13,8 +13,6 @@ from lora_fp8.run import RunFailure
 from lora_fp8.tools import files
 from lora_fp8.verify import delta_error
 
-torch.set_num_threads(1)
-
 
 def made(folder, name, layout, scaling=0.5, dtype="bf16", every=9):
     """A LoRA file on some layers of the released model, and what was trained."""

@@ -10,15 +10,6 @@ from lora_fp8.precision import FP8_ROW, Format, decode, encode, formats, round_t
 FP8 = config.Quantize(storage="fp8")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
 def relative(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 

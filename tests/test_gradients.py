@@ -67,7 +67,6 @@ def gradients(dtype: torch.dtype = torch.float32, **settings) -> Tensor:
 
 @pytest.fixture(scope="module")
 def exact() -> Tensor:
-    torch.set_num_threads(1)
     return gradients(storage="none")
 
 

@@ -16,15 +16,6 @@ KINDS = ("dora", "lokr", "loha")
 FORMS = ["fp8 row", "fp8 tensor", "fp8 1x64", "fp8 128x128", "int8 1x128", "nf4 64", "bf16"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
 def linear(form, dtype, out=256, inner=128):
     """One layer in a storage, such as "fp8 row"."""
     layer = nn.Linear(inner, out)

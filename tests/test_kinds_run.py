@@ -16,7 +16,6 @@ from lora_fp8 import checkpoint, config, estimate, export, families, importing, 
 from lora_fp8.config import UserError
 from lora_fp8.tools import average, files, merge, pairs, resize
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 KINDS = ("dora", "lokr", "loha")
 SMALL = ("adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']", "optimizer.lr=1e-2", "adapter.factor=4")

@@ -17,8 +17,6 @@ from lora_fp8 import config, export, families, layouts, prepare
 from lora_fp8.config import UserError
 from lora_fp8.verify import delta_error
 
-torch.set_num_threads(1)
-
 
 @cache
 def full_size(name):

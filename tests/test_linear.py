@@ -15,15 +15,6 @@ from lora_fp8.precision import FrozenLinear
 FP8 = config.Quantize(storage="fp8")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_a_layer_answers_as_its_linear_does():
     # Planted bug "the scale is forgotten" (in decode or in encode) turns this red: the answer is off by orders of
     # magnitude.

@@ -16,8 +16,6 @@ from lora_fp8.data import buckets
 from lora_fp8.data.cache import caption_variant, dataset_captions
 from lora_fp8.data.loader import Loader, epoch_batches, generator
 
-torch.set_num_threads(1)
-
 SIZES = [(64, 64)] * 7 + [(128, 64)] * 4 + [(64, 130)] * 2
 
 

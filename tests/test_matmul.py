@@ -36,13 +36,8 @@ IN_FP8 = [mode for mode in MODES if mode[1] != "upcast"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def nothing_shared():
     matmul.forget_shared()
-    yield
-    torch.set_num_threads(before)
 
 
 def layer_of(form: str, compute: str, recipe: str, dtype: torch.dtype = torch.float32, bias: bool = True):

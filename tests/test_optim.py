@@ -15,15 +15,6 @@ from lora_fp8 import adapters, config, optim, precision
 BITS = {"adamw": torch.optim.AdamW, "adamw8bit": bitsandbytes.optim.AdamW8bit}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
 SHAPES = {"a": (16, 300), "b": (7, 5), "c": (64, 64), "d": (3, 4, 2, 2)}
 
 

@@ -22,7 +22,6 @@ from peft import LoraConfig
 
 from lora_fp8 import adapters, config, export, families, precision, verify
 
-torch.set_num_threads(1)
 NAMES = ("sd15", "sdxl", "flux")
 LAYOUTS = ("diffusers", "kohya")
 RANK, ALPHA = 4, 6.0

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 from ..config import UserError
-from .formats import E4M3_MAX, FP8_ROW, MIN_SCALE, Format
+from .formats import E4M3_MAX, MIN_SCALE
 from .linear import AMAX_HISTORY, AmaxHistory, FrozenLinear, frozen_layers
 from .quantized import Weight, plain
 
@@ -50,22 +50,10 @@ class TeLinear(FrozenLinear):
 
     backend = "te"
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        form: Format = FP8_ROW,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.form = in_features, out_features, form
-        self.compute_dtype = dtype or torch.get_default_dtype()
-        self.compute, self.recipe, self.fast_accum = "fp8", "current", True
-        self.inner: nn.Module | None = None
-        bias_N = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
-        self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N, False))
+    inner: nn.Module | None
+
+    def _make_(self, device: torch.device | str | None) -> None:
+        self.compute, self.inner = "fp8", None
 
     def set_compute_(self, compute: str, recipe: str = "current", fast_accum: bool = True) -> None:
         """ "fp8": TransformerEngine multiplies; "upcast": the decoded weight is, as a program without it does.

@@ -22,7 +22,6 @@ from torchao.quantization import (
     quantize_,
 )
 
-from .formats import FP8_ROW, Format
 from .linear import FrozenLinear
 from .quantized import Quantized, Weight, plain
 
@@ -38,22 +37,8 @@ class TorchaoLinear(FrozenLinear):
 
     backend = "torchao"
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        form: Format = FP8_ROW,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.form = in_features, out_features, form
-        self.compute_dtype = dtype or torch.get_default_dtype()
-        self.compute, self.recipe, self.fast_accum = "upcast", "current", True
-        self._hold_(torch.zeros(out_features, in_features, device=device))
-        bias_N = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
-        self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N, False))
+    def _make_(self, device: torch.device | str | None) -> None:
+        self._hold_(torch.zeros(self.out_features, self.in_features, device=device))
 
     def set_weight_(self, weight: Weight, name: str = "weight") -> None:
         """Replaces the weight: what a file holds in FP8 already keeps its bytes where torchao has their scales, the

@@ -54,19 +54,21 @@ class FrozenLinear(nn.Linear):
         form: Format = FP8_ROW,
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate and draw a float weight
-        self.in_features = in_features
-        self.out_features = out_features
-        self.form = form
+        self.in_features, self.out_features, self.form = in_features, out_features, form
         self.compute_dtype = dtype or torch.get_default_dtype()
         self.compute, self.recipe, self.fast_accum = "upcast", "current", True
-        for name, (shape, kind) in form.tensors((out_features, in_features)).items():
+        self._make_(device)
+        bias_N = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
+        self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N, False))
+
+    def _make_(self, device: torch.device | str | None) -> None:
+        """What holds the weight: zeros, until `set_weight_`. Other backends put theirs here."""
+        for name, (shape, kind) in self.form.tensors((self.out_features, self.in_features)).items():
             tensor = torch.zeros(shape, dtype=kind, device=device)
             if name == "qweight":
                 self.qweight = nn.Parameter(tensor, requires_grad=False)
             else:
                 self.register_buffer(name, tensor)
-        bias_N = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
-        self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N, False))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, name: str = "weight", form: Format = FP8_ROW) -> Self:
