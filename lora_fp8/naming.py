@@ -12,6 +12,8 @@ fits wins, so that the particular comes before the general:
     ("blocks.#.attn.qkv", "layers.#.attn.to_q layers.#.attn.to_k layers.#.attn.to_v")
     ("blocks.#", "layers.#")
 
+Families write them as a text, which `table` reads.
+
 Pure functions of names and shapes; no torch.
 """
 
@@ -23,6 +25,45 @@ Row = tuple[str, str]
 Shape = tuple[int, ...]
 KINDS = ("weight", "bias")
 """The last part of the names of a fused layer's tensors."""
+
+
+def table(text: str) -> tuple[Row, ...]:
+    """Rows from a text: a line each, the original's name, "=", and those of diffusers; or one name for both.
+
+    Commas stand between rows on one line. Lines that stand further in continue the names of the line above them, which
+    is no row itself; if there are several on it, those of each:
+
+        blocks.# = layers.#
+            attn.qkv = attn.to_q attn.to_k attn.to_v
+            self_attn = attn1, cross_attn = attn2
+                o = to_out.0
+        img_in = x_embedder
+
+    Raises:
+        ValueError: a line is not of this form, or the sides of a row differ in their numbers.
+    """
+    lines = [(len(line) - len(line.lstrip()), line.split(",")) for line in text.splitlines() if line.strip()]
+    rows: list[Row] = []
+    above = [(-1, [("", "")])]
+    for (depth, entries), (next_depth, _) in zip(lines, [*lines[1:], (0, [])], strict=True):
+        while above[-1][0] >= depth:
+            above.pop()
+        found = [_row(entry, *before) for entry in entries for before in above[-1][1]]
+        if next_depth <= depth:
+            rows += found
+        elif any(" " in ours for _, ours in found):
+            raise ValueError(f"{','.join(entries).strip()!r}: there is nothing below a fused layer")
+        else:
+            above.append((depth, [(f"{native}.", f"{ours}.") for native, ours in found]))
+    return tuple(rows)
+
+
+def _row(entry: str, native_above: str, ours_above: str) -> Row:
+    native, equals, ours = (part.strip() for part in entry.partition("="))
+    names = ours.split() if equals else [native]
+    if not names or len(native.split()) != 1 or any(name.count("#") != native.count("#") for name in names):
+        raise ValueError(f"{entry.strip()!r} is not 'original = diffusers', with as many # on both sides")
+    return native_above + native, " ".join(ours_above + name for name in names)
 
 
 @cache

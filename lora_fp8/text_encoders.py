@@ -9,7 +9,9 @@ drawn for a sample. Previews and the proof ask the encoders as they are at that 
 Shape suffixes: B batch.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 from . import adapters, config
-from .families.base import CLIP_LAYERS, Cond, ModelFamily, silent_tokenizers
+from .families.base import CLIP_LAYERS, Cond, ModelFamily
 from .layouts import text_layer
 
 
@@ -121,7 +123,7 @@ def answer(family: ModelFamily, pipeline: Any, prompts: Sequence[str], cond: Con
 
 
 def _encode(family: ModelFamily, pipeline: Any, prompts: Sequence[str], cond: Cond) -> Cond:
-    with silent_tokenizers():  # the cache has told of prompts that are too long
+    with _silent_tokenizers():  # the cache has told of prompts that are too long
         return family.encode_with(pipeline, list(prompts), cond)
 
 
@@ -169,3 +171,15 @@ def problem(section: config.Adapter, Family: type[ModelFamily]) -> str:
         f"adapter.text_encoder = true: no LoRA of {Family.title}'s text encoder is read by diffusers, so none is "
         "trained; use false"
     )
+
+
+@contextmanager
+def _silent_tokenizers() -> Iterator[None]:
+    """Inside, diffusers' pipelines do not warn of prompts that they cut: asked at every step they would each time."""
+    logger = logging.getLogger("diffusers.pipelines")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

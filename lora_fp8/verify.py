@@ -50,7 +50,7 @@ from torch.nn import functional as F
 
 from . import config, export, families, kinds, layouts, precision
 from .config import UserError
-from .families.base import quiet
+from .families._encoders import quiet
 from .run import RunFailure
 from .text_encoders import answer
 

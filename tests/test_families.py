@@ -30,7 +30,6 @@ from safetensors.torch import load_file, save_file
 from lora_fp8 import config, families, precision, sample
 from lora_fp8.config import UserError
 from lora_fp8.families import _files, base
-from lora_fp8.families.flux import bfl_conversion
 from lora_fp8.objectives import FlowMatching
 
 pytestmark = pytest.mark.usefixtures("small_controls")
@@ -1316,7 +1315,7 @@ def test_inpainting_refiner_and_fill_are_not_their_base_models():
     assert not flux.recognises({**dev, "img_in.weight": (3072, 384)})  # FLUX.1-Fill
 
 
-def test_flux_conversion_is_diffusers_own():
+def test_flux_conversion_is_diffusers_own(tmp_path):
     """At full width and depth; only the rows matter to the conversion, so that every matrix has one column here."""
     d, shapes = 3072, {}
     for name in ("time_in", "vector_in", "guidance_in"):
@@ -1344,7 +1343,11 @@ def test_flux_conversion_is_diffusers_own():
             tensors[f"{norm}.{part}_norm.scale"] = torch.randint(
                 0, 2**31, (128,), generator=generator, dtype=torch.int32
             )
-    conversion = bfl_conversion({k: tuple(v.shape) for k, v in tensors.items()})
+    Flux = families.get("flux")
+    Flux.tiny(tmp_path)
+    told = json.dumps({"_class_name": Flux.denoiser_class, "guidance_embeds": True, **Flux.reference_config})
+    (tmp_path / "transformer" / "config.json").write_text(told, encoding="utf-8")
+    conversion = make(Flux, tmp_path).convert_checkpoint({k: tuple(v.shape) for k, v in tensors.items()})
     mine = {name: change(tensors[key]) if change else tensors[key] for name, (key, change) in conversion.items()}
     theirs = convert_flux_transformer_checkpoint_to_diffusers(dict(tensors))
     assert mine.keys() == theirs.keys()

@@ -34,6 +34,36 @@ def test_names_go_there_and_back(native, ours):
         assert naming.to_native(ROWS, name) == (native, ours)
 
 
+def test_a_table_is_its_rows():
+    rows = naming.table("""
+        img_in = x_embedder
+        blocks.# = layers.#
+            attn.qkv = attn.to_q attn.to_k attn.to_v
+            one = attn1, other = attn2
+                q = to_q
+                norm
+            mlp
+
+        first.#, last.#
+            norm1, norm2 = norm3
+    """)
+    assert rows == (
+        ("img_in", "x_embedder"),
+        ("blocks.#.attn.qkv", "layers.#.attn.to_q layers.#.attn.to_k layers.#.attn.to_v"),
+        *(("blocks.#.one.q", "layers.#.attn1.to_q"), ("blocks.#.other.q", "layers.#.attn2.to_q")),
+        *(("blocks.#.one.norm", "layers.#.attn1.norm"), ("blocks.#.other.norm", "layers.#.attn2.norm")),
+        ("blocks.#.mlp", "layers.#.mlp"),
+        *(("first.#.norm1", "first.#.norm1"), ("last.#.norm1", "last.#.norm1")),
+        *(("first.#.norm2", "first.#.norm3"), ("last.#.norm2", "last.#.norm3")),
+    )
+
+
+@pytest.mark.parametrize("line", ["a.# = b", "a =", "a b", "a b = c", "= b", "a, = b", "a = b c\n    d = e"])
+def test_a_line_that_is_no_row_is_told(line):
+    with pytest.raises(ValueError, match="is not 'original = diffusers'|nothing below a fused layer"):
+        naming.table(line)
+
+
 def test_what_no_row_fits():
     for name in ("img_inner", "block.3.mlp", "blocks.x.mlp", "lora.blocks.3.mlp", ""):
         assert naming.from_native(ROWS, name) is None

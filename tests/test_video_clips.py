@@ -384,7 +384,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
     latents = seen[-1][2]
     pixels = family.decode_latents(latents)
     assert pixels.shape == (2, 3, 9, height, width)
-    torch.testing.assert_close((pixels / 2 + 0.5).clamp(0, 1), drawn.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((pixels / 2 + 0.5).clamp(0, 1), drawn.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
     # Encoding is decoding's inverse: nothing but what diffusers' VAE does to a clip happens to it.
     clip = torch.rand(1, 3, 9, height, width, generator=torch.Generator().manual_seed(1)) * 2 - 1

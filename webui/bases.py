@@ -172,7 +172,8 @@ def _family_of_folder(path: Path) -> str:
 def _marked(path: Path, facts: dict[str, Any]) -> bool:
     """Whether the denoiser's config has what tells this family from its relatives."""
     try:
-        told = json.loads((path / facts["denoiser_name"] / "config.json").read_text(encoding="utf-8"))
+        part = facts.get("denoiser_name", "transformer")
+        told = json.loads((path / part / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return all(told.get(key, False) == value for key, value in facts.get("config_marks", {}).items())

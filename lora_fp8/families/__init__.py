@@ -68,7 +68,7 @@ def traits(name: str) -> dict[str, Any]:
         UserError: there is no such file.
     """
     stated, classes = facts(name), _classes(name)
-    objective = next(node.value.id for node in _assigned(name) if node.targets[0].id == "objective")
+    objective = next((node.value.id for node in _assigned(name) if node.targets[0].id == "objective"), "FlowMatching")
     while objective in classes:  # one of the family's own: what it is a kind of
         objective = classes[objective].bases[0].id
     return {

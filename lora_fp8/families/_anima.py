@@ -27,22 +27,26 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3Model, T5TokenizerFast
 
-from . import _qwen
+from ._latents import as_clip, as_picture, denormalised
 
 
-def answer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> Tensor:
-    """One call of the transformer, on videos of one frame. -> the velocity BCHW
+def inputs(noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> dict[str, Any]:
+    """What the transformer is called with: it takes videos, here of one frame, and answers with one.
 
     It was made for pictures with borders, of which one more channel tells; whole pictures have zeros there. diffusers
     would resize those with torchvision.
     """
     noisy_BCFHW = torch.nn.functional.pad(noisy_BCHW, (0, 0, 0, 0, 0, 1))[:, :, None]
-    found = denoiser(hidden_states=noisy_BCFHW, timestep=t_B, encoder_hidden_states=embeds_BLD, return_dict=False)
-    return found[0][:, :, 0]
+    return {"hidden_states": noisy_BCFHW, "timestep": t_B, "encoder_hidden_states": embeds_BLD}
+
+
+def answer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> Tensor:
+    """One call of the transformer. -> the velocity BCHW"""
+    return denoiser(**inputs(noisy_BCHW, t_B, embeds_BLD), return_dict=False)[0][:, :, 0]
 
 
 def without_borders_(denoiser: CosmosTransformer3DModel) -> CosmosTransformer3DModel:
-    """Makes the transformer take the channel of the borders from its caller; see `answer`."""
+    """Makes the transformer take the channel of the borders from its caller; see `inputs`."""
     denoiser.register_to_config(concat_padding_mask=False)
     return denoiser
 
@@ -138,5 +142,6 @@ class AnimaPipeline(DiffusionPipeline, AnimaLoraLoaderMixin):
             latents_BCHW = self.scheduler.step(pred_BCHW, t, latents_BCHW, return_dict=False)[0]
         if output_type == "latent":
             return ImagePipelineOutput(images=latents_BCHW)
-        pixels_BCHW = _qwen.decode(self.vae, latents_BCHW.to(self.vae.dtype))
+        latents_BCFHW = as_clip(denormalised(self.vae, latents_BCHW.to(self.vae.dtype)))
+        pixels_BCHW = as_picture(self.vae.decode(latents_BCFHW, return_dict=False)[0])
         return ImagePipelineOutput(images=VaeImageProcessor().postprocess(pixels_BCHW, output_type=output_type))

@@ -13,8 +13,10 @@ import torch
 from diffusers import AutoencoderKLFlux2, Flux2Pipeline
 from torch import Tensor, nn
 
-from ._files import Header, native_header
-from .base import Conversion
+from lora_fp8 import naming
+
+from ._files import Header
+from .base import Cond, Inputs, ModelFamily
 
 ADAPTER_TARGETS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -26,45 +28,41 @@ KEEP_PRECISE = ("x_embedder", "context_embedder", "time_guidance_embed", "norm_o
 LAST_NORM = "norm_out.linear"
 MODULATION = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
 
-LAYERS = (
-    ("img_in", "x_embedder"),
-    ("txt_in", "context_embedder"),
-    *(
-        (f"{name}_in.{side}_layer", f"time_guidance_embed.{ours}_embedder.linear_{i}")
-        for name, ours in (("time", "timestep"), ("guidance", "guidance"))
-        for i, side in ((1, "in"), (2, "out"))
-    ),
-    *((f"{name}.lin", f"{name}.linear") for name in MODULATION),
-    ("final_layer.linear", "proj_out"),
-    ("final_layer.adaLN_modulation.1", LAST_NORM),  # with its halves swapped: see `with_last_norm`
-    *(
-        (f"double_blocks.#.{stream}_attn.norm.{part}_norm.scale", f"transformer_blocks.#.attn.norm_{added}{x}.weight")
-        for stream, added in (("img", ""), ("txt", "added_"))
-        for part, x in (("query", "q"), ("key", "k"))
-    ),
-    *(
-        (f"double_blocks.#.{stream}_attn.qkv", " ".join(f"transformer_blocks.#.attn.{x}" for x in qkv))
-        for stream, qkv in (("img", ("to_q", "to_k", "to_v")), ("txt", ("add_q_proj", "add_k_proj", "add_v_proj")))
-    ),
-    ("double_blocks.#.img_attn.proj", "transformer_blocks.#.attn.to_out.0"),
-    ("double_blocks.#.txt_attn.proj", "transformer_blocks.#.attn.to_add_out"),
-    *(
-        (f"double_blocks.#.{stream}_mlp.{i}", f"transformer_blocks.#.{ff}.linear_{side}")
-        for stream, ff in (("img", "ff"), ("txt", "ff_context"))
-        for i, side in ((0, "in"), (2, "out"))
-    ),
-    *(
-        (f"single_blocks.#.norm.{part}_norm.scale", f"single_transformer_blocks.#.attn.norm_{x}.weight")
-        for part, x in (("query", "q"), ("key", "k"))
-    ),
-    ("single_blocks.#.linear1", "single_transformer_blocks.#.attn.to_qkv_mlp_proj"),
-    ("single_blocks.#.linear2", "single_transformer_blocks.#.attn.to_out"),
-)
+LAYERS = naming.table("""
+    img_in = x_embedder
+    txt_in = context_embedder
+    time_in.in_layer = time_guidance_embed.timestep_embedder.linear_1
+    time_in.out_layer = time_guidance_embed.timestep_embedder.linear_2
+    guidance_in.in_layer = time_guidance_embed.guidance_embedder.linear_1
+    guidance_in.out_layer = time_guidance_embed.guidance_embedder.linear_2
+    double_stream_modulation_img.lin = double_stream_modulation_img.linear
+    double_stream_modulation_txt.lin = double_stream_modulation_txt.linear
+    single_stream_modulation.lin = single_stream_modulation.linear
+    double_blocks.# = transformer_blocks.#
+        img_attn.qkv = attn.to_q attn.to_k attn.to_v
+        img_attn.proj = attn.to_out.0
+        img_attn.norm.query_norm.scale = attn.norm_q.weight
+        img_attn.norm.key_norm.scale = attn.norm_k.weight
+        img_mlp.0 = ff.linear_in
+        img_mlp.2 = ff.linear_out
+        txt_attn.qkv = attn.add_q_proj attn.add_k_proj attn.add_v_proj
+        txt_attn.proj = attn.to_add_out
+        txt_attn.norm.query_norm.scale = attn.norm_added_q.weight
+        txt_attn.norm.key_norm.scale = attn.norm_added_k.weight
+        txt_mlp.0 = ff_context.linear_in
+        txt_mlp.2 = ff_context.linear_out
+    single_blocks.# = single_transformer_blocks.#
+        linear1 = attn.to_qkv_mlp_proj
+        linear2 = attn.to_out
+        norm.query_norm.scale = attn.norm_q.weight
+        norm.key_norm.scale = attn.norm_k.weight
+    final_layer.linear = proj_out
+    final_layer.adaLN_modulation.1 = norm_out.linear
+""")
 
 
-def sizes(header: Header, head_dim: int) -> dict[str, int]:
+def sizes(native: Header, head_dim: int) -> dict[str, int]:
     """The entries of config.json in which the released models differ, as a single file has them."""
-    native = native_header(header)
     width, joint = native["txt_in.weight"]
     single, double = (
         len({key.split(".")[1] for key in native if key.startswith(f"{kind}_blocks.")}) for kind in ("single", "double")
@@ -77,66 +75,51 @@ def sizes(header: Header, head_dim: int) -> dict[str, int]:
     }
 
 
-def with_last_norm(found: Conversion) -> Conversion:
-    """Of the last norm's modulation the original gives (shift, scale); diffusers' layer expects (scale, shift)."""
-    return {name: (key, _halves_swapped if name.startswith(LAST_NORM) else rows) for name, (key, rows) in found.items()}
-
-
-def _halves_swapped(tensor: Tensor) -> Tensor:
-    shift, scale = tensor.chunk(2)
-    return torch.cat([scale, shift])
-
-
-@torch.no_grad()
-def encode(
-    vae: nn.Module,
-    pixels_BCHW: Tensor,
-    eps: float,
+def normalise(
+    family: ModelFamily,
+    latents_BCHW: Tensor,
+    eps: float | None = None,
     patches: Callable[[Tensor], Tensor] = Flux2Pipeline._patchify_latents,
 ) -> Tensor:
-    """Pixels in [-1, 1] -> normalised patches as channels: the mode of the posterior. `eps`: of the batch norm."""
-    latents_BCHW = patches(vae.encode(pixels_BCHW).latent_dist.mode())
-    mean_1C11, std_1C11 = _statistics(vae, eps)
-    return (latents_BCHW - mean_1C11) / std_1C11
+    """`ModelFamily.normalise`: patches as channels, normalised.
+
+    Args:
+        eps: of the batch norm; None: as the VAE's config has it.
+        patches: how 2 x 2 latents become channels.
+    """
+    mean_1C11, std_1C11 = _statistics(family.vae, eps)
+    return (patches(latents_BCHW) - mean_1C11) / std_1C11
 
 
-@torch.no_grad()
-def decode(
-    vae: nn.Module,
+def denormalise(
+    family: ModelFamily,
     latents_BCHW: Tensor,
-    eps: float,
+    eps: float | None = None,
     whole: Callable[[Tensor], Tensor] = Flux2Pipeline._unpatchify_latents,
 ) -> Tensor:
-    """The inverse of `encode`: normalised patches -> pixels in about [-1, 1]."""
-    mean_1C11, std_1C11 = _statistics(vae, eps)
-    return vae.decode(whole(latents_BCHW * std_1C11 + mean_1C11), return_dict=False)[0]
+    """The inverse of `normalise`; `whole` is that of `patches`."""
+    mean_1C11, std_1C11 = _statistics(family.vae, eps)
+    return whole(latents_BCHW * std_1C11 + mean_1C11)
 
 
-def _statistics(vae: nn.Module, eps: float) -> tuple[Tensor, Tensor]:
+def _statistics(vae: nn.Module, eps: float | None) -> tuple[Tensor, Tensor]:
     mean_1C11, var_1C11 = (x.view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
-    return mean_1C11, torch.sqrt(var_1C11 + eps)
+    return mean_1C11, torch.sqrt(var_1C11 + (vae.config.batch_norm_eps if eps is None else eps))
 
 
-def unpack(packed_BSC: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-    """The inverse of the pipeline's `_pack_latents`."""
-    return packed_BSC.transpose(1, 2).unflatten(2, latent_hw)
-
-
-def answer(
-    denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor, guidance_B: Tensor | None
-) -> Tensor:
-    """One call of the transformer as in the pipelines' loop. -> BCHW"""
-    device = noisy_BCHW.device
-    pred_BSC = denoiser(
-        hidden_states=Flux2Pipeline._pack_latents(noisy_BCHW),
-        timestep=t_B.to(device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
-        guidance=guidance_B,
-        encoder_hidden_states=embeds_BLD,
-        txt_ids=Flux2Pipeline._prepare_text_ids(embeds_BLD).to(device),
-        img_ids=Flux2Pipeline._prepare_latent_ids(noisy_BCHW).to(device),
-        return_dict=False,
-    )[0]
-    return unpack(pred_BSC, (noisy_BCHW.shape[2], noisy_BCHW.shape[3]))
+def inputs(
+    family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
+) -> Inputs:
+    """`ModelFamily.inputs`, as in the pipelines' loops."""
+    takes_guidance, embeds_BLD = denoiser.config.guidance_embeds, cond["prompt_embeds"]
+    return {
+        "hidden_states": family.pack(noisy_BCHW),
+        "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
+        "guidance": torch.full(t_B.shape, guidance, device=t_B.device) if takes_guidance else None,
+        "encoder_hidden_states": embeds_BLD,
+        "txt_ids": Flux2Pipeline._prepare_text_ids(embeds_BLD).to(t_B.device),
+        "img_ids": Flux2Pipeline._prepare_latent_ids(noisy_BCHW).to(t_B.device),
+    }
 
 
 # -- miniatures -------------------------------------------------------------------------------------------------------

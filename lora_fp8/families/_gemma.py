@@ -6,19 +6,17 @@ is what the pipelines guide away from where nobody gives a negative prompt.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from diffusers import DiffusionPipeline
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
 from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
+
+from .base import Cond, ModelFamily
 
 AVOIDED = "\0"
 """In front of a prompt that is to be guided away from."""
 
 
-def negative_text(prompt: str) -> str:
+def negative_text(family: ModelFamily, prompt: str) -> str:
     """See `ModelFamily.negative_text`."""
     return AVOIDED + prompt if prompt else ""
 
@@ -29,12 +27,20 @@ def is_negative(prompt: str) -> bool:
 
 
 @torch.no_grad()
-def encode(pipeline: DiffusionPipeline, prompt: str, **options: Any) -> Tensor:
-    """(L, D) of a prompt, without padding, by the pipeline's `encode_prompt` with these options."""
-    negative, prompt = is_negative(prompt), prompt.removeprefix(AVOIDED)
-    answer = pipeline.encode_prompt([prompt], do_classifier_free_guidance=negative, negative_prompt=[prompt], **options)
-    embeds_BLD, mask_BL = answer[2:] if negative else answer[:2]
-    return embeds_BLD[0, mask_BL[0].bool()]
+def encode_prompts(family: ModelFamily, prompts: list[str]) -> list[Cond]:
+    """See `ModelFamily.encode_prompts`: one by one, as their beginnings differ; without padding."""
+    options = {"device": family.device, **family.text_options}
+    if family.max_sequence_length:
+        options["max_sequence_length"] = family.max_sequence_length
+    found = []
+    for prompt in prompts:
+        negative, text = is_negative(prompt), prompt.removeprefix(AVOIDED)
+        answer = family.text_pipeline.encode_prompt(
+            [text], do_classifier_free_guidance=negative, negative_prompt=[text], **options
+        )
+        embeds_BLD, mask_BL = answer[2:] if negative else answer[:2]
+        found.append({"prompt_embeds": embeds_BLD[0, mask_BL[0].bool()].to(family.dtype)})
+    return found
 
 
 # -- miniatures -------------------------------------------------------------------------------------------------------

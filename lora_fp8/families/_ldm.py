@@ -1,4 +1,4 @@
-"""The layout of Stable Diffusion's original (LDM, SGM) checkpoints, shared by the UNet families."""
+"""What the UNet families share: the layout of the original (LDM, SGM) checkpoints, and what is adapted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from typing import Any
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
 from ._files import Header, checkpoint_prefix, native_header
-from .base import Conversion
+from .base import Conversion, ModelFamily
 
+# Everything inside the Transformer2DModels, as kohya's sd-scripts choose it.
+ADAPTER_TARGETS = (
+    *(f"{attn}.{proj}" for attn in ("attn1", "attn2") for proj in ("to_q", "to_k", "to_v", "to_out.0")),
+    *("ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
+)
+KEEP_PRECISE = ("time_embedding", "time_emb_proj", "conv_in", "conv_out", "conv_norm_out")
 PREFIX = "model.diffusion_model."
 
 
-def unet_conversion(header: Header, unet_config: dict[str, Any]) -> Conversion:
+def convert_checkpoint(family: ModelFamily, header: Header) -> Conversion:
     """Names in diffusers -> names in the file, from diffusers' own converter.
 
     That converter only moves values from one dict into another, so it is given the names as the values: no tensor has
@@ -20,5 +26,18 @@ def unet_conversion(header: Header, unet_config: dict[str, Any]) -> Conversion:
     """
     prefix = checkpoint_prefix(header)
     names = {PREFIX + key: prefix + key for key in native_header(header)}
-    moved = convert_ldm_unet_checkpoint(names, unet_config)
+    moved = convert_ldm_unet_checkpoint(names, {"layers_per_block": 2, **family.denoiser_config()})
     return {new: (old, None) for new, old in moved.items()}
+
+
+# -- miniatures -------------------------------------------------------------------------------------------------------
+TINY: dict[str, Any] = {
+    "sample_size": 16,
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "norm_num_groups": 16,
+}
+UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+"""A pipeline of Stable Diffusion 1 or 2 that looks for nothing in its pictures."""

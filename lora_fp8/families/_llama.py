@@ -1,12 +1,13 @@
-"""A miniature of Llama 3 and its tokenizer."""
+"""Miniatures of Llama 3 and its tokenizer, and of the tokenizer of Llama 2."""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizerFast, PreTrainedTokenizerFast
 
 TOKENS = 64
 """Fewer than are read of a real prompt, for speed; the families follow what the tokenizer says."""
@@ -55,3 +56,18 @@ def text(vocab: PreTrainedTokenizerFast, *, width: int = 32, layers: int = 2) ->
         eos_token_id=vocab.eos_token_id,
     )
     return LlamaForCausalLM(settings)
+
+
+def llama2_tokenizer(num_tokens: int) -> LlamaTokenizerFast:
+    """BPE with bytes to fall back on, as Llama 2's and Pile-T5's."""
+    pieces = ["<pad>", "</s>", "<unk>", "<s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += string.ascii_letters + string.digits + string.punctuation
+    merges: list[tuple[str, str]] = []
+    for word in ("▁a", "▁photo", "▁of", "▁cat", "▁dog", "▁red", "▁blue", "▁the"):
+        for end in range(2, len(word) + 1):
+            if word[:end] not in pieces:
+                merges.append((word[: end - 1], word[end - 1]))
+                pieces.append(word[:end])
+    marks = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    return LlamaTokenizerFast(vocab=vocab, merges=merges, model_max_length=num_tokens, **marks)

@@ -9,21 +9,31 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    PreTrainedTokenizerBase,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
-from .base import quiet
+from ._encoders import quiet
 
 
 @contextmanager
@@ -101,16 +111,40 @@ def t5_text(vocab: T5TokenizerFast, *, width: int = 32) -> T5EncoderModel:
     return T5EncoderModel(settings)
 
 
-def vae(*, scaling_factor: float, shift_factor: float | None = None, quant_conv: bool = True) -> AutoencoderKL:
-    """A VAE that halves the image sides and has four latent channels."""
+def umt5_text(vocab: PreTrainedTokenizerBase, *, width: int = 32, **settings: Any) -> UMT5EncoderModel:
+    """A one-layer UMT5 encoder."""
+    told = UMT5Config(
+        vocab_size=len(vocab),
+        d_model=width,
+        d_kv=16,
+        d_ff=2 * width,
+        num_layers=1,
+        num_heads=2,
+        pad_token_id=vocab.pad_token_id,
+        eos_token_id=vocab.eos_token_id,
+        **settings,
+    )
+    return UMT5EncoderModel(told)
+
+
+def vae(
+    *,
+    scaling_factor: float,
+    shift_factor: float | None = None,
+    quant_conv: bool = True,
+    channels: tuple[int, ...] = (16, 32),
+    attention: bool = True,
+) -> AutoencoderKL:
+    """A VAE with four latent channels that halves the image sides between each two of its `channels`."""
     return AutoencoderKL(
-        block_out_channels=(16, 32),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * len(channels),
+        up_block_types=("UpDecoderBlock2D",) * len(channels),
         layers_per_block=1,
         latent_channels=4,
-        norm_num_groups=8,
+        norm_num_groups=channels[0] // 2,
         sample_size=32,
+        mid_block_add_attention=attention,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
         use_quant_conv=quant_conv,
@@ -118,18 +152,52 @@ def vae(*, scaling_factor: float, shift_factor: float | None = None, quant_conv:
     )
 
 
-def vae_eighth(*, scaling_factor: float, shift_factor: float) -> AutoencoderKL:
-    """A VAE that divides the image sides by eight, for pipelines that take this for granted; four latent channels."""
-    return AutoencoderKL(
-        block_out_channels=(8, 8, 16, 16),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=1,
+def flux_vae(**settings: Any) -> AutoencoderKL:
+    """A VAE with the normalisation of FLUX.1's, which others have taken over."""
+    return vae(scaling_factor=0.3611, shift_factor=0.1159, quant_conv=False, **settings)
+
+
+def deep_vae(*, scaling_factor: float) -> AutoencoderDC:
+    """A deep compression autoencoder that divides the image sides by four; four latent channels."""
+    return AutoencoderDC(
+        in_channels=3,
         latent_channels=4,
-        norm_num_groups=4,
-        sample_size=32,
+        attention_head_dim=4,
+        encoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
+        encoder_block_out_channels=(8, 8, 16),
+        decoder_block_out_channels=(8, 8, 16),
+        encoder_layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        encoder_qkv_multiscales=((), (), (5,)),
+        decoder_qkv_multiscales=((), (), (5,)),
+        upsample_block_type="interpolate",
+        downsample_block_type="Conv",
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
         scaling_factor=scaling_factor,
-        shift_factor=shift_factor,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
+    )
+
+
+def ddim(**settings: Any) -> DDIMScheduler:
+    """The scheduler of the first Stable Diffusions."""
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        steps_offset=1,
+        **settings,
+    )
+
+
+def flow_euler(**settings: Any) -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler that most flow-matching models are drawn with."""
+    return FlowMatchEulerDiscreteScheduler(**settings)
+
+
+def flow_unipc() -> UniPCMultistepScheduler:
+    """The solver that some flow-matching models are drawn with."""
+    return UniPCMultistepScheduler(
+        flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero"
     )

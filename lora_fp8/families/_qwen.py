@@ -14,8 +14,6 @@ import torch
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
 )
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ from transformers import (
     Qwen3VLModel,
 )
 
-from .base import Cond, ModelFamily, as_clip, as_picture, control_latents, padded
+from .base import Cond, Inputs, ModelFamily, control_latents
 
 VAE_MARKS: dict[str, Any] = {
     "latents_mean": [
@@ -44,72 +42,20 @@ VAE_MARKS: dict[str, Any] = {
 """The released VAE's normalisation: another one would give latents that the denoisers do not know."""
 
 
-def _statistics(vae: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
-    numbers = vae.config.latents_mean, vae.config.latents_std
-    mean_1C111, std_1C111 = (torch.tensor(each).to(like).view(1, -1, 1, 1, 1) for each in numbers)
-    return mean_1C111, std_1C111
-
-
-def encode(vae: nn.Module, pixels_BCHW: Tensor) -> Tensor:
-    """Pixels in [-1, 1] -> normalised latents BCHW: the mode of the posterior of a video of one frame.
-
-    Of a clip, pixels BCFHW -> latents BCFHW.
-    """
-    latents_BCFHW = vae.encode(as_clip(pixels_BCHW)).latent_dist.mode()
-    mean, std = _statistics(vae, latents_BCFHW)
-    return as_picture((latents_BCFHW - mean) / std)
-
-
-def decode(vae: nn.Module, latents_BCHW: Tensor) -> Tensor:
-    """The inverse of `encode`: normalised latents -> pixels in about [-1, 1]."""
-    latents_BCFHW = as_clip(latents_BCHW)
-    mean, std = _statistics(vae, latents_BCFHW)
-    return as_picture(vae.decode(latents_BCFHW * std + mean, return_dict=False)[0])
-
-
-def pack(latents_BCHW: Tensor) -> Tensor:
-    """Latents in patches of 2 x 2. -> (B, H / 2 * W / 2, 4 C)"""
-    return QwenImagePipeline._pack_latents(latents_BCHW, *latents_BCHW.shape)
-
-
-def unpack(packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-    """The inverse of `pack`. -> BCHW"""
-    # The helper takes pixels; with a scale factor of 1 they are latents. It answers with a video of one frame.
-    return QwenImagePipeline._unpack_latents(packed, *latent_hw, vae_scale_factor=1)[:, :, 0]
-
-
-def predict(family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond) -> Tensor:
-    """Call Qwen-Image's transformer; the latents of control pictures follow the noise as tokens, each a frame of its
-    own.
-
-    What it answers for them is dropped.
-    """
-    num, _, height, width = noisy_BCHW.shape
-    device = noisy_BCHW.device
+def inputs(
+    family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
+) -> Inputs:
+    """`ModelFamily.inputs` of Qwen-Image's transformer; the latents of control pictures follow the noise as tokens,
+    each a frame of its own."""
     shown = [noisy_BCHW, *control_latents(cond)]
-    tokens = [pack(latents_BCHW.to(device, family.dtype)) for latents_BCHW in shown]
-    mask_BL = cond["prompt_embeds_mask"].to(device)
-    pred_BSD = denoiser(
-        hidden_states=torch.cat(tokens, dim=1),
-        timestep=t_B.to(device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
-        encoder_hidden_states=cond["prompt_embeds"].to(device, family.dtype),
-        encoder_hidden_states_mask=None if mask_BL.all() else mask_BL,
-        img_shapes=[[(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in shown]] * num,
-        return_dict=False,
-    )[0]
-    return unpack(pred_BSD[:, : tokens[0].shape[1]], (height, width))
-
-
-def pipeline_inputs(family: ModelFamily, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-    """Arguments of the pipelines that take embeddings with a mask, of one image.
-
-    Both texts are padded to one length, as Krea 2's pipeline has position ids for one only.
-    """
-    given = {"": cond} if negative is None else {"": cond, "negative_": negative}
-    batch = {key: value.to(family.device) for key, value in padded([*given.values()], "prompt_embeds").items()}
-    embeds, mask = batch["prompt_embeds"].to(family.dtype), batch["prompt_embeds_mask"]
-    inputs = {f"{prefix}prompt_embeds": embeds[i : i + 1] for i, prefix in enumerate(given)}
-    return inputs | {f"{prefix}prompt_embeds_mask": mask[i : i + 1] for i, prefix in enumerate(given)}
+    mask_BL = cond["prompt_embeds_mask"]
+    return {
+        "hidden_states": torch.cat([family.pack(latents_BCHW) for latents_BCHW in shown], dim=1),
+        "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
+        "encoder_hidden_states": cond["prompt_embeds"],
+        "encoder_hidden_states_mask": None if mask_BL.all() else mask_BL,
+        "img_shapes": [[(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in shown]] * len(t_B),
+    }
 
 
 # -- miniatures -------------------------------------------------------------------------------------------------------
@@ -208,18 +154,16 @@ def vae() -> AutoencoderKLQwenImage:
     )
 
 
-def transformer(**settings: Any) -> QwenImageTransformer2DModel:
-    """A two-block transformer of Qwen-Image's kind."""
-    return QwenImageTransformer2DModel(
-        in_channels=64,
-        out_channels=16,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 6, 6),
-        **settings,
-    )
+TINY: dict[str, Any] = {
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 6, 6),
+}
+"""The config of a two-block transformer of Qwen-Image's kind."""
 
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:

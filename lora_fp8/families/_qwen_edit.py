@@ -8,7 +8,6 @@ processor to whole patches of 28 x 28 pixels.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from PIL import Image
 from torch import nn
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
-from . import _miniature, _qwen
-from .base import Cond, ModelFamily, padded
+from . import _qwen
+from .base import Cond, ModelFamily
 
 MARKER = "__index_timestep_zero__"
 """A tensor by which ComfyUI's files of 2511 tell it from 2509, with which it shares all others."""
@@ -110,12 +109,6 @@ def control_size(size: tuple[int, int], resolution: int | None, multiple: int) -
     return width, height
 
 
-def collate(conds: Sequence[Cond]) -> Cond:
-    """Prompts are padded; control pictures are of one size in a batch."""
-    shown = [name for name in conds[0] if re.fullmatch(r"control_\d+", name)]
-    return padded(conds, "prompt_embeds") | {name: torch.stack([cond[name] for cond in conds]) for name in shown}
-
-
 def family_of_name(family: ModelFamily) -> str:
     """Which of the two families the name of a single file says, "" where it says neither."""
     if not family.file_is_called(r"(?<![a-z])edit(?![a-z])"):
@@ -144,24 +137,30 @@ _WORDS = (
 ).split()
 
 
-def tiny(family: type[ModelFamily], folder: Path, seed: int, **settings: Any) -> None:
-    """See `ModelFamily.tiny`; `settings` are the transformer's."""
-    with _miniature.seeded(seed):
-        vocab = _qwen.tokenizer(_WORDS, ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"))
-        transformer = _qwen.transformer(**settings)
-        with torch.no_grad():  # random attention says little, and tests must see whether pictures are looked at
-            for block in transformer.transformer_blocks:
-                for layer in (block.attn.to_v, block.attn.to_out[0]):
-                    layer.weight.mul_(3)
-        family.pipeline_type()(
-            scheduler=_qwen.scheduler(),
-            vae=_qwen.vae(),
-            text_encoder=_qwen.qwen25_vl(vocab),
-            tokenizer=vocab,
-            processor=None,
-            transformer=transformer,
-        ).save_pretrained(folder, safe_serialization=True)
-    for part in (Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384), vocab):  # as released
+def wake_(denoiser: nn.Module) -> None:
+    """See `ModelFamily.wake_`: random attention says little, and tests must see whether pictures are looked at."""
+    with torch.no_grad():
+        for block in denoiser.transformer_blocks:
+            for layer in (block.attn.to_v, block.attn.to_out[0]):
+                layer.weight.mul_(3)
+
+
+def tiny_parts() -> dict[str, Any]:
+    """See `ModelFamily.tiny_parts`."""
+    vocab = _qwen.tokenizer(_WORDS, ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"))
+    return {
+        "scheduler": _qwen.scheduler(),
+        "vae": _qwen.vae(),
+        "text_encoder": _qwen.qwen25_vl(vocab),
+        "tokenizer": vocab,
+        "processor": None,
+    }
+
+
+def save_tiny(family: type[ModelFamily], parts: dict[str, Any], folder: Path) -> None:
+    """See `ModelFamily.save_tiny`: with a processor as released."""
+    family.pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
+    for part in (Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384), parts["tokenizer"]):
         part.save_pretrained(folder / "processor")
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     index["processor"] = ["transformers", "Qwen2VLProcessor"]

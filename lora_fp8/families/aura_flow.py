@@ -7,21 +7,17 @@ takes the middle; 0.3 has more of them than its predecessors, for images that ar
 
 from __future__ import annotations
 
-import string
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
-from transformers import LlamaTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from lora_fp8 import naming
 from lora_fp8.config import UserError
-from lora_fp8.objectives import FlowMatching
 
-from . import _files, _miniature
-from ._files import Header, native_header
-from .base import Cond, Conversion, ModelFamily
+from . import _files, _llama, _miniature
+from ._files import Header
+from .base import Cond, Inputs, ModelFamily
 
 
 class Family(ModelFamily):
@@ -30,9 +26,10 @@ class Family(ModelFamily):
     example_base = "fal/AuraFlow-v0.3"
     pipeline_class = "AuraFlowPipeline"
     denoiser_class = "AuraFlowTransformer2DModel"
-    denoiser_name = "transformer"
     text_parts = {"tokenizer": "LlamaTokenizerFast", "text_encoder": "UMT5EncoderModel"}
-    objective = FlowMatching
+    prompt_tokens = 256
+    text_arguments = {"mask": "prompt_attention_mask"}  # asked for, and not used: padding is zeros already
+    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     adapter_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -41,9 +38,9 @@ class Family(ModelFamily):
     keep_precise = ("^pos_embed", "context_embedder", "time_step_proj", "norm_out", "proj_out")
     modulation = ("norm1.linear", "norm1_context.linear")
     bucket_multiple = 16
+    patch = 2
     native_resolution = 1024
     default_guidance = 3.5
-    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     modelspec_architecture = "auraflow-v1"
     kohya_base_version = "auraflow"
     kohya_naming = ""  # kohya's tools do not train it
@@ -51,74 +48,64 @@ class Family(ModelFamily):
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)
     reference_config = {"sample_size": 64, "pos_embed_max_size": 9216}  # 0.3
-    native_layers = (
-        *(
-            (f"{blocks}_layers.#.{attn}", f"{ours}_transformer_blocks.#.{layer}")
-            for blocks, ours, stream, of_text in (("double", "joint", "w2", "w1"), ("single", "single", "w1", ""))
-            for attn, layer in (
-                *((f"attn.{stream}{one}", f"attn.to_{one}") for one in "qkv"),
-                (f"attn.{stream}o", "attn.to_out.0"),
-                *((f"attn.{of_text}{one}", f"attn.add_{one}_proj") for one in "qkv" if of_text),
-                *([(f"attn.{of_text}o", "attn.to_add_out")] if of_text else []),
-            )
-        ),
-        *(
-            (f"{blocks}.{native}", f"{ours}.{layer}")
-            for blocks, ours, mlp, ff in (
-                ("double_layers.#", "joint_transformer_blocks.#", "mlpX", "ff"),
-                ("double_layers.#", "joint_transformer_blocks.#", "mlpC", "ff_context"),
-                ("single_layers.#", "single_transformer_blocks.#", "mlp", "ff"),
-            )
-            for native, layer in (
-                (f"{mlp}.c_fc1", f"{ff}.linear_1"),
-                (f"{mlp}.c_fc2", f"{ff}.linear_2"),
-                (f"{mlp}.c_proj", f"{ff}.out_projection"),
-            )
-        ),
-        ("double_layers.#.modX.1", "joint_transformer_blocks.#.norm1.linear"),
-        ("double_layers.#.modC.1", "joint_transformer_blocks.#.norm1_context.linear"),
-        ("single_layers.#.modCX.1", "single_transformer_blocks.#.norm1.linear"),
-        ("t_embedder.mlp.0", "time_step_proj.linear_1"),
-        ("t_embedder.mlp.2", "time_step_proj.linear_2"),
-        ("cond_seq_linear", "context_embedder"),
-        ("init_x_linear", "pos_embed.proj"),
-        ("positional_encoding", "pos_embed.pos_embed"),
-        ("register_tokens", "register_tokens"),
-        ("final_linear", "proj_out"),
-        ("modF.1", "norm_out.linear"),
-    )
+    native_layers = naming.table("""
+        double_layers.# = joint_transformer_blocks.#
+            attn.w2q = attn.to_q
+            attn.w2k = attn.to_k
+            attn.w2v = attn.to_v
+            attn.w2o = attn.to_out.0
+            attn.w1q = attn.add_q_proj
+            attn.w1k = attn.add_k_proj
+            attn.w1v = attn.add_v_proj
+            attn.w1o = attn.to_add_out
+            mlpX.c_fc1 = ff.linear_1
+            mlpX.c_fc2 = ff.linear_2
+            mlpX.c_proj = ff.out_projection
+            mlpC.c_fc1 = ff_context.linear_1
+            mlpC.c_fc2 = ff_context.linear_2
+            mlpC.c_proj = ff_context.out_projection
+            modX.1 = norm1.linear
+            modC.1 = norm1_context.linear
+        single_layers.# = single_transformer_blocks.#
+            attn.w1q = attn.to_q
+            attn.w1k = attn.to_k
+            attn.w1v = attn.to_v
+            attn.w1o = attn.to_out.0
+            mlp.c_fc1 = ff.linear_1
+            mlp.c_fc2 = ff.linear_2
+            mlp.c_proj = ff.out_projection
+            modCX.1 = norm1.linear
+        t_embedder.mlp.0 = time_step_proj.linear_1
+        t_embedder.mlp.2 = time_step_proj.linear_2
+        cond_seq_linear = context_embedder
+        init_x_linear = pos_embed.proj
+        positional_encoding = pos_embed.pos_embed
+        register_tokens
+        final_linear = proj_out
+        modF.1 = norm_out.linear
+    """)
+    swapped_halves = ("norm_out.linear",)
     single_file = {
         "has": ("double_layers.0.attn.w1q.weight", "positional_encoding"),
         "in_is_out": ("init_x_linear.weight", "final_linear.weight"),
     }
+    tiny_config = {
+        "sample_size": 16,
+        "num_mmdit_layers": 1,
+        "num_single_dit_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 48,
+        "caption_projection_dim": 32,
+        "pos_embed_max_size": 1024,
+    }
 
-    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        with torch.no_grad():
-            embeds_BLD, *_ = self.text_pipeline.encode_prompt(
-                prompts,
-                device=self.device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_sequence_length,
-            )
-        return [{"prompt_embeds": embeds_LD.clone()} for embeds_LD in embeds_BLD.to(self.dtype)]
-
-    def token_limit(self, name: str) -> int:
-        return min(256, self.tokenizer(name).model_max_length)
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens that a prompt is padded or cut to; what the pipeline calls so."""
-        return self.token_limit("tokenizer")
-
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
-        return denoiser(
-            noisy_BCHW.to(self.dtype),
-            encoder_hidden_states=cond["prompt_embeds"].to(noisy_BCHW.device, self.dtype),
-            timestep=t_B.to(noisy_BCHW.device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
-            return_dict=False,
-        )[0]
+    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        return {
+            "hidden_states": noisy_BCHW,
+            "encoder_hidden_states": cond["prompt_embeds"],
+            "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
+        }
 
     def check_bucket(self, width: int, height: int) -> None:
         side = int(self.denoiser_config().get("pos_embed_max_size", 1024) ** 0.5)
@@ -129,88 +116,26 @@ class Family(ModelFamily):
                 f"is {width} x {height}; set a smaller one, or dataset.buckets = false"
             )
 
-    def seq_len(self, latent_hw: tuple[int, int]) -> int:
-        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
-
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        inputs = {}
-        for prefix, one in (("", cond), ("negative_", negative)):
-            if one is not None:
-                inputs[f"{prefix}prompt_embeds"] = one["prompt_embeds"][None].to(self.device, self.dtype)
-                # asked for, and not used: padding is zeros already
-                inputs[f"{prefix}prompt_attention_mask"] = torch.ones(1, len(one["prompt_embeds"]), device=self.device)
-        return inputs
-
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
         # The original gives (shift, scale) there and diffusers (scale, shift): a LoRA of one is none of the other.
         return {"norm_out.linear"}
 
-    @classmethod
-    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
-        return {"norm_out.linear"}
-
-    def denoiser_config(self) -> dict[str, Any]:
-        found = ModelFamily.denoiser_config(self)
-        if self.checkpoint:  # what 0.1 and 0.3 differ in
-            found["pos_embed_max_size"] = native_header(self._header)["positional_encoding"][1]
-        return found
-
-    def convert_checkpoint(self, header: Header) -> Conversion:
-        conversion = ModelFamily.convert_checkpoint(self, header)
-        name = "norm_out.linear.weight"
-        return conversion | {name: (conversion[name][0], _halves_swapped)}
+    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+        return {"pos_embed_max_size": native["positional_encoding"][1]}  # what 0.1 and 0.3 differ in
 
     @classmethod
-    def _tiny_pipeline(cls) -> AuraFlowPipeline:
-        tokenizer = _tiny_tokenizer()
-        settings = UMT5Config(
-            vocab_size=len(tokenizer),
-            d_model=48,
-            d_kv=16,
-            d_ff=96,
-            num_layers=1,
-            num_heads=2,
-            feed_forward_proj="gated-gelu",
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        transformer = AuraFlowTransformer2DModel(
-            sample_size=16,
-            num_mmdit_layers=1,
-            num_single_dit_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=48,
-            caption_projection_dim=32,
-            pos_embed_max_size=1024,
-        )
-        for name, parameter in transformer.named_parameters():
+    def wake_(cls, denoiser: nn.Module) -> None:
+        for name, parameter in denoiser.named_parameters():
             if ".norm1" in name:  # random gates are almost shut, and nothing of the prompt comes through
                 parameter.data *= 8
-        return AuraFlowPipeline(
-            tokenizer=tokenizer,
-            text_encoder=UMT5EncoderModel(settings),
-            vae=_miniature.vae(scaling_factor=0.13025),
-            transformer=transformer,
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
-        )
 
-
-def _tiny_tokenizer() -> LlamaTokenizerFast:
-    """BPE with bytes to fall back on, as Llama's and Pile-T5's."""
-    pieces = ["<pad>", "</s>", "<unk>", "<s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += string.ascii_letters + string.digits + string.punctuation
-    merges: list[tuple[str, str]] = []
-    for word in ("▁a", "▁photo", "▁of", "▁cat", "▁dog", "▁red", "▁blue", "▁the"):
-        for end in range(2, len(word) + 1):
-            if word[:end] not in pieces:
-                merges.append((word[: end - 1], word[end - 1]))
-                pieces.append(word[:end])
-    marks = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    return LlamaTokenizerFast(vocab=vocab, merges=merges, model_max_length=_miniature.T5_TOKENS, **marks)
-
-
-def _halves_swapped(tensor: Tensor) -> Tensor:
-    return torch.cat(tensor.chunk(2)[::-1])
+    @classmethod
+    def tiny_parts(cls) -> dict[str, Any]:
+        tokenizer = _llama.llama2_tokenizer(_miniature.T5_TOKENS)
+        return {
+            "tokenizer": tokenizer,
+            "text_encoder": _miniature.umt5_text(tokenizer, width=48, feed_forward_proj="gated-gelu"),
+            "vae": _miniature.vae(scaling_factor=0.13025),
+            "scheduler": _miniature.flow_euler(shift=1.73),
+        }

@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lora_fp8.config import UserError
-from lora_fp8.objectives import FlowMatching
 
-from . import _files, _flux2, _qwen, flux2
-from .base import Cond, ModelFamily
+from . import _files, _flux2, _miniature, _qwen
+from ._files import Header
+from .base import ModelFamily
 
 
 class Family(ModelFamily):
@@ -29,14 +28,15 @@ class Family(ModelFamily):
     example_base = "black-forest-labs/FLUX.2-klein-base-4B"
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
-    denoiser_name = "transformer"
     text_parts = {"tokenizer": "Qwen2TokenizerFast", "text_encoder": "Qwen3ForCausalLM"}
+    prompt_tokens = 512  # those of the template included
+    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     vae_class = "AutoencoderKLFlux2"
-    objective = FlowMatching
     adapter_targets = _flux2.ADAPTER_TARGETS
     keep_precise = _flux2.KEEP_PRECISE
     modulation = _flux2.MODULATION
     bucket_multiple = 16
+    latents_as = "BSD"
     native_resolution = 1024
     default_guidance = 4.0
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
@@ -46,6 +46,7 @@ class Family(ModelFamily):
     layouts = ("comfy", "diffusers", "kohya")
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS
+    swapped_halves = (_flux2.LAST_NORM,)
     config_marks = {"guidance_embeds": False}
     reference_config = {
         "num_layers": 5,
@@ -59,16 +60,14 @@ class Family(ModelFamily):
         "lacks": ("guidance_in.",),  # which dev takes as an input
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
+    tiny_config = {**_flux2.TINY, "guidance_embeds": False}
+    distilled_advice = (
+        "this is a distilled FLUX.2 klein, by the file's name or is_distilled in model_index.json: plain training "
+        "undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the same size "
+        "and draw with this model"
+    )
 
-    # As dev: the same VAE, the same way to hold latents, and the pipeline's own way to read prompts.
-    encode_prompts = flux2.Family.encode_prompts
-    max_sequence_length = flux2.Family.max_sequence_length
-    token_limit = flux2.Family.token_limit
-    encode_images = flux2.Family.encode_images
-    decode_latents = flux2.Family.decode_latents
-    pack = flux2.Family.pack
-    unpack = flux2.Family.unpack
-    convert_checkpoint = flux2.Family.convert_checkpoint
+    normalise, denormalise, inputs = _flux2.normalise, _flux2.denormalise, _flux2.inputs
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         # The end is cut off, and with it first what the template has behind the prompt.
@@ -76,59 +75,30 @@ class Family(ModelFamily):
         text = self.tokenizer("tokenizer").apply_chat_template(message, tokenize=False)
         return text.partition("\0")[0], prompt
 
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
-        embeds_BLD = cond["prompt_embeds"].to(noisy_BCHW.device, self.dtype)
-        return _flux2.answer(denoiser, noisy_BCHW.to(self.dtype), t_B, embeds_BLD, None)
-
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        inputs = {"prompt_embeds": cond["prompt_embeds"][None]}
-        if negative is not None:
-            inputs["negative_prompt_embeds"] = negative["prompt_embeds"][None]
-        return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
-
-    def usual_guidance(self) -> float:
-        return 1.0 if self._is_distilled() else self.default_guidance
-
-    def caveats(self) -> list[str]:
-        if not self._is_distilled():
-            return []
-        return [
-            "this is a distilled FLUX.2 klein, by the file's name or is_distilled in model_index.json: plain training "
-            "undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the same size "
-            "and draw with this model"
-        ]
-
-    def _is_distilled(self) -> bool:
+    def is_distilled(self) -> bool:
         named = self.distilled_by_name()
         if named is None and self.file_is_called(r"flux[-_. ]?2[-_. ]?klein[-_. ]?\d+b"):
             named = True  # as its makers call it
-        if named is not None:
-            return named
-        index = self.folder / "model_index.json"
-        return index.is_file() and bool(_files.read_json(index).get("is_distilled", False))
+        return bool(self.index().get("is_distilled")) if named is None else named
 
     @property
     def pipeline_options(self) -> dict[str, Any]:
         """By it the pipeline leaves guidance out; the index may be that of the other model."""
-        return {"is_distilled": self._is_distilled()}
+        return {"is_distilled": self.is_distilled()}
 
     @property
     def modelspec_architecture(self) -> str:
         """Each size has a name of its own."""
         return f"Flux.2-klein-{'9b' if self.denoiser_config()['num_attention_heads'] > 24 else '4b'}"
 
-    def denoiser_config(self) -> dict[str, Any]:
-        found = ModelFamily.denoiser_config(self)
-        if self.checkpoint:  # 4B and 9B differ in sizes only, and the file knows which it is
-            found |= _flux2.sizes(self._header, found.get("attention_head_dim", 128))
-            given = 3 * _files.read_json(self.folder / "text_encoder" / "config.json")["hidden_size"]
-            if given != found["joint_attention_dim"]:
-                raise UserError(
-                    f"{self.checkpoint} takes {found['joint_attention_dim']} features of a token, the text encoder in "
-                    f"{self.folder} gives {given}: set model.components to the FLUX.2 klein of the same size"
-                )
+    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+        found = _flux2.sizes(native, told.get("attention_head_dim", 128))  # 4B and 9B differ in nothing else
+        given = 3 * _files.read_json(self.folder / "text_encoder" / "config.json")["hidden_size"]
+        if given != found["joint_attention_dim"]:
+            raise UserError(
+                f"{self.checkpoint} takes {found['joint_attention_dim']} features of a token, the text encoder in "
+                f"{self.folder} gives {given}: set model.components to the FLUX.2 klein of the same size"
+            )
         return found
 
     @classmethod
@@ -136,11 +106,7 @@ class Family(ModelFamily):
         return {_flux2.LAST_NORM}  # in the original naming its LoRA would be another one
 
     @classmethod
-    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
-        return {_flux2.LAST_NORM}
-
-    @classmethod
-    def _tiny_pipeline(cls) -> Flux2KleinPipeline:
+    def tiny_parts(cls) -> dict[str, Any]:
         tokenizer = _qwen.tokenizer()
         text = Qwen3Config(
             vocab_size=len(tokenizer),
@@ -152,10 +118,9 @@ class Family(ModelFamily):
             head_dim=16,
             initializer_range=0.1,  # with the usual 0.02 and so few features, prompts would hardly differ
         )
-        return Flux2KleinPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-            vae=_flux2.vae(),
-            text_encoder=Qwen3ForCausalLM(text),
-            tokenizer=tokenizer,
-            transformer=Flux2Transformer2DModel(**_flux2.TINY, guidance_embeds=False),
-        )
+        return {
+            "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, shift=3.0),
+            "vae": _flux2.vae(),
+            "text_encoder": Qwen3ForCausalLM(text),
+            "tokenizer": tokenizer,
+        }

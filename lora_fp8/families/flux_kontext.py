@@ -11,14 +11,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from diffusers import FluxKontextPipeline
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from torch import Tensor, nn
 
-from lora_fp8.objectives import FlowMatching
-
-from . import _files, flux
-from .base import Cond, ModelFamily, control_latents, control_pictures
+from . import _files, _flux, flux
+from .base import Cond, Inputs, ModelFamily, control_latents, control_pictures
 
 
 class Family(ModelFamily):
@@ -29,19 +26,21 @@ class Family(ModelFamily):
     same_tensors_as = "flux"
     pipeline_class = "FluxKontextPipeline"
     denoiser_class = "FluxTransformer2DModel"
-    denoiser_name = "transformer"
     text_parts = flux.Family.text_parts
     trained_text = flux.Family.trained_text
     judge_length_by = flux.Family.judge_length_by
-    objective = FlowMatching
+    prompt_tokens = flux.Family.prompt_tokens
+    text_answers = flux.Family.text_answers
+    text_shapes = flux.Family.text_shapes
     adapter_targets = flux.Family.adapter_targets
     adapter_exclude = flux.Family.adapter_exclude
     keep_precise = flux.Family.keep_precise
     modulation = flux.Family.modulation
     bucket_multiple = 16
+    patch = flux.Family.patch
+    latents_as = flux.Family.latents_as
     native_resolution = 1024
     default_guidance = 2.5
-    text_shapes = flux.Family.text_shapes
     uses_negative = False
     embeds_guidance = True
     modelspec_architecture = "flux-1-dev"  # as musubi-tuner writes it: programs have one module for both
@@ -54,19 +53,14 @@ class Family(ModelFamily):
     converter_width = 3072
     auto_layouts = flux.Family.auto_layouts
     native_layers = flux.Family.native_layers
+    swapped_halves = flux.Family.swapped_halves
     reference_config = flux.Family.reference_config
+    tiny_config = flux.Family.tiny_config
 
     # One network: all but the control picture is FLUX.1's.
-    encode_prompts = flux.Family.encode_prompts
     encode_with = flux.Family.encode_with
-    token_limit = flux.Family.token_limit
-    max_sequence_length = flux.Family.max_sequence_length
-    pack = flux.Family.pack
-    unpack = flux.Family.unpack
-    seq_len = flux.Family.seq_len
-    unused_settings = flux.Family.unused_settings
-    denoiser_config = flux.Family.denoiser_config
-    convert_checkpoint = flux.Family.convert_checkpoint
+    sizes = flux.Family.sizes
+    tiny_parts = flux.Family.tiny_parts
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         # As the pipeline: sides without what is over a whole token, and the nearest by the difference of the ratios.
@@ -83,35 +77,19 @@ class Family(ModelFamily):
         """Pixels that a token is wide: two latents."""
         return 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])
 
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
-        num, _, height, width = noisy_BCHW.shape
-        device = noisy_BCHW.device
-        to = {"device": device, "dtype": self.dtype}
+    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         tokens, ids = [], []
         for i, latents_BCHW in enumerate([noisy_BCHW, *control_latents(cond)]):
-            rows, columns = (side // 2 for side in latents_BCHW.shape[-2:])
-            place_S3 = FluxKontextPipeline._prepare_latent_image_ids(num, rows, columns, device, torch.float32)
+            place_S3 = _flux.positions(latents_BCHW, cond["prompt_embeds"])["img_ids"]
             place_S3[:, 0] = i
-            tokens.append(self.pack(latents_BCHW.to(**to)))
+            tokens.append(self.pack(latents_BCHW))
             ids.append(place_S3)
-        pred_BSD = denoiser(
-            hidden_states=torch.cat(tokens, dim=1),
-            timestep=t_B.to(device),  # sigma in [0, 1]: the transformer multiplies by 1000 itself
-            guidance=torch.full((num,), guidance, device=device) if denoiser.config.guidance_embeds else None,
-            pooled_projections=cond["pooled_prompt_embeds"].to(**to),
-            encoder_hidden_states=cond["prompt_embeds"].to(**to),
-            txt_ids=torch.zeros(cond["prompt_embeds"].shape[1], 3, device=device),
-            img_ids=torch.cat(ids),
-            return_dict=False,
-        )[0]
-        return self.unpack(pred_BSD[:, : tokens[0].shape[1]], (height, width))
+        inputs = flux.Family.inputs(self, denoiser, noisy_BCHW, t_B, cond, guidance)
+        return inputs | {"hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids)}
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        inputs = flux.Family.pipeline_inputs(self, cond, negative)
         pictures = control_pictures(cond)
-        return inputs | {"image": pictures[0]} if pictures else inputs
+        return ModelFamily.pipeline_inputs(self, cond, negative) | ({"image": pictures[0]} if pictures else {})
 
     def size_inputs(self, width: int, height: int) -> dict[str, Any]:
         # It draws in 1024 x 1024 pixels, whatever it is asked for, unless it is told another area.
@@ -124,7 +102,3 @@ class Family(ModelFamily):
             f"{self.checkpoint.name} does not have Kontext in its name, and nothing in the file tells it from FLUX.1: "
             "is it the model that edits pictures?"
         ]
-
-    @classmethod
-    def _tiny_pipeline(cls) -> FluxKontextPipeline:
-        return FluxKontextPipeline(**flux.Family._tiny_pipeline().components)

@@ -21,17 +21,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from diffusers import AutoencoderKL, HiDreamImagePipeline, HiDreamImageTransformer2DModel, UniPCMultistepScheduler
+import diffusers
 from torch import Tensor, nn
 
+from lora_fp8 import naming
 from lora_fp8.config import UserError
-from lora_fp8.objectives import FlowMatching
 
 from . import _files, _llama, _miniature
-from .base import Cond, ModelFamily
-
-FEED_FORWARD = ("w1", "w2", "w3")
+from .base import Cond, Inputs, ModelFamily
 
 
 class Family(ModelFamily):
@@ -40,7 +37,6 @@ class Family(ModelFamily):
     example_base = "models/HiDream-I1-Full"
     pipeline_class = "HiDreamImagePipeline"
     denoiser_class = "HiDreamImageTransformer2DModel"
-    denoiser_name = "transformer"
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModelWithProjection",
@@ -52,14 +48,18 @@ class Family(ModelFamily):
         "text_encoder_4": "LlamaForCausalLM",
     }
     judge_length_by = ("tokenizer_4",)  # the largest vocabulary, and so the longest text; the CLIPs give one vector
-    objective = FlowMatching
+    prompt_tokens = 128  # the padding is attended to
+    text_answers = ("t5_embeds", "", "prompt_embeds", "", "pooled_prompt_embeds")
+    text_arguments = {"prompt_embeds": "prompt_embeds_llama3", "t5_embeds": "prompt_embeds_t5"}
+    towards_image = True
     adapter_targets = (
         *(f"attn1.to_{x}{stream}" for stream in ("", "_t") for x in ("q", "k", "v", "out")),
-        *(f"{ff}.{layer}" for ff in ("ff_t", "shared_experts") for layer in FEED_FORWARD),
+        *(f"{ff}.{layer}" for ff in ("ff_t", "shared_experts") for layer in ("w1", "w2", "w3")),
     )
     keep_precise = ("x_embedder", "t_embedder", "p_embedder", "caption_projection", "final_layer")
     modulation = ("block.adaLN_modulation",)
     bucket_multiple = 16
+    patch = 2
     native_resolution = 1024
     default_guidance = 5.0
     modelspec_architecture = "hidream-i1"
@@ -75,30 +75,39 @@ class Family(ModelFamily):
         "llama_layers": [*range(32), *([31] * 16)],
     }
     # diffusers has taken over the original's names.
-    native_layers = tuple(
-        (part, part)
-        for part in (
-            *("x_embedder", "t_embedder", "p_embedder", "caption_projection"),
-            *("double_stream_blocks", "single_stream_blocks", "final_layer"),
-        )
-    )
+    native_layers = naming.table("""
+        x_embedder, t_embedder, p_embedder, caption_projection
+        double_stream_blocks, single_stream_blocks, final_layer
+    """)
     tiny_hw = (112, 144)
     single_file = {"has": ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")}
+    tiny_config = {
+        "patch_size": 8,  # the pipeline draws at an area of 128 x 128 latents, whatever it is asked for
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "caption_channels": [32, 32],
+        "text_emb_dim": 64,
+        "axes_dims_rope": (4, 6, 6),
+        "llama_layers": [0, 1, 1],
+    }
+    told_by_name = {
+        r"(?<![a-z])e1(?![a-z0-9])": "HiDream-E1 by its name, which edits pictures: it is trained and drawn here "
+        "without one to edit; train on HiDream-I1-Full for text-to-image"
+    }
+    distilled_advice = (
+        "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes "
+        "bit by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate"
+    )
 
     def denoiser_config(self) -> dict[str, Any]:
         return ModelFamily.denoiser_config(self) | {"force_inference_output": False}
 
-    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        with torch.no_grad():
-            t5_BLD, _, llama_NBLD, _, pooled_BD, _ = self.text_pipeline.encode_prompt(
-                prompts,
-                device=self.device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_sequence_length,
-            )
-        rows = zip(llama_NBLD.transpose(0, 1), t5_BLD, pooled_BD, strict=True)
-        names = ("prompt_embeds", "t5_embeds", "pooled_prompt_embeds")
-        return [{name: row.to(self.dtype).clone() for name, row in zip(names, one, strict=True)} for one in rows]
+    def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
+        found = ModelFamily.text_answer(self, pipeline, prompts)
+        return found | {"prompt_embeds": found["prompt_embeds"].transpose(0, 1)}  # its layers come first
 
     def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         layers = denoiser_config["num_layers"] + denoiser_config["num_single_layers"]
@@ -109,32 +118,22 @@ class Family(ModelFamily):
             "pooled_prompt_embeds": (denoiser_config["text_emb_dim"],),
         }
 
-    def token_limit(self, name: str) -> int:
-        return min(128, self.tokenizer(name).model_max_length)
+    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        return {
+            "hidden_states": noisy_BCHW,
+            "timesteps": t_B * 1000,
+            "encoder_hidden_states_t5": cond["t5_embeds"],
+            "encoder_hidden_states_llama3": cond["prompt_embeds"].transpose(0, 1),
+            "pooled_embeds": cond["pooled_prompt_embeds"],
+        }
 
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens that a prompt is padded or cut to; what the pipeline calls so. The padding is attended to."""
-        return self.token_limit("tokenizer_4")
-
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
-        to = {"device": noisy_BCHW.device, "dtype": self.dtype}
+    def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
+        if not denoiser.training:
+            return answer
         patch, (height, width) = denoiser.config.patch_size, noisy_BCHW.shape[-2:]
-        rows, columns = height // patch, width // patch
-        answer = denoiser(
-            hidden_states=noisy_BCHW.to(self.dtype),
-            timesteps=t_B.to(noisy_BCHW.device) * 1000,
-            encoder_hidden_states_t5=cond["t5_embeds"].to(**to),
-            encoder_hidden_states_llama3=cond["prompt_embeds"].to(**to).transpose(0, 1),
-            pooled_embeds=cond["pooled_prompt_embeds"].to(**to),
-            return_dict=False,
-        )[0]
-        if denoiser.training:  # (B, C, S, patch * patch), with what was padded at the end
-            answer = answer[:, :, : rows * columns].unflatten(3, (patch, patch)).unflatten(2, (rows, columns))
-            answer = answer.transpose(3, 4).reshape(noisy_BCHW.shape)
-        return -answer
+        rows, columns = height // patch, width // patch  # (B, C, S, patch * patch), with what was padded at the end
+        answer = answer[:, :, : rows * columns].unflatten(3, (patch, patch)).unflatten(2, (rows, columns))
+        return answer.transpose(3, 4).reshape(noisy_BCHW.shape)
 
     def check_bucket(self, width: int, height: int) -> None:
         told = self.denoiser_config()
@@ -148,76 +147,27 @@ class Family(ModelFamily):
                 f"of {width} x {height} has {rows} x {columns}; lower it to {self.native_resolution}"
             )
 
-    def seq_len(self, latent_hw: tuple[int, int]) -> int:
-        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
-
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        inputs = {}
-        for prefix, one in (("", cond), ("negative_", negative)):
-            if one is not None:
-                inputs[f"{prefix}prompt_embeds_llama3"] = one["prompt_embeds"][:, None]
-                inputs[f"{prefix}prompt_embeds_t5"] = one["t5_embeds"][None]
-                inputs[f"{prefix}pooled_prompt_embeds"] = one["pooled_prompt_embeds"][None]
-        return {k: v.to(self.device, self.dtype) for k, v in inputs.items()}
+        inputs = ModelFamily.pipeline_inputs(self, cond, negative)
+        return {name: rows.transpose(0, 1) if name.endswith("llama3") else rows for name, rows in inputs.items()}
 
-    def usual_guidance(self) -> float:
-        return 1.0 if self._is_distilled() else self.default_guidance
-
-    def _is_distilled(self) -> bool:
+    def is_distilled(self) -> bool:
         if self.file_is_called(r"(?<![a-z])(full|dev|fast)(?![a-z])"):  # its components may be those of another
             return not self.file_is_called(r"(?<![a-z])full(?![a-z])")
         return "LCM" in str(self.scheduler_config().get("_class_name"))
 
-    def caveats(self) -> list[str]:
-        found = []
-        if self.file_is_called(r"(?<![a-z])e1(?![a-z0-9])"):
-            found.append(
-                f"{self.checkpoint.name} is HiDream-E1 by its name, which edits pictures: it is trained and drawn here "
-                "without one to edit; train on HiDream-I1-Full for text-to-image"
-            )
-        if self._is_distilled():
-            found.append(
-                "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes "
-                "bit by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate"
-            )
-        return found
-
     @classmethod
-    def _tiny_pipeline(cls) -> HiDreamImagePipeline:
+    def tiny_parts(cls) -> dict[str, Any]:
         clip, t5, llama = _miniature.clip_tokenizer(), _miniature.t5_tokenizer(), _llama.tokenizer()
-        transformer = HiDreamImageTransformer2DModel(
-            patch_size=8,  # the pipeline draws at an area of 128 x 128 latents, whatever it is asked for
-            in_channels=4,
-            num_layers=1,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            caption_channels=[32, 32],
-            text_emb_dim=64,
-            axes_dims_rope=(4, 6, 6),
-            llama_layers=[0, 1, 1],
-        )
-        return HiDreamImagePipeline(
-            scheduler=UniPCMultistepScheduler(
-                flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero"
-            ),
-            vae=AutoencoderKL(
-                block_out_channels=(8,),
-                latent_channels=4,
-                norm_num_groups=4,
-                mid_block_add_attention=False,
-                scaling_factor=0.3611,
-                shift_factor=0.1159,
-                use_quant_conv=False,
-                use_post_quant_conv=False,
-            ),
-            text_encoder=_miniature.clip_text(clip, projection=32),
-            tokenizer=clip,
-            text_encoder_2=_miniature.clip_text(clip, projection=32),
-            tokenizer_2=clip,
-            text_encoder_3=_miniature.t5_text(t5),
-            tokenizer_3=t5,
-            text_encoder_4=_llama.text(llama),
-            tokenizer_4=llama,
-            transformer=transformer,
-        )
+        return {
+            "scheduler": _miniature.flow_unipc(),
+            "vae": _miniature.flux_vae(channels=(8,), attention=False),
+            "text_encoder": _miniature.clip_text(clip, projection=32),
+            "tokenizer": clip,
+            "text_encoder_2": _miniature.clip_text(clip, projection=32),
+            "tokenizer_2": clip,
+            "text_encoder_3": _miniature.t5_text(t5),
+            "tokenizer_3": t5,
+            "text_encoder_4": _llama.text(llama),
+            "tokenizer_4": llama,
+        }

@@ -17,15 +17,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, Ideogram4Pipeline, Ideogram4Transformer2DModel
+from diffusers import Ideogram4Pipeline, Ideogram4Transformer2DModel
 from torch import Tensor, nn
 
+from lora_fp8 import naming
 from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
-from . import _files, _flux2, _qwen
+from . import _files, _flux2, _miniature, _qwen
 from ._weights import WeightFile
-from .base import Cond, ModelFamily
+from .base import Cond, Inputs, ModelFamily
 
 PATCH = 2
 FLUX2_MEAN = (-0.0676, -0.0715, -0.0753, -0.0745)
@@ -71,10 +72,12 @@ class Family(ModelFamily):
     example_base = "models/ideogram4_fp8_scaled.safetensors"
     pipeline_class = "Ideogram4Pipeline"
     denoiser_class = "Ideogram4Transformer2DModel"
-    denoiser_name = "transformer"
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Qwen3VLModel"}
+    prompt_tokens = 2048  # those of the template included
+    text_shapes = {"prompt_embeds": ("tokens", "llm_features_dim")}
     vae_class = "AutoencoderKLFlux2"
     objective = Flow
+    towards_image = True
     adapter_targets = (
         *(f"attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
@@ -82,28 +85,35 @@ class Family(ModelFamily):
     keep_precise = ("input_proj", "llm_cond_proj", "t_embedding", "adaln_proj", "final_layer")
     modulation = ("adaln_modulation",)
     bucket_multiple = 16
+    latents_as = "BSD"
     native_resolution = 1024  # up to 2048
     default_guidance = 1.0
-    text_shapes = {"prompt_embeds": ("tokens", "llm_features_dim")}
     uses_negative = False
     modelspec_architecture = "Ideogram-4"
     kohya_base_version = "ideogram4"
     kohya_naming = ""  # musubi-tuner's names are read by nothing but its own converter
     kohya_module = "networks.lora_ideogram4"
     layouts = ("comfy", "diffusers")
-    native_layers = (
-        ("layers.#.attention.qkv", " ".join(f"layers.#.attention.to_{x}" for x in "qkv")),
-        ("layers.#.attention.o", "layers.#.attention.to_out.0"),
-        *(
-            (name, name)
-            for name in (
-                *("input_proj", "llm_cond_norm", "llm_cond_proj", "t_embedding", "adaln_proj"),
-                *("embed_image_indicator", "layers.#", "final_layer"),
-            )
-        ),
-    )
+    native_layers = naming.table("""
+        layers.#.attention.qkv = layers.#.attention.to_q layers.#.attention.to_k layers.#.attention.to_v
+        layers.#.attention.o = layers.#.attention.to_out.0
+        layers.#
+        input_proj, llm_cond_norm, llm_cond_proj, t_embedding, adaln_proj, embed_image_indicator, final_layer
+    """)
+    computed = {"rotary_emb": ("attention_head_dim", "rope_theta", "mrope_section")}
     reference_config = {"num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256}
     single_file = {"has": ("layers.0.attention.qkv.weight", "embed_image_indicator.weight")}
+    told_by_name = {"uncond": "the transformer for guidance by its name; LoRAs belong to the other one"}
+    tiny_config = {
+        "in_channels": 16,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "adaln_dim": 32,
+        "llm_features_dim": 13 * 32,
+        "mrope_section": (4, 2, 2),
+    }
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         # The pipeline refuses prompts that are too long.
@@ -136,11 +146,6 @@ class Family(ModelFamily):
     def as_read(self, prompt: str) -> tuple[str, str]:
         return self._in_template(prompt)[:2]
 
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens of a prompt in its template; what the pipeline calls so."""
-        return min(2048, self.tokenizer("tokenizer").model_max_length)
-
     def token_limit(self, name: str) -> int:
         _, _, after = self._in_template("")
         return self.max_sequence_length - len(self.tokenizer(name)(after, add_special_tokens=False)["input_ids"])
@@ -149,46 +154,31 @@ class Family(ModelFamily):
         embeds, lengths = _front_padded([cond["prompt_embeds"] for cond in conds])
         return {"prompt_embeds": embeds, "prompt_lengths": torch.tensor(lengths)}
 
-    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
-        if self.vae is None:
-            raise RuntimeError("encode_images before load_encoders")
-        return _flux2.encode(self.vae, pixels_BCHW.to(self.device, torch.float32), self._eps, _patches)
+    def normalise(self, latents: Tensor) -> Tensor:
+        return _flux2.normalise(self, latents, patches=_patches)
 
-    def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
-        if self.vae is None:
-            raise RuntimeError("decode_latents before load_vae")
-        return _flux2.decode(self.vae, latents_BCHW.to(self.device, torch.float32), self._eps, _whole)
+    def denormalise(self, latents: Tensor) -> Tensor:
+        return _flux2.denormalise(self, latents, whole=_whole)
 
-    @property
-    def _eps(self) -> float:
-        return self.vae.config.batch_norm_eps
-
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
-        device, hw = noisy_BCHW.device, (noisy_BCHW.shape[2], noisy_BCHW.shape[3])
-        text_BLD = cond["prompt_embeds"].to(device, self.dtype)
-        image_BSC = self.pack(noisy_BCHW.to(self.dtype))
-        num_text = text_BLD.shape[1]
+    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        text_BLD, image_BSC = cond["prompt_embeds"], self.pack(noisy_BCHW)
+        (height, width), num_text, num_image = noisy_BCHW.shape[2:], text_BLD.shape[1], image_BSC.shape[1]
+        lengths = cond["prompt_lengths"].tolist()
         position_ids, segment_ids, indicator = Ideogram4Pipeline._prepare_ids(
-            cond["prompt_lengths"].tolist(), *hw, num_text, device
+            lengths, height, width, num_text, noisy_BCHW.device
         )
-        answer_BSC = denoiser(
-            hidden_states=nn.functional.pad(image_BSC, (0, 0, num_text, 0)),
-            timestep=(1 - t_B).to(device, self.dtype),
-            encoder_hidden_states=nn.functional.pad(text_BLD, (0, 0, 0, image_BSC.shape[1])),
-            position_ids=position_ids,
-            segment_ids=segment_ids,
-            indicator=indicator,
-            return_dict=False,
-        )[0]
-        return -self.unpack(answer_BSC[:, num_text:], hw)
+        return {
+            "hidden_states": nn.functional.pad(image_BSC, (0, 0, num_text, 0)),
+            "timestep": (1 - t_B).to(self.dtype),
+            "encoder_hidden_states": nn.functional.pad(text_BLD, (0, 0, 0, num_image)),
+            "position_ids": position_ids,
+            "segment_ids": segment_ids,
+            "indicator": indicator,
+        }
 
-    def pack(self, latents_BCHW: Tensor) -> Tensor:
-        return latents_BCHW.flatten(2).transpose(1, 2)
-
-    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        return _flux2.unpack(packed, latent_hw)
+    def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
+        num_image = self.seq_len(tuple(noisy_BCHW.shape[2:]))  # behind the text
+        return self.unpack(answer[:, -num_image:], tuple(noisy_BCHW.shape[2:]))
 
     def guidance_inputs(self, guidance: float) -> dict[str, Any]:
         if guidance != 1.0:
@@ -219,15 +209,6 @@ class Family(ModelFamily):
         if pipeline.unconditional_transformer is None:
             pipeline.unconditional_transformer = _Unguided()
 
-    def empty_denoiser(self) -> nn.Module:
-        with torch.device("meta"):
-            denoiser = Ideogram4Transformer2DModel.from_config(self.denoiser_config())
-        config = denoiser.config  # its frequencies are computed, and in no file
-        denoiser.rotary_emb = type(denoiser.rotary_emb)(
-            config.attention_head_dim, config.rope_theta, config.mrope_section
-        ).to(self.device)
-        return denoiser
-
     def caveats(self) -> list[str]:
         for path in _files.weight_files(self.folder / "vae", "diffusion_pytorch_model"):
             file = WeightFile(path)
@@ -238,35 +219,19 @@ class Family(ModelFamily):
                         f"{path} is FLUX.2's VAE, whose normalisation is not that of {self.title}: put the vae/ of "
                         "Ideogram 4's diffusers folder in its place"
                     )
-        if "uncond" not in (self.checkpoint.name.lower() if self.checkpoint else ""):
-            return []
-        return [f"{self.checkpoint} is the transformer for guidance by its name; LoRAs belong to the other one"]
+        return ModelFamily.caveats(self)
 
     @classmethod
-    def _tiny_pipeline(cls) -> Ideogram4Pipeline:
+    def tiny_parts(cls) -> dict[str, Any]:
         tokenizer = _qwen.tokenizer()
         tokenizer.chat_template = _CHAT
-        conditional, unconditional = (
-            Ideogram4Transformer2DModel(
-                in_channels=16,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=4,
-                intermediate_size=128,
-                adaln_dim=32,
-                llm_features_dim=13 * 32,
-                mrope_section=(4, 2, 2),
-            )
-            for _ in range(2)
-        )
-        return Ideogram4Pipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(),
-            vae=_flux2.vae(),
-            text_encoder=_qwen.qwen3_vl(tokenizer, layers=36),
-            tokenizer=tokenizer,
-            transformer=conditional,
-            unconditional_transformer=unconditional,
-        )
+        return {
+            "unconditional_transformer": Ideogram4Transformer2DModel(**cls.tiny_config),
+            "scheduler": _miniature.flow_euler(),
+            "vae": _flux2.vae(),
+            "text_encoder": _qwen.qwen3_vl(tokenizer, layers=36),
+            "tokenizer": tokenizer,
+        }
 
 
 def _front_padded(rows: list[Tensor]) -> tuple[Tensor, list[int]]:

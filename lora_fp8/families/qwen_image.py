@@ -7,17 +7,15 @@ Latents of a video VAE are packed in 2 x 2 patches, with position ids that count
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
-from diffusers import QwenImagePipeline
-from torch import Tensor, nn
+import diffusers
+from torch import nn
 
-from lora_fp8.objectives import FlowMatching
+from lora_fp8 import naming
 
-from . import _miniature, _qwen, _qwen_edit
-from .base import Cond, ModelFamily, padded
+from . import _qwen, _qwen_edit
+from .base import ModelFamily
 
 
 class Family(ModelFamily):
@@ -26,11 +24,14 @@ class Family(ModelFamily):
     example_base = "Qwen/Qwen-Image"
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
-    denoiser_name = "transformer"
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen2_5_VLForConditionalGeneration"}
+    prompt_tokens = 512  # those of the template's end included
+    text_answers = ("prompt_embeds", "mask")
+    text_arguments = {"mask": "prompt_embeds_mask"}
+    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
+    prompts_vary = True
     vae_class = "AutoencoderKLQwenImage"
     vae_marks = _qwen.VAE_MARKS
-    objective = FlowMatching
     adapter_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -39,18 +40,20 @@ class Family(ModelFamily):
     keep_precise = ("img_in", "txt_in", "time_text_embed", "norm_out", "proj_out")
     modulation = ("img_mod", "txt_mod")  # 6.8 of the 20.4 B parameters
     bucket_multiple = 16
+    patch = 2
+    latents_as = "BSD"
     native_resolution = 1024  # the pipeline's default; trained up to 1328, which fits no coarse grid of buckets
     default_guidance = 4.0
-    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
+    guidance_argument = "true_cfg_scale"
     modelspec_architecture = "Qwen-Image"
     kohya_base_version = "qwen_image"
     kohya_naming = "native"
     kohya_module = "networks.lora_qwen_image"
     layouts = ("comfy", "diffusers", "kohya")
-    native_layers = tuple(
-        (name, name)
-        for name in ("transformer_blocks.#", "img_in", "txt_in", "txt_norm", "time_text_embed", "norm_out", "proj_out")
-    )
+    native_layers = naming.table("""
+        transformer_blocks.#, img_in, txt_in, txt_norm, time_text_embed, norm_out, proj_out
+    """)
+    computed = {"pos_embed": ("theta", "axes_dim", "scale_rope")}
     # Edit and Layered share the class: they are told a second time, or in place of the text, what they see.
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False, "zero_cond_t": False}
     reference_config = {"in_channels": 64, "out_channels": 16, "num_layers": 60, "joint_attention_dim": 3584}
@@ -59,67 +62,14 @@ class Family(ModelFamily):
         "has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight"),
         "lacks": ("time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"),
     }
+    tiny_config = _qwen.TINY
 
-    @torch.no_grad()
-    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
-        if self.vae is None:
-            raise RuntimeError("encode_images before load_encoders")
-        return _qwen.encode(self.vae, pixels_BCHW.to(self.device, torch.float32))
-
-    @torch.no_grad()
-    def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
-        if self.vae is None:
-            raise RuntimeError("decode_latents before load_vae")
-        return _qwen.decode(self.vae, latents_BCHW.to(self.device, torch.float32))
-
-    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        limit = self.max_sequence_length
+    def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
         # Nothing behind the limit reaches the transformer, and the encoder is causal: it need not read it.
-        self.text_pipeline.tokenizer_max_length = limit
-        with torch.no_grad():
-            embeds_BLD, mask_BL = self.text_pipeline.encode_prompt(
-                prompts, device=self.device, max_sequence_length=limit
-            )
-        lengths = [embeds_BLD.shape[1]] * len(prompts) if mask_BL is None else mask_BL.sum(1).tolist()
-        pairs = zip(embeds_BLD.to(self.dtype), lengths, strict=True)
-        return [{"prompt_embeds": embeds_LD[:length].clone()} for embeds_LD, length in pairs]
+        pipeline.tokenizer_max_length = self.max_sequence_length
+        return ModelFamily.text_answer(self, pipeline, prompts)
 
-    def collate(self, conds: list[Cond]) -> Cond:
-        return padded(conds, "prompt_embeds")
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Tokens of the prompt and of the template's end: the pipeline's default, unless the tokenizer says less."""
-        return min(512, self.tokenizer("tokenizer").model_max_length)
-
-    def token_limit(self, name: str) -> int:
-        return self.max_sequence_length
-
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
-        return _qwen.predict(self, denoiser, noisy_BCHW, t_B, cond)
-
-    def pack(self, latents_BCHW: Tensor) -> Tensor:
-        return _qwen.pack(latents_BCHW)
-
-    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        return _qwen.unpack(packed, latent_hw)
-
-    def seq_len(self, latent_hw: tuple[int, int]) -> int:
-        return (latent_hw[0] // 2) * (latent_hw[1] // 2)
-
-    def guidance_inputs(self, guidance: float) -> dict[str, Any]:
-        return {"true_cfg_scale": guidance}
-
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        return _qwen.pipeline_inputs(self, cond, negative)
-
-    def empty_denoiser(self) -> nn.Module:
-        denoiser = ModelFamily.empty_denoiser(self)
-        rope = denoiser.pos_embed  # computes its frequencies when it is made, and no file holds them
-        denoiser.pos_embed = type(rope)(theta=rope.theta, axes_dim=rope.axes_dim, scale_rope=rope.scale_rope)
-        return denoiser
+    inputs = _qwen.inputs
 
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
@@ -138,13 +88,11 @@ class Family(ModelFamily):
         ]
 
     @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        with _miniature.seeded(seed):
-            vocab, transformer = _qwen.tokenizer(), _qwen.transformer()
-            QwenImagePipeline(
-                scheduler=_qwen.scheduler(),
-                vae=_qwen.vae(),
-                text_encoder=_qwen.qwen25_vl(vocab),
-                tokenizer=vocab,
-                transformer=transformer,
-            ).save_pretrained(folder, safe_serialization=True)
+    def tiny_parts(cls) -> dict[str, Any]:
+        vocab = _qwen.tokenizer()
+        return {
+            "scheduler": _qwen.scheduler(),
+            "vae": _qwen.vae(),
+            "text_encoder": _qwen.qwen25_vl(vocab),
+            "tokenizer": vocab,
+        }

@@ -11,9 +11,7 @@ from typing import Any
 
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
-from torch import Tensor, nn
-
-from lora_fp8.objectives import FlowMatching
+from torch import nn
 
 from . import _qwen, _qwen_edit, qwen_image
 from .base import Cond, ModelFamily, control_pictures
@@ -31,39 +29,37 @@ class Family(ModelFamily):
     same_tensors_as = "qwen_image"
     pipeline_class = "QwenImageEditPipeline"
     denoiser_class = "QwenImageTransformer2DModel"
-    denoiser_name = "transformer"
     text_parts = {**qwen_image.Family.text_parts, "processor": "Qwen2VLProcessor"}
+    prompt_tokens = qwen_image.Family.prompt_tokens
+    text_answers = qwen_image.Family.text_answers
+    text_arguments = qwen_image.Family.text_arguments
+    text_shapes = qwen_image.Family.text_shapes
+    prompts_vary = True
     vae_class = "AutoencoderKLQwenImage"
     vae_marks = _qwen.VAE_MARKS
-    objective = FlowMatching
     adapter_targets = qwen_image.Family.adapter_targets
     keep_precise = qwen_image.Family.keep_precise
     modulation = qwen_image.Family.modulation
     bucket_multiple = 16
+    patch = qwen_image.Family.patch
+    latents_as = qwen_image.Family.latents_as
     native_resolution = 1024
     default_guidance = 4.0
-    text_shapes = qwen_image.Family.text_shapes
+    guidance_argument = qwen_image.Family.guidance_argument
     modelspec_architecture = "Qwen-Image-Edit"
     kohya_base_version = "qwen_image_edit"
     kohya_naming = "native"
     kohya_module = "networks.lora_qwen_image"
     layouts = qwen_image.Family.layouts
     native_layers = qwen_image.Family.native_layers
+    computed = qwen_image.Family.computed
     config_marks = qwen_image.Family.config_marks
     reference_config = qwen_image.Family.reference_config
+    tiny_config = _qwen.TINY
 
-    encode_images = qwen_image.Family.encode_images
-    decode_latents = qwen_image.Family.decode_latents
-    max_sequence_length = qwen_image.Family.max_sequence_length
-    token_limit = qwen_image.Family.token_limit
-    pack = qwen_image.Family.pack
-    unpack = qwen_image.Family.unpack
-    seq_len = qwen_image.Family.seq_len
-    guidance_inputs = qwen_image.Family.guidance_inputs
-    empty_denoiser = qwen_image.Family.empty_denoiser
-
-    def tokenizer(self, name: str) -> Any:
-        return _qwen_edit.tokenizer(self, name)
+    inputs = _qwen.inputs
+    tokenizer = _qwen_edit.tokenizer
+    caveats = _qwen_edit.caveats
 
     @classmethod
     def mend_(cls, pipeline: Any) -> None:
@@ -77,29 +73,26 @@ class Family(ModelFamily):
     def longest_prompt(self) -> int:
         return _qwen_edit.longest_prompt(self, SIDE, 1)
 
-    def collate(self, conds: list[Cond]) -> Cond:
-        return _qwen_edit.collate(conds)
-
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         wide, high, _ = pipeline_qwenimage_edit.calculate_dimensions(SIDE * SIDE, width / height)
         return _qwen_edit.control_size((wide, high), resolution, self.bucket_multiple)
 
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
-        return _qwen.predict(self, denoiser, noisy_BCHW, t_B, cond)
-
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         (picture,) = control_pictures(cond)
-        return _qwen.pipeline_inputs(self, cond, negative) | {"image": picture}
+        return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": picture}
 
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
         return qwen_image.Family.without_adapter(denoiser)
 
-    def caveats(self) -> list[str]:
-        return _qwen_edit.caveats(self)
+    @classmethod
+    def wake_(cls, denoiser: nn.Module) -> None:
+        _qwen_edit.wake_(denoiser)
 
     @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        _qwen_edit.tiny(cls, folder, seed)
+    def tiny_parts(cls) -> dict[str, Any]:
+        return _qwen_edit.tiny_parts()
+
+    @classmethod
+    def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
+        _qwen_edit.save_tiny(cls, parts, folder)

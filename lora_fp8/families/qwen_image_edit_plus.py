@@ -7,16 +7,16 @@ these are at timestep 0, whatever the noise's is (`zero_cond_t`); its tensors ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
-from torch import Tensor, nn
-
-from lora_fp8.objectives import FlowMatching
+from torch import nn
 
 from . import _qwen, _qwen_edit, qwen_image
+from ._files import Header
 from .base import Cond, ModelFamily, control_pictures
 
 SIDE = 1024
@@ -33,41 +33,39 @@ class Family(ModelFamily):
     same_tensors_as = "qwen_image"
     pipeline_class = "QwenImageEditPlusPipeline"
     denoiser_class = "QwenImageTransformer2DModel"
-    denoiser_name = "transformer"
     text_parts = {**qwen_image.Family.text_parts, "processor": "Qwen2VLProcessor"}
+    prompt_tokens = qwen_image.Family.prompt_tokens
+    text_answers = qwen_image.Family.text_answers
+    text_arguments = qwen_image.Family.text_arguments
+    text_shapes = qwen_image.Family.text_shapes
+    prompts_vary = True
     vae_class = "AutoencoderKLQwenImage"
     vae_marks = _qwen.VAE_MARKS
-    objective = FlowMatching
     adapter_targets = qwen_image.Family.adapter_targets
     keep_precise = qwen_image.Family.keep_precise
     modulation = qwen_image.Family.modulation
     bucket_multiple = 16
+    patch = qwen_image.Family.patch
+    latents_as = qwen_image.Family.latents_as
     native_resolution = 1024
     default_guidance = 4.0
-    text_shapes = qwen_image.Family.text_shapes
+    guidance_argument = qwen_image.Family.guidance_argument
     modelspec_architecture = "Qwen-Image-Edit-Plus"
     kohya_base_version = "qwen_image_edit_plus"
     kohya_naming = "native"
     kohya_module = "networks.lora_qwen_image"
     layouts = qwen_image.Family.layouts
     native_layers = qwen_image.Family.native_layers
+    computed = qwen_image.Family.computed
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False}
     reference_config = qwen_image.Family.reference_config
     # ComfyUI's files of 2511; 2509's is Qwen-Image's in all but its name.
     single_file = {"has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight", "__index_timestep_zero__")}
+    tiny_config = {**_qwen.TINY, "zero_cond_t": True}
 
-    encode_images = qwen_image.Family.encode_images
-    decode_latents = qwen_image.Family.decode_latents
-    max_sequence_length = qwen_image.Family.max_sequence_length
-    token_limit = qwen_image.Family.token_limit
-    pack = qwen_image.Family.pack
-    unpack = qwen_image.Family.unpack
-    seq_len = qwen_image.Family.seq_len
-    guidance_inputs = qwen_image.Family.guidance_inputs
-    empty_denoiser = qwen_image.Family.empty_denoiser
-
-    def tokenizer(self, name: str) -> Any:
-        return _qwen_edit.tokenizer(self, name)
+    inputs = _qwen.inputs
+    tokenizer = _qwen_edit.tokenizer
+    caveats = _qwen_edit.caveats
 
     @classmethod
     def mend_(cls, pipeline: Any) -> None:
@@ -81,37 +79,33 @@ class Family(ModelFamily):
     def longest_prompt(self) -> int:
         return _qwen_edit.longest_prompt(self, SEEN_SIDE, self.controls[1])
 
-    def collate(self, conds: list[Cond]) -> Cond:
-        return _qwen_edit.collate(conds)
-
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         return _qwen_edit.control_size(_pipelines_size(SIDE, width, height), resolution, self.bucket_multiple)
 
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
-        return _qwen.predict(self, denoiser, noisy_BCHW, t_B, cond)
-
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        return _qwen.pipeline_inputs(self, cond, negative) | {"image": control_pictures(cond)}
+        return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": control_pictures(cond)}
 
-    def denoiser_config(self) -> dict[str, Any]:
-        found = ModelFamily.denoiser_config(self)
-        marked = any(key.endswith(_qwen_edit.MARKER) for key in self._header)
-        if marked or self.file_is_called("25(09|11)"):  # the parts beside it may be the other's
-            found["zero_cond_t"] = marked or self.file_is_called("2511")
-        return found
+    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+        marked = _qwen_edit.MARKER in native
+        if marked or self.file_is_called("25(09|11)"):
+            return {"zero_cond_t": marked or self.file_is_called("2511")}
+        return {}
 
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
         return qwen_image.Family.without_adapter(denoiser)
 
-    def caveats(self) -> list[str]:
-        return _qwen_edit.caveats(self)
+    @classmethod
+    def wake_(cls, denoiser: nn.Module) -> None:
+        _qwen_edit.wake_(denoiser)
 
     @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        _qwen_edit.tiny(cls, folder, seed, zero_cond_t=True)
+    def tiny_parts(cls) -> dict[str, Any]:
+        return _qwen_edit.tiny_parts()
+
+    @classmethod
+    def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
+        _qwen_edit.save_tiny(cls, parts, folder)
 
 
 def _pipelines_size(side: int, width: int, height: int) -> tuple[int, int]:

@@ -1,0 +1,65 @@
+"""What FLUX.1 and Chroma1, which was made of it, have in common: their blocks, by both names, and what is adapted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import FluxPipeline
+from torch import Tensor
+
+from lora_fp8 import naming
+
+ADAPTER_TARGETS = (
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    *(f"{ff}.net.{layer}" for ff in ("ff", "ff_context") for layer in ("0.proj", "2")),
+    *("proj_mlp", "proj_out"),  # of the single-stream blocks
+)
+LAST_LAYER = "^proj_out"
+"""Which has the name of one in the single-stream blocks."""
+
+LAYERS = naming.table("""
+    double_blocks.# = transformer_blocks.#
+        img_attn.qkv = attn.to_q attn.to_k attn.to_v
+        img_attn.proj = attn.to_out.0
+        img_attn.norm.query_norm.scale = attn.norm_q.weight
+        img_attn.norm.key_norm.scale = attn.norm_k.weight
+        img_mlp.0 = ff.net.0.proj
+        img_mlp.2 = ff.net.2
+        txt_attn.qkv = attn.add_q_proj attn.add_k_proj attn.add_v_proj
+        txt_attn.proj = attn.to_add_out
+        txt_attn.norm.query_norm.scale = attn.norm_added_q.weight
+        txt_attn.norm.key_norm.scale = attn.norm_added_k.weight
+        txt_mlp.0 = ff_context.net.0.proj
+        txt_mlp.2 = ff_context.net.2
+    single_blocks.# = single_transformer_blocks.#
+        linear1 = attn.to_q attn.to_k attn.to_v proj_mlp
+        linear2 = proj_out
+        norm.query_norm.scale = attn.norm_q.weight
+        norm.key_norm.scale = attn.norm_k.weight
+    txt_in = context_embedder
+    img_in = x_embedder
+    final_layer.linear = proj_out
+""")
+
+
+def positions(latents_BCHW: Tensor, embeds_BLD: Tensor) -> dict[str, Tensor]:
+    """Position ids: of all text tokens the origin, of 2 x 2 patches of latents (0, row, column)."""
+    (num, _, height, width), device = latents_BCHW.shape, latents_BCHW.device
+    return {
+        "txt_ids": torch.zeros(embeds_BLD.shape[1], 3, device=device),
+        "img_ids": FluxPipeline._prepare_latent_image_ids(num, height // 2, width // 2, device, torch.float32),
+    }
+
+
+# -- miniatures -------------------------------------------------------------------------------------------------------
+TINY: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 48,
+    "axes_dims_rope": (4, 6, 6),
+}

@@ -1,0 +1,126 @@
+"""The latents' half of `ModelFamily`: pixels through the VAE and back, and the forms that denoisers want latents in.
+
+The VAE always runs in float32: it is small, runs once per image, and in half precision SDXL's overflows and the others
+lose detail. What a family has to say of all this are facts; the VAE's own config says how its latents are normalised.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Latents:
+    """Defaults for a family with a VAE of diffusers."""
+
+    vae: nn.Module | None
+    device: torch.device
+
+    vae_class: ClassVar[str] = "AutoencoderKL"
+    vae_marks: ClassVar[dict[str, Any]] = {"latents_mean": None, "latents_std": None}
+    """Entries of the VAE's config.json that `encode_images` counts on; by default no normalisation by channel."""
+    patch: ClassVar[int] = 1
+    """Latents that one token of the denoiser is wide and high."""
+    latents_as: ClassVar[str] = "BCHW"
+    """How the pipeline passes latents around: "BCHW"; "BCFHW", as a clip of one frame; or "BSD", as a sequence of
+    patches, row by row, with the pixels of a patch side by side in each channel."""
+
+    @torch.no_grad()
+    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
+        """Pixels in [-1, 1] -> latents as the denoiser wants them, float32. Needs `load_encoders` or `load_vae`.
+
+        The mode of the VAE's posterior, not a sample: its spread is far below the training noise, and a cache that can
+        be made twice with the same bytes is worth more.
+        """
+        vae = self._loaded_vae("encode_images")
+        pixels_BCHW = pixels_BCHW.to(self.device, torch.float32)
+        answer = vae.encode(as_clip(pixels_BCHW) if _takes_clips(vae) else pixels_BCHW)
+        # A deep compression autoencoder answers with the latents, all others with a distribution of them.
+        latents = answer.latent if hasattr(answer, "latent") else answer.latent_dist.mode()
+        return self.normalise(as_picture(latents) if _takes_clips(vae) else latents)
+
+    @torch.no_grad()
+    def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
+        """The inverse of `encode_images`: latents -> pixels in about [-1, 1], float32."""
+        vae = self._loaded_vae("decode_latents")
+        latents = self.denormalise(latents_BCHW.to(self.device, torch.float32))
+        pixels = vae.decode(as_clip(latents) if _takes_clips(vae) else latents, return_dict=False)[0]
+        return as_picture(pixels) if _takes_clips(vae) else pixels
+
+    def _loaded_vae(self, wanted: str) -> nn.Module:
+        if self.vae is None:
+            raise RuntimeError(f"{wanted} before load_encoders or load_vae")
+        return self.vae
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """The VAE's latents, of pictures or clips, as the denoiser wants them: by the numbers in the VAE's config."""
+        return normalised(self.vae, latents)
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        return denormalised(self.vae, latents)
+
+    def pack(self, latents_BCHW: Tensor) -> Tensor:
+        """Latents as the pipeline passes them around: its `latents=`, what its scheduler steps, its output "latent"."""
+        if self.latents_as == "BCFHW":
+            return as_clip(latents_BCHW)
+        if self.latents_as == "BSD":
+            patches = latents_BCHW.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # B C H/p p W/p p
+            return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return latents_BCHW
+
+    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
+        """The inverse of `pack`. -> BCHW"""
+        if self.latents_as == "BCFHW":
+            return as_picture(packed)
+        if self.latents_as == "BSD":
+            rows, columns = (side // self.patch for side in latent_hw)
+            patches = packed.unflatten(2, (-1, self.patch, self.patch)).unflatten(1, (rows, columns))
+            return patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+        return packed
+
+    def seq_len(self, latent_hw: tuple[int, ...]) -> int:
+        """Image tokens that the denoiser sees: what a resolution-dependent shift depends on.
+
+        Args:
+            latent_hw: (height, width) of the latents, of clips (frames, height, width).
+        """
+        *num_frames, height, width = latent_hw
+        return math.prod(num_frames) * (height // self.patch) * (width // self.patch)
+
+
+def normalised(vae: nn.Module, latents: Tensor) -> Tensor:
+    """Latents of this VAE by the numbers in its config: channel by channel, or all by one."""
+    settings = vae.config
+    if settings.get("latents_mean") is not None:
+        return (latents - _by_channel(settings.latents_mean, latents)) / _by_channel(settings.latents_std, latents)
+    return (latents - (settings.get("shift_factor") or 0.0)) * settings.scaling_factor
+
+
+def denormalised(vae: nn.Module, latents: Tensor) -> Tensor:
+    """The inverse of `normalised`."""
+    settings = vae.config
+    if settings.get("latents_mean") is not None:
+        return latents * _by_channel(settings.latents_std, latents) + _by_channel(settings.latents_mean, latents)
+    return latents / settings.scaling_factor + (settings.get("shift_factor") or 0.0)
+
+
+def _takes_clips(vae: nn.Module) -> bool:
+    return next(vae.encoder.parameters()).ndim == 5
+
+
+def _by_channel(numbers: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(numbers).to(like).view(1, -1, *[1] * (like.ndim - 2))
+
+
+def as_clip(tensor: Tensor) -> Tensor:
+    """BCHW or BCFHW -> BCFHW, as networks for videos take both: a picture is a clip of one frame."""
+    return tensor if tensor.ndim == 5 else tensor[:, :, None]
+
+
+def as_picture(tensor: Tensor) -> Tensor:
+    """The inverse of `as_clip`: BCFHW -> BCHW, if there is one frame."""
+    return tensor[:, :, 0] if tensor.shape[2] == 1 else tensor
