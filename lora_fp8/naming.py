@@ -30,8 +30,8 @@ KINDS = ("weight", "bias")
 def table(text: str) -> tuple[Row, ...]:
     """Rows from a text: a line each, the original's name, "=", and those of diffusers; or one name for both.
 
-    Commas stand between rows on one line. Lines that stand further in continue the names of the line above them, which
-    is no row itself; if there are several on it, those of each:
+    Commas stand between rows on one line; behind one, the line may go on below. Lines that stand further in continue
+    the names of the line above them, which is no row itself; if there are several on it, those of each:
 
         blocks.# = layers.#
             attn.qkv = attn.to_q attn.to_k attn.to_v
@@ -42,6 +42,7 @@ def table(text: str) -> tuple[Row, ...]:
     Raises:
         ValueError: a line is not of this form, or the sides of a row differ in their numbers.
     """
+    text = re.sub(r",\s*\n\s*", ", ", text)
     lines = [(len(line) - len(line.lstrip()), line.split(",")) for line in text.splitlines() if line.strip()]
     rows: list[Row] = []
     above = [(-1, [("", "")])]

@@ -1,4 +1,5 @@
-"""What models that edit are given in the tests of all families: one small picture beside every prompt."""
+"""What the tests of all families have in common: loaded encoders, and for models that edit one small picture beside
+every prompt."""
 
 from typing import Any
 
@@ -19,6 +20,13 @@ def encode(family: Any, prompts: list[str]) -> list[dict[str, torch.Tensor]]:
     if family.prompts_see_controls:
         return family.encode_prompts(prompts, [[PICTURE]] * len(prompts))
     return family.encode_prompts(prompts)
+
+
+def load_encoders(family: Any) -> None:
+    """VAE, tokenizers and text encoders, all at once and to stay: training has one at a time, see `in_turn`."""
+    family.load_vae()
+    parts = {name: family._load_text_part(name, family.text_storage) for name in family.text_parts}
+    family._text_pipeline = family._assemble(**parts)
 
 
 def shown(family: Any) -> dict[str, torch.Tensor]:

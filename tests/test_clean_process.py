@@ -16,6 +16,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from editing import load_encoders
 from PIL import Image
 
 from lora_fp8 import config, families, precision, train
@@ -155,7 +156,7 @@ def test_a_stranger_draws_our_preview(name, storage, wide, tmp_path):
     extra = {}
     if name == "flux":
         family = Family(job.model, device="cpu", dtype=torch.bfloat16)
-        family.load_encoders()
+        load_encoders(family)
         extra["max_sequence_length"] = family.max_sequence_length
     files = {"without": ""}
     files |= {layout: str(next(p for p in result.files if p.stem.endswith(layout))) for layout in layouts}

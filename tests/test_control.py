@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from editing import NOISE
+from editing import NOISE, load_encoders
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, bfl_tensors, load_denoiser, make
@@ -54,7 +54,7 @@ def edited(tiny):
         if name not in made:
             Family, folder = families.get(name), tiny(name)
             family = make(Family, folder)
-            family.load_encoders()
+            load_encoders(family)
             pipeline = Family.pipeline_type().from_pretrained(
                 folder, local_files_only=True, **editing.processor(Family, folder)
             )
@@ -265,7 +265,7 @@ def pictures_to_see(name, size=(333, 1000)):
 def test_text_encoders_see_what_the_pipeline_lets_them_see(name, edited, monkeypatch):
     """Text and pictures, to the pixel and at their real size, as they come to the model's processor."""
     it, seen = edited(name), []
-    it.family.load_encoders()  # a cache that was filled has let them go
+    load_encoders(it.family)  # a cache that was filled has let them go
 
     def record(self, text, images, **kwargs):
         images = images if isinstance(images, list) else [images]
@@ -288,7 +288,7 @@ def test_what_text_encoders_make_of_pictures_is_what_transformers_makes(name, ed
     """Its own call hands the encoder all that the processor says, and so counts a picture's tokens by row and column;
     diffusers' pipelines leave that out (its issue 14194)."""
     it, said, made = edited(name), {}, {}
-    it.family.load_encoders()
+    load_encoders(it.family)
     real = type(it.pipeline.processor).__call__
 
     def record(self, **given):

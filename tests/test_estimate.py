@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from editing import encode
+from editing import encode, load_encoders
 
 from lora_fp8 import adapters, config, estimate, families, optim, prepare, train
 from lora_fp8.families.base import ModelFamily
@@ -45,7 +45,7 @@ def test_every_family_can_be_reckoned(
     assert (found.step_bytes is None) == (name in ROUTED) == bool(found.notes), found.notes
     assert found.vae_encode_bytes and found.base_bytes and found.text_bytes and found.vae_bytes
     expected = family.longest_cond(dict(family.empty_denoiser().config))
-    family.load_encoders()
+    load_encoders(family)
     texts = [LONG if not family.overlong([LONG]) else LONG[: len(LONG) // 2], "a cat"]
     for cond in encode(family, texts[:1]) + encode(family, texts[1:]):
         assert cond.keys() == expected.keys()
@@ -129,7 +129,7 @@ def test_a_run_takes_what_was_reckoned(tiny: Callable[[str], Path], pictures: Pa
     job = job_of("sdxl", tiny("sdxl"), pictures, tmp_path, *more, f'output_dir="{tmp_path}"', 'name="x"')
     family = family_of(job)
     found = estimate.estimate(job, family)
-    family.load_encoders()
+    load_encoders(family)
     parts = [family.vae, family.text_pipeline.text_encoder, family.text_pipeline.text_encoder_2]
     vae, *texts = (sum(parameter.nbytes for parameter in part.parameters()) for part in parts)
     assert (found.vae_bytes, found.text_bytes) == pytest.approx((vae, max(texts)), rel=0.02)
@@ -152,7 +152,7 @@ def test_text_encoders_that_are_trained_stay(tiny: Callable[[str], Path], pictur
             for more in ((), ("adapter.text_encoder=true",))]  # fmt: skip
     without, trained = (estimate.estimate(job, family_of(job)) for job in jobs)
     family = family_of(jobs[0])
-    family.load_encoders()
+    load_encoders(family)
     held = sum(p.nbytes for name in ("text_encoder", "text_encoder_2") for p in
                getattr(family.text_pipeline, name).parameters())  # fmt: skip
     assert trained.base_bytes - without.base_bytes == pytest.approx(held, rel=0.02)

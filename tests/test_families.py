@@ -24,7 +24,7 @@ import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from editing import encode, image, processor, shown, shown_to_pipeline
+from editing import encode, image, load_encoders, processor, shown, shown_to_pipeline
 from safetensors.torch import load_file, save_file
 
 from lora_fp8 import config, families, precision, sample
@@ -72,7 +72,7 @@ def load_denoiser(family, storage="none"):
 @pytest.fixture(scope="session")
 def family(Family, folder):
     family = make(Family, folder)
-    family.load_encoders()
+    load_encoders(family)
     return family
 
 
@@ -215,7 +215,7 @@ def test_flux_reads_as_many_tokens_as_the_model_was_trained_with(tmp_path):
 
 def test_conditioning_in_bf16_is_the_pipelines_and_can_be_stored(Family, folder, tmp_path):
     family = make(Family, folder, dtype=torch.bfloat16)
-    family.load_encoders()
+    load_encoders(family)
     pipeline = Family.pipeline_type().from_pretrained(folder, dtype=torch.bfloat16, **processor(Family, folder))
     encoders = [name for name in Family.text_parts if "tokenizer" not in name and "processor" not in name]
     assert encoders
@@ -442,7 +442,7 @@ def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline)
 
 def test_previews_in_bf16_decode_in_float32(Family, folder):
     family = make(Family, folder, dtype=torch.bfloat16)
-    family.load_encoders()
+    load_encoders(family)
     cond, negative = encode(family, [PROMPTS[0], ""])
     family.free_encoders()
     denoiser = load_denoiser(family, storage="fp8")
@@ -455,15 +455,15 @@ def test_previews_in_bf16_decode_in_float32(Family, folder):
 
 def test_encoders_come_and_go(Family, folder):
     family = make(Family, folder)
-    with pytest.raises(RuntimeError, match="load_encoders"):
+    with pytest.raises(RuntimeError, match="in_turn"):
         encode(family, ["a"])
-    with pytest.raises(RuntimeError, match="load_encoders"):
+    with pytest.raises(RuntimeError, match="load_vae"):
         family.encode_images(torch.zeros(1, 3, *Family.tiny_hw))
-    family.load_encoders()
+    load_encoders(family)
     assert not any(p.requires_grad for p in family.vae.parameters())
     family.free_encoders()
     assert family.vae is None
-    with pytest.raises(RuntimeError, match="load_encoders"):
+    with pytest.raises(RuntimeError, match="in_turn"):
         encode(family, ["a"])
 
 
@@ -532,7 +532,7 @@ def test_flux_without_guidance_embedding(tmp_path):
     )
     schnell.save_pretrained(tmp_path / "transformer")
     family = make(Family, tmp_path)
-    family.load_encoders()
+    load_encoders(family)
     with torch.no_grad():
         answer = family.predict(load_denoiser(family), some_latents(family), some_t(family), conditioning(family))
     assert answer.isfinite().all()
@@ -604,7 +604,7 @@ def test_truncated_and_padded_weights_are_refused(Family, folder, tmp_path):
         weights.write_bytes(whole[:-100])
         with pytest.raises(UserError, match="damaged"):
             list(sound.denoiser_tensors())
-            sound.load_encoders()
+            load_encoders(sound)
         weights.write_bytes(whole)
 
 
@@ -659,7 +659,7 @@ def test_half_precision_encoders_are_found(Family, folder, tmp_path, family):
         save_file(tensors, f"{stem}.fp16.safetensors", metadata={"format": "pt"})
         Path(f"{stem}.safetensors").unlink()
     other = make(Family, half)
-    other.load_encoders()
+    load_encoders(other)
     assert other.vae.dtype == torch.float32
     for mine, theirs in zip(encode(other, PROMPTS), encode(family, PROMPTS), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
@@ -681,7 +681,7 @@ def test_text_encoders_as_the_hub_has_them(tmp_path):
     Family = families.get("sd15")
     Family.tiny(tmp_path)
     new = make(Family, tmp_path)
-    new.load_encoders()
+    load_encoders(new)
     expected = new.encode_prompts(PROMPTS)
     weights = tmp_path / "text_encoder" / "model.safetensors"
     tensors = {f"text_model.{k}": v for k, v in load_file(weights).items()}
@@ -695,7 +695,7 @@ def test_text_encoders_as_the_hub_has_them(tmp_path):
     )
     whole.unlink()
     old = make(Family, tmp_path)
-    old.load_encoders()
+    load_encoders(old)
     for mine, theirs in zip(old.encode_prompts(PROMPTS), expected, strict=True):
         assert torch.equal(mine["prompt_embeds"], theirs["prompt_embeds"])
 
@@ -993,7 +993,7 @@ def test_hub_models_are_fetched_once_and_only_what_is_needed(tmp_path):
     for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": endpoint}):
         assert fetch("org/tiny", tmp_path / "home", **environment) == str(found)
     family = make(families.get("sd15"), found)
-    family.load_encoders()
+    load_encoders(family)
     assert load_denoiser(family).dtype == torch.float32
 
 
@@ -1186,8 +1186,8 @@ def test_a_single_file_is_the_same_model(single):
     expected, loaded = load_denoiser(whole).state_dict(), load_denoiser(one).state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    whole.load_encoders()
-    one.load_encoders()
+    load_encoders(whole)
+    load_encoders(one)
     pixels = torch.rand(1, 3, *Family.tiny_hw)
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     for mine, theirs in zip(one.encode_prompts(PROMPTS), whole.encode_prompts(PROMPTS), strict=True):
@@ -1209,7 +1209,7 @@ def test_a_single_denoiser_alone_takes_the_rest_from_components(single, tmp_path
         found = dict(family.denoiser_tensors())
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[k], expected[k]) for k in expected)
-        family.load_encoders()
+        load_encoders(family)
     if Family.name != "flux":
         with pytest.raises(UserError) as caught:
             make(Family, tmp_path / "bare.safetensors", components=str(rest))

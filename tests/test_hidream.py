@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import make
 
@@ -14,7 +15,7 @@ def hidream(tmp_path):
     Family = families.get("hidream")
     Family.tiny(tmp_path)
     family = Family(config.Model(family="hidream", path=str(tmp_path)), device="cpu", dtype=torch.float32)
-    family.load_encoders()
+    load_encoders(family)
     denoiser = family.empty_denoiser()
     precision.fill_(denoiser, family.denoiser_tensors(), torch.float32, "cpu")
     return family, denoiser

@@ -4,6 +4,7 @@ import json
 
 import diffusers
 import torch
+from editing import load_encoders
 from test_families import make, write_header
 from tokenizers import Tokenizer
 
@@ -36,7 +37,7 @@ def test_a_model_without_guidance_embedding(tmp_path):
     assert "objective.guidance" in family.unused_settings(section)[0]
     denoiser = family.empty_denoiser()
     precision.fill_(denoiser, family.denoiser_tensors(), torch.float32, "cpu")
-    family.load_encoders()
+    load_encoders(family)
     cond = family.collate(family.encode_prompts(["a cat"]))
     noisy = torch.randn(1, 4, 4, 6)
     with torch.no_grad():

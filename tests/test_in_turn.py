@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from editing import encode
+from editing import encode, load_encoders
 
 from lora_fp8 import config, families
 from lora_fp8.families import _in_turn
@@ -26,7 +26,7 @@ def test_captions_are_encoded_with_one_text_encoder_at_a_time(
     Family = families.get(name)
     model = config.Model(family=name, path=str(tiny(name)))
     whole, family = (Family(model, device="cpu", dtype=torch.bfloat16) for _ in range(2))
-    whole.load_encoders()
+    load_encoders(whole)
     expected = [encode(whole, [prompt])[0] for prompt in PROMPTS]
     alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
     loaded: list[str] = []

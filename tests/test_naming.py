@@ -39,7 +39,8 @@ def test_a_table_is_its_rows():
         img_in = x_embedder
         blocks.# = layers.#
             attn.qkv = attn.to_q attn.to_k attn.to_v
-            one = attn1, other = attn2
+            one = attn1,
+            other = attn2
                 q = to_q
                 norm
             mlp

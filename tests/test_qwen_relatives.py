@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils, single_file_utils
 from diffusers.models.transformers import transformer_cosmos
+from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, make
 
@@ -117,7 +118,7 @@ def test_the_last_block_of_qwen_image_makes_nothing_of_the_text(tmp_path):
     Family = families.get("qwen_image")
     Family.tiny(tmp_path)
     family = make(Family, tmp_path)
-    family.load_encoders()
+    load_encoders(family)
     denoiser = diffusers.QwenImageTransformer2DModel.from_pretrained(tmp_path / "transformer")
     cond = family.collate(family.encode_prompts(PROMPTS[:1]))
     family.predict(denoiser, torch.randn(1, 16, 4, 6), torch.full((1,), 0.5), cond).square().sum().backward()
@@ -294,6 +295,6 @@ def test_the_conditioner_of_anima_comes_from_the_file_that_holds_it(tmp_path):
     one = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
     found = dict(one.denoiser_tensors())
     assert found.keys() == transformer.keys() and all(torch.equal(found[key], transformer[key]) for key in found)
-    one.load_encoders()
+    load_encoders(one)
     loaded = one.text_pipeline.text_conditioner.state_dict()
     assert loaded.keys() == conditioner.keys() and all(torch.equal(loaded[key], conditioner[key]) for key in loaded)

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.loaders import single_file_utils
+from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import ldm_vae, load_denoiser, make, write_header
 
@@ -96,7 +97,7 @@ def test_a_file_with_a_vae_and_sizes_of_its_own(name, tmp_path):
         edit = {"num_layers": 9, "qk_norm": None, "dual_attention_layers": []}
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | edit), encoding="utf-8")
     one = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
-    one.load_encoders()
+    load_encoders(one)
     pixels = torch.rand(1, 3, *Family.tiny_hw)
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     loaded = load_denoiser(one).state_dict()
@@ -182,7 +183,7 @@ def test_chroma_keeps_one_padding_token(tmp_path):
     Family = families.get("chroma")
     Family.tiny(tmp_path)
     family = make(Family, tmp_path)
-    family.load_encoders()
+    load_encoders(family)
     tokenizer = family.tokenizer("tokenizer")
     prompts = ["a cat", "a photo of the red dog and the blue cat", "z" * 99]
     lengths = [len(cond["prompt_embeds"]) for cond in family.encode_prompts(prompts)]

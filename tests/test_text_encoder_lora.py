@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from diffusers.utils.state_dict_utils import convert_state_dict_to_diffusers, convert_state_dict_to_peft
+from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_export import flux_names, sd15_names, sdxl_names
 from test_families import PROMPTS, make, original_layout
@@ -215,7 +216,7 @@ def told(family, prompts=PROMPTS):
 @pytest.mark.parametrize("name", CLIPS)
 def test_with_fresh_adapters_live_conditioning_is_the_cached_one(tiny, name):
     family = make(families.get(name), tiny(name))
-    family.load_encoders()
+    load_encoders(family)
     cached, alone = told(family), told(family, PROMPTS[:1])
     family.free_encoders()
     text = text_encoders.TextEncoders(family, config.Adapter(dtype="fp32"), seed=0)
@@ -275,7 +276,7 @@ def test_gradients_of_text_adapters_are_autograds(tiny, name, checkpointing):
     if checkpointing and name not in ("sd15", "sdxl"):
         return  # the same encoders
     family = make(families.get(name), tiny(name))
-    family.load_encoders()
+    load_encoders(family)
     cached = told(family)
     facts = family.image_conditioning((40, 56), (4, 6), family.tiny_hw)
     cached |= {key: torch.stack([tensor] * 2) for key, tensor in facts.items()}
@@ -457,7 +458,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
     (file,) = run(mine).files
     family = make(families.get("sd15"), mine.model.path, torch.bfloat16)
     adapter = load_file(folder_of(mine) / "checkpoints" / "step-000002" / "adapter.safetensors")
-    family.load_encoders()
+    load_encoders(family)
     prompts = ["a cat", "a dog, green"]
     batch = type("Batch", (), {})()
     batch.captions, batch.cond = prompts, told(family, prompts)

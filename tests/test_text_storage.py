@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from editing import encode
+from editing import encode, load_encoders
 from torch import Tensor, nn
 
 from lora_fp8 import config, families
@@ -18,7 +18,7 @@ PROMPT = "a cat, red, sitting in front of a house"
 def loaded(name: str, base: Path, storage: str) -> ModelFamily:
     model = config.Model(family=name, path=str(base), text_storage=storage)
     family = families.get(name)(model, device="cpu", dtype=torch.bfloat16)
-    family.load_encoders()
+    load_encoders(family)
     return family
 
 

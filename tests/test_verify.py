@@ -17,7 +17,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from editing import encode, shown
+from editing import encode, load_encoders, shown
 from peft import LoraConfig
 
 from lora_fp8 import adapters, config, export, families, precision, verify
@@ -67,7 +67,7 @@ def trained(tmp_path_factory):
         state, scaling = train(denoiser, family)
         denoiser.train()
 
-        family.load_encoders()
+        load_encoders(family)
         pixels = (128, 192)
         conds = [
             c | family.image_conditioning(pixels, (0, 8), pixels) | shown(family)

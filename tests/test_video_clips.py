@@ -9,6 +9,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from editing import load_encoders
 from PIL import Image
 
 from lora_fp8 import config, estimate, families, importing, prepare
@@ -311,7 +312,7 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
     assert reckoned.heaviest_bucket == (64, 32, 9)
     store = cache.Cache(made.dataset.cache_dir, family, made.dataset)
     flat = [one for members in placed.values() for one in members]
-    family.load_encoders()
+    load_encoders(family)
     seen, encode = [], family.encode_images
     family.encode_images = lambda pixels: (seen.append(pixels), encode(pixels))[1]
 
@@ -350,7 +351,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
     Family = families.get(name)
     model = config.Model(family=name, path=str(tiny(name)))
     family = Family(model, device="cpu", dtype=torch.float32)
-    family.load_encoders()
+    load_encoders(family)
     pipeline = getattr(diffusers, Family.pipeline_class).from_pretrained(tiny(name), local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     assert Family.clips[0] == pipeline.vae_scale_factor_temporal

@@ -51,12 +51,6 @@ class Encoders:
     _text_pipeline: diffusers.DiffusionPipeline | None
     _tokenizers: dict[str, Any]
 
-    def load_encoders(self) -> None:
-        """VAE, tokenizers and text encoders."""
-        self.load_vae()
-        parts = {name: self._load_text_part(name, self.text_storage) for name in self.text_parts}
-        self._text_pipeline = self._assemble(**parts)
-
     def load_vae(self) -> None:
         """The VAE alone, which previews need for decoding."""
         if self.vae is not None:
@@ -113,7 +107,7 @@ class Encoders:
     def text_pipeline(self) -> diffusers.DiffusionPipeline:
         """The diffusers pipeline with the text encoders in it and no denoiser, for its `encode_prompt`."""
         if self._text_pipeline is None:
-            raise RuntimeError("encode_prompts before load_encoders")
+            raise RuntimeError("encode_prompts outside of in_turn")
         return self._text_pipeline
 
     def vae_bytes(self) -> int:

@@ -30,7 +30,7 @@ class Latents:
 
     @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
-        """Pixels in [-1, 1] -> latents as the denoiser wants them, float32. Needs `load_encoders` or `load_vae`.
+        """Pixels in [-1, 1] -> latents as the denoiser wants them, float32. Needs `load_vae`.
 
         The mode of the VAE's posterior, not a sample: its spread is far below the training noise, and a cache that can
         be made twice with the same bytes is worth more.
@@ -52,7 +52,7 @@ class Latents:
 
     def _loaded_vae(self, wanted: str) -> nn.Module:
         if self.vae is None:
-            raise RuntimeError(f"{wanted} before load_encoders or load_vae")
+            raise RuntimeError(f"{wanted} before load_vae")
         return self.vae
 
     def normalise(self, latents: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ parts of a random miniature of itself for the tests. Everything else is a defaul
 and `_checks` (is it this architecture, and whole?).
 
 Two-phase loading. The cache is filled with the VAE, and then with one text encoder after another (`in_turn`), which
-have all left before the denoiser comes. `load_encoders` has them all at once. `empty_denoiser` (built on the
-meta device, no memory) and `denoiser_tensors`, which yields one tensor at a time, so that the whole model never exists
-in high precision. A family object is cheap: `__init__` finds and checks the files, and loads none of them.
+have all left before the denoiser comes: `empty_denoiser` (built on the meta device, no memory) and `denoiser_tensors`,
+which yields one tensor at a time, so that the whole model never exists in high precision. A family object is cheap:
+`__init__` finds and checks the files, and loads none of them.
 
 Four places to load from (`model.path`): a diffusers folder, a hub id, a single .safetensors in the original layout
 (complemented by `model.components`), or "demo". See `_files.locate`. The denoiser and text encoders run in the model's

@@ -25,20 +25,6 @@ SUFFIX_TOKENS = 5
 TURBO_MU = 1.15
 """The shift parameter of Turbo, at any resolution; `Krea2Pipeline` says so."""
 
-BLOCK = """
-            attn.wq = attn.to_q
-            attn.wk = attn.to_k
-            attn.wv = attn.to_v
-            attn.wo = attn.to_out.0
-            attn.gate = attn.to_gate
-            attn.qknorm.qnorm.scale = attn.norm_q.weight
-            attn.qknorm.knorm.scale = attn.norm_k.weight
-            prenorm.scale = norm1.weight
-            postnorm.scale = norm2.weight
-            mlp = ff
-            mod.lin = scale_shift_table"""
-"""The layers of a block, of which there are three lists."""
-
 
 class Family(ModelFamily):
     name = "krea2"
@@ -73,10 +59,21 @@ class Family(ModelFamily):
     kohya_module = "networks.lora_krea2"
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers", "comfy")
-    native_layers = naming.table(f"""
-        blocks.# = transformer_blocks.#{BLOCK}
-        txtfusion.layerwise_blocks.# = text_fusion.layerwise_blocks.#{BLOCK}
-        txtfusion.refiner_blocks.# = text_fusion.refiner_blocks.#{BLOCK}
+    native_layers = naming.table("""
+        blocks.# = transformer_blocks.#,
+        txtfusion.layerwise_blocks.# = text_fusion.layerwise_blocks.#,
+        txtfusion.refiner_blocks.# = text_fusion.refiner_blocks.#
+            attn.wq = attn.to_q
+            attn.wk = attn.to_k
+            attn.wv = attn.to_v
+            attn.wo = attn.to_out.0
+            attn.gate = attn.to_gate
+            attn.qknorm.qnorm.scale = attn.norm_q.weight
+            attn.qknorm.knorm.scale = attn.norm_k.weight
+            prenorm.scale = norm1.weight
+            postnorm.scale = norm2.weight
+            mlp = ff
+            mod.lin = scale_shift_table
         txtfusion.projector = text_fusion.projector
         first = img_in
         tmlp.0 = time_embed.linear_1
