@@ -15,7 +15,7 @@ from lora_fp8 import config
 from lora_fp8.data import buckets, images
 from lora_fp8.data import cache as caching
 from lora_fp8.data.cache import Cache
-from lora_fp8.families import base
+from lora_fp8.families._prompts import Overlong
 from lora_fp8.run import RunFailure
 
 torch.set_num_threads(1)
@@ -60,7 +60,7 @@ class Family:
         """Reads three words."""
         self.judged += prompts
         cut = [(text, text.split()) for text in prompts if len(text.split()) > 3]
-        return [base.Overlong(text, " ".join(words[3:]), len(words) - 3, 3) for text, words in cut]
+        return [Overlong(text, " ".join(words[3:]), len(words) - 3, 3) for text, words in cut]
 
     @property
     def calls(self):

@@ -230,6 +230,22 @@ def test_conditioning_in_bf16_is_the_pipelines_and_can_be_stored(Family, folder,
     assert all(torch.equal(t, cond[k]) for k, t in load_file(tmp_path / "cond.safetensors").items())
 
 
+def test_sdxl_is_told_sizes_exactly(tmp_path):
+    """bf16 would make 668 of 667."""
+    sdxl, told = families.get("sdxl"), {}
+    sdxl.tiny(tmp_path)
+    sizes = torch.tensor([[667.0, 401.0, 3.0, 259.0, 512.0, 768.0]])
+    cond = {"prompt_embeds": torch.zeros(1, 2, 80), "text_embeds": torch.zeros(1, 32), "time_ids": sizes}
+
+    def denoiser(**inputs):
+        told.update(inputs)
+        return (inputs["sample"],)
+
+    make(sdxl, tmp_path, torch.bfloat16).predict(denoiser, torch.zeros(1, 4, 2, 4), torch.tensor([7]), cond)
+    assert torch.equal(told["added_cond_kwargs"]["time_ids"], sizes)
+    assert told["sample"].dtype == told["encoder_hidden_states"].dtype == torch.bfloat16
+
+
 def test_images_are_encoded_as_diffusers_does(Family, family, pipeline, monkeypatch):
     """Where diffusers has image-to-image code for the model, the latents are its latents."""
     pixels = some_pixels(family)

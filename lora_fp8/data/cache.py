@@ -52,7 +52,7 @@ from lora_fp8.data.images import Control, Example, ImageError, open_image, read_
 from lora_fp8.run import RunFailure, write_synced
 
 if TYPE_CHECKING:
-    from lora_fp8.families.base import Overlong
+    from lora_fp8.families._prompts import Overlong
 
 PREPROCESSING_VERSION = 2
 """Raise it when the same file or text comes to the encoders as other pixels or tokens: it is part of every key."""
