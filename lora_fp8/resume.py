@@ -36,7 +36,9 @@ def save_checkpoint(
 
     Raises:
         RunFailure: the disk refused, or the update left a value that is not finite; earlier bundles are untouched.
+        FileNotFoundError: the run folder has gone, and is not made anew.
     """
+    run.check_place()
     tensors, scalars = loaded.optimizer.state()
     adapter = adapters.state(loaded.adapted)
     for name, tensor in (adapter | tensors).items():

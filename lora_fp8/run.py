@@ -15,6 +15,7 @@ Standard library only (layer 0): the web page and the queue read run folders wit
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -77,11 +78,20 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def write_synced(path: Path) -> Iterator[Any]:
-    """A new binary file, flushed and fsynced when the block ends; permissions follow the umask."""
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+    """A new binary file, flushed and fsynced when the block ends; permissions follow the umask.
+
+    Raises:
+        OSError: with the folder as its `filename`, where the system named no file (a full disk).
+    """
+    try:
+        with open(path, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path.parent)
+        raise
 
 
 def sync_folder(path: Path) -> None:
@@ -180,11 +190,31 @@ class Run:
 
     # -- what the trainer says
 
+    def check_place(self) -> None:
+        """Look whether the folder is still the one that this process holds.
+
+        Raises:
+            FileNotFoundError: it was moved or deleted; what is written from now on would be apart from the rest.
+        """
+        try:
+            here = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.lock_file))
+        except OSError:
+            here = False
+        if not here:
+            gone = (
+                "the run folder was moved or deleted while it was being trained; `lora-fp8 resume` goes on where it is"
+            )
+            raise FileNotFoundError(errno.ENOENT, gone, os.fspath(self.path))
+
     def log_event(self, event: str, **fields: Any) -> None:
         """Append one line to events.jsonl and refresh status.json (the newest stage, step and state).
 
         In a `text` the home folder is written as `~`: logs are shown to others, and it has their owner's name in it.
+
+        Raises:
+            OSError: the disk refused, or the folder has gone.
         """
+        self.check_place()
         if isinstance(fields.get("text"), str):
             fields["text"] = without_home(fields["text"])
         now = round(time.time(), 3)

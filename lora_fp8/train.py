@@ -413,8 +413,9 @@ def in_words(run: Run, device: torch.device) -> Iterator[None]:
         place = f"{error.filename}: " if error.filename else ""
         room = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            # The folder itself may be what has gone.
-            there = next(path for path in (run.path, *run.path.resolve().parents) if path.exists())
+            # The disk that is full; the folder itself may be what has gone.
+            full = Path(error.filename or run.path).resolve()
+            there = next(path for path in (full, *full.parents) if path.exists())
             room = f"; {shutil.disk_usage(there).free / 2**20:.1f} MiB are free at {there}"
         raise RunFailure(f"{place}{error.strerror or error or type(error).__name__}{room}") from error
 

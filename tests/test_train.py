@@ -192,6 +192,16 @@ def test_a_run_folder_that_has_gone_is_one_line(job):
         run(mine, echo=lambda event: event["event"] == "checkpoint" and shutil.rmtree(folder_of(mine)))
 
 
+def test_a_run_folder_that_was_moved_is_not_made_anew(job):
+    """What follows would be apart from config, log and lock, and be called done."""
+    mine = job(*SMALL)
+    there = folder_of(mine).with_name("there")
+    with pytest.raises(RunFailure, match=r"^\S+/lora: the run folder was moved or deleted"):
+        run(mine, echo=at_step(3, lambda: folder_of(mine).rename(there)))
+    assert not folder_of(mine).exists()
+    assert len(run(mine.model_copy(update={"name": "there"}), resume=True).files) == 2
+
+
 def test_a_disk_that_turns_read_only_is_one_line_and_costs_nothing_saved(job, monkeypatch):
     """As a kernel does after an error of the disk; the log cannot be written then, and must not hide it."""
     real = run_room.write_synced
