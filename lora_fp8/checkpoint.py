@@ -173,7 +173,7 @@ WATCHED = (
     "model.dtype",
     "memory.compile",
 )
-ASIDE = ("dataset.folders", "dataset.cache_dir", "train.log_every")
+ASIDE = ("dataset.folders", "dataset.cache_dir", "train.log_every", "adapter.init_from")
 
 
 def remember(job: Job, base: str, data: str) -> dict[str, Any]:

@@ -60,8 +60,9 @@ def finish(
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])
-    if drawn and (before := _drawn_by_the_base(job.preview.prompts, run)):
-        rows = {"base": before, f"LoRA, step {step}": drawn}
+    if drawn and (before := _drawn_at_the_start(job.preview.prompts, run)):
+        first = "start" if job.adapter.init_from else "base"
+        rows = {first: before, f"LoRA, step {step}": drawn}
         sample.contact_sheet(rows, job.preview.prompts).save(run.samples / "contact_sheet.png")
 
     state = adapters.state(loaded.adapted)
@@ -87,7 +88,7 @@ def write_files(
     return files
 
 
-def _drawn_by_the_base(prompts: list[str], run: Run) -> list[Image.Image]:
+def _drawn_at_the_start(prompts: list[str], run: Run) -> list[Image.Image]:
     """The previews of step 0, if they are of the same prompts: a resumed run may have been given others."""
     first = [event for event in run.events() if event["event"] == "preview" and event["step"] == 0]
     if not first or first[-1]["prompts"] != prompts:

@@ -173,6 +173,14 @@ class AdapterOptimizer:
         self._release()
 
     @torch.no_grad()
+    def start_at(self, values: dict[str, Tensor]) -> None:
+        """Masters begin at these values, which the parameters have been rounded from; not after a step."""
+        for name, value in values.items():
+            stepped = self._stepped[name]
+            if self.rounding == "master" and stepped is not self.params[name]:
+                stepped.copy_(value)
+
+    @torch.no_grad()
     def step(self, grads: dict[str, Tensor], lr: float, step: int) -> None:
         """Updates the parameters.
 

@@ -1,13 +1,15 @@
-"""What a checkpoint of a run holds, and how a run takes it up again: between the loop in `train` and the bundles in
-`checkpoint`.
+"""Where a run begins: at the base itself, at a LoRA file, or at what a checkpoint holds of it. Between the loop in
+`train` and the bundles in `checkpoint`.
 """
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from . import adapters, checkpoint
+from . import adapters, checkpoint, export, kinds, layouts
 from .config import Job, UserError, UserErrors
 from .families.base import ModelFamily
 from .prepare import Data, Loaded
@@ -61,16 +63,75 @@ def save_checkpoint(
     run.log_event("checkpoint", step=state.step, path=str(path.relative_to(run.path)))
 
 
+def start_values(job: Job, family: ModelFamily) -> dict[str, Tensor]:
+    """The tensors of `adapter.init_from` under our names, float32, at the job's alpha / rank; {} where it is empty.
+
+    Raises:
+        UserError: no such file, or one of another base, kind, rank or set of layers.
+    """
+    section = job.adapter
+    if not section.init_from:
+        return {}
+    path = Path(os.path.expanduser(section.init_from))
+    where = f"adapter.init_from = {str(path)!r}"
+    if not path.is_file():
+        raise UserError(f"{where}: no such file (looked in {Path.cwd()})")
+    try:
+        held, scaling = layouts.from_layout(export.read(path)[0], family, family.denoiser_config())
+        layers = kinds.grouped(held)
+        found = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if found != {section.type}:
+        kind = " and ".join(sorted(found))
+        raise UserError(f"{where}: is a {kind}, and adapter.type is {section.type!r}; set adapter.type = {kind!r}")
+    ranks = sorted({kinds.rank_of(parts) for parts in layers.values() if kinds.has_rank(parts)} - {section.rank})
+    if ranks:
+        raise UserError(
+            f"{where}: has rank {', '.join(map(str, ranks))}, and adapter.rank is {section.rank}; set adapter.rank to "
+            f"it, or bring the file to one rank with `lora-fp8 resize FILE --rank {section.rank} --uniform`"
+        )
+    names = {*family.adapter_names(family.empty_denoiser(), section.targets)}
+    others = [layer for layer in layers if layer not in names]
+    if section.text_encoder:  # those are judged when the encoders are there
+        others = [layer for layer in others if not layouts.text_encoder_of(layer, family)]
+    if others:
+        raise UserError(
+            f"{where}: has layers that are not trained here, {export.first_few(others)}, and they would be lost; leave "
+            "adapter.targets empty, or set adapter.text_encoder = true for those of text encoders"
+        )
+    own = kinds.scalings(held, section.alpha, section.rank)
+    return {
+        f"{layer}.{part}": tensor.float() * (scaling[layer] / own[layer] if part in kinds.ZERO_AT_START else 1)
+        for layer, parts in layers.items()
+        for part, tensor in parts.items()
+    }
+
+
+def _begin(job: Job, family: ModelFamily, loaded: Loaded, run: Run) -> State:
+    """At step 0, with the adapter at the base itself or as the file has it."""
+    if values := start_values(job, family):
+        fresh = adapters.state(loaded.adapted)
+        adapters.load_state_(loaded.adapted, fresh | values)
+        loaded.optimizer.start_at(values)
+        if left := sorted(kinds.grouped(fresh).keys() - kinds.grouped(values).keys()):
+            text = (
+                f"adapter.init_from has not all layers; {len(left)} begin at the base itself: {export.first_few(left)}"
+            )
+            run.log_event("warning", text=text)
+    return State()
+
+
 def take_up(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Run, resume: bool) -> State:
     """Where to begin: at 0, or where the newest whole checkpoint ends."""
     if not resume:
-        return State()
+        return _begin(job, family, loaded, run)
     found, skipped = checkpoint.latest(run.checkpoints)
     for line in skipped:
         run.log_event("warning", text=line)
     if found is None:
         run.log_event("warning", text="there is no checkpoint yet; training begins at step 0")
-        return State()
+        return _begin(job, family, loaded, run)
     now = checkpoint.remember(job, family.base_identity(), data.fingerprint)
     refused, told = checkpoint.compare(found.state, now)
     if refused:

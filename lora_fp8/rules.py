@@ -102,7 +102,7 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         if not is_utf8(text):
             say(key, f"expected text in UTF-8, got {shown(text)}")
     paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
-    paths |= {"dataset.cache_dir": job.dataset.cache_dir}
+    paths |= {"dataset.cache_dir": job.dataset.cache_dir, "adapter.init_from": job.adapter.init_from}
     paths |= {f"dataset.folders.{i}.path": folder.path for i, folder in enumerate(job.dataset.folders)}
     paths |= {f"dataset.folders.{i}.control": folder.control for i, folder in enumerate(job.dataset.folders)}
     paths |= {f"preview.controls.{i}": path for i, path in enumerate(job.preview.controls)}

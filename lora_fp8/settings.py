@@ -146,6 +146,9 @@ class Adapter(Section):
     alpha: float = setting(16.0, "Update strength; the update is scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Probability of dropping an adapter input while training.", ge=0, lt=1)
     targets: list[str] = setting([], "Module name endings to adapt, such as 'to_q'; empty means the family's choice.")
+    init_from: str = setting(
+        "", "LoRA file to go on from, of this base, type and rank, in any layout; empty begins at the base itself."
+    )
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights while training.")
     text_encoder: bool = setting(
         False,

@@ -37,7 +37,7 @@ from .measure import moved_layers
 from .objectives import Objective
 from .prepare import DTYPES, Data, Loaded, cache, carried, load, plan, preview_conditioning, resolve_auto, scan
 from .processes import Elsewhere, Gradients, Processes
-from .resume import State, last_good, same_step, save_checkpoint, take_up
+from .resume import State, last_good, same_step, save_checkpoint, start_values, take_up
 from .run import Run, RunFailure, Stopped, StopSignal
 from .text_encoders import TextEncoders
 
@@ -94,6 +94,8 @@ def _stages(
         scanned = scan(job, Family)
         if scanned.problems:
             raise UserErrors(scanned.problems, "dataset")
+        if not resume:
+            start_values(job, family)  # what is wrong with the LoRA file that it is to go on from
     with processes.together():
         run = Run.create(folder, config.dumps(job), resume=resume) if processes.is_main else _Bystander(folder)
     run.echo = echo

@@ -227,7 +227,13 @@ def test_what_is_typed_into_any_field_stays_text(site: Site) -> None:
             wrong = {one.key for one in form.problems(draft.read_text(encoding="utf-8"), site.place.home)}
             left = [
                 key
-                for key in ("output_dir", "model.components", "dataset.cache_dir", "preview.controls")
+                for key in (
+                    "output_dir",
+                    "model.components",
+                    "dataset.cache_dir",
+                    "adapter.init_from",
+                    "preview.controls",
+                )
                 if _take(tables, key)
             ]
             if not [key for key in wrong if _take(tables, key)] and not left:

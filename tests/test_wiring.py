@@ -21,7 +21,7 @@ import safetensors
 import torch
 from PIL import Image
 
-from lora_fp8 import config, exchange, families, run, train
+from lora_fp8 import config, exchange, families, kinds, resume, run, train
 from lora_fp8.config import Section, UserError
 from lora_fp8.precision import kernels
 
@@ -166,6 +166,7 @@ OWN_TEST = {
     "model.path": "test_family_and_path_choose_the_base",
     "model.components": "test_components",
     "model.revision": "test_revision",
+    "adapter.init_from": "test_init_from",
     "quantize.fast_accum": "test_fast_accum_reaches_the_kernel",
     "quantize.kernels": "test_kernels_reach_the_layers",
     "dataset.folders.0.path": "test_folder_path",
@@ -438,6 +439,44 @@ def test_revision(job: Callable[..., config.Job], tiny: Callable[[str], Path], m
     train.run(job("model.path=somebody/base", "model.revision=v2", "train.steps=1"), progress=False)
     train.run(job("model.path=somebody/base", "train.steps=1", "name=second"), progress=False)
     assert set(asked) == {("somebody/base", "v2"), ("somebody/base", None)}
+
+
+def test_init_from(job: Callable[..., config.Job], tmp_path: Path) -> None:
+    """A run that goes on from a file begins where the run that wrote it ended, whatever layout and alpha."""
+    held = (*BASE, "validation.pictures=1", "validation.every=4")
+    first = train.run(job(*held, "adapter.targets=['to_q', 'to_k']", "adapter.alpha=8.0"), progress=False)
+    kohya, diffusers_ = sorted(first.files, reverse=True)
+    given = (*held, f"adapter.init_from='{kohya}'", "adapter.alpha=2.0")
+    second = train.run(job(*given, "train.steps=1", "name=second"), progress=False)
+    ended, begins = (
+        [event for event in of.run.events() if event["event"] in ("validation", "preview") and event["step"] == step]
+        for of, step in ((first, 4), (second, 0))
+    )
+    assert {e["event"]: e.get("bands") for e in ended} == {e["event"]: e.get("bands") for e in begins}
+    drawn = [Image.open(of.run.samples / f"step-00000{step}-0.png").tobytes() for of, step in ((first, 4), (second, 0))]
+    assert drawn[0] == drawn[1]
+    (warned,) = [e["text"] for e in second.run.events() if e["event"] == "warning" and "init_from" in e["text"]]
+    assert "begin at the base" in warned and "proj_in" in warned and "lora_B" not in warned
+
+    def values(*overrides: str, family: str = "sd15", file: Path = kohya) -> dict[str, torch.Tensor]:
+        mine = job(*overrides, f"adapter.init_from='{file}'", family=family)
+        return resume.start_values(mine, families.get(family)(mine.model, device="cpu", dtype=torch.bfloat16))
+
+    for layer, ours in kinds.grouped(values("adapter.alpha=8.0")).items():
+        others = kinds.grouped(values("adapter.alpha=8.0", file=diffusers_))[layer]
+        torch.testing.assert_close(kinds.delta(ours, 1.0), kinds.delta(others, 1.0))
+    for overrides, line in (
+        (("adapter.rank=8",), "has rank 4, and adapter.rank is 8; set adapter.rank"),
+        (("adapter.type=dora",), "is a lora, and adapter.type is 'dora'"),
+        (("adapter.targets=['to_q']",), r"to_k.*would be lost"),
+    ):
+        with pytest.raises(UserError, match=line):
+            values(*overrides)
+    with pytest.raises(UserError, match="adapter.init_from"):
+        values(family="flux")
+    with pytest.raises(UserError, match="no such file"):
+        train.run(job(f"adapter.init_from='{tmp_path / 'none'}'", "name=third"), progress=False)
+    assert not (Path(job().output_dir) / "third").exists()
 
 
 def test_folder_path(

@@ -181,7 +181,7 @@ def _marked(path: Path, facts: dict[str, Any]) -> bool:
 
 def paths(values: dict[str, Any]) -> list[tuple[str, str]]:
     """(setting, path) of everything in a draft that names a place of this machine."""
-    found = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "model.components")]
+    found = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from")]
     base = values["model.path"]
     if isinstance(base, str) and base != "demo" and not on_the_hub(base):
         found.append(("model.path", base))

@@ -18,7 +18,7 @@ from .context import Place
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 PATHS = (
-    *("output_dir", "model.path", "model.components", "dataset.cache_dir"),
+    *("output_dir", "model.path", "model.components", "dataset.cache_dir", "adapter.init_from"),
     *("dataset.folders.path", "dataset.folders.control", "preview.controls"),
 )
 """Settings that name a file or folder; tests/test_page_submit.py finds those that are missing here."""

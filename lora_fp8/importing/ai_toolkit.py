@@ -54,7 +54,7 @@ SHORT: dict[str, Rule] = {
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
     "network.network_kwargs.**": none("the layers of a family are adapted alike; adapter.targets names which"),
-    "network.pretrained_lora_path": none(words.NO_START),
+    "network.pretrained_lora_path": to("adapter.init_from", text, words.START),
     "network.transformer_only": idle("only the denoiser is trained here"),
     "network.old_lokr_format": idle("belongs to LoKr"),
     "save.dtype": to("export.dtype", words.FILE_DTYPE),

@@ -116,7 +116,7 @@ RULES: dict[str, Rule] = {
     "adapter.dropout": to("adapter.dropout", number),
     "adapter.dtype": to("adapter.dtype", words.choice({"bfloat16": "bf16", "float32": "fp32"}, "bf16 and fp32")),
     "adapter.decompose_factor": JOINT,
-    "adapter.init_from_existing": none(words.NO_START),
+    "adapter.init_from_existing": none("name the .safetensors file in that folder in adapter.init_from"),
     "adapter.fuse_adapters": none("no LoRA is merged into the base; merge it beforehand"),
     "adapter.fuse_adapters.**": none("no LoRA is merged into the base; merge it beforehand"),
     "optimizer.type": JOINT,

@@ -207,7 +207,7 @@ RULES: dict[str, Rule] = {
     "additional_embeddings": none(NO_EMBEDDING),
     "additional_embeddings.**": none(NO_EMBEDDING),
     "peft_type": JOINT,
-    "lora_model_name": none(words.NO_START),
+    "lora_model_name": to("adapter.init_from", text, words.START),
     "lora_rank": to("adapter.rank", whole),
     "lora_alpha": to("adapter.alpha", number),
     "lora_decompose": JOINT,

@@ -54,7 +54,7 @@ RULES: dict[str, Rule] = {
     "lora_dropout": to("adapter.dropout", number),
     "lora_init_type": none("adapters start as peft's LoRA: A at random, B at zero", "default"),
     "lora_format": none("export.formats says which key names are written", "diffusers"),
-    "init_lora": none(words.NO_START),
+    "init_lora": to("adapter.init_from", text, words.START),
     "use_dora": JOINT,
     "lycoris_config": JOINT,
     "init_lokr_norm": none("belongs to LoKr"),

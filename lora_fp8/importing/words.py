@@ -35,7 +35,7 @@ SHOWN_ALIKE = (
     "epoch, chosen to come to the same where the pictures are here"
 )
 NO_EMA = "no moving average of the weights is kept here"
-NO_START = "training starts from a new adapter; an existing LoRA file cannot be gone on with"
+START = "its rank must be adapter.rank"
 NO_SWAP = "blocks are not swapped to main memory; FP8 storage and gradient checkpointing are what saves memory here"
 NO_CLIPS = "clips are trained of wan and hunyuan_video only: dataset.frames"
 SAVED = "the LoRA files of that step, and a checkpoint to go on from"

@@ -427,7 +427,7 @@ class Queue:
         return path.name
 
 
-PATHS = ("output_dir", "dataset.cache_dir", "model.components", "preview.controls")
+PATHS = ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from", "preview.controls")
 FOLDER_PATHS = ("path", "control")
 """Settings that name a place on this machine, or a list of them: of a job, and of each of its picture folders."""
 
