@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,11 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
         updates["fps"] = float(Family.clips[1])
     if told := text_encoders.problem(job.adapter, Family):
         raise UserError(told)
-    resolution = updates.get("resolution", job.dataset.resolution)
-    if resolution % Family.bucket_multiple:
-        raise UserError(
-            f"dataset.resolution = {resolution}: {Family.title} needs a multiple of {Family.bucket_multiple}"
-        )
+    sides = {"dataset.resolution": updates.get("resolution", job.dataset.resolution)}
+    sides |= {f"dataset.folders.{i}.resolution": folder.resolution for i, folder in enumerate(job.dataset.folders)}
+    for key, side in sides.items():
+        if side % Family.bucket_multiple:
+            raise UserError(f"{key} = {side}: {Family.title} needs a multiple of {Family.bucket_multiple}")
     section = job.export
     # Which layouts carry another kind than LoRA depends on the layers: see `carried`.
     if section.formats == ["auto"] and job.adapter.type == "lora":
@@ -142,14 +142,15 @@ def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Bucket, li
 
 
 def may_be_held_out(job: Job, examples: list[images.Example]) -> list[str]:
-    """The files that validation may keep out of training, none of a folder for regularization."""
-    # Files, not examples: of a clip that is cut into pieces none may be trained on where others are held out.
+    """The hashes of the files that validation may keep out of training, none of a folder for regularization."""
+    # Contents, not examples: of a clip that is cut into pieces, a picture that lies in two folders or a folder that is
+    # named twice, nothing may be trained on where it is held out.
     own = [one for one in examples if not job.dataset.folders[one.folder_index].regularization]
-    return list(dict.fromkeys(example.file_uid for example in own))
+    return list(dict.fromkeys(example.image_sha256 for example in own))
 
 
 def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example], list[images.Example]]:
-    """What is trained on, and what is kept out of it for validation, drawn by the seed.
+    """What is trained on, and what is kept out of it for validation, each once, drawn by the seed.
 
     Raises:
         UserError: nothing would be left to train on.
@@ -161,10 +162,12 @@ def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example
             f"validation.pictures = {wanted}: of {len(files)} pictures none would be left to train on; use fewer"
         )
     held_out = {files[number] for number in permutation(len(files), "held out", job.seed)[:wanted]}
-    parts: tuple[list[images.Example], list[images.Example]] = ([], [])
+    trained = [example for example in examples if example.image_sha256 not in held_out]
+    kept: dict[tuple[str, tuple[int, ...]], images.Example] = {}
     for example in examples:
-        parts[example.file_uid in held_out].append(example)
-    return parts
+        if example.image_sha256 in held_out:
+            kept.setdefault((example.image_sha256, example.frames), replace(example, repeats=1))
+    return trained, list(kept.values())
 
 
 def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Run, processes: Processes) -> Data:

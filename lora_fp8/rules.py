@@ -32,6 +32,8 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     for i, folder in enumerate(job.dataset.folders):
         if not folder.path:
             say(f"dataset.folders.{i}.path", "is empty")
+        if folder.resolution and not 16 <= folder.resolution <= 8192:
+            say(f"dataset.folders.{i}.resolution", f"must lie between 16 and 8192 pixels, got {folder.resolution}")
         if folder.regularization and folder.trigger:
             say(f"dataset.folders.{i}.trigger", "a folder for regularization gets no trigger word; leave it out")
     if isinstance(job.dataset.resolution, int) and not 16 <= job.dataset.resolution <= 8192:

@@ -170,6 +170,12 @@ class Folder(Section):
         "Pictures of the class without your subject: they get no trigger word, and none is kept out for validation.",
     )
     weight: float = setting(1.0, "Weight of this folder's pictures in the loss.", gt=0, le=100)
+    resolution: int = setting(
+        0,
+        "Side of the square with this folder's training area; 0 means dataset.resolution. A folder that is named twice "
+        "can be trained at two sizes.",
+        ge=0,
+    )
     control: str = setting(
         "", "For editing models: folder with a control picture of the same name (or name_1, name_2) for each image."
     )

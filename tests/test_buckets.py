@@ -146,9 +146,10 @@ def test_resolution_below_the_step_is_the_users_error():
 
 
 def test_assign_and_group():
-    section = config.Dataset(resolution=64, bucket_step=8, upscale=False)
+    folders = [config.Folder(path="a"), config.Folder(path="b", resolution=32)]
+    section = config.Dataset(folders=folders, resolution=64, bucket_step=8, upscale=False)
     examples = [
-        SimpleNamespace(width=w, height=h, path=f"{i}.png", uid=f"0/{i}.png", frames=())
+        SimpleNamespace(width=w, height=h, path=f"{i}.png", uid=f"0/{i}.png", frames=(), folder_index=0)
         for i, (w, h) in enumerate([(200, 100), (64, 64), (100, 200), (90, 90), (40, 40)])
     ]
     placed = buckets.assign(examples, section, resolution=64, step=8)
@@ -158,7 +159,11 @@ def test_assign_and_group():
     assert [one.uid for one in groups[64, 64]] == ["0/1.png", "0/3.png"]
     assert [one.uid for one in groups[40, 40]] == ["0/4.png"]
     assert sum(map(len, groups.values())) == 5
-    examples.append(SimpleNamespace(width=5, height=50, path="sliver.png"))
+    examples[1].folder_index = 1
+    assert [one.uid for one in buckets.group(buckets.assign(examples, section, resolution=64, step=8))[32, 32]] == [
+        "0/1.png"
+    ]
+    examples.append(SimpleNamespace(width=5, height=50, path="sliver.png", folder_index=0))
     with pytest.raises(config.UserError, match="sliver.png is 5 x 50"):
         buckets.assign(examples, section, resolution=64, step=8)
 

@@ -217,7 +217,7 @@ def test_a_control_picture_of_its_pictures_shape_is_cut_as_the_picture_is():
     ramp = np.add.outer(np.arange(50) * 2, np.arange(96)).astype(np.uint8)
     picture = Image.fromarray(np.stack([ramp] * 3, -1))
     control = picture.resize((192, 100), Image.Resampling.BICUBIC)
-    section = config.Dataset(max_aspect=1.5)
+    section = config.Dataset(folders=[config.Folder(path="set")], max_aspect=1.5)
     example = images.Example("x.png", "", 0, "x.png", 1, 96, 50, "")
     (placed,) = buckets.assign([example], section, resolution=48, step=8)
     box = buckets.control_box(placed.placement, control.size)

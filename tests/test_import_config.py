@@ -437,7 +437,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "trigger": "p3r5on",
             "caption_dropout": 0.05,
             "shuffle_tags": False,
-            "folders": [{"path": "pictures/plain"}],
+            "folders": [{"path": "pictures/plain", "resolution": side} for side in (512, 768, 1024)],
         },
         "train": {"steps": 2000, "batch_size": 1, "accumulate": 4},
         "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none", "eps": 1e-6},
@@ -604,7 +604,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "checkpoint_every_n_minutes|blocks_to_swap|diffusion_pipe_dataset.toml: directory.1.mask_path",
     ),
     "ai_toolkit_flux.yaml": (
-        "model.quantize|datasets.0.resolution|save.save_every|save.max_step_saves_to_keep",
+        "model.quantize|save.save_every|save.max_step_saves_to_keep",
         "save.hf_repo_id|train.ema_config.use_ema|meta.name|meta.version",
     ),
     "onetrainer_sdxl.json": (

@@ -26,6 +26,7 @@ class FakeExample:
     height: int
     repeats: int = 1
     frames: tuple[int, ...] = ()
+    folder_index: int = 0
 
     @property
     def uid(self):
@@ -72,7 +73,7 @@ FAMILY = SimpleNamespace(
 
 
 def make(batch_size=2, seed=0, sizes=SIZES, repeats=(1,), cache=None, **settings):
-    section = config.Dataset(**settings)
+    section = config.Dataset(folders=[config.Folder(path="set", weight=0.5)], **settings)
     examples = [FakeExample(i, w, h, repeats[i % len(repeats)]) for i, (w, h) in enumerate(sizes)]
     placed = buckets.group(buckets.assign(examples, section, resolution=64, step=8))
     return Loader(placed, cache or FakeCache(), FAMILY, section, seed, batch_size), examples
@@ -118,7 +119,12 @@ def test_each_sample_is_seen_its_repeats_an_epoch(batch_size, world):
             assert sum(sizes) == loader.total(micro) <= batch_size and max(sizes) - min(sizes) <= 1
             totals += loader.total(micro)
             for share in filter(None, shares):
-                assert share.total == loader.total(micro) and share.epoch == epoch and share.micro_index == micro
+                assert (
+                    share.weights == [0.5] * len(share)
+                    and share.total == loader.total(micro)
+                    and share.epoch == epoch
+                    and share.micro_index == micro
+                )
                 counts.update(uid.split("#")[0] for uid in share.uids)
                 assert len({latents_CHW.shape for latents_CHW in share.latents_BCHW}) == 1
                 assert share.latent_hw == (share.bucket_wh[1] // 8, share.bucket_wh[0] // 8)
@@ -213,7 +219,7 @@ def test_flips_are_about_half_and_reach_latents_and_conditioning():
 
 def test_captions_are_dropped_and_shuffled_as_asked_and_always_encoded():
     settings = {"caption_dropout": 0.25, "shuffle_tags": True, "caption_variants": 5, "keep_tokens": 1}
-    section = config.Dataset(**settings)
+    section = config.Dataset(folders=[config.Folder(path="set", weight=0.5)], **settings)
     sizes = [(64, 64)] * 60
     texts = dataset_captions([FakeExample(i, 64, 64) for i in range(60)], section, 3)
     loader, examples = make(4, seed=3, sizes=sizes, cache=FakeCache(texts), **settings)

@@ -60,13 +60,18 @@ def test_what_is_kept_out_is_not_trained_on(job, monkeypatch):
         return batch
 
     monkeypatch.setattr(Loader, "micro", watched)
-    result = run(job(*HELD, "train.steps=8", "train.batch_size=2"), progress=False)
+    # Named twice, at two sizes: what is held out of the one must not be trained on in the other.
+    path = job().dataset.folders[0].path
+    twice = f"dataset.folders=[{{path='{path}', repeats=2}}, {{path='{path}', resolution=32}}]"
+    result = run(job(*HELD, "train.steps=8", "train.batch_size=3", twice), progress=False)
     events = {e["event"]: e for e in result.run.events()}
     data = events["data"]
     parts = sorted(shown.values(), key=len)
     assert [len(part) for part in parts] == [data["held_out"], data["images"]] == [2, len(parts[1])]
-    assert not parts[0] & parts[1]
-    assert events["export"] and str(data["images"]) == _metadata(result.files[0])["ss_num_train_images"]
+    files = [{uid.partition("/")[2] for uid in part} for part in parts]
+    assert not files[0] & files[1] and len(parts[1]) == 2 * len(files[1])
+    assert events["validation"]["pictures"] == 2  # each once, however often it would be shown
+    assert events["export"] and str(data["samples_per_epoch"]) == _metadata(result.files[0])["ss_num_train_images"]
 
 
 def _metadata(path):

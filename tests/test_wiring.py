@@ -90,6 +90,7 @@ FLIPS = {
     "dataset.folders.0.regularization": Flip(
         "true", ("losses", "encoded"), ("buckets", "samples"), ("dataset.trigger=zobi",)
     ),
+    "dataset.folders.0.resolution": Flip("64", ("losses", "encoded", "buckets")),
     "dataset.folders.0.weight": Flip("0.5", TRAINING, ("rates", "samples", "buckets")),
     "dataset.resolution": Flip("64", ("losses", "encoded", "buckets")),
     "dataset.buckets": Flip("false", ("losses", "encoded", "buckets")),

@@ -208,18 +208,20 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
 
     Args:
         examples: `images.Example`s.
-        section: `config.Dataset`; buckets, max_aspect and upscale are read.
+        section: `config.Dataset`; buckets, max_aspect, upscale and the folders' resolutions are read.
         resolution, step: resolved numbers, since the section may leave them to the family.
 
     Raises:
         UserError: an image cannot be placed; the message names it.
     """
     max_aspect = section.max_aspect if section.buckets else 1.0
-    sizes = bucket_sizes(resolution, step, max_aspect)
+    sides = [folder.resolution or resolution for folder in section.folders]
+    sizes = {side: bucket_sizes(side, step, max_aspect) for side in dict.fromkeys(sides)}
     placed = []
     for example in examples:
+        side = sides[example.folder_index]
         try:
-            placement = _place((example.width, example.height), sizes, resolution, step, max_aspect, section.upscale)
+            placement = _place((example.width, example.height), sizes[side], side, step, max_aspect, section.upscale)
         except UserError as error:
             raise UserError(f"{example.path} {error}") from None
         placed.append(Placed(example, placement))

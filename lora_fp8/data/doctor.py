@@ -366,7 +366,8 @@ def examine(
     for name, fact in zip(names, facts, strict=True):
         _look_at_picture(name, fact, told, _is_clip(fact, section))
     _look_for_copies([(names[i], facts[i]) for i in usable], told)
-    placed = _look_at_buckets([(names[i], facts[i]) for i in usable], section, resolution, step, told)
+    sides = [section.folders[index].resolution or resolution for index, *_ in found]
+    placed = _look_at_buckets([(names[i], facts[i], sides[i]) for i in usable], section, step, told)
     _look_at_balance(section, found, usable, told)
     words = [len(text.split()) for text in texts.values()]
     repeats = [section.folders[index].repeats for index, *_ in found]
@@ -492,10 +493,10 @@ def _look_for_copies(entries: list[tuple[str, Facts]], told: _Told) -> None:
 
 
 def _look_at_buckets(
-    entries: list[tuple[str, Facts]], section: config.Dataset, resolution: int, step: int, told: _Told
+    entries: list[tuple[str, Facts, int]], section: config.Dataset, step: int, told: _Told
 ) -> list[dict[str, Any]]:
     groups: dict[buckets.Size, list[tuple[str, float, bool]]] = defaultdict(list)
-    for name, fact in entries:
+    for name, fact, resolution in entries:
         size = (fact.width, fact.height)
         try:
             place = buckets.place(

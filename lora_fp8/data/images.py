@@ -577,8 +577,9 @@ def note_sizes(report: ScanReport, section: config.Dataset, resolution: int) -> 
     notes: dict[str, list[str]] = defaultdict(list)
     for example in {example.file_uid: example for example in report.examples}.values():
         width, height = example.width, example.height
-        if width * height < resolution**2:
-            if 4 * width * height < resolution**2:
+        side = section.folders[example.folder_index].resolution or resolution
+        if width * height < side**2:
+            if 4 * width * height < side**2:
                 notes["tiny"].append(f"{example.path} ({width} x {height})")
             notes["upscaled" if section.upscale else "small"].append(f"{example.path} ({width} x {height})")
         aspect = max(width, height) / min(width, height)

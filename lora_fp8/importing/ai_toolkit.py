@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from lora_fp8.config import UserError
@@ -355,7 +356,7 @@ def _set_folders(draft: Draft) -> None:
         {m[0] for key in draft.given if (m := re.match(re.escape(PROCESS) + r"datasets\.\d+\.", key))},
         key=lambda table: int(table.split(".")[-2]),
     )
-    kept = []
+    kept, largest = [], 0
     for table in tables:
         kept.append(table)
         name = f"{table}folder_path" if draft.has(f"{table}folder_path") else f"{table}dataset_path"
@@ -378,7 +379,13 @@ def _set_folders(draft: Draft) -> None:
         draft.none(f"{table}is_reg", "off", off=True)
         if caption and not folder.regularization:
             draft.differs(f"{table}default_caption", {}, words.caption_by_trigger(folder, caption))
-        draft.folders.append(folder)
+        sides = sorted({whole(side) for side in draft.get(f"{table}resolution", listed) or []})
+        if len(sides) > 1:
+            draft.mapped(f"{table}resolution", {}, "the folder once for each, as there")
+            draft.folders += [replace(folder, resolution=side) for side in sides]
+            largest = max(largest, sides[-1])
+        else:
+            draft.folders.append(folder)
     draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
     words.balance_regularization(draft)
     if any(folder.regularization for folder in draft.folders):
@@ -389,9 +396,12 @@ def _set_folders(draft: Draft) -> None:
         return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
 
     keys, values = each("resolution")
-    sizes = [one for value in values if value for one in (value if isinstance(value, list) else [value])]
-    if sizes:
-        words.set_resolution(draft, keys, sizes)
+    rest = [(key, value) for key, value in zip(keys, values, strict=True) if value and key not in draft.done]
+    if rest:
+        sizes = [one for _, value in rest for one in (value if isinstance(value, list) else [value])]
+        words.set_resolution(draft, [key for key, _ in rest], sizes)
+    elif largest:
+        draft.set("dataset.resolution", largest, "the largest of theirs, which previews have unless they say another")
     for name, setting, read in (
         ("caption_dropout_rate", "dataset.caption_dropout", number),
         ("shuffle_tokens", "dataset.shuffle_tags", flag),

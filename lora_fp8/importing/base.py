@@ -408,7 +408,7 @@ class Folder:
         captionless: how many of them have no caption file.
         trigger_is_caption: the trigger is the whole caption of pictures that have none.
         control: the folder of control pictures.
-        regularization, weight: as our settings of these names.
+        regularization, weight, resolution: as our settings of these names.
     """
 
     path: str
@@ -420,6 +420,7 @@ class Folder:
     control: str = ""
     regularization: bool = False
     weight: float = 1.0
+    resolution: int = 0
 
 
 class Draft:
@@ -644,6 +645,7 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
             **({"trigger": folder.trigger} if folder.trigger else {}),
             **({"regularization": True} if folder.regularization else {}),
             **({"weight": folder.weight} if folder.weight != 1 else {}),
+            **({"resolution": folder.resolution} if folder.resolution else {}),
             **({"control": folder.control} if folder.control else {}),
         }
         for folder in folders
