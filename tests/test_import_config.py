@@ -1078,7 +1078,7 @@ def test_the_command(
     written = tmp_path / "ai_toolkit_flux.lora-fp8.toml"
     assert (code, err) == (0, "") and f"{written.name} written" in out
     assert config.load(written).train.steps == 2000
-    for title in ("mapped (", "differs in meaning (4)", "no counterpart (4)", "not in the file, so ai-toolkit's own"):
+    for title in ("mapped (", "differs in meaning (3)", "no counterpart (4)", "not in the file, so ai-toolkit's own"):
         assert title in out
     before = written.read_bytes()
     code, out, err = ask(here / "ai_toolkit_flux.yaml")
