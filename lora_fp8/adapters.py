@@ -393,4 +393,6 @@ def _drawn(part: str, shape: torch.Size, seed: int, name: str) -> Tensor:
 
 
 def _device(layer: nn.Module) -> torch.device:
+    if isinstance(layer, FrozenLinear):
+        return layer.device
     return next(layer.parameters()).device  # not layer.weight, which an FP8 layer would decode for it

@@ -20,6 +20,7 @@ from .data.buckets import Bucket, named
 from .data.cache import Cache
 from .dry import META
 from .families.base import ModelFamily
+from .precision import stream
 from .prepare import DTYPES, carried, place, preview_prompts, resolve_auto, scan, volume
 from .text_encoders import Adapted, checkpoint_, inject_
 
@@ -38,6 +39,9 @@ class Estimate:
     heaviest_bucket: Bucket
     """(width, height) in pixels, (width, height, frames) of clips"""
     base_bytes: int
+    """what of the base is on the device, with the buffers for what is not"""
+    waiting_bytes: int
+    """what of it waits in main memory (memory.offload)"""
     adapter_bytes: int
     optimizer_bytes: int
     """moments, masters and float32 gradients"""
@@ -86,6 +90,7 @@ class Estimate:
             f"an epoch; {self.epochs:.3g} epochs in all",
             f"training   {gib(self.peaks['train'])} at {named(self.heaviest_bucket)}: base {gib(self.base_bytes)}, "
             f"adapter {gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
+            *([f"           {gib(self.waiting_bytes)} of the base wait in main memory"] if self.waiting_bytes else []),
             f"encoding   {gib(self.peaks['encode'])} before that: the VAE {gib(self.vae_bytes)} and "
             f"{gib(self.vae_encode_bytes)} for a picture, then the text encoders one at a time, "
             f"{gib(self.text_bytes)} at most",
@@ -122,7 +127,7 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     heaviest = max(buckets, key=lambda wh: (weight[wh], wh))
     notes: list[str] = []
 
-    plan, denoiser = _denoiser(job, family)
+    plan, denoiser, waiting, buffers = _denoiser(job, family)
     cond_shapes = family.longest_cond(dict(denoiser.config))
     vae_encode, latents = _vae(family, heaviest, "encode", notes)
     previews = job.preview.width or heaviest[0], job.preview.height or heaviest[1], job.preview.frames
@@ -149,7 +154,8 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
         steps_per_epoch=steps,
         epochs=job.train.steps / steps,
         heaviest_bucket=heaviest,
-        base_bytes=everything - adapter_bytes,
+        base_bytes=everything - adapter_bytes + buffers,
+        waiting_bytes=waiting,
         adapter_bytes=adapter_bytes,
         optimizer_bytes=4 * num_trained + optim.state_bytes([p for _, p in named], job.optimizer),
         step_bytes=step,
@@ -179,14 +185,16 @@ def _in_batch(job: Job, members: list[Any]) -> int:
     return min(job.train.batch_size, sum(one.example.repeats for one in members))
 
 
-def _denoiser(job: Job, family: ModelFamily) -> tuple[precision.Plan, torch.nn.Module]:
-    """As `prepare.load` makes it, on the meta device."""
+def _denoiser(job: Job, family: ModelFamily) -> tuple[precision.Plan, torch.nn.Module, int, int]:
+    """As `prepare.load` makes it, on the meta device; bytes of it that wait, and of the buffers that they come to."""
     denoiser = family.empty_denoiser()
     plan = precision.quantize_(denoiser, job.quantize, family.keep_precise, family.dtype, family.modulation)
+    waiting = precision.offload_(denoiser, job.memory.offload)
+    sizes = [layer.qweight.nbytes for layer in precision.frozen_layers(denoiser).values() if layer.waits]
     names = family.adapter_names(denoiser, job.adapter.targets)
     adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off", "cuda_graphs": False}))
-    return plan, denoiser.train()
+    return plan, denoiser.train(), waiting, stream.BUFFERS * max(sizes, default=0)
 
 
 def _text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Module]:

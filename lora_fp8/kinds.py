@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from .config import UserError
 from .precision import FrozenLinear
 from .precision.formats import decode_rows
+from .precision.stream import here
 
 PARTS = {
     "lora": ("lora_A.weight", "lora_B.weight"),
@@ -153,7 +154,7 @@ def row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         a, b: (R, K...) and (N, R...).
     """
     if isinstance(layer, FrozenLinear) and layer.backend != "te":  # whose bytes nobody else can read
-        parts, storage, dtype = list(layer.parts()), layer.form.storage, layer.compute_dtype
+        parts, storage, dtype = list(here(layer.parts())), layer.form.storage, layer.compute_dtype
     else:
         parts, storage, dtype = [layer.weight.detach()], "plain", layer.weight.dtype
     return _row_lengths(parts, storage, a.detach().flatten(1), b.detach().flatten(1), scaling, dtype)

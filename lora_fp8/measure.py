@@ -257,7 +257,7 @@ def _held_errors(
     family: ModelFamily, section: config.Quantize, asked: Sequence[Question]
 ) -> list[layerwise.LayerError]:
     """Load the base as `section` holds it, measure its layers, free it."""
-    denoiser, _ = base(family, section)
+    denoiser, *_ = base(family, section)
     errors = _layer_errors(family, denoiser.eval(), section, asked)
     del denoiser
     _collect(family.device)
@@ -279,13 +279,13 @@ def _measured(
     expected: list[Tensor] = []
     if whole:
         run.log_event("stage", stage="the unquantized base")
-        plain, _ = base(family, config.Quantize(storage="none"))
+        plain, *_ = base(family, config.Quantize(storage="none"))
         expected = [one.ask(family, plain.eval()) for one in asked]
         del plain
         _collect(family.device)
     run.log_event("stage", stage="the quantized base")
     section = with_moved(job.quantize, moved)
-    denoiser, held = base(family, section)
+    denoiser, held, _ = base(family, section)
     errors = _layer_errors(family, denoiser.eval(), section, asked)
     prediction, multiplied = {}, {}
     if whole:

@@ -38,6 +38,8 @@ class MemoryReport:
 
 def problem(section: config.Memory, device: torch.device) -> str:
     """Why this machine cannot do what the section asks for, with what to choose instead; "" where it can."""
+    if section.offload and device.type != "cuda":
+        return f"memory.offload = {section.offload:g}: a {device.type} has no memory of its own; use memory.offload = 0"
     if section.cuda_graphs and device.type != "cuda":
         return f"memory.cuda_graphs = true: a {device.type} has no CUDA graphs; use memory.cuda_graphs = false"
     if section.compile == "off":
@@ -124,5 +126,5 @@ def out_of_memory_advice(device: torch.device) -> str:
     return (
         f"out of memory on {device} ({peak_gib(device):.1f} GiB were in use); in this order: "
         "memory.gradient_checkpointing = true, a smaller train.batch_size, quantize.storage = 'fp8', "
-        "a smaller dataset.resolution, a smaller adapter.rank"
+        "memory.offload = 0.5, a smaller dataset.resolution, a smaller adapter.rank"
     )

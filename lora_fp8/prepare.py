@@ -259,13 +259,15 @@ def plan(job: Job, family: ModelFamily) -> precision.Plan:
     )
 
 
-def base(family: ModelFamily, section: config.Quantize) -> tuple[nn.Module, precision.Plan]:
-    """The denoiser in the storage that the section asks for, on the family's device, and how each layer is held."""
+def base(family: ModelFamily, section: config.Quantize, offload: float = 0.0) -> tuple[nn.Module, precision.Plan, int]:
+    """The denoiser in the storage that the section asks for, on the family's device, how each layer is held, and how
+    many of its bytes wait in main memory."""
     denoiser = family.empty_denoiser()
     plan = precision.quantize_(denoiser, section, family.keep_precise, family.dtype, family.modulation)
+    waiting = precision.offload_(denoiser, offload)
     precision.fill_(denoiser, family.denoiser_tensors(), dtype=family.dtype, device=family.device)
     precision.set_compute_(denoiser, plan, section)  # again: what it remembers needs the weights to be there
-    return denoiser, plan
+    return denoiser, plan, waiting
 
 
 def with_moved(section: config.Quantize, moved: Sequence[str]) -> config.Quantize:
@@ -280,7 +282,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         moved: from `measure.moved_layers`.
     """
     run.log_event("stage", stage="load")
-    denoiser, plan = base(family, with_moved(job.quantize, moved))
+    denoiser, plan, waiting = base(family, with_moved(job.quantize, moved), job.memory.offload)
     names = family.adapter_names(denoiser, job.adapter.targets)
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     applied = memory.apply_(denoiser, job.memory)
@@ -317,7 +319,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         storage=plan.summary(),
         adapters=sum(report.num_modules for report in reports),
         trainable=sum(report.num_parameters for report in reports),
-        memory=[*applied.lines(), *(encoders.lines() if encoders else [])],
+        memory=[*applied.lines(), *_waiting_lines(waiting), *(encoders.lines() if encoders else [])],
         lr=job.optimizer.lr,
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
@@ -326,6 +328,10 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
     exchanged = exchange.build(job.train.gradient_exchange, named, processes)
     amax = precision.amax_history(denoiser)
     return Loaded(denoiser, objective, optimizer, plan, amax, exchanged, list(moved), encoders)
+
+
+def _waiting_lines(waiting: int) -> list[str]:
+    return [f"{waiting / 2**30:.2f} GiB of the frozen weights wait in main memory"] if waiting else []
 
 
 def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], list[Cond] | None]:

@@ -272,6 +272,17 @@ def _memory_contradictions(section: Memory, quantize: Quantize) -> Iterator[tupl
             "memory.compile",
             "'blocks' excludes quantize.recipe = 'delayed'; use quantize.recipe = 'current', or memory.compile = 'off'",
         )
+    if section.offload:
+        # What waits are the bytes of our own frozen layers, and who asks for them is Python.
+        for key, clash, usual in (
+            ("quantize.storage", quantize.storage == "none", "another storage"),
+            ("quantize.backend", quantize.backend != "own", "'own'"),
+            ("quantize.kernels", quantize.kernels == "triton", "'torch'"),
+            ("memory.compile", section.compile != "off", "'off'"),
+        ):
+            if clash:
+                value = getattr(quantize if key.startswith("quantize") else section, key.partition(".")[2])
+                yield "memory.offload", f"{section.offload:g} excludes {key} = {value!r}; use {usual}, or offload = 0"
     if section.cuda_graphs and section.compile == "off":
         yield "memory.cuda_graphs", "true records compiled blocks, and memory.compile is 'off'; use 'blocks'"
     if section.cuda_graphs and section.gradient_checkpointing:

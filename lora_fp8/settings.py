@@ -339,6 +339,13 @@ class Memory(Section):
     gradient_checkpointing: bool = setting(
         True, "Recompute activations in the backward pass: less memory, about 40 % slower."
     )
+    offload: float = setting(
+        0.0,
+        "Share of the frozen weights that waits in main memory and is copied to the GPU for each use: for models "
+        "that do not fit; slower. 1 is all.",
+        ge=0,
+        le=1,
+    )
     compile: Literal["off", "blocks"] = setting(
         "off", "blocks: torch.compile for the denoiser's repeated blocks; first steps take minutes."
     )

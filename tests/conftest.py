@@ -182,6 +182,26 @@ def job(make_job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., co
 
 
 @pytest.fixture
+def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is put away has to be fetched, as if the rest were elsewhere; -> the couriers that were made meanwhile."""
+    from lora_fp8.precision import stream
+
+    away, made = set(), []
+    real_put, courier = stream.put_away, stream.Courier
+
+    def put_away(tensor: torch.Tensor) -> torch.Tensor:
+        away.add((found := real_put(tensor)).data_ptr())
+        return found
+
+    monkeypatch.setattr(stream, "put_away", put_away)
+    monkeypatch.setattr("lora_fp8.precision.linear.put_away", put_away)
+    monkeypatch.setattr(stream, "_is_at", lambda tensor, device: tensor.data_ptr() not in away)
+    monkeypatch.setattr(stream, "_couriers", {})
+    monkeypatch.setattr(stream, "Courier", lambda device: made.append(courier(device)) or made[-1])
+    return made
+
+
+@pytest.fixture
 def no_privilege() -> Iterator[None]:
     """Root may read and write everything, which would leave nothing to test about rights: not in this test."""
     libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from editing import encode, load_encoders
 
-from lora_fp8 import adapters, config, estimate, families, optim, prepare, train
+from lora_fp8 import adapters, config, estimate, families, optim, precision, prepare, train
 from lora_fp8.families.base import ModelFamily
 
 FAMILIES = families.available()
@@ -144,6 +144,22 @@ def test_a_run_takes_what_was_reckoned(tiny: Callable[[str], Path], pictures: Pa
     assert sum(found.file_bytes.values()) == pytest.approx(tensors, rel=0.35)  # the miniature's names weigh a lot
     again = estimate.estimate(job, family_of(job))
     assert again.cache_bytes == 0
+
+
+def test_what_waits_in_main_memory_is_not_on_the_device(
+    tiny: Callable[[str], Path], pictures: Path, tmp_path: Path
+) -> None:
+    found = []
+    for share in (0, 0.5, 1):
+        job = job_of("flux", tiny("flux"), pictures, tmp_path, "dataset.resolution=64", f"memory.offload={share}")
+        found.append(estimate.estimate(job, family_of(job)))
+    kept, half, none = found
+    denoiser, plan, _ = prepare.base(family_of(job), job.quantize)
+    sizes = [layer.qweight.nbytes for layer in precision.frozen_layers(denoiser).values()]
+    assert (kept.waiting_bytes, none.waiting_bytes) == (0, sum(sizes))
+    assert half.waiting_bytes == pytest.approx(sum(sizes) / 2, abs=max(sizes))
+    assert none.base_bytes == kept.base_bytes - sum(sizes) + precision.stream.BUFFERS * max(sizes)
+    assert "wait in main memory" in " ".join(none.lines()) and none.step_bytes == kept.step_bytes
 
 
 def test_text_encoders_that_are_trained_stay(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:

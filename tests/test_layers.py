@@ -25,7 +25,7 @@ LAYERS = {
     0.0: "lora_fp8 settings rules wording config locks run families families._files demo "
     "jobs jobs.procs jobs.store jobs.truth jobs.worker jobs.keeper",
     1.0: "naming objectives adapters kinds optim layouts precision precision.formats precision.quantized "
-    "precision.matmul precision.kernels "
+    "precision.matmul precision.kernels precision.stream "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
     "data data.images data.clips data.colour data.buckets data.captions data.pattern data.doctor "

@@ -20,10 +20,11 @@ import pytest
 import safetensors
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from lora_fp8 import config, exchange, families, kinds, resume, run, train
 from lora_fp8.config import Section, UserError
-from lora_fp8.precision import kernels
+from lora_fp8.precision import kernels, stream
 
 BASE = (
     "train.steps=4",
@@ -182,6 +183,7 @@ OWN_TEST = {
     "dataset.max_pixels": "test_max_pixels",
     "train.threads": "test_threads",
     "train.gradient_exchange": "test_gradient_exchange_reaches_the_exchange",
+    "memory.offload": "test_offload_has_bytes_wait_and_changes_none_that_is_trained",
     "memory.compile": "test_compile_reaches_the_blocks",
     "memory.cuda_graphs": "test_compile_reaches_the_blocks",
 }
@@ -596,6 +598,25 @@ def test_kernels_reach_the_layers(job: Callable[..., config.Job], monkeypatch: p
     assert len(asked) == 1
     train.run(job(*IN_FP8, "train.steps=1", "name=third"), progress=False)
     assert len(asked) == 1
+
+
+def test_offload_has_bytes_wait_and_changes_none_that_is_trained(
+    job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch, as_if_on_a_gpu: list[stream.Courier]
+) -> None:
+    with pytest.raises(UserError, match="a cpu has no memory of its own"):
+        train.run(job("memory.offload=0.5"), progress=False)
+    monkeypatch.setattr(train.memory, "problem", lambda *_: "")
+    kept = train.run(job("name=kept"), progress=False)
+    assert not as_if_on_a_gpu
+    moved = train.run(job("memory.offload=0.5", "name=moved"), progress=False)
+    # The bytes of the files but for what they say of themselves: the tensors behind the header.
+    for one, other in zip(kept.files, moved.files, strict=True):
+        ours, theirs = (load_file(file) for file in (one, other))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    (courier,) = as_if_on_a_gpu
+    assert courier.early > 5 * courier.late > 0
+    (told,) = [event for event in moved.run.events() if event["event"] == "model"]
+    assert "wait in main memory" in " ".join(told["memory"])
 
 
 def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ SHOWN_ALIKE = (
 )
 NO_EMA = "no moving average of the weights is kept here"
 START = "its rank must be adapter.rank"
-NO_SWAP = "blocks are not swapped to main memory; FP8 storage and gradient checkpointing are what saves memory here"
+NO_SWAP = "here a share of the frozen weights may wait in main memory instead: memory.offload"
 NO_CLIPS = "clips are trained of wan and hunyuan_video only: dataset.frames"
 SAVED = "the LoRA files of that step, and a checkpoint to go on from"
 NO_SPREAD = "frames are never spread over a whole clip here, which would make it move faster; see dataset.frames"

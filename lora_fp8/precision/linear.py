@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..config import UserError
+from . import stream
 from .formats import FP8_ROW, Format, decode
 from .matmul import Fp8Linear, UpcastLinear, quantize, quantize_shared
 from .quantized import Weight, parts_in
+from .stream import here, put_away
 
 AMAX_HISTORY = 16
 """Steps that the delayed recipe looks back."""
@@ -30,7 +32,7 @@ class FrozenLinear(nn.Linear):
 
     Attributes:
         form: how the bytes stand for the weight.
-        qweight: uint8 parameter (N, K), for nf4 (N, K / 2); never trained.
+        qweight: uint8 parameter (N, K), for nf4 (N, K / 2); never trained. No parameter of a layer that `waits`.
         scale: float32 buffer, a value per block of `form`; for nf4 see `formats.Format.tensors`.
         bias: frozen parameter (N,) in the compute dtype, or None.
         backend: whose layer it is; see `backends`.
@@ -93,6 +95,21 @@ class FrozenLinear(nn.Linear):
         """
         self.set_parts_(*parts_in(weight, self.form, name))
 
+    @property
+    def device(self) -> torch.device:
+        """Where it multiplies."""
+        return self.scale.device if self.waits else self.qweight.device
+
+    @property
+    def waits(self) -> bool:
+        """Whether its bytes are in main memory while they are not used; see `stream`."""
+        return "qweight" in vars(self)
+
+    def wait_(self) -> None:
+        """Keeps the bytes, now or when it gets them, in main memory, where moves between devices leave them."""
+        qweight = self._parameters.pop("qweight")
+        vars(self)["qweight"] = put_away(qweight.detach())
+
     def set_parts_(self, *parts: Tensor) -> None:
         """Replaces what the weight is held in, in the order and shapes of `form.tensors`."""
         wanted = self.form.tensors((self.out_features, self.in_features))
@@ -101,10 +118,15 @@ class FrozenLinear(nn.Linear):
                 raise ValueError(
                     f"{name}: expected {kind} {list(shape)}, was given {tensor.dtype} {list(tensor.shape)}"
                 )
-            setattr(self, name, nn.Parameter(tensor, requires_grad=False) if name == "qweight" else tensor)
+            if name != "qweight":
+                setattr(self, name, tensor)
+            elif self.waits:
+                vars(self)[name] = put_away(tensor)
+            else:
+                self.qweight = nn.Parameter(tensor, requires_grad=False)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """What the weight is held in, as `formats.decode` takes it."""
+        """What the weight is held in, as `formats.decode` takes it, once `stream.here` has brought what waits."""
         if self.form.storage == "nf4":
             return self.qweight, self.scale, self.nested_scale, self.offset
         return self.qweight, self.scale
@@ -115,14 +137,14 @@ class FrozenLinear(nn.Linear):
         What the delayed recipe remembers begins when the layer has its bytes, and is kept from then on.
         """
         self.compute, self.recipe, self.fast_accum = compute, recipe, fast_accum
-        device = self.qweight.device
+        device = self.device
         if compute != "upcast" and recipe == "delayed" and device.type != "meta" and not hasattr(self, "amax_history"):
             self.register_buffer("amax_history", torch.zeros(2, AMAX_HISTORY, device=device), persistent=False)
             self.register_buffer("amax_newest", torch.zeros(2, 1, device=device), persistent=False)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        return decode(self.parts(), self.form.storage, self.compute_dtype)
+        return decode(here(self.parts()), self.form.storage, self.compute_dtype)
 
     @property
     def takes_lora(self) -> bool:
@@ -196,6 +218,20 @@ def frozen_layers(denoiser: nn.Module) -> dict[str, FrozenLinear]:
     """The frozen layers by the names that they have in the plain model, whether or not adapters wrap them."""
     found = ((name, module) for name, module in denoiser.named_modules() if isinstance(module, FrozenLinear))
     return {".".join(part for part in name.split(".") if part != "base_layer"): module for name, module in found}
+
+
+def offload_(denoiser: nn.Module, share: float) -> int:
+    """Has about this share of the frozen bytes wait in main memory (see `stream`), in place. Layers on the meta device
+    put theirs there when they get them.
+
+    Returns:
+        How many bytes wait.
+    """
+    layers = frozen_layers(denoiser)
+    names = stream.chosen({name: layer.qweight.nbytes for name, layer in layers.items()}, share)
+    for name in names:
+        layers[name].wait_()
+    return sum(layers[name].qweight.nbytes for name in names)
 
 
 @contextlib.contextmanager

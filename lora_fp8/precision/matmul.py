@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .formats import E4M3_MAX, MIN_SCALE, apply_scale_, decode
+from .stream import here
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
@@ -64,14 +65,14 @@ class UpcastLinear(torch.autograd.Function):
         parts = (qweight, scale) if nested_scale is None else (qweight, scale, nested_scale, offset)
         ctx.save_for_backward(*parts)  # references to what the layer owns: no bytes are added
         ctx.storage = storage
-        return F.linear(x, decode(parts, storage, x.dtype), bias_N)
+        return F.linear(x, decode(here(parts), storage, x.dtype), bias_N)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         parts = ctx.saved_tensors  # once: non-reentrant checkpointing refuses a second look
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
-            weight_NK = decode(once_more(parts), ctx.storage, grad.dtype)
+            weight_NK = decode(once_more(here(parts)), ctx.storage, grad.dtype)
             # Flattened as autograd does for F.linear, so that the result is the same to the bit.
             grad_x = (grad.reshape(-1, grad.shape[-1]) @ weight_NK).view(*grad.shape[:-1], weight_NK.shape[1])
         if ctx.needs_input_grad[1]:
@@ -112,7 +113,7 @@ class Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(qweight_NK, scale)
         ctx.precise_backward, ctx.recipe, ctx.history, ctx.newest = precise_backward, recipe, history, newest
-        y_MN = _multiply(values_MK, x_scale, qweight_NK, scale, x.dtype, recipe, fast_accum)
+        y_MN = _multiply(values_MK, x_scale, *here((qweight_NK, scale)), x.dtype, recipe, fast_accum)
         if bias_N is not None:
             y_MN = y_MN + bias_N
         return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
@@ -122,6 +123,7 @@ class Fp8Linear(torch.autograd.Function):
         qweight_NK, scale = ctx.saved_tensors
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
+            qweight_NK, scale = here((qweight_NK, scale))
             grad_MN = grad.reshape(-1, grad.shape[-1])
             if ctx.precise_backward:
                 grad_MK = grad_MN @ decode(once_more((qweight_NK, scale)), "fp8", grad.dtype)

@@ -192,7 +192,7 @@ class _Sums:
 def _layer_error(
     name: str, layer: FrozenLinear, tensor: Tensor, x_MK: Tensor | None, dtype: torch.dtype, bound: float
 ) -> LayerError:
-    device = layer.qweight.device
+    device = layer.device
     tensor = tensor.to(device)
     plain_NK = tensor.to(dtype)
     if not plain_NK.isfinite().all():

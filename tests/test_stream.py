@@ -1,0 +1,169 @@
+"""Frozen bytes that wait in main memory: which do, that none is read or overwritten too early, in what order they come.
+
+There is no GPU where these tests usually run. A simulated one carries a copy out only when somebody waits for it, as
+late as a real one may.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lora_fp8 import adapters, config, precision
+from lora_fp8.precision import FrozenLinear, stream
+
+WIDTHS = (64, 128, 64, 192, 64, 64, 256, 64)
+
+
+def model(
+    form: precision.Format, share: float, dtype: torch.dtype = torch.bfloat16, compute: str = "upcast"
+) -> nn.Module:
+    """Frozen layers of several sizes with adapters; `share` of the bytes waits."""
+    torch.manual_seed(0)
+    pairs = zip(WIDTHS, WIDTHS[1:], strict=False)
+    found = nn.Sequential(*(FrozenLinear.from_linear(nn.Linear(*pair), dtype, form=form) for pair in pairs))
+    for layer in found:
+        layer.set_compute_(compute)
+    precision.offload_(found, share)
+    adapters.inject(found, config.Adapter(rank=4, alpha=4), [str(i) for i in range(len(found))], seed=0)
+    for name, parameter in adapters.parameters(found):
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return found
+
+
+def steps(found: nn.Module, num: int, checkpointed: bool, device: str = "cpu") -> list[Tensor]:
+    """The adapters' gradients of each step, and at last the answer."""
+    results = []
+    for seed in range(num):
+        x = torch.randn(5, WIDTHS[0], generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+        x.requires_grad_()
+        found.zero_grad()
+        if checkpointed:
+            y = checkpoint(found[3:], checkpoint(found[:3], x, use_reentrant=False), use_reentrant=False)
+        else:
+            y = found(x)
+        y.square().sum().backward()
+        results += [parameter.grad.clone() for _, parameter in adapters.parameters(found)]
+    return [*results, y.detach()]
+
+
+class Gpu:
+    """A copying stream whose copies happen when somebody waits for them, and a journal of what was asked for."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], Any]] = []
+        self.waited: list[Any] = []
+
+    class Event:
+        gpu: "Gpu"
+
+        def record(self, where: Any) -> None:
+            self.copies = len(self.gpu.pending) if where is self.gpu else None
+
+    def wait_event(self, event: Any) -> None:
+        """The copying stream waits for what was computed."""
+        assert event.copies is None
+        self.waited.append(event)
+
+    def run(self, num: int) -> None:
+        for copy in self.pending[:num]:
+            copy()
+        self.pending[:num] = [lambda: None] * num
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, as_if_on_a_gpu: list[stream.Courier]) -> Iterator[Gpu]:
+    found = Gpu()
+    monkeypatch.setattr(Gpu.Event, "gpu", found, raising=False)
+    computing = type("Computing", (), {"wait_event": lambda self, event: found.run(event.copies)})()
+    real = Tensor.copy_
+    monkeypatch.setattr(torch.cuda, "Event", Gpu.Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.run(len(found.pending)))
+    monkeypatch.setattr(
+        Tensor,
+        "copy_",
+        lambda to, what, non_blocking=False: (
+            found.pending.append(lambda: real(to, what)) or to if non_blocking else real(to, what)
+        ),
+    )
+    ready = stream.Courier
+    monkeypatch.setattr(stream, "Courier", lambda device: _with_stream(ready(device), found))
+    yield found
+
+
+def _with_stream(courier: stream.Courier, gpu: Gpu) -> stream.Courier:
+    courier.copying = gpu
+    return courier
+
+
+def test_what_waits_is_the_share_that_was_asked_for_and_spread() -> None:
+    sizes = {f"{i}": 100 + i % 3 for i in range(60)}
+    assert stream.chosen(sizes, 0.0) == [] and stream.chosen(sizes, 1.0) == list(sizes)
+    for share in (0.1, 1 / 3, 0.5, 0.8):
+        names = stream.chosen(sizes, share)
+        assert sum(sizes[name] for name in names) == pytest.approx(share * sum(sizes.values()), abs=102)
+        gaps = [int(b) - int(a) for a, b in zip(names, names[1:], strict=False)]
+        assert max(gaps) - min(gaps) <= 1  # never a row of them beside a row of none
+    assert stream.chosen({"large": 1000, "small": 10}, 0.3) == ["small"]
+
+
+@pytest.mark.parametrize("storage", ["fp8 row", "fp8 1x64", "int8 row", "nf4 1x64", "fp8_forward", "fp8"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_answers_and_gradients_are_the_same_to_the_bit(gpu: Gpu, storage: str, checkpointed: bool) -> None:
+    # Planted: no wait for the copy; buffers that are used again at once; the next one's bytes under this one's name.
+    compute = storage if storage.startswith("fp8_") or storage == "fp8" else "upcast"
+    form = precision.Format(*storage.split()) if compute == "upcast" else precision.FP8_ROW
+    expected = steps(model(form, 0.0, compute=compute), 4, checkpointed)
+    for share in (0.5, 1.0):
+        got = steps(model(form, share, compute=compute), 4, checkpointed)
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert gpu.waited  # buffers are used in turn: before one is filled again, what was computed from it is waited for
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_order_is_learned_in_two_steps(as_if_on_a_gpu: list[stream.Courier], checkpointed: bool) -> None:
+    found = model(precision.FP8_ROW, 1.0)
+    steps(found, 2, checkpointed)
+    (courier,) = as_if_on_a_gpu
+    late, early = courier.late, courier.early
+    steps(found, 3, checkpointed)
+    assert courier.late == late and courier.early - early == 3 * len(found) * (3 if checkpointed else 2)
+    with torch.no_grad():  # previews in between, in an order of their own
+        found(torch.zeros(2, WIDTHS[0], dtype=torch.bfloat16))
+    steps(found, 1, checkpointed)
+    late = courier.late
+    steps(found, 2, checkpointed)
+    assert courier.late == late
+
+
+def test_moves_leave_what_waits_where_it_is_and_nothing_keeps_a_copy() -> None:
+    layer = FrozenLinear.from_linear(nn.Linear(64, 96), torch.float32)
+    expected = layer.weight.clone()
+    layer.wait_()
+    assert layer.waits and "qweight" not in dict(layer.named_parameters())
+    place = layer.qweight.data_ptr()
+    layer.to(torch.bfloat16).to("cpu")
+    assert layer.qweight.data_ptr() == place and layer.qweight.dtype == torch.uint8
+    assert torch.equal(layer.weight, expected.bfloat16())
+    moved = layer.to("meta")
+    assert moved.scale.is_meta and moved.qweight.data_ptr() == place and moved.device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["upcast", "fp8", "fp8_forward"])
+def test_on_a_gpu(compute: str) -> None:
+    results = []
+    for share in (0.0, 0.5, 1.0):
+        found = model(precision.FP8_ROW, share, compute=compute).cuda()
+        assert {layer.qweight.device.type for layer in precision.frozen_layers(found).values() if layer.waits} <= {
+            "cpu"
+        }
+        results.append(steps(found, 20, checkpointed=True, device="cuda"))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
