@@ -88,9 +88,8 @@ FLIPS = {
     "adapter.text_encoder": Flip("true", ("shapes", "losses"), ("encoded", "samples", "buckets", "rates")),
     "dataset.folders.0.repeats": Flip("2", ("losses", "samples")),
     "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
-    "dataset.folders.0.regularization": Flip(
-        "true", ("losses", "encoded"), ("buckets", "samples"), ("dataset.trigger=zobi",)
-    ),
+    # A trigger that no other row has; what it then encodes, captions as they are, the others have encoded already.
+    "dataset.folders.0.regularization": Flip("true", ("losses",), ("buckets", "samples"), ("dataset.trigger=zubi",)),
     "dataset.folders.0.resolution": Flip("64", ("losses", "encoded", "buckets")),
     "dataset.folders.0.weight": Flip("0.5", TRAINING, ("rates", "samples", "buckets")),
     "dataset.resolution": Flip("64", ("losses", "encoded", "buckets")),
