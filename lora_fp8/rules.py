@@ -275,7 +275,7 @@ def _memory_contradictions(section: Memory, quantize: Quantize) -> Iterator[tupl
     if section.offload:
         # What waits are the bytes of our own frozen layers, and who asks for them is Python.
         for key, clash, usual in (
-            ("quantize.storage", quantize.storage == "none", "another storage"),
+            ("quantize.storage", quantize.storage == "none", "'fp8'"),
             ("quantize.backend", quantize.backend != "own", "'own'"),
             ("quantize.kernels", quantize.kernels == "triton", "'torch'"),
             ("memory.compile", section.compile != "off", "'off'"),
