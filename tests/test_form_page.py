@@ -20,6 +20,7 @@ from lora_fp8.config import UserError
 from webui import bases, form, importer, outlook, pictures
 from webui.context import Place, Ui
 from webui.draft import Draft
+from webui.pages import new
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "lora_fp8" / "demo"
@@ -56,6 +57,17 @@ def test_the_page_has_every_setting_and_loads_no_torch(tmp_path: Path) -> None:
     assert {f"set-{key.replace('.', '-')}" for key in form.settings()} <= set(ids)
     assert len(ids) == len(set(ids))
     assert set(visible) == {"private"}, "nothing of the form is an endpoint for programs"
+
+
+def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> None:
+    columns = [column.name for column in form.settings()["dataset.folders"].columns]
+
+    def hidden(family: str, row: str = "") -> set[str]:
+        text = f'[model]\nfamily = "{family}"\n[[dataset.folders]]\npath = "a"\n{row}'
+        styles = new._columns(form.values(text, tmp_path), everything=False)
+        return {name for name, style in zip(columns, styles, strict=True) if "none" in style}
+
+    assert hidden("sdxl") == {"control"} and hidden("flux_kontext") == hidden("sdxl", 'control = "c"') == set()
 
 
 def test_nothing_in_a_problem_ends_the_style_sheet_that_shows_it() -> None:

@@ -241,7 +241,7 @@ class _Page:
             self.apply,
             inputs_kwargs=self.here | {"edit": self.edit},
             outputs=[*self._after, self.edit, self.changes],
-            **live.quiet(show_progress="full", show_progress_on=[self.head]),
+            **live.quiet(show_progress="full", show_progress_on=[self.changes]),
         )
         for button, what in ((undo, captions.undo), (redo, captions.redo)):
             button.click(
@@ -430,11 +430,14 @@ class _Page:
             if edit is None or not edit.changes:
                 raise UserError(self.say("dataset.preview_first"))
             folder = self._album(at).folder
-            entry = captions.apply(folder, edit, told=lambda done, total: progress((done, total)))
+            entry = captions.apply(folder, edit, told=self._counting(progress))
         except UserError as error:
             return [self._complaint(error), *([gr.skip()] * 5), None, ""]
         said = self._note(self.say("dataset.applied", count=entry.files))
         return [said, *self._reloaded(at, family, resolution), None, ""]
+
+    def _counting(self, progress: gr.Progress) -> Callable[[int, int], Any]:
+        return lambda done, total: progress((done, total), unit=self.say("dataset.captions"))
 
     def step(
         self,
@@ -446,7 +449,7 @@ class _Page:
     ) -> list[Any]:
         """Undo or redo."""
         try:
-            entry = what(self._album(at).folder, told=lambda done, total: progress((done, total)))
+            entry = what(self._album(at).folder, told=self._counting(progress))
         except UserError as error:
             return [self._complaint(error), *([gr.skip()] * 5)]
         key = "dataset.redone" if entry.done else "dataset.undone"
@@ -545,7 +548,7 @@ class _Page:
         except UserError as error:
             return self._wrong(error)
         last = [entry for entry in history if entry.done][-1:]
-        parts += [self.say("dataset.last", title=entry.title, count=entry.files) for entry in last]
+        parts += [self.say("dataset.last", title=self.ui.tell(entry.title), count=entry.files) for entry in last]
         parts += [self.say("dataset.unreadable", count=len(album.wrong))] if album.wrong else []
         return f'<p class="dim"><b>{shown(album.folder.name)}</b> · {" · ".join(map(shown, parts))}</p>'
 

@@ -53,17 +53,17 @@ STYLE = """
   display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr));
   background: var(--block-background-fill);
 }
-.setting .prose code { font-size: 11px; color: var(--body-text-color); }
+.setting code { font-size: 11px; color: var(--body-text-color) !important; }
 .setting:last-child:has(textarea[rows="3"]) { grid-column: 1 / -1; }
-.setting :is(.header-table, .virtual-body) { table-layout: fixed !important; width: 100% !important; }
+.setting :is(.header-table, .virtual-body) {
+  table-layout: fixed !important; width: 100% !important; min-width: 640px;
+}
+.setting .header-cell { font-size: 13px; }
+.setting .select-all-checkbox { display: none; }
 .setting :is(.header-cell, .body-cell) {
   width: var(--share) !important; min-width: 0 !important; max-width: none !important;
   flex: 0 0 var(--share) !important; font-family: var(--font) !important;
 }
-.setting [aria-colindex="1"] { --share: 40%; }
-.setting [aria-colindex="2"] { --share: 14%; }
-.setting [aria-colindex="3"] { --share: 20%; }
-.setting [aria-colindex="4"] { --share: 26%; }
 .setting > .container { height: auto !important; }
 .setting::after { display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: #b91c1c; }
 .dark .setting::after { color: #f87171; }
@@ -79,12 +79,8 @@ STYLE = """
 </style>
 """
 
-NO_CONTROLS = """
-.setting [aria-colindex="4"] { display: none !important; }
-.setting [aria-colindex="1"] { --share: 60%; }
-.setting [aria-colindex="3"] { --share: 26%; }
-"""
-"""The table of folders for architectures that are shown no control pictures."""
+WIDE = {"path": 4, "repeats": 1.2, "trigger": 2, "regularization": 1.8, "resolution": 1.4, "control": 3}
+"""Columns of the table of folders that need more room than the others."""
 
 
 def build(ui: Ui) -> None:
@@ -805,12 +801,8 @@ class _Page:
         wrong: dict[str, list[str]] = {}
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
+        rules += _columns(found, everything)
         if not everything:
-            rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
-            if "dataset.control_resolution" in form.idle(found) and not any(
-                isinstance(row, dict) and row.get("control") for row in rows
-            ):
-                rules.append(NO_CONTROLS)
             hidden = [
                 key
                 for key in form.idle(found)
@@ -878,6 +870,19 @@ class _Page:
 
 def _id(prefix: str, key: str) -> str:
     return f"{prefix}-{key.replace('.', '-') or 'job'}"
+
+
+def _columns(found: dict[str, Any], everything: bool) -> Iterable[str]:
+    """Style for the table of folders: the room of each column; that of control pictures only where they are shown to
+    the model, or where one is named."""
+    rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
+    named = any(isinstance(row, dict) and row.get("control") for row in rows)
+    controls = everything or named or "dataset.control_resolution" not in form.idle(found)
+    names = [column.name for column in form.settings()["dataset.folders"].columns]
+    shares = {name: WIDE.get(name, 1) for name in names if controls or name != "control"}
+    for number, name in enumerate(names, 1):
+        share = f"--share: {100 * shares.get(name, 0) / sum(shares.values()):.1f}%"
+        yield f'.setting [aria-colindex="{number}"] {{ {share if name in shares else "display: none !important"}; }}'
 
 
 def _offering(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
