@@ -1,6 +1,7 @@
 """The commands about pictures and captions: `lora-fp8 dataset ...`; added to `lora-fp8` by cli.py."""
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -40,10 +41,13 @@ def look(
     from .data import doctor
 
     if target.is_dir():
-        if overrides:
-            raise config.UserError("--set: a folder has no settings; give a config")
-        section = config.Dataset(folders=[config.Folder(path=str(target))], trigger=trigger)
+        if wrong := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
+            raise config.UserError(f"--set {wrong[0]}: of a folder, settings of [dataset] alone have an effect")
         family = family or "sdxl"
+        needed = "control = '.'" if any(families.facts(family).get("controls", ())) else ""
+        text = f"[model]\nfamily = {json.dumps(family)}\npath = 'demo'\n[[dataset.folders]]\npath = '.'\n{needed}"
+        section = config.loads(text, overrides).dataset
+        section = section.model_copy(update={"folders": [config.Folder(path=str(target), trigger=trigger)]})
     else:
         if family or trigger:
             raise config.UserError("--family, --trigger: the config says it; leave them out, or give a folder")
@@ -57,6 +61,7 @@ def look(
         resolution=resolution,
         step=doctor.BUCKET_STEP if section.bucket_step == "auto" else section.bucket_step,
         family=family,
+        clip_rate=families.facts(family).get("clips", (0, 0))[1],
         remember=remember,
         progress=_look_progress if as_json else None,
     )

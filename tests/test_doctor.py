@@ -146,7 +146,8 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("kind", doctor.KINDS)
+# Those of clips are in tests/test_video_clips.py.
+@pytest.mark.parametrize("kind", [kind for kind in doctor.KINDS if not kind.startswith("clip_")])
 def test_each_kind_is_found_in_its_file_alone(folder: Path, kind: str) -> None:
     detail = planted(kind, folder)
     found = by_kind(examined(folder, family="sd15"))
@@ -294,6 +295,9 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
         ["look", tmp_path / "no"],
         [tmp_path / "none.toml"],
         [folder, "--family", "sd51"],
+        [folder, "--set", "train.steps=5"],
+        [folder, "--set", "dataset.folders.0.repeats=2"],
+        [folder, "--family", "sdxl", "--set", "dataset.frames=[5]"],
     ):
         code, out, err = ask(monkeypatch, capfd, "dataset", *wrong)
         assert code == 2 and err and not out, wrong

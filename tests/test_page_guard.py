@@ -506,7 +506,7 @@ def test_a_decoder_that_dies_takes_nothing_with_it(place: Place) -> None:
     child.process.kill()
     child.process.wait()
     with pytest.raises(decoder._Ended, match="its decoder ended on it"):
-        child.ask({"path": str(picture), "width": 96})
+        child.ask({"do": "show", "path": str(picture), "width": 96}, 30)
     decoders._free.put(child)
     assert decoders.webp(picture, 96)[:4] == b"RIFF"
 
@@ -522,7 +522,7 @@ def test_a_decoder_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pyt
 
 def test_a_decoder_may_take_only_so_much_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     child = decoder._Child()
-    assert child.ask({"path": str(place.given[0] / "a.png"), "width": 96})
+    assert child.ask({"do": "show", "path": str(place.given[0] / "a.png"), "width": 96}, 30)
     assert psutil.Process(child.process.pid).rlimit(psutil.RLIMIT_AS) == (decoder.MOST_MEMORY, decoder.MOST_MEMORY)
     pid = child.process.pid
     child.process.stdin.close()  # as when the page ends

@@ -1,6 +1,7 @@
 """Video clips, judged by diffusers' video pipelines and by clips whose frames carry their own number as a grey."""
 
 import re
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -224,7 +225,7 @@ def test_clips_that_cannot_be_used_are_named(tmp_path, what, monkeypatch):
         expected = "has more than 8 frames; cut out what is to be learned"
     elif what == "large":
         write_video(path, steadily(9, 16), (96, 64))
-        settings, expected = {"max_pixels": 4096}, r"96 x 64 = 6,144 pixels, more than dataset\.max_pixels"
+        settings, expected = {"max_pixels": 4096}, r"96 x 64 = 6,144 pixels, more than 4,096 \(dataset\.max_pixels\)"
     elif what == "still":
         write_animation(tmp_path / "a.webp", 9, 0)
         expected = "shown for no time"
@@ -251,12 +252,31 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
         ("still.png", 0),
     ]
     assert len({one.uid for one in report.examples}) == 6
-    found = doctor.examine(section(tmp_path, frames=[5, 9]), resolution=32, step=16)
-    assert found.ok and found.counts["clips"] == 2 and "2 of them clips" in "\n".join(found.lines())
+    found = doctor.examine(section(tmp_path, frames=[5, 9], clip="chunks"), resolution=32, step=16, clip_rate=16)
+    assert found.ok and "2 of them clips, of which 5 pieces are cut" in "\n".join(found.lines())
+    assert {one["size"]: one["count"] for one in found.buckets} == {"32x32": 1, "32x32x5": 1, "32x32x9": 4}
+    assert (found.counts["pictures"], found.counts["shown"]) == (3, len(report.examples))
+    slow, short = found.pictures[1], found.pictures[0]
+    assert slow == {"file": "slow.mp4", "width": 48, "height": 32, "seconds": 2.5, "fps": 8, "frames": 20,
+                    "pieces": 4, "length": 9}  # fmt: skip
+    assert (short["seconds"], short["pieces"], short["length"]) == (0.438, 1, 5)
+    told = {one.kind: one.files for one in found.findings}
+    assert told["clip_slower"] == [("slow.mp4", "20 frames for the 40 asked for")]
+    assert told["clip_shorter"] == [("short.mp4", "7 frames at 16 a second")]
+    # The same of other settings: each clip that stops a training, by its name.
+    for frames, rate, kind in (([9, 17], 16, "clip_short"), ([], 16, "clip_unset"), ([], 0, "clip_refused")):
+        found = doctor.examine(section(tmp_path, frames=frames), resolution=32, step=16, clip_rate=rate)
+        told = {one.kind: [file for file, _ in one.files] for one in found.findings}
+        assert not found.ok and told[kind] == ["short.mp4", "slow.mp4"][: 1 if frames else 2], kind
+        assert found.counts["pieces"] == (1 if frames else 0)
     # Without PyAV one line says what to install, and pictures alone need none of it.
     monkeypatch.setattr(clips.importlib.util, "find_spec", lambda name: None)
     (problem,) = images.scan(section(tmp_path, frames=[5]), clip_rate=16).problems
     assert "pip install 'lora-fp8[video]'" in problem and "slow.mp4" in problem
+    monkeypatch.setitem(sys.modules, "av", None)  # as an import that finds nothing
+    found = doctor.examine(section(tmp_path, frames=[5]), resolution=32, step=16, clip_rate=16)
+    told = [one.files for one in found.findings if one.kind == "unreadable"]
+    assert told == [[("short.mp4", clips.NEEDED), ("slow.mp4", clips.NEEDED)]]
 
 
 def test_who_takes_no_clips_says_so(tmp_path):

@@ -1,4 +1,4 @@
-"""A folder of pictures as the Dataset page needs it: captions and tags, the doctor's report, captioning as a job.
+"""A folder of pictures and videos as the Dataset page needs it: captions and tags, the doctor's report, captioning.
 
 Captions are read from disk whenever it has changed, so that edits from elsewhere show. What has to decode pictures runs
 as a program of its own (`lora-fp8 dataset`), one at a time; what it measured is kept below home by the files' sizes and
@@ -16,27 +16,30 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_fp8 import jobs
+from lora_fp8 import families, jobs
 from lora_fp8.config import UserError
-from lora_fp8.data import captions
+from lora_fp8.data import captions, clips
 
 from .context import Place
 
 FRESH_SECONDS = 10.0
 """Listing 5,000 pictures takes half a second; the caption in the editor is read anew whenever it matters."""
 KEPT = 8
-"""Folders and reports that are held in memory, those used last."""
+"""Folders that are held in memory, those used last."""
+KEPT_EXAMINATIONS = 64
+"""Reports; a training of more folders of clips would have them made again and again."""
 _one_at_a_time = threading.Semaphore(1)
 _lock = threading.Lock()
 
 
 @dataclass
 class Album:
-    """Pictures of a folder by relative name, each with its caption file, its text, and why there is none."""
+    """Pictures and videos of a folder by relative name, each with its caption file, its text, and why there is none."""
 
     folder: Path
     files: dict[str, str] = field(default_factory=dict)
@@ -44,6 +47,11 @@ class Album:
     wrong: dict[str, str] = field(default_factory=dict)
     read_at: float = -1.0
     _seen: dict[str, tuple[tuple[int, int], str, str]] = field(default_factory=dict)
+
+    @property
+    def videos(self) -> list[str]:
+        """Names of the videos."""
+        return [name for name in self.files if is_video(name)]
 
     def tags(self, names: list[str] | None = None) -> Counter[str]:
         """How many captions have each tag."""
@@ -86,6 +94,11 @@ class Album:
         self.files, self.texts, self.wrong, self.read_at = files, texts, wrong, time.monotonic()
 
 
+def is_video(name: str) -> bool:
+    """Whether it is a video, by its name."""
+    return os.path.splitext(name)[1].lower() in clips.VIDEOS
+
+
 _albums: dict[Path, Album] = {}
 
 
@@ -114,14 +127,16 @@ def seen_last(folder: Path) -> Album:
 class Examination:
     """`lora-fp8 dataset FOLDER` at work, or done: `report` is its JSON, `problem` why there is none."""
 
-    def __init__(self, place: Place, folder: Path, family: str, resolution: int):
+    def __init__(self, place: Place, folder: Path, family: str, resolution: int, settings: Sequence[str] = ()):
         self.report: dict[str, Any] | None = None
         self.problem = ""
         self.done = self.total = 0
+        self.begun = time.monotonic()
         key = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]
         self._command += ["--family", family, "--resolution", str(resolution)]
         self._command += ["--remember", str(place.home / "examined" / f"{key}.json")]
+        self._command += [part for setting in settings for part in ("--set", setting)]
         threading.Thread(target=self._run, daemon=True).start()
 
     @property
@@ -151,19 +166,41 @@ class Examination:
             except ValueError:
                 self.problem = "\n".join(said[-5:]) or f"ended with exit code {process.returncode}"
 
+    def files(self, *kinds: str) -> dict[str, str]:
+        """The files that findings of these kinds name, and the detail of each; {} before there is a report."""
+        found = (self.report or {}).get("findings", ())
+        return {one["file"]: one["detail"] for each in found if each["kind"] in kinds for one in each["files"]}
 
-_examinations: dict[tuple[Path, str, int], Examination] = {}
+
+CUT = ("frames", "fps", "clip")
+"""Settings of [dataset] that say how clips are cut."""
 
 
-def examination(place: Place, folder: Path, family: str, resolution: int, again: bool = False) -> Examination:
-    """The examination of a folder for a family at a resolution; begun where there is none, or it is wanted again."""
-    key = (folder, family, resolution)
+def cutting(family: str, frames: Any, fps: Any, clip: Any) -> tuple[str, ...]:
+    """How clips are cut, as settings of `lora-fp8 dataset look --set`; none where the family draws no clips."""
+    if not frames or family not in families.available() or not families.traits(family)["clips"]:
+        return ()
+    given = {"frames": frames, "fps": fps, "clip": clip}
+    return tuple(f"dataset.{name}={json.dumps(value)}" for name, value in given.items())
+
+
+_examinations: dict[tuple[Any, ...], Examination] = {}
+
+
+def examination(
+    place: Place, folder: Path, family: str, resolution: int, settings: tuple[str, ...] = (), again: bool = False
+) -> Examination:
+    """The examination of a folder for a family at a resolution; begun where there is none, or it is wanted again.
+
+    `settings` as of `cutting`.
+    """
+    key = (folder, family, resolution, settings)
     with _lock:
         found = _examinations.pop(key, None)
         if found is None or (again and not found.running):
-            found = Examination(place, folder, family, resolution)
+            found = Examination(place, folder, family, resolution, settings)
         _examinations[key] = found
-        while len(_examinations) > KEPT:
+        while len(_examinations) > KEPT_EXAMINATIONS:
             _examinations.pop(next(iter(_examinations)))
         return found
 

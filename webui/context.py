@@ -150,9 +150,12 @@ class Ui:
         """Address of a page in this language: link("run", run="cat")."""
         return f"/{self.language}/{page}" + (f"?{_encoded(query)}" if query else "")
 
-    def picture(self, path: Path, width: int = 0) -> str:
-        """Address of a picture as WebP, at most so wide and high; 0 is its own size, within limits."""
-        query = {"path": str(path), **({"width": str(width)} if width else {})}
+    def picture(self, path: Path, width: int = 0, moving: bool = False) -> str:
+        """Address of a picture as WebP, at most so wide and high; 0 is its own size, within limits.
+
+        Of a video it is the first frame; an animation that is asked for as `moving` moves.
+        """
+        query = {"path": str(path), **({"width": str(width)} if width else {}), **({"moving": "1"} if moving else {})}
         return f"/picture?{_encoded(query)}"
 
     def download(self, path: Path) -> str:

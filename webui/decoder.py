@@ -1,10 +1,11 @@
-"""Strangers' pictures are decoded in child processes that may take little memory and little time.
+"""Strangers' pictures and videos are decoded in child processes that may take little memory and little time.
 
-A picture that makes a decoder crash, or eat all memory, ends a child and not the page. The child reads requests from
+A file that makes a decoder crash, or eat all memory, ends a child and not the page. The child reads requests from
 its standard input, one JSON object a line, and answers with a line of JSON and then so many bytes; when the page ends,
 its input ends, and so does the child.
 """
 
+import io
 import json
 import os
 import queue
@@ -15,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8.config import UserError
+from lora_fp8.data.clips import VIDEOS
 
 MOST_PIXELS = 128 * 2**20
 MOST_MEMORY = 3 * 2**30  # of addresses; a picture of MOST_PIXELS takes 384 MiB a copy, and there are a few
 MOST_SECONDS = 30
+MOST_VIDEO_SECONDS = 120  # for a whole video, every frame of which is decoded
+MOST_FRAMES = 513  # of a preview that moves
 LONGEST_SIDE = 4096
 
 
@@ -31,17 +35,30 @@ class Decoders:
         for _ in range(count):
             self._free.put(None)
 
-    def webp(self, path: Path, width: int = 0) -> bytes:
-        """The picture as WebP, upright and in sRGB as training sees it, no side longer than `width`.
+    def webp(self, path: Path, width: int = 0, moving: bool = False) -> bytes:
+        """The picture, or the first frame of a video, as WebP, upright and in sRGB as training sees it.
+
+        Args:
+            width: of the longer side, at most; 0 is `LONGEST_SIDE`.
+            moving: an animation stays one, and is no picture otherwise.
 
         Raises:
-            UserError: it is no picture, too large, or its decoder ended or took too long.
+            UserError: it is none, too large, or its decoder ended or took too long.
         """
+        width = min(width or LONGEST_SIDE, LONGEST_SIDE)
+        return self._ask(path, {"do": "move" if moving else "show", "width": width}, MOST_SECONDS)
+
+    def check(self, path: Path) -> None:
+        """Decode the whole of a picture or video as training does. Raises UserError as `webp`."""
+        video = path.suffix.lower() in VIDEOS
+        self._ask(path, {"do": "check"}, MOST_VIDEO_SECONDS if video else MOST_SECONDS)
+
+    def _ask(self, path: Path, request: dict[str, Any], seconds: float) -> bytes:
         child = self._free.get()
         try:
             if child is None or child.process.poll() is not None:
                 child = _Child()
-            return child.ask({"path": str(path), "width": min(width or LONGEST_SIDE, LONGEST_SIDE)})
+            return child.ask(request | {"path": str(path)}, seconds)
         except _Ended as ended:
             child = None
             raise UserError(f"{path.name}: {ended}") from None
@@ -65,14 +82,14 @@ class _Child:
             start_new_session=True,  # Ctrl-C in the terminal is for the page
         )
 
-    def ask(self, request: dict[str, Any]) -> bytes:
+    def ask(self, request: dict[str, Any], seconds: float) -> bytes:
         late = threading.Event()
 
         def kill() -> None:
             late.set()
             self.process.kill()
 
-        timer = threading.Timer(MOST_SECONDS, kill)
+        timer = threading.Timer(seconds, kill)
         timer.start()
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -87,7 +104,7 @@ class _Child:
         if not answer or len(data) != answer.get("bytes", 0):
             self.process.kill()
             self.process.wait()
-            raise _Ended(f"not decoded within {MOST_SECONDS} s" if late.is_set() else "its decoder ended on it")
+            raise _Ended(f"not decoded within {seconds:g} s" if late.is_set() else "its decoder ended on it")
         if "error" in answer:
             raise UserError(answer["error"])
         return data
@@ -99,22 +116,70 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
 
 
-def encode(path: str, width: int) -> bytes:
-    """What a child does: the picture at this path as WebP. Raises ValueError or OSError with the reason."""
-    import io
+def show(path: str, width: int) -> bytes:
+    """The picture, or the first frame of the video, at this path as WebP. Raises ValueError or OSError with the reason.
 
-    from PIL import Image
-
-    from lora_fp8.data import images
-
-    with Image.open(path, formats=images.FORMATS) as image:  # the header only
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"{image.width}x{image.height} pixels; shown are up to {MOST_PIXELS // 2**20} million")
-    picture = images.open_image(path)
+    This and what follows is what a child does.
+    """
+    picture = _opened(path)
     picture.thumbnail((width, width))
     out = io.BytesIO()
     picture.save(out, "WEBP", quality=82, method=2)
     return out.getvalue()
+
+
+def move(path: str, width: int) -> bytes:
+    """The animation at this path as an animated WebP that goes on for ever. Raises as `show`."""
+    from PIL import Image
+
+    frames, durations = [], []
+    with _header(path) as image:
+        if not 1 < getattr(image, "n_frames", 1) <= MOST_FRAMES:
+            raise ValueError(f"{getattr(image, 'n_frames', 1)} frames; shown moving are 2 to {MOST_FRAMES}")
+        for number in range(image.n_frames):
+            image.seek(number)
+            image.load()
+            durations.append(int(image.info.get("duration") or 0))
+            frame = image.convert("RGB")
+            frame.thumbnail((width, width), Image.Resampling.BILINEAR)
+            frames.append(frame)
+    out = io.BytesIO()
+    options = {"save_all": True, "append_images": frames[1:], "duration": durations, "loop": 0}
+    frames[0].save(out, "WEBP", quality=80, method=0, **options)
+    return out.getvalue()
+
+
+def check(path: str) -> bytes:
+    """Nothing, after the whole file was decoded. Raises as `show`."""
+    from lora_fp8.data import clips
+
+    if os.path.splitext(path)[1].lower() in clips.VIDEOS:
+        clips.look(Path(path), MOST_PIXELS)
+    else:
+        _opened(path)
+    return b""
+
+
+def _opened(path: str) -> Any:
+    from lora_fp8.data import clips, images
+
+    if os.path.splitext(path)[1].lower() in clips.VIDEOS:
+        return clips.poster(Path(path), MOST_PIXELS)
+    with _header(path):
+        return images.open_image(path)
+
+
+def _header(path: str) -> Any:
+    """The picture with only its header read, if it is not too large."""
+    from PIL import Image
+
+    from lora_fp8.data import images
+
+    image = Image.open(path, formats=images.FORMATS)
+    if image.width * image.height > MOST_PIXELS:
+        image.close()
+        raise ValueError(f"{image.width}x{image.height} pixels; shown are up to {MOST_PIXELS // 2**20} million")
+    return image
 
 
 def _serve() -> None:
@@ -124,11 +189,12 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            data = encode(request["path"], request["width"])
+            data = {"show": show, "move": move, "check": check}[request.pop("do")](**request)
             answer = {"bytes": len(data)}
         except Exception as error:  # Pillow's decoders raise SyntaxError, RuntimeError and what not on broken files
             name, data = os.path.basename(request["path"]), b""
-            answer = {"error": f"{name}: not a picture that can be shown ({error or type(error).__name__})"}
+            kind = "video" if os.path.splitext(name)[1].lower() in VIDEOS else "picture"
+            answer = {"error": f"{name}: not a {kind} that can be read ({error or type(error).__name__})"}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + data)
         sys.stdout.buffer.flush()
 

@@ -1,6 +1,7 @@
 """Pictures and files on their way to the browser: two routes of our own, below the roots, and no other way.
 
-/picture?path=...&width=320     decoded in a child process and sent as WebP, never the file's own bytes
+/picture?path=...&width=320     decoded in a child process and sent as WebP, never the file's own bytes; of a video
+                                the first frame, and with &moving=1 all frames of an animation
 /download?path=...              the file itself, of a few kinds, as an attachment that no browser opens in place
 """
 
@@ -30,9 +31,9 @@ def add_routes(app: FastAPI, place: Place) -> None:
     few = anyio.CapacityLimiter(decoders.count)  # waiting pictures must not hold the threads that ticks run in
 
     @app.get("/picture")
-    async def picture(request: Request, path: str = "", width: int = 0) -> Response:
+    async def picture(request: Request, path: str = "", width: int = 0, moving: bool = False) -> Response:
         try:
-            data, tag = await anyio.to_thread.run_sync(_picture, place, decoders, path, width, limiter=few)
+            data, tag = await anyio.to_thread.run_sync(_picture, place, decoders, path, width, moving, limiter=few)
         except UserError as error:
             return PlainTextResponse(str(error), 404, INERT)
         headers = {**INERT, "ETag": tag, "Cache-Control": "private, no-cache"}
@@ -54,7 +55,7 @@ def add_routes(app: FastAPI, place: Place) -> None:
         return FileResponse(file, media_type="application/octet-stream", filename=file.name, headers=headers)
 
 
-def _picture(place: Place, decoders: Decoders, text: str, width: int) -> tuple[bytes, str]:
+def _picture(place: Place, decoders: Decoders, text: str, width: int, moving: bool) -> tuple[bytes, str]:
     """The picture as WebP, from home/thumbnails if it was made before, and its ETag. Raises UserError."""
     path = place.inside(text)
     try:
@@ -64,13 +65,13 @@ def _picture(place: Place, decoders: Decoders, text: str, width: int) -> tuple[b
     if not path.is_file():
         raise UserError(f"{safe.shorter(text)}: not a file")
     width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < width <= size), 0)
-    what = f"{path}\0{found.st_mtime_ns}\0{found.st_size}\0{found.st_ino}\0{width}"
+    what = f"{path}\0{found.st_mtime_ns}\0{found.st_size}\0{found.st_ino}\0{width}{' moving' * moving}"
     key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()
     kept = place.home / "thumbnails" / key[:2] / f"{key}.webp"
     try:
         data = kept.read_bytes()
     except FileNotFoundError:
-        data = decoders.webp(path, width)
+        data = decoders.webp(path, width, moving)
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = kept.with_suffix(f".{threading.get_ident()}")
         part.write_bytes(data)

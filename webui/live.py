@@ -25,6 +25,14 @@ element.addEventListener('input', event => {
   const pair = event.target.closest('.ab');
   if (pair) pair.style.setProperty('--cut', event.target.value + '%');
 });
+element.addEventListener('load', event => {  // two clips that move begin together when both are there
+  const pair = event.target.closest('.ab');
+  const images = pair ? [...pair.querySelectorAll('img[src*="moving="]')] : [];
+  const both = images.map(image => image.src).join(' ');
+  if (images.length < 2 || pair.dataset.begun === both || !images.every(image => image.complete)) return;
+  pair.dataset.begun = both;
+  for (const image of images) image.src = image.src;
+}, true);
 """
 ASKED = """() => {
   const question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());

@@ -32,7 +32,7 @@ class Epochs:
     """The arithmetic of a training.
 
     Attributes:
-        samples: pictures of an epoch, each as often as its folder's repeats say.
+        samples: pictures (or pieces of clips) of an epoch, each as often as its folder's repeats say.
         per_step: pictures of a step.
         steps: steps of an epoch; batches hold one shape each, so that a few more may be needed.
         epochs: passes over all pictures.
@@ -51,6 +51,16 @@ def epochs(samples: int, found: dict[str, Any]) -> Epochs | None:
         return None
     per_step = numbers[0] * numbers[1]
     return Epochs(samples, per_step, samples / per_step, numbers[2] * per_step / samples)
+
+
+def examples(report: dict[str, Any], skipping: bool) -> int:
+    """How many a folder gives, by what `lora-fp8 dataset` says of it: a picture is one, and each piece of a clip.
+
+    `skipping`: what has no caption is left out.
+    """
+    missing = [one for one in report["findings"] if skipping and one["kind"] in ("caption_missing", "caption_empty")]
+    left_out = {file["file"] for one in missing for file in one["files"]}
+    return sum(one.get("pieces", 1) for one in report["pictures"] if one["file"] not in left_out)
 
 
 def pace(folders: Iterable[Path], family: str) -> tuple[float, str] | None:

@@ -1,9 +1,10 @@
-"""Folders of pictures as the form needs them: which there are, how many pictures are in them, and taking in new ones.
+"""Folders of pictures and videos as the form needs them: which there are, what is in them, and taking in new ones.
 
 Uploads go into the page's own folder, or into the one that somebody has opened on the Dataset page, byte for byte as
 they came, after each was decoded by a child process with limits. No file that is there is ever written over.
 """
 
+import filecmp
 import os
 import shutil
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_fp8.config import UserError
+from lora_fp8.data import clips
 from lora_fp8.data.images import CAPTIONS, EXTENSIONS
 
 from . import safe
@@ -19,6 +21,8 @@ from .decoder import Decoders
 
 MOST_UPLOADED = 5000
 LONGEST_CAPTION = 1 << 20
+TAKEN = (*EXTENSIONS, *clips.VIDEOS, *CAPTIONS)
+"""Extensions of files that are taken in."""
 DEEP = 2
 """How far below a root folders of pictures are offered; any can be typed."""
 FRESH_SECONDS = 4.0
@@ -32,27 +36,35 @@ class Count:
 
     pictures: int = 0
     without_caption: int = 0
+    videos: int = 0
+
+    @property
+    def files(self) -> int:
+        """Pictures and videos."""
+        return self.pictures + self.videos
 
 
 def count(folder: Path) -> Count:
-    """Pictures in a folder and its subfolders, hidden ones left out; a few seconds old at most."""
+    """What is in a folder and its subfolders, hidden ones left out; a few seconds old at most."""
     now = time.monotonic()
     known = _counted.get(folder)
     if known is None or now - known[0] > FRESH_SECONDS:
-        pictures = without = 0
+        pictures = without = videos = 0
         for _, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
             captions = {Path(name).stem for name in names if Path(name).suffix in CAPTIONS}
             for name in names:
-                if Path(name).suffix.lower() in EXTENSIONS and not name.startswith("."):
-                    pictures += 1
+                suffix = Path(name).suffix.lower()
+                if suffix in (*EXTENSIONS, *clips.VIDEOS) and not name.startswith("."):
+                    pictures += suffix in EXTENSIONS
+                    videos += suffix in clips.VIDEOS
                     without += Path(name).stem not in captions
-        known = _counted[folder] = (now, Count(pictures, without))
+        known = _counted[folder] = (now, Count(pictures, without, videos))
     return known[1]
 
 
 def folders(roots: Iterable[Path]) -> list[Path]:
-    """Folders with pictures in them, near the roots."""
+    """Folders with pictures or videos in them, near the roots."""
     found: list[Path] = []
     for root in roots:
         waiting = [(root, 0)]
@@ -62,7 +74,7 @@ def folders(roots: Iterable[Path]) -> list[Path]:
                 entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
             except OSError:
                 continue  # gone, or not for us to read: not offered
-            if any(Path(entry.name).suffix.lower() in EXTENSIONS for entry in entries):
+            if any(Path(entry.name).suffix.lower() in (*EXTENSIONS, *clips.VIDEOS) for entry in entries):
                 found.append(folder)
             if depth < DEEP:
                 inner = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
@@ -71,10 +83,10 @@ def folders(roots: Iterable[Path]) -> list[Path]:
 
 
 def take_in(files: list[str], folder: Path) -> tuple[int, list[str]]:
-    """Copy uploaded pictures and captions into a folder, each after a look at it.
+    """Copy uploaded pictures, videos and captions into a folder, each after a look at it.
 
     Returns:
-        How many pictures are new, and a line for each file that was refused.
+        How many pictures and videos are new, and a line for each file that was refused.
 
     Raises:
         UserError: there are too many, or the folder cannot be written.
@@ -89,12 +101,12 @@ def take_in(files: list[str], folder: Path) -> tuple[int, list[str]]:
                 name = safe.name(file.name)
                 _look(file)
                 target = folder / name
-                if target.exists() and target.read_bytes() != file.read_bytes():
+                if target.exists() and not filecmp.cmp(target, file, shallow=False):
                     raise UserError(f"{name}: another file of this name is there already; rename it")
                 if not target.exists():
                     with open(file, "rb") as source, open(target, "xb") as copy:
                         shutil.copyfileobj(source, copy)
-                    taken += target.suffix.lower() in EXTENSIONS
+                    taken += target.suffix not in CAPTIONS
             except UserError as error:
                 refused.append(str(error))
     except OSError as error:
@@ -104,8 +116,14 @@ def take_in(files: list[str], folder: Path) -> tuple[int, list[str]]:
 
 
 def _look(file: Path) -> None:
-    """Refuse what is neither a picture that can be decoded nor a caption. Raises UserError."""
-    if file.suffix.lower() in EXTENSIONS:
-        _decoders.webp(file, 64)
+    """Refuse what is neither a picture or video that can be decoded nor a caption. Raises UserError."""
+    suffix = file.suffix.lower()
+    if suffix in EXTENSIONS or (suffix in clips.VIDEOS and clips.can_read_videos()):
+        _decoders.check(file)
+    elif suffix in clips.VIDEOS:
+        raise UserError(f"{file.name}: {clips.NEEDED}")
     elif file.suffix not in CAPTIONS or file.stat().st_size > LONGEST_CAPTION:
-        raise UserError(f"{file.name}: neither a picture ({' '.join(EXTENSIONS)}) nor a caption ({' '.join(CAPTIONS)})")
+        raise UserError(
+            f"{file.name}: neither a picture ({' '.join(EXTENSIONS)}), a video ({' '.join(clips.VIDEOS)}) nor a "
+            f"caption ({' '.join(CAPTIONS)})"
+        )

@@ -356,13 +356,15 @@ def check(operations: Sequence[Operation]) -> None:
 
 
 def listed(folder: Path) -> dict[str, Path]:
-    """Every picture of a folder by its relative name, and its caption file: the one it has, or the .txt it would get.
+    """Every picture and video of a folder by its relative name, and its caption file: the one it has, or the .txt it
+    would get.
 
     Raises:
         UserError: no folder, or one that cannot be read.
     """
     report = images.ScanReport()
-    found = images.list_folder(0, config.Dataset(folders=[config.Folder(path=str(folder))]), report)
+    section = config.Dataset(folders=[config.Folder(path=str(folder))])
+    found = images.list_folder(0, section, report, videos=True)
     unreadable = [line for line in report.problems if "file name" not in line]
     if unreadable and not found:
         raise config.UserErrors(unreadable, "dataset")

@@ -46,6 +46,10 @@ class ClipError(ValueError):
     """A clip that cannot be used; the message says why, without the file's name."""
 
 
+class TooLarge(ClipError):
+    """A clip with more pixels than are wanted."""
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When each frame of a clip is shown.
@@ -278,9 +282,7 @@ def _can_begin_anywhere(container: Any, stream: Any) -> bool:
 def _check_size(picture: Any, max_pixels: int) -> None:
     pixels = picture.width * picture.height
     if max_pixels and pixels > max_pixels:
-        raise ClipError(
-            f"has {picture.width} x {picture.height} = {pixels:,} pixels, more than dataset.max_pixels = {max_pixels:,}"
-        )
+        raise TooLarge(f"has {picture.width} x {picture.height} = {pixels:,} pixels, more than {max_pixels:,}")
 
 
 def _check_shape_of_pixels(ratio: Fraction | None) -> None:

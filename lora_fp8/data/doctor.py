@@ -10,6 +10,8 @@ miniature darker than its neighbour?) differs in few bits; mirrored or strongly 
 detail is the variance of a Laplacian at the training's area: low for blurred pictures, and for smooth ones, too. Tokens
 are counted by words, marks and ideographs, which is rough.
 
+Of a clip the first frame is looked at as a picture is, and the whole is decoded for its length.
+
 No torch here: the web page starts this as a program of its own, and it should answer at once.
 """
 
@@ -22,6 +24,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,10 @@ from PIL import Image
 
 from lora_fp8 import config
 from lora_fp8.config import UserError
-from lora_fp8.data import buckets, captions, images
+from lora_fp8.data import buckets, captions, clips, images
 from lora_fp8.run import atomic_write
 
-FACTS_VERSION = 1
+FACTS_VERSION = 2
 """Raise it when `_measure` changes: remembered facts of another version are measured again."""
 
 BUCKET_STEP = 64
@@ -71,6 +74,27 @@ KINDS = {
         "problem",
         "the caption {detail} is empty",
         "write one, run `lora-fp8 caption`, or set dataset.missing_caption to 'trigger' or 'skip'",
+    ),
+    "clip_refused": ("problem", "a video of {detail}, and this model is trained on pictures", "take it out"),
+    "clip_unset": (
+        "problem",
+        "a video of {detail}, and dataset.frames is empty",
+        "set dataset.frames to the lengths that clips are to be trained at, or take it out",
+    ),
+    "clip_short": (
+        "problem",
+        "{detail}, fewer than the least of dataset.frames",
+        "add a smaller length, or take it out",
+    ),
+    "clip_shorter": (
+        "note",
+        "{detail}: too short for the longest of dataset.frames, trained at a shorter length",
+        "find a longer one if it is the movement that matters",
+    ),
+    "clip_slower": (
+        "note",
+        "{detail} by dataset.fps, so that some are shown twice",
+        "nothing, or lower dataset.fps",
     ),
     "duplicate": ("warning", "the same file as {detail}", "take one out, or raise repeats if it should count more"),
     "near_duplicate": (
@@ -179,12 +203,18 @@ class Facts:
     look: str = ""
     detail: float = 0.0
     grey: float = 0.0
-    """look: 64 hex digits of the difference hash; detail: variance of the Laplacian; grey: the mean, 0 to 255"""
+    seconds: str = ""
+    """look: 64 hex digits of the difference hash; detail: variance of the Laplacian; grey: the mean, 0 to 255;
+    seconds: how long a clip lasts, as a fraction"""
 
 
 @dataclass
 class Diagnosis:
-    """Figures and findings of a dataset; `pictures` has file, width and height of each picture that can be read."""
+    """Figures and findings of a dataset.
+
+    `pictures` has file, width and height of each picture that can be read, and of a clip seconds, fps (on average),
+    frames, pieces (how many are cut out of it) and length (frames of a piece).
+    """
 
     pictures: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -220,15 +250,16 @@ class Diagnosis:
             f"{counts['different_captions']} different, {counts['shortest_words']} to {counts['longest_words']} words"
         ]
         if counts["clips"]:
-            lines.append(f"{counts['clips']} of them clips; `lora-fp8 check CONFIG` tells how they are cut")
+            lines.append(f"{counts['clips']} of them clips, of which {counts['pieces']} pieces are cut")
         if self.pictures:
             sizes, shapes = _sizes(self.pictures), _shapes(self.pictures)
             lines.append(f"sizes {sizes['smallest']} to {sizes['largest']}, median {sizes['median_megapixels']:.2f} MP")
             lines.append("shapes " + ", ".join(f"{shape}: {count}" for shape, count in shapes.items()))
             lines.append(f"buckets at {self.resolution} in steps of {self.step}:")
             lines += [
-                f"  {one['size']}: {one['count']} pictures, crops leave out {one['cut']:.0%} on average, at most "
-                f"{one['most_cut']:.0%}" + (f", {one['enlarged']} enlarged" if one["enlarged"] else "")
+                f"  {one['size']}: {one['count']} {'clips' if one['size'].count('x') > 1 else 'pictures'}, "
+                f"crops leave out {one['cut']:.0%} on average, at most {one['most_cut']:.0%}"
+                + (f", {one['enlarged']} enlarged" if one["enlarged"] else "")
                 for one in self.buckets
             ]
         if self.tags:
@@ -270,7 +301,9 @@ def _facts(looked: images.Looked) -> Facts:
     if looked.error:
         return Facts(error=looked.error)
     known = {name: getattr(looked, name) for name in ("width", "height", "sha256", "format", "frames")}
-    return Facts(**known, profile_problem=looked.profile_problem, **looked.measured)
+    timeline = looked.timeline
+    seconds = "" if timeline is None else str(timeline.end - timeline.starts[0])
+    return Facts(**known, profile_problem=looked.profile_problem, seconds=seconds, **looked.measured)
 
 
 def _all_facts(
@@ -334,6 +367,7 @@ def examine(
     resolution: int,
     step: int = BUCKET_STEP,
     family: str = "",
+    clip_rate: int | None = None,
     remember: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diagnosis:
@@ -343,6 +377,7 @@ def examine(
         section: `[dataset]`.
         resolution, step: numbers for the buckets; the section may leave them to the family.
         family: whose text encoder's limit counts; "" has none.
+        clip_rate: as in `images.scan`.
         remember: a file for what was measured, so that the next look at the same pictures is quick.
         progress: is called with (pictures done, of all).
 
@@ -351,7 +386,11 @@ def examine(
     """
     report = images.ScanReport()
     images.warn_of_nested(section, report)
-    found = [entry for index in range(len(section.folders)) for entry in images.list_folder(index, section, report)]
+    found = [
+        entry
+        for index in range(len(section.folders))
+        for entry in images.list_folder(index, section, report, videos=True)
+    ]
     several = len(section.folders) > 1
     names = [f"{index}/{path.relative_to(root).as_posix()}" if several else path.relative_to(root).as_posix()
              for index, root, path, _ in found]  # fmt: skip
@@ -363,26 +402,33 @@ def examine(
         told("folder", "", line)
     texts = _look_at_captions(section, found, names, told, family)
     usable = [i for i, fact in enumerate(facts) if not fact.error]
+    cut = {}
     for name, fact in zip(names, facts, strict=True):
         _look_at_picture(name, fact, told, _is_clip(fact, section))
+        if not fact.error:
+            cut[name] = _look_at_clip(name, fact, section, clip_rate, told)
     _look_for_copies([(names[i], facts[i]) for i in usable], told)
     sides = [section.folders[index].resolution or resolution for index, *_ in found]
-    placed = _look_at_buckets([(names[i], facts[i], sides[i]) for i in usable], section, step, told)
+    placed = _look_at_buckets([(names[i], facts[i], sides[i]) for i in usable], cut, section, step, told)
     _look_at_balance(section, found, usable, told)
     words = [len(text.split()) for text in texts.values()]
-    repeats = [section.folders[index].repeats for index, *_ in found]
+    shown = [
+        section.folders[index].repeats * (len(cut[name]) if name in cut else 1)
+        for (index, *_), name in zip(found, names, strict=True)
+    ]
     counts = {
         "pictures": len(found),
         "readable": len(usable),
         "clips": sum(_is_clip(facts[i], section) for i in usable),
-        "shown": sum(repeats),
+        "pieces": sum(len(cut[names[i]]) for i in usable if _is_clip(facts[i], section)),
+        "shown": sum(shown),
         "captions": len(texts),
         "different_captions": len(set(texts.values())),
         "shortest_words": min(words, default=0),
         "longest_words": max(words, default=0),
     }
     return Diagnosis(
-        pictures=[{"file": names[i], "width": facts[i].width, "height": facts[i].height} for i in usable],
+        pictures=[_told_of(names[i], facts[i], cut[names[i]]) for i in usable],
         findings=told.findings(),
         buckets=placed,
         tags=Counter(
@@ -410,9 +456,40 @@ class _Told:
         return [Finding(kind, level, self.found[level, kind]) for level, kind in keys]
 
 
+def _told_of(name: str, fact: Facts, cut: list[int]) -> dict[str, Any]:
+    told: dict[str, Any] = {"file": name, "width": fact.width, "height": fact.height}
+    if fact.seconds:
+        seconds = float(Fraction(fact.seconds))
+        told |= {"seconds": round(seconds, 3), "fps": round(fact.frames / seconds, 3), "frames": fact.frames}
+        told |= {"pieces": len(cut), "length": max(cut, default=0)}
+    return told
+
+
 def _is_clip(fact: Facts, section: config.Dataset) -> bool:
-    # Video files have no format of Pillow's.
-    return bool(section.frames) and fact.frames > 1 and (not fact.format or fact.format in images.ANIMATIONS)
+    return bool(section.frames and fact.seconds)
+
+
+def _look_at_clip(name: str, fact: Facts, section: config.Dataset, clip_rate: int | None, told: _Told) -> list[int]:
+    """Frames of each example that the file gives: [1] for a picture."""
+    if not fact.seconds:
+        return [1]
+    seconds = Fraction(fact.seconds)
+    if not section.frames:  # an animation is its first frame, which has no seconds: this is a video
+        told("clip_refused" if clip_rate == 0 else "clip_unset", name, f"{float(seconds):.3g} s")
+        return []
+    rate = clip_rate if section.fps == "auto" else section.fps
+    if not rate:
+        raise ValueError("dataset.fps = 'auto' needs clip_rate")
+    count = clips.num_resampled(seconds, rate)
+    cut = [len(piece) for piece in clips.pieces(range(count), section.frames, section.clip)]
+    detail = f"{count} frames at {rate:g} a second"
+    if not cut:
+        told("clip_short", name, detail)
+    elif cut[0] < max(section.frames):
+        told("clip_shorter", name, detail)
+    if fact.frames < count:
+        told("clip_slower", name, f"{fact.frames} frames for the {count} asked for")
+    return cut
 
 
 def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool) -> None:
@@ -493,10 +570,16 @@ def _look_for_copies(entries: list[tuple[str, Facts]], told: _Told) -> None:
 
 
 def _look_at_buckets(
-    entries: list[tuple[str, Facts, int]], section: config.Dataset, step: int, told: _Told
+    entries: list[tuple[str, Facts, int]],
+    examples: dict[str, list[int]],
+    section: config.Dataset,
+    step: int,
+    told: _Told,
 ) -> list[dict[str, Any]]:
-    groups: dict[buckets.Size, list[tuple[str, float, bool]]] = defaultdict(list)
+    groups: dict[buckets.Bucket, list[tuple[str, float, bool]]] = defaultdict(list)
     for name, fact, resolution in entries:
+        if not examples[name]:
+            continue
         size = (fact.width, fact.height)
         try:
             place = buckets.place(
@@ -508,7 +591,9 @@ def _look_at_buckets(
                 continue
             raise
         cut = 1 - (place.bucket_wh[0] * place.bucket_wh[1]) / (place.resized_wh[0] * place.resized_wh[1])
-        groups[place.bucket_wh].append((name, cut, place.upscaled))
+        for length in examples[name]:
+            bucket = (*place.bucket_wh, length) if length > 1 else place.bucket_wh
+            groups[bucket].append((name, cut, place.upscaled))
         if cut > MUCH_CUT:
             told("cut", name, f"{cut:.0%}")
         shown = f"{size[0]} x {size[1]}"
@@ -517,11 +602,11 @@ def _look_at_buckets(
         elif place.upscaled:
             told("small", name, shown)
     rows = []
-    for (width, height), members in sorted(groups.items()):
+    for bucket, members in sorted(groups.items()):
         cuts = [cut for _, cut, _ in members]
         rows.append(
             {
-                "size": f"{width}x{height}",
+                "size": buckets.named(bucket),
                 "count": len(members),
                 "cut": round(sum(cuts) / len(cuts), 4),
                 "most_cut": round(max(cuts), 4),
@@ -529,7 +614,7 @@ def _look_at_buckets(
             }
         )
         if len(members) == 1 and len(entries) > 1:
-            told("lonely_bucket", members[0][0], f"{width}x{height}")
+            told("lonely_bucket", members[0][0], buckets.named(bucket))
     return rows
 
 

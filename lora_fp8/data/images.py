@@ -404,7 +404,7 @@ def _look_at_video(path: Path, section: config.Dataset, measure: Measure | None)
     except OSError as error:
         return Looked(f"cannot be read: {error.strerror}")
     except clips.ClipError as error:
-        return Looked(str(error))
+        return Looked(f"{error} (dataset.max_pixels)" if isinstance(error, clips.TooLarge) else str(error))
     measured = measure(first, first) if measure else None
     return Looked("", *first.size, sha256, "", len(timeline.starts), measured=measured, timeline=timeline)
 
@@ -623,11 +623,15 @@ def warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
 
 
 def list_folder(
-    index: int, section: config.Dataset, report: ScanReport, clip_rate: int | None = None
+    index: int, section: config.Dataset, report: ScanReport, clip_rate: int | None = None, videos: bool = False
 ) -> list[tuple[int, Path, Path, Path | None]]:
-    """(folder index, root, image, caption file or None) of every image file of one folder entry, and of every clip
-    where the section takes them; `clip_rate` as in `scan`."""
-    accepted = (*EXTENSIONS, *clips.VIDEOS) if section.frames and clips.can_read_videos() else tuple(EXTENSIONS)
+    """(folder index, root, image, caption file or None) of every image file of one folder entry.
+
+    Videos are among them where the section takes clips and they can be read, or always where `videos` is true.
+    `clip_rate` as in `scan`.
+    """
+    taken = videos or (section.frames and clips.can_read_videos())
+    accepted = (*EXTENSIONS, *clips.VIDEOS) if taken else tuple(EXTENSIONS)
     root = Path(os.path.expanduser(section.folders[index].path))
     if not root.exists():
         report.problems.append(f"folder {root} does not exist (looked in {Path.cwd()})")
@@ -670,16 +674,16 @@ def list_folder(
                 )
     except OSError as error:
         report.problems.append(f"folder {_told(error.filename)} cannot be read: {error.strerror}")
-    videos = [name for name in others if os.path.splitext(name)[1].lower() in clips.VIDEOS]
-    if videos and (section.frames or clip_rate is not None):
+    left = [name for name in others if os.path.splitext(name)[1].lower() in clips.VIDEOS]
+    if left and (section.frames or clip_rate is not None):
         if section.frames:
             told = "which PyAV reads; install it: pip install 'lora-fp8[video]'"
         elif clip_rate:
             told = "set dataset.frames to the lengths that they are to be trained at, or take them out"
         else:
             told = "and this model is trained on pictures; take them out"
-        report.problems.append(f"folder {root} has {len(videos)} video clip(s), {told}: {_some(sorted(videos))}")
-        others = [name for name in others if name not in videos]
+        report.problems.append(f"folder {root} has {len(left)} video clip(s), {told}: {_some(sorted(left))}")
+        others = [name for name in others if name not in left]
     elif not found:
         what = f"only {_some(sorted(others))}" if others else "no image files"
         report.problems.append(f"folder {root} has no images, {what}; accepted are {' '.join(accepted)}")

@@ -139,8 +139,9 @@ def pictures_of(ui: Ui, chosen: list[tuple[JobView, Log]], prompt: str | None) -
             at = prompts.index(prompt)
             if at < len(paths):
                 text = shown(f"{name_of(view)}, {run.step_name(ui, step)}")
-                address = shown(ui.picture(paths[at], run.SIDE))
-                cells.setdefault(step, {})[number] = f'<img src="{address}" alt="{text}" title="{text}" loading="lazy">'
+                clip = next(iter(run.pictures(ui, view, event, "clips")[at:]), None)
+                image = run.picture(ui, paths[at], clip, text)
+                cells.setdefault(step, {})[number] = f'<span title="{text}">{image}</span>'
     head = "".join(f"<th>{shown(name_of(view))}</th>" for view, _ in chosen)
     rows = "".join(
         f"<tr><th>{run.step_name(ui, step)}</th>"

@@ -1,4 +1,4 @@
-"""Pictures and captions: a grid, a caption editor, edits of many with undo, the doctor's findings, buckets, captioning.
+"""Pictures, videos and captions: a grid, an editor, edits of many with undo, findings, buckets, captioning.
 
 `?folder=` names the folder, so that a reload and a second window show the same. Captions are read from disk at every
 look; what the doctor says comes from a program of its own that decodes the pictures.
@@ -16,11 +16,12 @@ import gradio as gr
 
 from lora_fp8 import families
 from lora_fp8.config import UserError
-from lora_fp8.data import buckets, captions
+from lora_fp8.data import buckets, captions, clips
 
 from .. import album as room
-from .. import live, pictures, safe, shows, watch
+from .. import form, live, pictures, safe, shows, watch, words
 from ..context import Ui
+from ..draft import Draft
 from ..safe import shown
 
 PER_PAGE = 60
@@ -60,8 +61,8 @@ def panel(**given: Any) -> gr.HTML:
 class _Page:
     """The components of one language, and what happens when they are used.
 
-    `at` is where somebody is: folder, filters, page of the grid, picked picture, chosen pictures, and the caption as it
-    was when it was loaded into the editor.
+    `at` is where somebody is: folder, filters, page of the grid, picked picture, chosen pictures, the caption as it was
+    when it was loaded into the editor, and how clips are cut (frames, fps, clip).
     """
 
     def __init__(self, ui: Ui):
@@ -87,6 +88,7 @@ class _Page:
             render=False,
         )
         self.here = {"at": self.at, "family": self.family, "resolution": self.resolution}
+        self.cut = {name: self._setting(f"dataset.{name}") for name in room.CUT}
         with gr.Row():
             self.folder = gr.Dropdown(
                 label=say("dataset.folder"), choices=[], allow_custom_value=True, elem_id="dataset-folder", scale=5
@@ -96,7 +98,7 @@ class _Page:
             with gr.Row():
                 self.drop = gr.File(
                     file_count="multiple",
-                    file_types=[*pictures.EXTENSIONS, *pictures.CAPTIONS],
+                    file_types=[*pictures.TAKEN],
                     label=say("dataset.upload.drop"),
                     height=130,
                     scale=3,
@@ -121,6 +123,9 @@ class _Page:
                     self.family.render()
                     self.resolution.render()
                     again = gr.Button(say("dataset.again"), elem_id="dataset-again", elem_classes="beside", size="md")
+                with gr.Row(visible=False) as self.cutting:
+                    for part in self.cut.values():
+                        part.render()
                 self.findings = panel(elem_id="dataset-findings")
             with gr.Tab(say("dataset.tab.buckets"), id="buckets"):
                 self.buckets = panel(elem_id="dataset-buckets")
@@ -128,7 +133,8 @@ class _Page:
                 self._lay_out_captioning()
         shown_ = [self.head, self.grid, self.view, self.caption, self.tags]
         self.everything = [self.at, *shown_]
-        gr.on([live.opened()], self.open, outputs=[self.folder, self.tabs, *self.everything], **live.quiet())
+        opened = [self.folder, self.tabs, self.family, self.cutting, *self.cut.values(), *self.everything]
+        gr.on([live.opened()], self.open, outputs=opened, **live.quiet())
         go.click(None, inputs=[self.folder], js=GO, api_visibility="private")
         self.folder.select(None, inputs=[self.folder], js=GO, api_visibility="private")
         for clickable in (self.grid, self.view, self.tags, self.findings, self.head):
@@ -151,11 +157,22 @@ class _Page:
             [timer.tick, self.family.input, self.resolution.submit],
             self.paint,
             inputs_kwargs=self.here | {"seen": self.seen},
-            outputs=[self.findings, self.buckets, self.job, self.view, self.seen],
+            outputs=[self.findings, self.buckets, self.job, self.view, self.grid, self.seen],
             queue=False,
             trigger_mode="always_last",
             **live.quiet(),
         )
+        self.family.input(self.takes_clips, inputs=[self.family], outputs=[self.cutting], queue=False, **live.quiet())
+        for part in self.cut.values():
+            for event in (part.submit, part.blur) if isinstance(part, gr.Textbox) else (part.input,):
+                event(
+                    self.recut,
+                    inputs_kwargs={"at": self.at, **self.cut},
+                    outputs=[self.at],
+                    queue=False,
+                    trigger_mode="always_last",
+                    **live.quiet(),
+                )
         again.click(
             self.examine_again,
             inputs_kwargs=self.here,
@@ -211,7 +228,7 @@ class _Page:
         for event in (self.query.submit, self.query.blur, self.showing.input):
             event(
                 self.narrow,
-                inputs_kwargs={"at": self.at, "query": self.query, "showing": self.showing},
+                inputs_kwargs=self.here | {"query": self.query, "showing": self.showing},
                 outputs=[self.at, self.grid],
                 **live.quiet(),
             )
@@ -287,23 +304,62 @@ class _Page:
             **live.quiet(),
         )
 
+    def _setting(self, key: str) -> Any:
+        """A field for a setting of the training, not laid out yet."""
+        one, language = form.settings()[key], self.ui.language
+        given = {
+            "label": words.label(language, key),
+            "value": form.shown(one, one.default),
+            "elem_id": f"dataset-{one.name}",
+            "render": False,
+        }
+        if one.kind == "choice":
+            return gr.Dropdown([(words.choice(language, key, word), word) for word in one.choices], **given)
+        return gr.Textbox(info=words.meaning(language, key, one.description), max_lines=1, **given)
+
     # -- what happens
+
+    def takes_clips(self, family: str) -> Any:
+        """How clips are cut is asked of families that draw clips."""
+        return gr.update(visible=families.traits(family)["clips"])
+
+    def recut(self, at: dict[str, Any], **held: Any) -> dict[str, Any]:
+        """How clips are cut has changed; the next tick shows what comes of it."""
+        return {**at, "cut": held} if at else at
+
+    def _drafted(self) -> tuple[str, dict[str, Any]]:
+        """The family that New training is at, and how it cuts clips, if it draws clips."""
+        home = self.ui.place.home
+        usual = {name: form.shown(one := form.settings()[f"dataset.{name}"], one.default) for name in room.CUT}
+        try:
+            values = form.values(Draft(home).text(), home)
+        except UserError:
+            return "sdxl", usual
+        family = str(values["model.family"])
+        if family not in self.families or not families.traits(family)["clips"]:
+            return "sdxl", usual
+        return family, {
+            name: form.shown(form.settings()[f"dataset.{name}"], values[f"dataset.{name}"]) for name in room.CUT
+        }
 
     def open(self, request: gr.Request) -> list[Any]:
         """The page is opened: the folder that its address names."""
         given = dict(request.query_params).get("folder", "")
         offered = [str(path) for path in pictures.folders(self.ui.place.roots)]
         choices = gr.update(choices=[*dict.fromkeys([*offered, *([given] if given else [])])], value=given or None)
+        family, cut = self._drafted()
+        held = [family, self.takes_clips(family), *cut.values()]
         if not given:
             empty = self.say("dataset.none" if not offered else "dataset.choose")
-            return [choices, gr.update(visible=False), {}, f'<p class="empty">{shown(empty)}</p>', "", "", "", ""]
+            nothing = [{}, f'<p class="empty">{shown(empty)}</p>', "", "", "", ""]
+            return [choices, gr.update(visible=False), *held, *nothing]
         try:
             folder = self.ui.path(given)
             room.album(folder, fresh=True)
         except UserError as error:
-            return [choices, gr.update(visible=False), {}, self._wrong(error), "", "", "", ""]
+            return [choices, gr.update(visible=False), *held, {}, self._wrong(error), "", "", "", ""]
         at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "", "chosen": [], "loaded": ""}
-        return [choices, gr.update(visible=True), *self._shown({**at, "finding": ""})]
+        return [choices, gr.update(visible=True), *held, *self._shown({**at, "finding": "", "cut": cut}, family, 0)]
 
     def press(self, event: gr.EventData, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
         """A button in the grid, a tag or a finding."""
@@ -362,16 +418,16 @@ class _Page:
         said = self._note(" ".join(lines), wrong=bool(refused))
         if at and str(folder) == at["folder"]:
             room.album(folder, fresh=True)
-            room.examination(self.ui.place, folder, family, self._resolution(family, resolution), again=True)
+            self._examined(at, folder, family, resolution, again=True)
             rest = self._shown(at, family, resolution)
         return [None, str(folder) if own and not refused else gr.skip(), said, *rest]
 
-    def narrow(self, at: dict[str, Any], query: str, showing: str) -> list[Any]:
+    def narrow(self, at: dict[str, Any], family: str, resolution: float, query: str, showing: str) -> list[Any]:
         """The search or the choice of what is shown has changed."""
         if (query, showing) == (at.get("query"), at.get("showing")) or not at:
             return [gr.skip(), gr.skip()]
         at = {**at, "query": query, "showing": showing, "page": 0, "finding": ""}
-        return [at, self._grid(at, self._album(at))]
+        return [at, self._grid(at, self._album(at), family, resolution)]
 
     def save(self, step: int, at: dict[str, Any], family: str, resolution: float, caption: str) -> list[Any]:
         """Write the editor's caption, and go on to the next picture."""
@@ -458,8 +514,7 @@ class _Page:
     def examine_again(self, at: dict[str, Any], family: str, resolution: float) -> dict[str, int]:
         """Look at everything once more; what did not change is remembered."""
         if at:
-            folder = self._album(at).folder
-            room.examination(self.ui.place, folder, family, self._resolution(family, resolution), again=True)
+            self._examined(at, self._album(at).folder, family, resolution, again=True)
         return {}
 
     def begin(self, at: dict[str, Any], model: str, kind: str, prompt: str, trigger: str, overwrite: bool) -> list[Any]:
@@ -488,18 +543,23 @@ class _Page:
             return self._complaint(error)
 
     def paint(self, at: dict[str, Any], family: str, resolution: float, seen: dict[str, int]) -> list[Any]:
-        """The tick: the doctor's progress or report, and captioning."""
+        """The tick: the doctor's progress or report, captioning, and what the report says of clips in the grid."""
         if not at:
-            return [gr.skip()] * 5
+            return [gr.skip()] * 6
+        told, grid = seen.get("told"), gr.skip()
         try:
             album = room.seen_last(self.ui.path(at["folder"]))
-            found = room.examination(self.ui.place, album.folder, family, self._resolution(family, resolution))
+            found = self._examined(at, album.folder, family, resolution)
+            if found.report is not None and told != found.begun:
+                told = found.begun
+                if album.videos or found.report["counts"]["clips"]:
+                    grid = self._grid(at, album, family, resolution)
             view = self._view(at, album, family, resolution)
             panels = [self._findings(found), self._buckets(found, family), self._job(album.folder), view]
         except UserError as error:
             panels = [self._wrong(error), "", "", ""]
         sent, seen = live.changed(panels, seen)
-        return [*sent, seen]
+        return [*sent, grid, {**seen, "told": told}]
 
     # -- what is shown
 
@@ -512,16 +572,25 @@ class _Page:
     def _resolution(self, family: str, given: float) -> int:
         return int(given or 0) or int(families.facts(family)["native_resolution"])
 
+    def _examined(
+        self, at: dict[str, Any], folder: Path, family: str, resolution: float, again: bool = False
+    ) -> room.Examination:
+        held = {name: form.read(form.settings()[f"dataset.{name}"], at["cut"][name]) for name in room.CUT}
+        settings = room.cutting(family, **held)
+        side = self._resolution(family, resolution)
+        return room.examination(self.ui.place, folder, family, side, settings, again)
+
     def _reloaded(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
         album = room.album(Path(at["folder"]), fresh=True)
         return self._shown({**at, "loaded": album.texts.get(at["picked"], "")}, family, resolution)[:5]
 
-    def _shown(self, at: dict[str, Any], family: str = "sdxl", resolution: float = 0) -> list[Any]:
+    def _shown(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
         """at, head, grid, view, caption, tags"""
         album = self._album(at)
         caption = gr.update(value=at["loaded"], interactive=bool(at["picked"]))
         view = self._view(at, album, family, resolution)
-        return [at, self._head(album), self._grid(at, album), view, caption, self._tags(at, album)]
+        grid = self._grid(at, album, family, resolution)
+        return [at, self._head(album), grid, view, caption, self._tags(at, album)]
 
     def _filtered(self, at: dict[str, Any], album: room.Album) -> list[str]:
         """Names that the filters let through. "[tag]" in the search is a tag, other words are parts of name or text."""
@@ -541,7 +610,9 @@ class _Page:
 
     def _head(self, album: room.Album) -> str:
         without = sum(not text.strip() for text in album.texts.values())
-        parts = [self.say("dataset.count", count=len(album.files))]
+        videos = len(album.videos)
+        parts = [self.say("dataset.count", count=len(album.files) - videos)]
+        parts += [self.say("dataset.videos", count=videos)] if videos else []
         parts += [self.say("dataset.without", count=without)] if without else []
         try:
             history = captions.history(album.folder)
@@ -552,13 +623,14 @@ class _Page:
         parts += [self.say("dataset.unreadable", count=len(album.wrong))] if album.wrong else []
         return f'<p class="dim"><b>{shown(album.folder.name)}</b> · {" · ".join(map(shown, parts))}</p>'
 
-    def _grid(self, at: dict[str, Any], album: room.Album) -> str:
+    def _grid(self, at: dict[str, Any], album: room.Album, family: str, resolution: float) -> str:
         names = self._filtered(at, album)
         pages = max(1, math.ceil(len(names) / PER_PAGE))
         page = min(at["page"], pages - 1)
         chosen = set(at["chosen"])
+        known = self._of_clips(at, album, family, resolution)
         cells = "".join(
-            self._cell(album, name, name == at["picked"], name in chosen)
+            self._cell(album, name, name == at["picked"], name in chosen, known.get(name, {}))
             for name in names[page * PER_PAGE : (page + 1) * PER_PAGE]
         )
         bar = f"<span>{self.say('dataset.shown', count=len(names), of=len(album.files))}</span>"
@@ -577,17 +649,46 @@ class _Page:
         empty = "" if names else f'<p class="empty">{self.say("dataset.nothing")}</p>'
         return f'<div class="tools">{bar}</div><div class="thumbs">{cells}</div>{empty}{turn}'
 
-    def _cell(self, album: room.Album, name: str, picked: bool, chosen: bool) -> str:
+    def _of_clips(
+        self, at: dict[str, Any], album: room.Album, family: str, resolution: float
+    ) -> dict[str, dict[str, Any]]:
+        """What the report, if there is one, says of each clip: its entry among the pictures, or {"error": line}."""
+        if not album.videos and not at["cut"]["frames"]:
+            return {}
+        found = self._examined(at, album.folder, family, resolution)
+        known = {one["file"]: one for one in (found.report or {}).get("pictures", ()) if "seconds" in one}
+        return known | {name: {"error": why} for name, why in found.files("unreadable").items() if room.is_video(name)}
+
+    def _clip(self, one: dict[str, Any]) -> list[str]:
+        """Figures of a clip: seconds, rate, and how many pieces of how many frames are trained."""
+        told = [self.say("dataset.clip.seconds", seconds=f"{one['seconds']:.3g}")]
+        told.append(self.say("dataset.clip.rate", rate=f"{one['fps']:.3g}"))
+        if one["pieces"]:
+            told.append(self.say("dataset.clip.pieces", count=one["pieces"], length=one["length"]))
+        return told
+
+    def _cell(self, album: room.Album, name: str, picked: bool, chosen: bool, clip: dict[str, Any]) -> str:
         text = album.texts[name]
         source = shown(self.ui.picture(album.folder / name, 192))
         label, tick = shown(name), shown(self.say("dataset.choose_one", file=name))
         line = shown(text[:90]) if text.strip() else f'<em class="wrong">{self.say("dataset.no_caption")}</em>'
+        image, about = f'<img src="{source}" alt="{label}" loading="lazy" decoding="async">', ""
+        if room.is_video(name) and not clips.can_read_videos():
+            image = f'<span class="wrong">{shown(self.ui.tell(clips.NEEDED))}</span>'
+        elif "error" in clip:
+            image = f'<span class="wrong">{shown(self.ui.tell(clip["error"]))}</span>'
+        elif clip:
+            image += f'<i class="length">▶ {shown(self._clip(clip)[0])}</i>'
+            figures = [f"{clip['width']} × {clip['height']}", *self._clip(clip)[1:]]
+            about = f'<p class="dim">{shown(" · ".join(figures))}</p>'
+        elif room.is_video(name):
+            image += '<i class="length">▶</i>'
         return (
             f'<div class="thumb{" picked" if picked else ""}{" chosen" if chosen else ""}">'
             f'<button type="button" data-do="pick" data-name="{label}" title="{label}">'
-            f'<img src="{source}" alt="{label}" loading="lazy" decoding="async"></button>'
+            f"{image}</button>"
             f'<button type="button" class="tick" data-do="choose" data-name="{label}" '
-            f'aria-pressed="{str(chosen).lower()}" aria-label="{tick}"></button><p>{line}</p></div>'
+            f'aria-pressed="{str(chosen).lower()}" aria-label="{tick}"></button>{about}<p>{line}</p></div>'
         )
 
     def _view(self, at: dict[str, Any], album: room.Album, family: str, resolution: float) -> str:
@@ -595,7 +696,7 @@ class _Page:
         if name not in album.files:
             return f'<p class="empty">{self.say("dataset.pick")}</p>'
         side = self._resolution(family, resolution)
-        found = room.examination(self.ui.place, album.folder, family, side)
+        found = self._examined(at, album.folder, family, resolution)
         size = next((one for one in (found.report or {}).get("pictures", ()) if one["file"] == name), None)
         crop, told = "", [shown(name)]
         if size is not None:
@@ -610,9 +711,16 @@ class _Page:
                 told.append(f"{size['width']} × {size['height']}")
                 told.append(self.say("dataset.crop", bucket=f"{w} × {h}", cut=f"{1 - w * h / (width * height):.0%}"))
                 told.append(shown(self.families[family]))
-        wrong = f'<p class="wrong">{shown(self.ui.tell(album.wrong[name]))}</p>' if name in album.wrong else ""
+            if "seconds" in size:
+                told += map(shown, self._clip(size))
+        odd = [album.wrong[name]] if name in album.wrong else []
         source = shown(self.ui.picture(album.folder / name, 1280))
         picture = f'<div class="large"><img src="{source}" alt="{shown(name)}">{crop}</div>'
+        if room.is_video(name) and not clips.can_read_videos():
+            picture, odd = "", [*odd, clips.NEEDED]
+        elif room.is_video(name) and (why := found.files("unreadable").get(name)):
+            picture, odd = "", [*odd, why]
+        wrong = "".join(f'<p class="wrong">{shown(self.ui.tell(line))}</p>' for line in odd)
         return f'{picture}<p class="dim">{" · ".join(told)}</p>{wrong}'
 
     def _tags(self, at: dict[str, Any], album: room.Album) -> str:
@@ -655,6 +763,8 @@ class _Page:
         )
         if sizes:
             head += " " + self.say("dataset.sizes", smallest=sizes["smallest"], largest=sizes["largest"])
+        if counts["clips"]:
+            head += " " + self.say("dataset.clips", clips=counts["clips"], pieces=counts["pieces"])
         made = [f'<p class="dim">{shown(head)}</p>']
         if not found.report["findings"]:
             made.append(f'<p class="empty">{self.say("dataset.all_well")}</p>')
@@ -682,10 +792,7 @@ class _Page:
         return f'<li>{button} <span class="dim">{shown(detail)}</span></li>'
 
     def _files_of(self, at: dict[str, Any], kind: str, family: str, resolution: float) -> list[str]:
-        folder = self._album(at).folder
-        found = room.examination(self.ui.place, folder, family, self._resolution(family, resolution))
-        findings = (found.report or {}).get("findings", ())
-        return [one["file"] for finding in findings if finding["kind"] == kind for one in finding["files"]]
+        return list(self._examined(at, self._album(at).folder, family, resolution).files(kind))
 
     def _buckets(self, found: room.Examination, family: str) -> str:
         if found.report is None:
@@ -696,12 +803,14 @@ class _Page:
         most = max((one["count"] for one in report["buckets"]), default=1)
         rows = []
         for one in report["buckets"]:
-            width, height = map(int, one["size"].split("x"))
+            width, height, *frames = map(int, one["size"].split("x"))
             scale = 36 / max(width, height)
             shape = f'<i class="shape" style="width:{width * scale:.0f}px;height:{height * scale:.0f}px"></i>'
             bar = f'<div class="bar"><i style="width:{100 * one["count"] / most:.0f}%"></i></div>'
             cut = f"{one['cut']:.0%} / {one['most_cut']:.0%}"
-            rows.append([shape, f"{width}\u00a0×\u00a0{height}", f"{one['count']}{bar}", cut, str(one["enlarged"])])
+            size = f"{width}\u00a0×\u00a0{height}"
+            size += "".join(f" · {self.say('dataset.clip.frames', count=number)}" for number in frames)
+            rows.append([shape, size, f"{one['count']}{bar}", cut, str(one["enlarged"])])
         names = ("", "bucket", "pictures", "cut", "enlarged")
         columns = [self.say(f"dataset.column.{name}") if name else "" for name in names]
         return f'<p class="dim">{head}</p>{shows.table(columns, rows)}'

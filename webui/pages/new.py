@@ -12,8 +12,9 @@ from gradio.context import Context
 
 from lora_fp8 import config, families
 from lora_fp8.config import UserError, UserErrors
+from lora_fp8.data import clips
 
-from .. import bases, form, importer, outlook, pictures, safe, submit, words
+from .. import album, bases, form, importer, outlook, pictures, safe, submit, words
 from ..context import Ui
 from ..draft import Draft
 
@@ -26,6 +27,9 @@ SIMPLE = (
     "dataset.folders",
     "dataset.trigger",
     "dataset.missing_caption",
+    "dataset.frames",
+    "dataset.fps",
+    "dataset.clip",
     "train.steps",
     "preview.prompts",
     "name",
@@ -94,6 +98,7 @@ class _Page:
         self.draft = Draft(ui.place.home)
         self.estimates = outlook.Estimates(ui.place.home)
         self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
+        self.counted: dict[Path, pictures.Count] = {}
         self.keys: dict[str, str] = {}  # of the parts, by their ids
         self.families = {name: families.facts(name)["title"] for name in families.available()}
 
@@ -155,7 +160,7 @@ class _Page:
         gr.Markdown(f"#### {say('new.pictures')}")
         with gr.Row():
             with gr.Column(min_width=260):
-                kinds = [*pictures.EXTENSIONS, *pictures.CAPTIONS]
+                kinds = [*pictures.TAKEN]
                 self.drop = gr.File(
                     file_count="multiple",
                     file_types=kinds,
@@ -175,6 +180,9 @@ class _Page:
         self.taken = gr.HTML(elem_id="new-taken")
         self._field("simple", "dataset.trigger")
         self._field("simple", "dataset.missing_caption")
+        with gr.Row():
+            for key in ("dataset.frames", "dataset.fps", "dataset.clip"):
+                self._field("simple", key)
         gr.Markdown(f"#### {say('new.card')}")
         cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
         self.card = gr.Radio(
@@ -453,7 +461,7 @@ class _Page:
             if refused:
                 told = "; ".join(self.ui.tell(line) for line in refused[:8]) + (" …" if len(refused) > 8 else "")
                 lines.append(self.ui.say("new.pictures.refused", lines=told))
-            if pictures.count(folder).pictures:
+            if pictures.count(folder).files:
                 self._put_folder(folder)
 
         guarded = self._guarded(take)
@@ -653,8 +661,10 @@ class _Page:
         if "dataset.folders" not in {key for key, _ in found}:
             counts = [(folder, one) for folder, one, _ in self._counts(values)]
             for folder, one in counts:
-                if not one.pictures:
+                if not one.files:
                     found.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
+            if not told & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
+                found += self._wrong_clips(values, counts)
             without = sum(one.without_caption for _, one in counts)
             if without and values["dataset.missing_caption"] == "error":
                 found.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
@@ -673,6 +683,40 @@ class _Page:
                 yield key, say("new.base.differs", file=name, found=found, title=form_says)
         if not components and self._look(path).single:
             yield "model.components", self.ui.say("new.base.components")
+
+    def _wrong_clips(
+        self, values: dict[str, Any], counts: list[tuple[Path, pictures.Count]]
+    ) -> Iterable[tuple[str, str]]:
+        """(setting, line) of videos that the engine will refuse."""
+        say, family = self.ui.say, str(values["model.family"])
+        for folder, one in counts:
+            told = {"folder": folder.name, "count": one.videos}
+            if one.videos and not families.traits(family)["clips"]:
+                yield "dataset.folders", say("new.clips.refused", title=self.families[family], **told)
+            elif one.videos and not clips.can_read_videos():
+                yield "dataset.folders", f"{folder.name}: {self.ui.tell(clips.NEEDED)}"
+            elif one.videos and not values["dataset.frames"]:
+                yield "dataset.frames", say("new.clips.unset", **told)
+            elif examined := self._examined(values, folder):
+                short = examined.files("clip_short")
+                damaged = {name: why for name, why in examined.files("unreadable").items() if album.is_video(name)}
+                for key, files in (("dataset.frames", short), ("dataset.folders", damaged)):
+                    lines = [f"{name} ({self.ui.tell(why)})" for name, why in list(files.items())[:4]]
+                    if lines:
+                        what = say(f"dataset.kind.{'clip_short' if files is short else 'unreadable'}")
+                        yield key, f"{folder.name}: {what}: {', '.join(lines)}{' …' if len(files) > 4 else ''}"
+
+    def _examined(self, values: dict[str, Any], folder: Path) -> album.Examination | None:
+        """What is in a folder, which is looked at in a process of its own, where clips may be cut; None elsewhere."""
+        cut = album.cutting(str(values["model.family"]), *(values[f"dataset.{name}"] for name in album.CUT))
+        if not cut:
+            return None
+        family, side = str(values["model.family"]), values["dataset.resolution"]
+        side = side if isinstance(side, int) else int(families.facts(family)["native_resolution"])
+        now = pictures.count(folder)
+        again = self.counted.get(folder, now) != now  # files have come or gone since
+        self.counted[folder] = now
+        return album.examination(self.ui.place, folder, family, side, cut, again)
 
     def _told(self, problem: form.Problem) -> str:
         """The line in the page's language, without the key of its setting, which is told by where it stands."""
@@ -732,12 +776,31 @@ class _Page:
             return parts[0]
         counts = self._counts(values)
         for folder, one, _ in counts:
-            line = say("new.pictures.count", folder=folder.name, count=one.pictures, without=one.without_caption)
+            told = {"folder": folder.name, "count": one.pictures, "without": one.without_caption}
+            line = (
+                say("new.clips.count", videos=one.videos, **told) if one.videos else say("new.pictures.count", **told)
+            )
             parts.append(f"<p>{shown(line)}</p>")
         skipping = values["dataset.missing_caption"] == "skip"
-        samples = sum((one.pictures - (one.without_caption if skipping else 0)) * times for _, one, times in counts)
+        examined = [] if findings else [self._examined(values, folder) for folder, _, _ in counts]
+        samples = 0
+        for (folder, one, times), found in zip(counts, examined or [None] * len(counts), strict=True):
+            if found is None:
+                samples += times * (one.files - (one.without_caption if skipping else 0))
+            elif found.report is not None:
+                number = outlook.examples(found.report, skipping)
+                samples += times * number
+                if made := found.report["counts"]["clips"]:
+                    line = say("new.clips.cut", folder=folder.name, clips=made, examples=number)
+                    parts.append(f"<p>{shown(line)}</p>")
+            elif found.problem:
+                parts.append(f"<p class='wrong'>{shown(self.ui.tell(found.problem))}</p>")
+        waiting = [one for one in examined if one is not None and one.running]
         reckoned = outlook.epochs(samples, values)
-        if reckoned is None:
+        if waiting:
+            line = say("dataset.examining", done=waiting[0].done, total=waiting[0].total)
+            parts.append(f"<p>{shown(line)}</p>")
+        elif reckoned is None:
             parts.append(f"<p>{shown(say('new.summary.none'))}</p>")
         else:
             line = say(
@@ -810,8 +873,9 @@ class _Page:
                 if key not in wrong and set_here.get(key) != "" and form.same(found[key], form.settings()[key].default)
             ]
             if hidden:
-                ids = ", ".join(f"#{_id('set', key)}" for key in sorted(hidden))
-                rules.append(f"{ids} {{ display: none; }}")
+                rules.append(f"{_ids('set', hidden)} {{ display: none; }}")
+        if unasked := [key for key in form.idle(found) if key in SIMPLE and key not in wrong]:
+            rules.append(f"{_ids('new', unasked)} {{ display: none; }}")
         for key, lines in wrong.items():
             if key:
                 ids = f"#{_id('set', key)}::after, #{_id('new', key)}::after"
@@ -866,6 +930,11 @@ class _Page:
 
     def _sources(self) -> list[tuple[str, str]]:
         return [(label, str(path)) for label, path in bases.configs(self.ui.place.roots)]
+
+
+def _ids(prefix: str, keys: Iterable[str]) -> str:
+    """A selector of the parts of these settings."""
+    return ", ".join(f"#{_id(prefix, key)}" for key in sorted(keys))
 
 
 def _id(prefix: str, key: str) -> str:

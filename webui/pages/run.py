@@ -46,6 +46,7 @@ def build(ui: Ui) -> None:
                 left = gr.Dropdown(label=ui.say("run.left"), choices=[], elem_id="left")
                 right = gr.Dropdown(label=ui.say("run.right"), choices=[], elem_id="right")
                 prompt = gr.Dropdown(label=ui.say("run.prompt"), choices=[], elem_id="prompt", scale=2)
+            moving = gr.Checkbox(label=ui.say("run.moving"), value=True, visible=False, elem_id="moving")
             pair = live.panel(elem_id="pair")
             grid = live.panel(elem_id="grid")
         with gr.Tab(ui.say("run.tab.files"), id="files"):
@@ -79,18 +80,24 @@ def build(ui: Ui) -> None:
     seen, steps = gr.State({}), gr.State([])
 
     def paint(
-        request: gr.Request, amount: float, log: bool, right: int | None, seen: dict[str, int], steps: list[Any]
+        request: gr.Request,
+        amount: float,
+        log: bool,
+        right: int | None,
+        moving: bool,
+        seen: dict[str, int],
+        steps: list[Any],
     ) -> list[Any]:
         try:
             view, events = looked_at(ui, request)
         except UserError as error:
             nothing = [nobody(ui, str(error)), *[""] * 6]
             sent, seen = live.changed(nothing, seen)
-            return [*sent, seen, *[gr.skip()] * 5]
+            return [*sent, seen, *[gr.skip()] * 6]
         found = [
             header(ui, view, events),
             curves_of(ui, events, amount, log),
-            grid_of(ui, view, events),
+            grid_of(ui, view, events, moving),
             files_of(ui, view),
             log_of(ui, view),
             warnings_of(ui, events),
@@ -99,7 +106,7 @@ def build(ui: Ui) -> None:
         sent, seen = live.changed(found, seen)
         previews = events.facts.previews
         now = [sorted(previews), list(events.facts.checkpoints), prompts_of(events)]
-        menus: list[Any] = [gr.skip()] * 5
+        menus: list[Any] = [gr.skip()] * 6
         if now != steps:
             shown_ = [(step_name(ui, one), one) for one in now[0]]
             # The base on the left, the newest on the right, until somebody chooses otherwise.
@@ -113,12 +120,13 @@ def build(ui: Ui) -> None:
                     choices=[(ui.say("run.newest"), 0), *((str(one), one) for one in reversed(now[1]))],
                     **({} if steps and steps[1] else {"value": 0}),
                 ),
+                gr.update(visible=any("clips" in event for event in previews.values())),
                 now,
             ]
         return [*sent, seen, *menus]
 
-    inputs = {"amount": amount, "log": log, "right": right, "seen": seen, "steps": steps}
-    outputs = [head, curves, grid, files, printed, warned, config, seen, left, right, prompt, step, steps]
+    inputs = {"amount": amount, "log": log, "right": right, "moving": moving, "seen": seen, "steps": steps}
+    outputs = [head, curves, grid, files, printed, warned, config, seen, left, right, prompt, step, moving, steps]
     live.keep_painted(paint, inputs, outputs)
 
     def redrawn(request: gr.Request, amount: float, log: bool) -> str:
@@ -154,17 +162,17 @@ def build(ui: Ui) -> None:
     force.click(forced, inputs_kwargs={"do": how}, outputs=[said, confirm, head], queue=False, **live.quiet())
     keep.click(lambda: gr.update(visible=False), outputs=[confirm], queue=False, **live.quiet())
 
-    def pair_up(request: gr.Request, left: int | None, right: int | None, prompt: int | None) -> str:
+    def pair_up(request: gr.Request, left: int | None, right: int | None, prompt: int | None, moving: bool) -> str:
         try:
             view, events = looked_at(ui, request)
-            return slider(ui, view, events, left, right, prompt)
+            return slider(ui, view, events, left, right, prompt, moving)
         except UserError:
             return ""
 
     gr.on(
-        [left.change, right.change, prompt.change],
+        [left.change, right.change, prompt.change, moving.input],
         pair_up,
-        inputs_kwargs={"left": left, "right": right, "prompt": prompt},
+        inputs_kwargs={"left": left, "right": right, "prompt": prompt, "moving": moving},
         outputs=[pair],
         queue=False,
         trigger_mode="always_last",
@@ -310,8 +318,8 @@ def _wide(figure: str) -> str:
     return f'<div class="wide">{figure}</div>'
 
 
-def grid_of(ui: Ui, view: JobView, log: Log) -> str:
-    """Previews: a row for each step, the newest first, a column for each prompt."""
+def grid_of(ui: Ui, view: JobView, log: Log, moving: bool = True) -> str:
+    """Previews: a row for each step, the newest first, a column for each prompt; clips as `moving` says."""
     previews = log.facts.previews
     if not previews:
         return f'<p class="empty">{ui.say("run.no_previews")}</p>'
@@ -321,16 +329,29 @@ def grid_of(ui: Ui, view: JobView, log: Log) -> str:
     for step in sorted(previews, reverse=True)[:ROWS]:
         name = step_name(ui, step)
         rows += f"<tr><th>{name}</th>"
-        for number, path in enumerate(pictures(ui, view, previews[step])):
+        drawn = pictures(ui, view, previews[step])
+        clips = pictures(ui, view, previews[step], "clips") if moving else []
+        for number, path in enumerate(drawn):
             text = shown(f"{name}: {prompts[number] if number < len(prompts) else ''}")
             rows += (
                 f'<td><button type="button" data-do="show" data-step="{step}" data-prompt="{number}" title="{text}">'
-                f'<img src="{shown(ui.picture(path, SIDE))}" alt="{text}" loading="lazy"></button></td>'
+                f"{picture(ui, path, clips[number] if number < len(clips) else None, text)}</button></td>"
             )
         rows += "</tr>"
     return (
         f'<div class="scroll"><table class="pictures"><thead><tr><th></th>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def picture(ui: Ui, still: Path, clip: Path | None, text: str) -> str:
+    """A preview in a grid; `text` is HTML already. A clip stands still for who wants less motion."""
+    source = shown(ui.picture(still, SIDE))
+    if clip is None:
+        return f'<img src="{source}" alt="{text}" loading="lazy">'
+    return (
+        f'<picture><source media="(prefers-reduced-motion: reduce)" srcset="{source}">'
+        f'<img src="{shown(ui.picture(clip, SIDE, moving=True))}" alt="{text}" loading="lazy"></picture>'
     )
 
 
@@ -351,30 +372,40 @@ def enumerate_prompts(prompts: list[str]) -> list[tuple[str, int]]:
     return [(f"{number + 1}. {text}", number) for number, text in enumerate(prompts)]
 
 
-def pictures(ui: Ui, view: JobView, event: dict[str, Any]) -> list[Path]:
-    """The files of a preview event. A log may name anything: only what lies in the run's own folder counts."""
-    found = event.get("images")
+def pictures(ui: Ui, view: JobView, event: dict[str, Any], what: str = "images") -> list[Path]:
+    """The files of a preview event. A log may name anything: only what lies in the run's own folder counts.
+
+    `what`: "images", of clips the first frames; or "clips".
+    """
+    found = event.get(what)
     folder = watch.folder_of(ui, view)
     paths = [folder / str(path) for path in found] if isinstance(found, list) else []
     return [path for path in paths if path.parent == folder / "samples"]
 
 
-def slider(ui: Ui, view: JobView, log: Log, left: int | None, right: int | None, prompt: int | None) -> str:
-    """Two previews of one prompt over each other, with a handle between them."""
-    found = []
+def slider(
+    ui: Ui, view: JobView, log: Log, left: int | None, right: int | None, prompt: int | None, moving: bool = True
+) -> str:
+    """Two previews of one prompt over each other, with a handle between them; below them the clips, to be saved."""
+    found, saved = [], []
     for step in (left, right):
         event = None if step is None else log.facts.previews.get(int(step))
-        paths = pictures(ui, view, event) if event else []
+        paths, clips = (pictures(ui, view, event, what) if event else [] for what in ("images", "clips"))
         number = int(prompt or 0)
         if step is None or number >= len(paths):
             return f'<p class="empty">{ui.say("run.choose_two")}</p>'
-        name = step_name(ui, step)
-        found.append((name, ui.picture(paths[number], 1024)))
+        name, clip = step_name(ui, step), clips[number] if number < len(clips) else None
+        moves = moving and clip is not None
+        found.append((name, ui.picture(clip if moves else paths[number], 1024, moves)))
+        if clip is not None:
+            link = f'<a class="button" href="{shown(ui.download(clip))}" download>'
+            saved.append(f"{link}{ui.say('run.download')}: {shown(name)}</a>")
     images = "".join(f'<img src="{shown(address)}" alt="{shown(name)}">' for name, address in found)
+    buttons = f'<div class="buttons">{"".join(saved)}</div>' if saved else ""
     return (
         f'<div class="ab">{images}<div class="cut"></div>'
         f'<input type="range" min="0" max="100" value="50" step="0.5" aria-label="{shown(ui.say("run.slide"))}">'
-        f'<div class="names"><span>{shown(found[0][0])}</span><span>{shown(found[1][0])}</span></div></div>'
+        f'<div class="names"><span>{shown(found[0][0])}</span><span>{shown(found[1][0])}</span></div></div>{buttons}'
     )
 
 

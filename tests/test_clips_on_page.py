@@ -1,0 +1,230 @@
+"""Videos and clips on the page: taken in, listed, counted, shown, as Pillow and the training's own scan have them."""
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from lora_fp8 import config
+from lora_fp8.config import UserError
+from lora_fp8.data import captions, clips, images
+from lora_fp8.jobs import JobView, Sentence
+from webui import album, decoder, outlook, pictures, watch, words
+from webui.context import Place, Ui
+from webui.pages import compare, dataset, new, run
+
+NASTY = "<img src=x onerror=alert(1)>.mp4"
+LIST = "ffconcat version 1.0\nfile walk.mp4\n"
+FRAMES = 24
+
+
+def video(path: Path, count: int = FRAMES, rate: int = 8) -> Path:
+    """A lossless video, each frame of a grey of its own."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=rate, options={"qp": "0"})
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv444p"
+        for number in range(count):
+            values = np.full((32, 48, 3), 10 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def animation(path: Path, greys: list[int], size: tuple[int, int] = (320, 192)) -> Path:
+    frames = [Image.new("RGB", size, (grey,) * 3) for grey in greys]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=62, lossless=True)
+    return path
+
+
+@pytest.fixture
+def ui(tmp_path: Path) -> Ui:
+    (tmp_path / "home").mkdir()
+    return Ui("en", Place(tmp_path / "home", [tmp_path]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three videos of 3 s, 1 s (without a caption) and 3 s (its name is markup), a torn one, a picture."""
+    root = tmp_path / "mixed"
+    root.mkdir()
+    video(root / "walk.mp4")
+    video(root / "brief.mkv", 8)
+    video(root / NASTY)
+    (root / "torn.mp4").write_bytes((root / "walk.mp4").read_bytes()[:600])
+    Image.new("RGB", (48, 32), "red").save(root / "still.png")
+    for name in ("walk", NASTY[:-4], "torn", "still"):
+        (root / f"{name}.txt").write_text("zibo, a ball")
+    return root
+
+
+def test_videos_are_taken_in_after_every_frame_was_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, kept = tmp_path / "sent", tmp_path / "kept"
+    sent.mkdir()
+    good = video(sent / "walk.mp4")
+    with av.open(str(good)) as container:
+        middle = list(container.demux(video=0))[FRAMES // 2].pos
+    torn = bytearray(good.read_bytes())
+    torn[middle : middle + 40] = bytes(40)  # the header and the first frame are whole
+    (sent / "torn.mp4").write_bytes(torn)
+    (sent / "list.mp4").write_text(LIST)
+    (sent / "walk.txt").write_text("a ball")
+    video(sent / "old.avi")
+    given = [str(sent / name) for name in ("walk.mp4", "walk.txt", "torn.mp4", "list.mp4", "old.avi")]
+    count, refused = pictures.take_in(given, kept)
+    assert count == 1 and sorted(path.name for path in kept.iterdir()) == ["walk.mp4", "walk.txt"]
+    assert (kept / "walk.mp4").read_bytes() == good.read_bytes()
+    assert [line.partition(": ")[0] for line in refused] == ["torn.mp4", "list.mp4", "old.avi"]
+    assert all("not a video that can be read" in line and "\n" not in line for line in refused[:2])
+    assert "none of .mp4 .mov .mkv .webm" in refused[1] and ".mp4" in refused[2]
+    assert "视频无法读取" in words.tell("zh-CN", refused[1]) and "不是图片" in words.tell("zh-CN", refused[2])
+    found = pictures.count(kept)
+    assert (found.pictures, found.videos, found.without_caption) == (0, 1, 0)
+    assert pictures.folders([tmp_path]) == [kept, sent]
+    monkeypatch.setattr(clips, "can_read_videos", lambda: False)
+    count, (line,) = pictures.take_in([str(good)], tmp_path / "other")
+    assert count == 0 and "pip install 'lora-fp8[video]'" in line
+
+
+def test_a_decoder_gives_the_first_frame_and_previews_that_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders = decoder.Decoders(count=1)
+    poster = Image.open(io.BytesIO(decoders.webp(video(tmp_path / "a.mp4"), 320)))
+    assert poster.size == (48, 32) and not getattr(poster, "is_animated", False) and poster.getpixel((20, 20))[0] < 8
+    greys = [0, 60, 120, 180, 240]
+    path = animation(tmp_path / "a.webp", greys)
+    still = Image.open(io.BytesIO(decoders.webp(path, 160)))
+    assert getattr(still, "n_frames", 1) == 1
+    with Image.open(io.BytesIO(decoders.webp(path, 160, moving=True))) as moving:
+        assert (moving.size, moving.n_frames, moving.info["loop"]) == ((160, 96), 5, 0)
+        for number, grey in enumerate(greys):
+            moving.seek(number)
+            moving.load()
+            assert moving.info["duration"] == 62
+            assert abs(moving.convert("RGB").getpixel((80, 48))[0] - grey) < 6
+    (tmp_path / "list.mp4").write_text(LIST.replace("walk", "a"))
+    large = decoder.MOST_FRAMES + 1
+    animation(tmp_path / "long.gif", [number % 256 for number in range(large)], (4, 4))
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    for name, moving, why in (
+        ("list.mp4", False, "none of .mp4"),
+        ("long.gif", True, f"{large} frames; shown moving are 2 to {decoder.MOST_FRAMES}"),
+        ("one.png", True, "1 frames"),
+        ("a.mp4", True, "cannot identify"),
+    ):
+        with pytest.raises(UserError, match=f"^{name}: not a .* that can be read .*{why}"):
+            decoders.webp(tmp_path / name, 96, moving)
+    with pytest.raises(ValueError, match="48 x 32 = 1,536 pixels, more than 1,000"):
+        monkeypatch.setattr(decoder, "MOST_PIXELS", 1000)
+        decoder.show(str(tmp_path / "a.mp4"), 96)
+
+
+def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
+    ui: Ui, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = dataset._Page(ui)
+    cut = {"frames": "5, 9", "fps": "auto", "clip": "chunks"}
+    at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "walk.mp4", "chosen": [],
+          "loaded": "", "cut": cut}  # fmt: skip
+    one = album.album(folder, fresh=True)
+    assert one.videos == [NASTY, "brief.mkv", "torn.mp4", "walk.mp4"] and len(one.files) == 5
+    found = page._examined(at, folder, "wan", 0)
+    while found.running:
+        time.sleep(0.05)
+    assert not found.problem, found.problem
+    grid, view = page._grid(at, one, "wan", 0), page._view(at, one, "wan", 0)
+    tiles = {name: grid.split('<div class="thumb')[2 + i] for i, name in enumerate(one.files)}
+    # 3 s are 48 frames at the model's 16 a second, 1 s is 16.
+    assert "▶ 3 s" in tiles["walk.mp4"] and "48 × 32 · 8 fps · 5 × 9 frames" in tiles["walk.mp4"]
+    assert "▶ 1 s" in tiles["brief.mkv"] and "1 × 9 frames" in tiles["brief.mkv"]
+    assert "cannot be decoded" in tiles["torn.mp4"] and "<img" not in tiles["torn.mp4"]
+    assert "▶" not in tiles["still.png"] and "<img src=x" not in grid
+    assert "3 s · 8 fps · 5 × 9 frames" in view and 'class="crop"' in view
+    assert "768\u00a0×\u00a0512 · 9 frames" in page._buckets(found, "wan")
+    told = page._findings(found)
+    assert (
+        'data-kind="unreadable"' in told and "3 clips, cut into 11 pieces" in told and 'data-kind="clip_slower"' in told
+    )
+
+    # Their captions are edited as those of pictures.
+    edit = captions.preview(folder, [captions.Trigger("new")], ["walk.mp4", "brief.mkv"])
+    captions.apply(folder, edit)
+    assert (folder / "walk.txt").read_text() == "new, zibo, a ball" and (folder / "brief.txt").read_text() == "new"
+    captions.undo(folder)
+    assert not (folder / "brief.txt").exists()
+
+    # The form reckons with the pieces that the training's own scan cuts, and names what it would refuse.
+    form = new._Page(ui)
+    values = {"model.family": "wan", "dataset.resolution": "auto", "dataset.frames": [5, 9], "dataset.fps": "auto",
+              "dataset.clip": "chunks"}  # fmt: skip
+    assert form._examined(values, folder) is found
+    counts = [(folder, pictures.count(folder))]
+    assert [key for key, _ in form._wrong_clips(values, counts)] == ["dataset.folders"]
+    ((_, line),) = form._wrong_clips(values, counts)
+    assert "torn.mp4 (cannot be decoded" in line
+    for family, key, part in (
+        ("wan", "dataset.frames", "4 videos; give the lengths"),
+        ("sd15", "dataset.folders", "trained on pictures"),
+    ):
+        ((wrong, line),) = form._wrong_clips(values | {"model.family": family, "dataset.frames": []}, counts)
+        assert wrong == key and part in line
+    (folder / "torn.mp4").unlink()
+    for skipping, missing in ((True, "skip"), (False, "trigger")):
+        section = config.Dataset(folders=[config.Folder(path=str(folder))], frames=[5, 9], clip="chunks",
+                                 missing_caption=missing, trigger="zibo")  # fmt: skip
+        scanned = images.scan(section, clip_rate=16)
+        assert not scanned.problems and len(scanned.examples) == outlook.examples(found.report, skipping)
+
+    monkeypatch.setattr(clips, "can_read_videos", lambda: False)
+    grid = page._grid(at, one, "wan", 0)
+    assert grid.count("pip install &#x27;lora-fp8[video]&#x27;") == 4 and grid.count("<img") == 1
+
+
+def test_settings_of_clips_are_asked_where_clips_are_drawn(ui: Ui) -> None:
+    form = new._Page(ui)
+    for family, frames, hidden in (
+        ("sd15", "", {"frames", "fps", "clip"}),
+        ("wan", "", {"fps", "clip"}),
+        ("wan", "frames = [17]", set()),
+    ):
+        text = f"[model]\nfamily = '{family}'\npath = 'demo'\n[dataset]\n{frames}\n"
+        style = form._marks(text, [], everything=False)
+        assert {name for name in ("frames", "fps", "clip") if f"#new-dataset-{name}" in style} == hidden, family
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Iterator[Path]:
+    """A run with a clip of one prompt at two steps, whose log names a file outside, too."""
+    folder = tmp_path / "runs" / "ball"
+    (folder / "samples").mkdir(parents=True)
+    job = config.loads("[model]\nfamily = 'wan'\npath = 'demo'\n[[dataset.folders]]\npath = 'p'")
+    (folder / "config.toml").write_text(config.dumps(job))
+    events = []
+    for step in (0, 10):
+        path = folder / "samples" / f"step-{step:06d}-0.png"
+        Image.new("RGB", (320, 192)).save(path)
+        animation(path.with_suffix(".webp"), [15 * number for number in range(17)])
+        names = {"images": [f"samples/{path.name}"], "clips": [f"samples/{path.stem}.webp"]}
+        events.append({"t": 1, "event": "preview", "step": step, "prompts": ["a ball"], **names})
+    events[0]["clips"].append("../../secret.webp")
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    yield folder
+
+
+def test_previews_of_clips_move_and_can_be_saved(ui: Ui, drawn: Path) -> None:
+    view = JobView(7, "ball", "train", "done", Sentence("done", {}), folder=drawn, step=10, steps=10)
+    log = watch.log_of(ui, view)
+    grid, pair = run.grid_of(ui, view, log), run.slider(ui, view, log, 0, 10, 0)
+    side = compare.pictures_of(ui, [(view, log)], "a ball")
+    for made in (grid, side):
+        assert made.count("moving=1") == 2 and made.count("prefers-reduced-motion") == 2 and "secret" not in made
+    assert pair.count("moving=1") == 2 and pair.count("/download?path=") == 2 and pair.count(".webp") == 4
+    assert "moving" not in run.grid_of(ui, view, log, moving=False)
+    still = run.slider(ui, view, log, 0, 10, 0, moving=False)
+    assert "moving" not in still and still.count(".png") == 2 and still.count("/download?path=") == 2
