@@ -119,7 +119,7 @@ window.touchedSettings = () => [...touched];
 
 // While a view waits for what it shall hold, nothing can be typed into it: the answer would take its place. The tabs
 // themselves stay, with the focus on them.
-const SLOWEST = 5000;  // ms; an answer that never comes must not lock the form
+const SLOWEST = 15000;  // ms; an answer that never comes must not lock the form for ever
 let openedAt;
 const lock = (on) => {
   for (const panel of document.querySelectorAll("#new-views [role=tabpanel]")) panel.inert = on;
