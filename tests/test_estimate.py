@@ -80,7 +80,7 @@ def test_a_step_takes_what_was_reckoned(
     family = family_of(job)
     found = estimate.estimate(job, family)
 
-    denoiser, _ = prepare.base(family, job.quantize)
+    denoiser, _, _ = prepare.base(family, job.quantize)
     names = family.adapter_names(denoiser)
     adapters.inject(denoiser, job.adapter, names, seed=0)
     if checkpointing:

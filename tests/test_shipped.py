@@ -170,6 +170,8 @@ def test_the_commands_of_the_pages_exist(path: Path) -> None:
             command, rest = COMMANDS[words[1]], words[2:]
             if rest and rest[0] in getattr(command, "commands", {}):  # a group, such as `jobs` or `dataset`
                 command, rest = command.commands[rest[0]], rest[1:]
+            elif words[1] == "dataset" and rest and not rest[0].startswith("-"):  # `dataset FOLDER`
+                command = command.commands["look"]
             options = [option for parameter in command.params for option in parameter.opts]
             assert {w.split("=")[0] for w in rest if w.startswith("--")} <= {*options, "--help"}, said
 

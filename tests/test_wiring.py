@@ -90,7 +90,7 @@ FLIPS = {
     "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
     # A trigger that no other row has; what it then encodes, captions as they are, the others have encoded already.
     "dataset.folders.0.regularization": Flip("true", ("losses",), ("buckets", "samples"), ("dataset.trigger=zubi",)),
-    "dataset.folders.0.resolution": Flip("64", ("losses", "encoded", "buckets")),
+    "dataset.folders.0.resolution": Flip("80", ("losses", "encoded", "buckets")),
     "dataset.folders.0.weight": Flip("0.5", TRAINING, ("rates", "samples", "buckets")),
     "dataset.resolution": Flip("64", ("losses", "encoded", "buckets")),
     "dataset.buckets": Flip("false", ("losses", "encoded", "buckets")),
