@@ -27,9 +27,6 @@ SIMPLE = (
     "dataset.folders",
     "dataset.trigger",
     "dataset.missing_caption",
-    "dataset.frames",
-    "dataset.fps",
-    "dataset.clip",
     "train.steps",
     "preview.prompts",
     "name",
@@ -180,9 +177,6 @@ class _Page:
         self.taken = gr.HTML(elem_id="new-taken")
         self._field("simple", "dataset.trigger")
         self._field("simple", "dataset.missing_caption")
-        with gr.Row():
-            for key in ("dataset.frames", "dataset.fps", "dataset.clip"):
-                self._field("simple", key)
         gr.Markdown(f"#### {say('new.card')}")
         cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
         self.card = gr.Radio(
@@ -873,9 +867,8 @@ class _Page:
                 if key not in wrong and set_here.get(key) != "" and form.same(found[key], form.settings()[key].default)
             ]
             if hidden:
-                rules.append(f"{_ids('set', hidden)} {{ display: none; }}")
-        if unasked := [key for key in form.idle(found) if key in SIMPLE and key not in wrong]:
-            rules.append(f"{_ids('new', unasked)} {{ display: none; }}")
+                ids = ", ".join(f"#{_id('set', key)}" for key in sorted(hidden))
+                rules.append(f"{ids} {{ display: none; }}")
         for key, lines in wrong.items():
             if key:
                 ids = f"#{_id('set', key)}::after, #{_id('new', key)}::after"
@@ -930,11 +923,6 @@ class _Page:
 
     def _sources(self) -> list[tuple[str, str]]:
         return [(label, str(path)) for label, path in bases.configs(self.ui.place.roots)]
-
-
-def _ids(prefix: str, keys: Iterable[str]) -> str:
-    """A selector of the parts of these settings."""
-    return ", ".join(f"#{_id(prefix, key)}" for key in sorted(keys))
 
 
 def _id(prefix: str, key: str) -> str:
