@@ -195,7 +195,7 @@ def test_settings_of_clips_are_asked_where_clips_are_drawn(ui: Ui) -> None:
     ):
         text = f"[model]\nfamily = '{family}'\npath = 'demo'\n[dataset]\n{frames}\n"
         style = form._marks(text, [], everything=False)
-        assert {name for name in ("frames", "fps", "clip") if f"#set-dataset-{name}" in style} == hidden, family
+        assert {name for name in ("frames", "fps", "clip") if f"#new-dataset-{name}" in style} == hidden, family
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import gradio as gr
 import pytest
 from PIL import Image
 
@@ -68,6 +69,22 @@ def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> No
         return {name for name, style in zip(columns, styles, strict=True) if "none" in style}
 
     assert hidden("sdxl") == {"control"} and hidden("flux_kontext") == hidden("sdxl", 'control = "c"') == set()
+
+
+def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
+    """Somebody may be typing in the other fields while its answer is on the way."""
+    with gr.Blocks():
+        page = new._Page(Ui("en", Place(tmp_path, [])))
+        page.lay_out()
+        preset = new.GOALS[1]
+        painted = {part.elem_id for part in page._choose(tuple(new.GOALS), preset, False)}
+        values = form.values(page.draft.text(), page.draft.home)
+        changed = {key for key, value in form.values(form.START, tmp_path).items() if not form.same(value, values[key])}
+        parts = {key: part.elem_id for key, part in page.parts["simple"].items() if key not in new.LISTED}
+        assert {key for key, id in parts.items() if id in painted} == changed & set(parts)
+        assert "new-name" not in painted and "new-preset" not in parts
+        assert {part.elem_id for part in page._demo("flux", False)} >= {"new-model-family", "new-model-path"}
+        assert set(parts.values()) <= {part.elem_id for part in page._open("simple", False)}, "opening paints all"
 
 
 def test_nothing_in_a_problem_ends_the_style_sheet_that_shows_it() -> None:

@@ -187,3 +187,26 @@ def test_what_is_wrong_in_toml_is_told_and_harms_nothing(visit: Callable[..., Pa
     view(page, 0)
     expect(field(page, "new-name")).to_have_value("<img src=x onerror=alert(1)>")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "fits a phone"
+
+
+def test_what_is_typed_waits_for_the_last_of_several_answers(visit: Callable[..., Page]) -> None:
+    page = visit("new", language="zh-CN")
+    opened(page)
+    with page.expect_response("**/run/**"):
+        field(page, "new-train-steps").fill("21")
+    # Two views are asked for right after each other; their answers come after 1 and 3 s.
+    page.evaluate("""() => {
+      const real = window.fetch;
+      let asked = 0;
+      window.fetch = async (url, ...rest) => {
+        if (String(url).includes("/run/")) await new Promise((done) => setTimeout(done, 1000 + 2000 * asked++));
+        return real(url, ...rest);
+      };
+    }""")
+    view(page, 1)
+    view(page, 0)
+    opened(page)
+    field(page, "new-train-steps").press("End")
+    page.keyboard.type("0")
+    page.wait_for_timeout(5000)
+    expect(field(page, "new-train-steps")).to_have_value("210")

@@ -27,6 +27,9 @@ SIMPLE = (
     "dataset.folders",
     "dataset.trigger",
     "dataset.missing_caption",
+    "dataset.frames",
+    "dataset.fps",
+    "dataset.clip",
     "train.steps",
     "preview.prompts",
     "name",
@@ -80,6 +83,8 @@ STYLE = """
 </style>
 """
 
+LISTED = ("preset", "model.path", "model.components")
+"""Settings whose parts offer what other settings allow."""
 WIDE = {"path": 4, "repeats": 1.2, "trigger": 2, "regularization": 1.8, "resolution": 1.4, "control": 3}
 """Columns of the table of folders that need more room than the others."""
 
@@ -177,6 +182,9 @@ class _Page:
         self.taken = gr.HTML(elem_id="new-taken")
         self._field("simple", "dataset.trigger")
         self._field("simple", "dataset.missing_caption")
+        with gr.Row():
+            for key in ("dataset.frames", "dataset.fps", "dataset.clip"):
+                self._field("simple", key)
         gr.Markdown(f"#### {say('new.card')}")
         cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
         self.card = gr.Radio(
@@ -380,8 +388,9 @@ class _Page:
             elif key == "model.path":
                 self._recognise()
 
+        before = self.draft.text()
         told = self._guarded(put) | self._tell(everything)
-        return told | (self._painted(view, but=key) if repaint else {})
+        return told | (self._painted(view, before, but=key) if repaint else {})
 
     def _settle_base(self, before: str, after: str) -> None:
         """Another architecture: a base that was chosen from the old one's list is not one of the new one's."""
@@ -417,11 +426,14 @@ class _Page:
             self.draft.put("model.path", "demo")
             self._recognise()
 
-        return self._guarded(choose) | self._tell(everything) | self._painted("simple")
+        before = self.draft.text()
+        return self._guarded(choose) | self._tell(everything) | self._painted("simple", before)
 
     def _choose(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
         """A goal or a card: the one of these presets that is laid under the draft."""
-        return self._guarded(lambda: self._name_presets(names, name)) | self._tell(everything) | self._painted("simple")
+        before = self.draft.text()
+        told = self._guarded(lambda: self._name_presets(names, name)) | self._tell(everything)
+        return told | self._painted("simple", before)
 
     def _name_presets(self, among: tuple[str, ...], name: str) -> None:
         """Name this preset instead of the others of its kind; demo presets come last, for they win."""
@@ -573,8 +585,14 @@ class _Page:
 
     # ------------------------------------------------------------------------------------------------------- telling
 
-    def _painted(self, view: str, but: str = "") -> dict[Any, Any]:
-        """What every part of a view holds now; nothing where the text is not TOML."""
+    def _painted(self, view: str, before: str | None = None, but: str = "") -> dict[Any, Any]:
+        """What every part of a view holds now; nothing where the text is not TOML.
+
+        Args:
+            before: the draft as it was; parts are left alone whose value has not changed since, for somebody may be
+                typing there.
+            but: a setting whose part is left alone.
+        """
         text = self.draft.text()
         if view == "toml":
             return {self.code: text}
@@ -582,9 +600,14 @@ class _Page:
             found = form.values(text, self.draft.home)
         except UserError:
             return {}
+        try:
+            old = {} if before is None else form.values(before, self.draft.home)
+        except UserError:
+            old = {}
         painted: dict[Any, Any] = {}
         for key, part in self.parts[view].items():
-            if key != but:
+            kept = key not in LISTED and key in old and form.same(old[key], found[key])
+            if key != but and not kept:
                 painted[part] = self._held(view, key, part, found)
         if view == "simple":
             named = found["preset"] if isinstance(found["preset"], list) else []
@@ -867,8 +890,9 @@ class _Page:
                 if key not in wrong and set_here.get(key) != "" and form.same(found[key], form.settings()[key].default)
             ]
             if hidden:
-                ids = ", ".join(f"#{_id('set', key)}" for key in sorted(hidden))
-                rules.append(f"{ids} {{ display: none; }}")
+                rules.append(f"{_ids('set', hidden)} {{ display: none; }}")
+        if unasked := [key for key in form.idle(found) if key in SIMPLE and key not in wrong]:
+            rules.append(f"{_ids('new', unasked)} {{ display: none; }}")
         for key, lines in wrong.items():
             if key:
                 ids = f"#{_id('set', key)}::after, #{_id('new', key)}::after"
@@ -923,6 +947,11 @@ class _Page:
 
     def _sources(self) -> list[tuple[str, str]]:
         return [(label, str(path)) for label, path in bases.configs(self.ui.place.roots)]
+
+
+def _ids(prefix: str, keys: Iterable[str]) -> str:
+    """A selector of the parts of these settings."""
+    return ", ".join(f"#{_id(prefix, key)}" for key in sorted(keys))
 
 
 def _id(prefix: str, key: str) -> str:

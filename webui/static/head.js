@@ -118,11 +118,26 @@ for (const kind of ["input", "change", "click"])
 window.touchedSettings = () => [...touched];
 
 // While a view waits for what it shall hold, nothing can be typed into it: the answer would take its place. The tabs
-// themselves stay, with the focus on them.
+// themselves stay, with the focus on them. Several answers can be on their way: the page's, and that of the tab which
+// Gradio selects while it draws; the last one unlocks.
 const SLOWEST = 15000;  // ms; an answer that never comes must not lock the form for ever
+let waiting = 0;
 let openedAt;
 const lock = (on) => {
   for (const panel of document.querySelectorAll("#new-views [role=tabpanel]")) panel.inert = on;
 };
-window.opening = () => { lock(true); clearTimeout(openedAt); openedAt = setTimeout(lock, SLOWEST, false); };
-window.opened = () => { clearTimeout(openedAt); lock(false); };
+const unlock = () => {
+  clearTimeout(openedAt);
+  waiting = 0;
+  lock(false);
+};
+window.opening = () => {
+  waiting += 1;
+  lock(true);
+  clearTimeout(openedAt);
+  openedAt = setTimeout(unlock, SLOWEST);
+};
+window.opened = () => {
+  waiting -= 1;
+  if (waiting <= 0) unlock();
+};
