@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -228,4 +229,6 @@ def test_the_same_functions_are_tools_of_an_mcp_server(place: Place) -> None:
             }
             assert (await ask("template", presets=["/etc/passwd.toml"]))[0]
 
-    asyncio.run(asyncio.wait_for(talk(), 120))
+    # In a thread of its own: the browser tests that ran before leave this one with a loop.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, asyncio.wait_for(talk(), 120)).result()

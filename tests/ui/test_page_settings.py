@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.ui.test_form_path import opened
+
 BASE = Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/base/sd15"
 
 
@@ -28,7 +30,7 @@ def test_a_folder_is_added_and_taken_back(visit: Callable[..., Page], tmp_path: 
     if kind == "models":  # and what is in it is offered as a base
         expect(page.locator("#models")).to_contain_text("底模 1 个")
         new = visit("new", language="zh-CN")
-        expect(new.locator("#new-summary .problems, #new-summary .ready").first).to_be_visible()  # it has opened
+        opened(new)
         new.locator("#new-model-path input").click()
         expect(new.get_by_role("option", name=re.compile("^mini · Stable Diffusion 1.5"))).to_be_visible()
         new.close()

@@ -48,7 +48,7 @@ QUIET: dict[str, Any] = {
 TOLD = QUIET | {"queue": True}
 """Of what may have something to say: messages of gr.Info and gr.Warning reach the browser through the queue alone."""
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
-OPENING = "everything => { window.opening(); return everything; }"
+OPENING = "(...inputs) => { window.opening(); return inputs; }"
 OPENED = "() => window.opened()"
 """Around what paints a whole view: what was typed before it came would be gone."""
 STYLE = """
@@ -341,18 +341,25 @@ class _Page:
             **TOLD,
         )
         self.load.click(
-            self._load, inputs_kwargs={"source": self.source, **shown}, outputs=[*told, *everywhere], **TOLD
-        )
+            self._load,
+            inputs_kwargs={"source": self.source, **shown},
+            outputs=[*told, *everywhere],
+            js=OPENING,
+            **TOLD,
+        ).then(None, js=OPENED)
         self.foreign.upload(
             self._import,
             inputs_kwargs={"file": self.foreign, **shown},
             outputs=[self.foreign, self.imported, *told, *everywhere],
+            js=OPENING,
             **SLOW,
-        )
+        ).then(None, js=OPENED)
         self.save.click(
             self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **TOLD
         )
-        self.reset.click(self._reset, inputs_kwargs=shown, outputs=[*told, *everywhere], **QUIET)
+        self.reset.click(self._reset, inputs_kwargs=shown, outputs=[*told, *everywhere], js=OPENING, **QUIET).then(
+            None, js=OPENED
+        )
         held = {part.elem_id: part for parts in views.values() for part in parts if part.elem_id in self.keys}
         tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]  # Gradio fails without their value
         # Of the others only what was touched is sent: a part may hold what is not among its choices, and Gradio refuses
