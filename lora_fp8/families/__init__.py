@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 def available() -> list[str]:
     """Names of the families, read from the folder without importing any of them."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base" and not m.name.startswith("_"))
+    return list(_names())
+
+
+@cache  # asked for many times by each check of a config
+def _names() -> tuple[str, ...]:
+    modules = pkgutil.iter_modules(__path__)
+    return tuple(sorted(m.name for m in modules if m.name != "base" and not m.name.startswith("_")))
 
 
 def facts(name: str) -> dict[str, Any]:
