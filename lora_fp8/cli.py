@@ -119,7 +119,8 @@ def check(
         problems += getattr(error, "problems", [str(error)])
     else:
         facts = families.facts(job.model.family)
-        report = images.scan(job.dataset, facts.get("controls", (0, 0)), job.preview, facts.get("clips", (0, 0))[1])
+        controls, (_, clip_rate) = facts.get("controls", (0, 0)), facts.get("clips", (0, 0))
+        report = images.scan(job.dataset, controls, job.preview, clip_rate, job.objective.unmasked_weight)
         problems += report.problems
         lines += images.describe(report)
         for look in (_look_at_base, _look_at_sizes):
@@ -694,7 +695,9 @@ def _say(event: dict[str, Any]) -> None:
         "progress": lambda e: f"  {e['done']} of {e['total']}",
         "cache": lambda e: f"cache: {e['encoded']} encoded, {e['reused']} reused",
         "data": lambda e: (
-            f"data: {e['images']} images, {e['samples_per_epoch']} samples and {e['steps_per_epoch']:.3g} steps "
+            f"data: {e['images']} images, "
+            + (f"{e['masked']} of them with a mask, " if e["masked"] else "")
+            + f"{e['samples_per_epoch']} samples and {e['steps_per_epoch']:.3g} steps "
             "per epoch; buckets " + ", ".join(f"{size}: {n}" for size, n in e["buckets"].items())
         ),
         "model": lambda e: (

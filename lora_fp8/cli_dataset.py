@@ -33,6 +33,7 @@ def look(
     family: str = typer.Option("", help="Whose resolution and text limit count; a config says it."),
     resolution: int = typer.Option(0, min=0, help="Side of the square with the training area; 0 is the family's."),
     trigger: str = typer.Option("", help="Trigger word, where no config says it."),
+    mask: str = typer.Option("", help="Where the masks are, where no config says it; as in dataset.folders."),
     remember: Path | None = typer.Option(None, metavar="FILE", help="Keep what was measured here, to be quick again."),
     as_json: bool = JSON,
 ) -> None:
@@ -46,11 +47,12 @@ def look(
         family = family or "sdxl"
         needed = "control = '.'" if any(families.facts(family).get("controls", ())) else ""
         text = f"[model]\nfamily = {json.dumps(family)}\npath = 'demo'\n[[dataset.folders]]\npath = '.'\n{needed}"
-        section = config.loads(text, overrides).dataset
-        section = section.model_copy(update={"folders": [config.Folder(path=str(target), trigger=trigger)]})
+        job = config.loads(f"{text}\nmask = {json.dumps(mask)}", overrides)
+        folder = config.Folder(path=str(target), trigger=trigger, mask=mask)
+        section = job.dataset.model_copy(update={"folders": [folder]})
     else:
-        if family or trigger:
-            raise config.UserError("--family, --trigger: the config says it; leave them out, or give a folder")
+        if family or trigger or mask:
+            raise config.UserError("--family, --trigger, --mask: the config says it; leave them out, or give a folder")
         job = config.load(target, overrides)
         section, family = job.dataset, job.model.family
     if not resolution:
@@ -62,6 +64,7 @@ def look(
         step=doctor.BUCKET_STEP if section.bucket_step == "auto" else section.bucket_step,
         family=family,
         clip_rate=families.facts(family).get("clips", (0, 0))[1],
+        unmasked_weight=job.objective.unmasked_weight,
         remember=remember,
         progress=_look_progress if as_json else None,
     )

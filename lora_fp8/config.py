@@ -38,6 +38,7 @@ from .settings import (
     Section,
     Train,
     Validation,
+    names_a_folder_of_masks,
 )
 from .wording import Location, accepted, did_you_mean, model_at, real_location, said, shown
 
@@ -70,6 +71,7 @@ __all__ = [
     "layers",
     "load",
     "loads",
+    "names_a_folder_of_masks",
     "parse_override",
     "preset_names",
 ]

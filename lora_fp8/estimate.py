@@ -281,7 +281,10 @@ def _cache_bytes(
     per_pixel = 0.0 if latents is None else math.prod(latents) * store.dtype.itemsize / whole
     pixels = sum(volume(store.family, one.bucket) for one, _ in missing.images)
     pixels += sum(math.prod(shown.size) for shown, _ in missing.controls)
-    return round(pixels * per_pixel) + len(missing.captions) * cond_bytes
+    # A mask is one channel of one frame's latents.
+    per_area = 0.0 if latents is None else math.prod(latents[-2:]) * store.dtype.itemsize / math.prod(heaviest[:2])
+    masks = sum(math.prod(one.placement.bucket_wh) for one, _ in missing.masks)
+    return round(pixels * per_pixel + masks * per_area) + len(missing.captions) * cond_bytes
 
 
 def _nbytes(tensor: Tensor) -> int:

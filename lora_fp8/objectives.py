@@ -40,6 +40,8 @@ class Objective(ABC):
     Subclasses give `sample_t`, `add_noise`, `target` and `weight`; `loss` is the same for all.
     """
 
+    section: config.Objective
+
     @abstractmethod
     def __init__(self, scheduler_config: dict[str, Any], section: config.Objective):
         """Built from the pipeline's scheduler config and the job's section."""
@@ -72,10 +74,18 @@ class Objective(ABC):
     def at_level(self, level: float) -> tuple[Tensor, str]:
         """A share of the way from clean (0) to noise (1) as t (1,), and in words."""
 
-    def loss(self, pred_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor) -> Tensor:
-        """Weighted mean squared error of each sample over C, H and W, computed in float32. -> (B,)"""
-        error_BCHW = pred_BCHW.float() - target_BCHW.float()
-        return error_BCHW.square().flatten(1).mean(1) * self.weight(t_B).to(error_BCHW.device)
+    def loss(self, pred_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor, mask_BHW: Tensor | None = None) -> Tensor:
+        """Weighted mean squared error of each sample over C, H and W, computed in float32. -> (B,)
+
+        With masks, 0 to 1, an error counts from `unmasked_weight` outside to 1 inside. The mean is over all of the
+        picture still: the smaller the part that is trained, the less the sample counts.
+        """
+        squares_BCHW = (pred_BCHW.float() - target_BCHW.float()).square()
+        if mask_BHW is not None:
+            counts_BHW = 1 - (1 - self.section.unmasked_weight) * (1 - mask_BHW)
+            batch, *between, height, width = squares_BCHW.shape
+            squares_BCHW = squares_BCHW * counts_BHW.view(batch, *[1] * len(between), height, width)
+        return squares_BCHW.flatten(1).mean(1) * self.weight(t_B).to(squares_BCHW.device)
 
     def unused_settings(self) -> list[str]:
         """One sentence per setting of the section that has no effect here; the trainer warns with them."""

@@ -130,8 +130,8 @@ def carried(job: Job, family: ModelFamily) -> Job:
 
 
 def scan(job: Job, Family: type[ModelFamily]) -> images.ScanReport:
-    """Every picture and clip of a job, with captions and control pictures, and the previews' control pictures."""
-    return images.scan(job.dataset, Family.controls, job.preview, Family.clips[1])
+    """Every picture and clip of a job with what belongs to it, and the previews' control pictures."""
+    return images.scan(job.dataset, Family.controls, job.preview, Family.clips[1], job.objective.unmasked_weight)
 
 
 def place(job: Job, examples: list[images.Example]) -> dict[bucketing.Bucket, list[bucketing.Placed]]:
@@ -215,6 +215,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         "data",
         images=len(examples),
         held_out=len(held_out),
+        masked=sum(one.mask is not None for one in examples),
         samples_per_epoch=loader.samples_per_epoch,
         steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
         buckets={bucketing.named(bucket): len(members) for bucket, members in buckets.items()},
@@ -374,6 +375,11 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found += [f"dataset.{key} has no effect: dataset.frames is empty, no clip is trained on" for key in given]
     if job.dataset.control_resolution != "auto" and not any(folder.control for folder in job.dataset.folders):
         found.append("dataset.control_resolution has no effect: no folder has control pictures")
+    masked, weight = any(folder.mask for folder in job.dataset.folders), job.objective.unmasked_weight
+    if not masked and weight != config.Objective().unmasked_weight:
+        found.append("objective.unmasked_weight has no effect: no folder has masks")
+    if masked and weight == 1:
+        found.append("dataset.folders.mask has no effect: objective.unmasked_weight is 1")
     if not job.preview.prompts and job.preview.every:
         found.append("preview.every has no effect: preview.prompts is empty")
     return found
@@ -399,6 +405,7 @@ def _fingerprint(one: bucketing.Placed, weight: float) -> list[Any]:
     facts = [one.uid, example.image_sha256, example.caption, example.repeats, one.placement.bucket_wh]
     facts += [controls] if controls else []
     facts += [example.frames] if example.frames else []
+    facts += [f"mask {example.mask.sha256} {example.mask.alpha}"] if example.mask else []
     return [*facts, f"weight {weight:g}"] if weight != 1 else facts
 
 

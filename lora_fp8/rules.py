@@ -36,6 +36,12 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
             say(f"dataset.folders.{i}.resolution", f"must lie between 16 and 8192 pixels, got {folder.resolution}")
         if folder.regularization and folder.trigger:
             say(f"dataset.folders.{i}.trigger", "a folder for regularization gets no trigger word; leave it out")
+        if "*" in folder.mask and not _names_masks(folder.mask):
+            say(
+                f"dataset.folders.{i}.mask",
+                f"{shown(folder.mask)} is no name for masks beside their images; write one * for the image's name with "
+                "something before or behind it, such as '*_mask', and no folder",
+            )
     if isinstance(job.dataset.resolution, int) and not 16 <= job.dataset.resolution <= 8192:
         say("dataset.resolution", f"must lie between 16 and 8192 pixels, got {job.dataset.resolution}")
     if isinstance(job.dataset.bucket_step, int) and not 8 <= job.dataset.bucket_step <= 512:
@@ -107,6 +113,7 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     paths |= {"dataset.cache_dir": job.dataset.cache_dir, "adapter.init_from": job.adapter.init_from}
     paths |= {f"dataset.folders.{i}.path": folder.path for i, folder in enumerate(job.dataset.folders)}
     paths |= {f"dataset.folders.{i}.control": folder.control for i, folder in enumerate(job.dataset.folders)}
+    paths |= {f"dataset.folders.{i}.mask": folder.mask for i, folder in enumerate(job.dataset.folders)}
     paths |= {f"preview.controls.{i}": path for i, path in enumerate(job.preview.controls)}
     for key, path in paths.items():
         if "\0" in path:
@@ -114,6 +121,11 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
         say("name", f"{shown(job.name)} cannot name a folder; use letters, digits, '-' and '_'")
     return found
+
+
+def _names_masks(name: str) -> bool:
+    """Whether a name with a * fits masks only: every picture's own name is not theirs."""
+    return name.count("*") == 1 and not re.search(r"[/\\]", name) and not re.fullmatch(r"\*(\.\w+)?", name)
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

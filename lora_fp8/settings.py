@@ -31,7 +31,8 @@ def setting(default: Any, description: str, *, when: dict[str, tuple[Any, ...]] 
     """One setting: its default, its description (shown as help everywhere), its bounds (pydantic's ge, gt, le, lt).
 
     `when` tells where it can have an effect: other settings, each with the values that it needs; no values mean any
-    but empty ones. "family.NAME" is one of the family's `families.traits`. A form may leave it out elsewhere. What is
+    but empty ones. "family.NAME" is one of the family's `families.traits`, "dataset.folders.NAME" what the folders that
+    have it say. A form may leave it out elsewhere. What is
     refused or warned about is decided by the rules below.
     """
     return Field(default=default, description=description, json_schema_extra={"when": when} if when else None, **bounds)
@@ -46,6 +47,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
 CLIPS: dict[str, tuple[Any, ...]] = {"family.clips": (True,)}
 DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
 FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
+MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
 
 
 class Model(Section):
@@ -179,6 +181,21 @@ class Folder(Section):
     control: str = setting(
         "", "For editing models: folder with a control picture of the same name (or name_1, name_2) for each image."
     )
+    mask: str = setting(
+        "",
+        "Masks, white where an image is trained, black where not: a folder with one of the same name for each, 'alpha' "
+        "for the images' own transparency, or a name beside them, such as '*-masklabel'.",
+    )
+
+    @property
+    def mask_folder(self) -> str:
+        """The path of a folder of masks; "" where the masks are elsewhere."""
+        return self.mask if names_a_folder_of_masks(self.mask) else ""
+
+
+def names_a_folder_of_masks(mask: str) -> bool:
+    """Whether a folder's `mask` is a path: neither "alpha" nor a name with a * for the picture's."""
+    return mask not in ("", "alpha") and "*" not in mask
 
 
 class Dataset(Section):
@@ -312,6 +329,14 @@ class Objective(Section):
         ge=0,
         le=1,
         when=DIFFUSION,
+    )
+    unmasked_weight: float = setting(
+        0.1,
+        "What the loss counts outside of the masks of dataset.folders: 1 as much as inside, so that they have no "
+        "effect; 0 leaves what is outside to drift.",
+        ge=0,
+        le=1,
+        when=MASKED,
     )
     timesteps: Literal["auto", "uniform", "logit_normal"] = setting(
         "auto", "Distribution of the noise level.", when=FLOW

@@ -162,7 +162,8 @@ def diffusion_loss(
     if text is not None:
         cond = text.cond(batch.captions, cond)
     answer = family.predict(denoiser, noisy.to(dtype), t_B, cond, guidance)
-    return objective.loss(answer, objective.target(latents, noise, t_B), t_B)
+    mask = None if batch.mask_BHW is None else batch.mask_BHW.to(device)
+    return objective.loss(answer, objective.target(latents, noise, t_B), t_B, mask)
 
 
 def preflight(

@@ -23,9 +23,9 @@ LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 def measure(
     job: Job, family: ModelFamily, data: Data, loaded: Loaded, step: int, run: Run, processes: Processes
 ) -> dict[str, float]:
-    """The loss of training (with its weights) on the held-out pictures; told as an event by the main process.
+    """The loss of training on the held-out pictures; told as an event by the main process.
 
-    The work is shared out among the processes; all get the answer.
+    It has training's weights, those of masks too. The work is shared out among the processes; all get the answer.
 
     Returns:
         Noise level in words -> mean over the pictures. Empty where one is not finite, which is a warning.
@@ -69,4 +69,4 @@ def _loss(job: Job, family: ModelFamily, data: Data, loaded: Loaded, picture: in
     cond = loaded.text.cond(batch.captions, batch.cond) if loaded.text else batch.cond
     answer = family.predict(loaded.denoiser, noisy.to(DTYPES[job.model.dtype]), t_B, cond, job.objective.guidance)
     target = objective.target(batch.latents_BCHW, batch.noise_BCHW, t_B)
-    return objective.loss(answer, target, t_B).item()
+    return objective.loss(answer, target, t_B, batch.mask_BHW).item()

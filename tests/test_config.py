@@ -488,13 +488,15 @@ def random_text(rng: random.Random) -> str:
 
 def random_job(rng: random.Random) -> Job:
     """A valid job with a random value at about half of its settings."""
+    never = ("preset", "model.family", "dataset.folders.0.control", "preview.controls")  # the last two: not of wan
     while True:
-        chosen = [key for key in SETTINGS if rng.random() < 0.5 and key not in ("preset", "model.family")]
+        chosen = [key for key in SETTINGS if rng.random() < 0.5 and key not in never]
         fixed = {"dataset.background": f"#{rng.randrange(1 << 24):06x}", "name": f"名字 {rng.randrange(99)}"}
         fixed |= {key: rng.randrange(9) * 16 for key in ("preview.width", "preview.height")}
         fixed |= {
             "preview.frames": 1 + 4 * rng.randrange(9),
             "dataset.frames": rng.sample([1, 5, 17, 81], rng.randint(0, 3)),
+            "quantize.override": rng.choice([[], ["触发词.to_q = int8 row", "x = bf16"]]),
         }
         fixed |= {"dataset.resolution": rng.randrange(16, 4000), "dataset.bucket_step": 64, "train.steps": 10_000}
         values = {key: fixed[key] if key in fixed else random_value(SETTINGS[key], rng) for key in chosen}

@@ -146,8 +146,8 @@ NAMES = {
 }
 
 
-# Those of clips are in tests/test_video_clips.py.
-@pytest.mark.parametrize("kind", [kind for kind in doctor.KINDS if not kind.startswith("clip_")])
+# Those of clips are in tests/test_video_clips.py, those of masks in tests/test_masks.py.
+@pytest.mark.parametrize("kind", [kind for kind in doctor.KINDS if not kind.startswith(("clip_", "mask"))])
 def test_each_kind_is_found_in_its_file_alone(folder: Path, kind: str) -> None:
     detail = planted(kind, folder)
     found = by_kind(examined(folder, family="sd15"))

@@ -97,6 +97,7 @@ def test_a_step_takes_what_was_reckoned(
     objective = family.objective(family.scheduler_config(), job.objective)
 
     class Batch:  # what `diffusion_loss` reads of one
+        mask_BHW = None
         latents_BCHW, noise_BCHW, cond = latents, torch.randn_like(latents), family.collate([one, one])
         t_generators = [torch.Generator().manual_seed(i) for i in range(2)]
 

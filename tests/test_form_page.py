@@ -63,12 +63,13 @@ def test_the_page_has_every_setting_and_loads_no_torch(tmp_path: Path) -> None:
 def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> None:
     columns = [column.name for column in form.settings()["dataset.folders"].columns]
 
-    def hidden(family: str, row: str = "") -> set[str]:
+    def hidden(family: str, row: str = "", view: str = "set") -> set[str]:
         text = f'[model]\nfamily = "{family}"\n[[dataset.folders]]\npath = "a"\n{row}'
-        styles = new._columns(form.values(text, tmp_path), everything=False)
+        styles = new._columns(form.values(text, tmp_path), False, view)
         return {name for name, style in zip(columns, styles, strict=True) if "none" in style}
 
     assert hidden("sdxl") == {"control"} and hidden("flux_kontext") == hidden("sdxl", 'control = "c"') == set()
+    assert hidden("flux_kontext", view="new") == {"mask"} and hidden("flux_kontext", 'mask = "m"', "new") == set()
 
 
 def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:

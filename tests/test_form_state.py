@@ -194,10 +194,11 @@ def test_rules_of_relevance_name_settings_and_values_that_exist() -> None:
                 there = {families.traits(name)[other.removeprefix("family.")] for name in families.available()}
                 assert set(accepted) < there, f"{key}: of every family, or of none"
                 continue
-            asked = form.settings()[other]
+            columns = {one.key: one for one in form.settings()["dataset.folders"].columns}
+            asked = (form.settings() | columns)[other]
             assert asked.kind != "choice" or set(accepted) <= set(asked.choices), key
             assert asked.kind != "flag" or set(accepted) <= {True, False}, key
-            assert form.settings()[other].default is not None, key
+            assert asked.default is not None, key
 
 
 def test_settings_without_effect_are_told() -> None:
@@ -207,6 +208,8 @@ def test_settings_without_effect_are_told() -> None:
     text = form.put(form.put(NAMED, "quantize.storage", "nf4"), "preview.prompts", ["a"])
     assert {"quantize.scale", "quantize.compute"} <= form.idle(form.values(text))
     assert "preview.steps" not in form.idle(form.values(text))
+    masked = form.put(NAMED, "dataset.folders", [{"path": "a"}, {"path": "b", "mask": "alpha"}])
+    assert "objective.unmasked_weight" in form.idle(found) - form.idle(form.values(masked))
 
 
 def test_settings_of_other_architectures_are_told() -> None:

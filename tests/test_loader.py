@@ -64,6 +64,9 @@ class FakeCache:
     def controls(self, placed, flipped):
         return {}
 
+    def mask(self, placed, flipped):
+        return None
+
 
 FAMILY = SimpleNamespace(
     name="fake",

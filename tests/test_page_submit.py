@@ -37,6 +37,10 @@ def test_paths_become_absolute_below_the_home(place: Place) -> None:
     assert job.model.path == "demo" and job.dataset.folders[0].path == str(place.given[0] / "cats")
     job = submit.checked(place, TEXT.format(folder="datasets/pets"))
     assert job.dataset.folders[0].path == str(place.home / "datasets/pets")
+    # So do masks that are no folder.
+    for mask in ("alpha", "*_mask"):
+        text = TEXT.format(folder="datasets/pets").replace('pets"', f'pets"\nmask = "{mask}"')
+        assert submit.checked(place, text).dataset.folders[0].mask == mask
     # A base of the hub stays as it is.
     text = TEXT.format(folder="datasets/pets").replace("demo", "stable-diffusion-v1-5/stable-diffusion-v1-5")
     assert submit.checked(place, text).model.path == "stable-diffusion-v1-5/stable-diffusion-v1-5"

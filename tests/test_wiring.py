@@ -91,6 +91,8 @@ FLIPS = {
     # A trigger that no other row has; what it then encodes, captions as they are, the others have encoded already.
     "dataset.folders.0.regularization": Flip("true", ("losses",), ("buckets", "samples"), ("dataset.trigger=zubi",)),
     "dataset.folders.0.resolution": Flip("80", ("losses", "encoded", "buckets")),
+    # One picture's own transparency: the others are trained whole, so that nothing but its mask is encoded.
+    "dataset.folders.0.mask": Flip("alpha", (*TRAINING, "encoded"), ("rates", "samples", "buckets")),
     "dataset.folders.0.weight": Flip("0.5", TRAINING, ("rates", "samples", "buckets")),
     "dataset.resolution": Flip("64", ("losses", "encoded", "buckets")),
     "dataset.buckets": Flip("false", ("losses", "encoded", "buckets")),
@@ -127,6 +129,9 @@ FLIPS = {
     "schedule.min_lr": Flip("0.5", ("tensors", "rates"), under=("schedule.name=cosine",)),
     "objective.min_snr_gamma": Flip("1.0", TRAINING, ("rates", "samples")),
     "objective.noise_offset": Flip("0.5", TRAINING, ("rates", "samples")),
+    "objective.unmasked_weight": Flip(
+        "0.9", TRAINING, ("rates", "samples", "buckets", "encoded"), ("dataset.folders.0.mask=alpha",)
+    ),
     "objective.timesteps": Flip("uniform", TRAINING, ("rates", "samples"), family="flux"),
     "objective.shift": Flip("9.0", TRAINING, ("rates", "samples"), family="flux"),
     "objective.t_min": Flip("0.9", TRAINING, ("rates", "samples")),

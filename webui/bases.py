@@ -187,7 +187,9 @@ def paths(values: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("model.path", base))
     rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
     for row in rows:
-        names = [row.get(name) for name in ("path", "control")] if isinstance(row, dict) else []
+        names = [row.get(name) for name in ("path", "control", "mask")] if isinstance(row, dict) else []
+        if names and not (isinstance(names[-1], str) and config.names_a_folder_of_masks(names[-1])):
+            del names[-1]
         found += [("dataset.folders", name) for name in names]
     controls = values.get("preview.controls")
     found += [("preview.controls", one) for one in controls] if isinstance(controls, list) else []

@@ -399,6 +399,9 @@ def idle(found: dict[str, Any]) -> set[str]:
     family = found["model.family"]
     traits = families.traits(family) if family in families.available() else {}
     found = found | {f"family.{name}": value for name, value in traits.items()}
+    rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
+    for column in settings()["dataset.folders"].columns:
+        found[column.key] = [row for row in rows if isinstance(row, dict) and row.get(column.name)]
     return {key for key, one in settings().items() if not all(_holds(rule, found) for rule in one.when.items())}
 
 

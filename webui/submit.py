@@ -19,7 +19,7 @@ from .context import Place
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 PATHS = (
     *("output_dir", "model.path", "model.components", "dataset.cache_dir", "adapter.init_from"),
-    *("dataset.folders.path", "dataset.folders.control", "preview.controls"),
+    *("dataset.folders.path", "dataset.folders.control", "dataset.folders.mask", "preview.controls"),
 )
 """Settings that name a file or folder; tests/test_page_submit.py finds those that are missing here."""
 
@@ -37,6 +37,8 @@ def checked(place: Place, text: str) -> config.Job:
     for key, table, name in _paths(data):
         given = table[name]
         if not given or (key == "model.path" and _no_path(place, given)):
+            continue
+        if name == "mask" and not config.names_a_folder_of_masks(given):
             continue
         try:
             table[name] = str(place.inside(str(place.home / os.path.expanduser(given))))

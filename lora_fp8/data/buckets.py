@@ -252,3 +252,12 @@ def fit(image: Image.Image, bucket: Size) -> Image.Image:
     if image.size != resized:
         image = image.resize(resized, Image.Resampling.LANCZOS)
     return image.crop((left, top, left + bucket[0], top + bucket[1]))
+
+
+def fit_mask(mask: Image.Image, placement: Placement) -> Image.Image:
+    """A mask, of its image's shape, resized and cropped as the image is."""
+    if mask.size != placement.resized_wh:
+        # Not Lanczos: beside an edge it swings, and what is black would no longer be.
+        mask = mask.resize(placement.resized_wh, Image.Resampling.BILINEAR)
+    (left, top), (width, height) = placement.crop_xy, placement.bucket_wh
+    return mask.crop((left, top, left + width, top + height))

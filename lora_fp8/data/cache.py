@@ -17,6 +17,9 @@ neighbours, and then an edited neighbour would change it.
 
 Clips are encoded as pictures are, each piece whole; the numbers of its frames are part of the key.
 
+A mask is no encoder's work, but is cut, mirrored and brought to the size of its image's latents, which the VAE decides:
+it is an entry beside them, of the kind "latents".
+
 Shape legend: B batch, C channels, F frames, H height, W width.
 """
 
@@ -31,7 +34,7 @@ import re
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,12 +46,13 @@ import safetensors.torch
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
 from lora_fp8 import config
 from lora_fp8.data import clips, permutation
-from lora_fp8.data.buckets import Placed, Size, control_box, fit
+from lora_fp8.data.buckets import Placed, Size, control_box, fit, fit_mask
 from lora_fp8.data.captions import split_tags
-from lora_fp8.data.images import Control, Example, ImageError, open_image, read_clip
+from lora_fp8.data.images import Control, Example, ImageError, open_image, open_mask, read_clip
 from lora_fp8.run import RunFailure, write_synced
 
 if TYPE_CHECKING:
@@ -188,15 +192,22 @@ class FillReport:
 
 @dataclass(frozen=True)
 class Missing:
-    """What has to be encoded; false if nothing. `images` and `controls` are (what, whether mirrored)."""
+    """What has to be encoded; false if nothing. `images`, `controls` and `masks` are (what, whether mirrored), the
+    last with the image whose mask it is."""
 
     images: list[tuple[Placed, bool]]
     captions: list[str | Prompt]
     reused: int
     controls: list[tuple[Shown, bool]]
+    masks: list[tuple[Placed, bool]]
 
     def __bool__(self) -> bool:
-        return bool(self.images or self.captions or self.controls)
+        return self.count > 0
+
+    @property
+    def count(self) -> int:
+        """How many entries."""
+        return len(self.images) + len(self.captions) + len(self.controls) + len(self.masks)
 
 
 class Cache:
@@ -272,6 +283,19 @@ class Cache:
             flip=flipped,
         )
 
+    def mask_key(self, placed: Placed, flipped: bool) -> str:
+        """Key of an image's mask, which it has."""
+        placement, mask = placed.placement, placed.example.mask
+        return self._key(
+            "latents",
+            mask=mask.sha256,
+            alpha=mask.alpha,
+            bucket=placement.bucket_wh,
+            resized=placement.resized_wh,
+            crop=placement.crop_xy,
+            flip=flipped,
+        )
+
     def caption_key(self, caption: str | Prompt) -> str:
         """Key of a caption's conditioning."""
         if isinstance(caption, str):
@@ -329,12 +353,16 @@ class Cache:
         images = {self.image_key(one, flipped): (one, flipped) for one in placed for flipped in flips}
         shown = [each for one in placed for each in self.shown(one)]
         controls = {self.control_key(each, flipped): (each, flipped) for each in shown for flipped in flips}
+        masked = [one for one in placed if one.example.mask is not None]
+        masks = {self.mask_key(one, flipped): (one, flipped) for one in masked for flipped in flips}
         texts = {self.caption_key(caption): caption for caption in captions}
         images_left = [images[key] for key in images if not self._good("latents", key)]
         controls_left = [controls[key] for key in controls if not self._good("latents", key)]
+        masks_left = [masks[key] for key in masks if not self._good("latents", key)]
         texts_left = [texts[key] for key in texts if not self._good("conds", key)]
-        left = len(images_left) + len(controls_left) + len(texts_left)
-        return Missing(images_left, texts_left, len(images) + len(controls) + len(texts) - left, controls_left)
+        asked = len(images) + len(controls) + len(masks) + len(texts)
+        left = len(images_left) + len(controls_left) + len(masks_left) + len(texts_left)
+        return Missing(images_left, texts_left, asked - left, controls_left, masks_left)
 
     def fill(
         self,
@@ -355,7 +383,7 @@ class Cache:
         """
         self._remove_leftovers()
         missing = self.missing(placed, captions)
-        total, done, written = len(missing.images) + len(missing.controls) + len(missing.captions), 0, 0
+        total, done, written = missing.count, 0, 0
         if missing.images or missing.controls:
             self.family.load_vae()
         for one, flipped in missing.images:
@@ -371,6 +399,11 @@ class Cache:
                 log(done, total)
         if missing.images or missing.controls:
             self.family.free_encoders()  # what encoding a picture takes is gone before the text encoders come
+        for one, flipped in missing.masks:  # their images' latents are there by now
+            written += self._store("latents", self.mask_key(one, flipped), self._reduce_mask(one, flipped))
+            done += 1
+            if log:
+                log(done, total)
 
         def ask(caption: str | Prompt) -> dict[str, Tensor]:
             if log:  # before it is done, too: a caption is asked about once for each text encoder
@@ -409,13 +442,29 @@ class Cache:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return {"latents": self._latents_of(pixels(image), shown.control.path)}
 
+    def _reduce_mask(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
+        mask = placed.example.mask
+        with self._unchanged(mask.path, mask.sha256) as raw:
+            greys = fit_mask(open_mask(raw, mask.alpha), placed.placement)
+        if flipped:
+            greys = greys.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        mask_HW = torch.from_numpy(np.array(greys, dtype=np.float32)) / 255
+        size = self.latents(placed, flipped).shape[-2:]
+        return {"mask": functional.interpolate(mask_HW[None, None], size=tuple(size), mode="area")[0, 0]}
+
     def _opened(self, path: Path, sha256: str) -> Image.Image:
+        with self._unchanged(path, sha256) as raw:
+            return open_image(raw, self.section.background)
+
+    @contextlib.contextmanager
+    def _unchanged(self, path: Path, sha256: str) -> Iterator[io.BytesIO]:
+        """The bytes that the scan saw; what goes wrong in the block becomes a RunFailure that names the file."""
         try:
             raw = Path(path).read_bytes()
             # The scan's hash is in the key; other bytes must not be stored under it.
             if hashlib.sha256(raw).hexdigest() != sha256:
                 raise RunFailure(f"{path} changed while the run was starting; start it again")
-            return open_image(io.BytesIO(raw), self.section.background)
+            yield io.BytesIO(raw)
         except (OSError, ImageError) as error:
             raise RunFailure(f"{path} can no longer be read: {error}") from error
 
@@ -559,6 +608,15 @@ class Cache:
         Not to be changed in place.
         """
         return self._get("latents", self.image_key(placed, flipped), str(placed.example.path))["latents"]
+
+    def mask(self, placed: Placed, flipped: bool = False) -> Tensor | None:
+        """What of an image in its place is trained, (H, W) of its latents, from 0 to 1; None is all of it.
+
+        Not to be changed in place.
+        """
+        if placed.example.mask is None:
+            return None
+        return self._get("latents", self.mask_key(placed, flipped), str(placed.example.mask.path))["mask"]
 
     def controls(self, placed: Placed, flipped: bool = False) -> dict[str, Tensor]:
         """Latents (C, H, W) of an example's control pictures, as control_0, control_1, ... of its conditioning."""

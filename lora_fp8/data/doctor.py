@@ -36,7 +36,7 @@ from lora_fp8.config import UserError
 from lora_fp8.data import buckets, captions, clips, images
 from lora_fp8.run import atomic_write
 
-FACTS_VERSION = 2
+FACTS_VERSION = 3
 """Raise it when `_measure` changes: remembered facts of another version are measured again."""
 
 BUCKET_STEP = 64
@@ -59,6 +59,11 @@ CLIP_FAMILIES = ("sd15", "sd2", "sdxl")
 KINDS = {
     # kind: (level, what it is, what to do)
     "folder": ("warning", "{detail}", "look at the folder"),
+    "mask": (
+        "warning",
+        "{detail}",
+        "draw a mask for each picture, white where it is trained, of the picture's shape; see dataset.folders, mask",
+    ),
     "unreadable": ("problem", "cannot be used: {detail}", "save the picture again, or take it out"),
     "caption_encoding": (
         "problem",
@@ -198,14 +203,14 @@ class Facts:
     frames: int = 1
     profile_problem: str = ""
     mode: str = ""
-    transparent: bool = False
+    opacities: tuple[int, int] | None = None
     orientation: int = 1
     look: str = ""
     detail: float = 0.0
     grey: float = 0.0
     seconds: str = ""
-    """look: 64 hex digits of the difference hash; detail: variance of the Laplacian; grey: the mean, 0 to 255;
-    seconds: how long a clip lasts, as a fraction"""
+    """opacities: see `images.opacities_of`; look: 64 hex digits of the difference hash; detail: variance of the
+    Laplacian; grey: the mean, 0 to 255; seconds: how long a clip lasts, as a fraction"""
 
 
 @dataclass
@@ -251,6 +256,8 @@ class Diagnosis:
         ]
         if counts["clips"]:
             lines.append(f"{counts['clips']} of them clips, of which {counts['pieces']} pieces are cut")
+        if counts["masked"]:
+            lines.append(f"{counts['masked']} with a mask")
         if self.pictures:
             sizes, shapes = _sizes(self.pictures), _shapes(self.pictures)
             lines.append(f"sizes {sizes['smallest']} to {sizes['largest']}, median {sizes['median_megapixels']:.2f} MP")
@@ -286,10 +293,9 @@ def _measure(image: Image.Image, rgb: Image.Image) -> dict[str, Any]:
         middle = values[1:-1, 1:-1]
         laplacian = 4 * middle - values[:-2, 1:-1] - values[2:, 1:-1] - values[1:-1, :-2] - values[1:-1, 2:]
         detail = float(laplacian.var())
-    alpha = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
     return {
         "mode": image.mode,
-        "transparent": bool(alpha and image.convert("RGBA").getchannel("A").getextrema()[0] < 255),
+        "opacities": images.opacities_of(image, rgb),
         "orientation": int(image.getexif().get(0x0112, 1) or 1),
         "look": np.packbits(cells[:, 1:] < cells[:, :-1]).tobytes().hex(),
         "detail": round(detail, 2),
@@ -368,6 +374,7 @@ def examine(
     step: int = BUCKET_STEP,
     family: str = "",
     clip_rate: int | None = None,
+    unmasked_weight: float = config.Objective().unmasked_weight,
     remember: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diagnosis:
@@ -377,7 +384,7 @@ def examine(
         section: `[dataset]`.
         resolution, step: numbers for the buckets; the section may leave them to the family.
         family: whose text encoder's limit counts; "" has none.
-        clip_rate: as in `images.scan`.
+        clip_rate, unmasked_weight: as in `images.scan`.
         remember: a file for what was measured, so that the next look at the same pictures is quick.
         progress: is called with (pictures done, of all).
 
@@ -400,11 +407,12 @@ def examine(
         told("folder", "", line, level="problem")
     for line in report.warnings:
         told("folder", "", line)
+    masks = _look_at_masks(section, unmasked_weight, found, facts, told)
     texts = _look_at_captions(section, found, names, told, family)
     usable = [i for i, fact in enumerate(facts) if not fact.error]
     cut = {}
-    for name, fact in zip(names, facts, strict=True):
-        _look_at_picture(name, fact, told, _is_clip(fact, section))
+    for (index, *_), name, fact in zip(found, names, facts, strict=True):
+        _look_at_picture(name, fact, told, _is_clip(fact, section), section.folders[index].mask)
         if not fact.error:
             cut[name] = _look_at_clip(name, fact, section, clip_rate, told)
     _look_for_copies([(names[i], facts[i]) for i in usable], told)
@@ -420,6 +428,7 @@ def examine(
         "pictures": len(found),
         "readable": len(usable),
         "clips": sum(_is_clip(facts[i], section) for i in usable),
+        "masked": sum(mask is not None for mask in masks),
         "pieces": sum(len(cut[names[i]]) for i in usable if _is_clip(facts[i], section)),
         "shown": sum(shown),
         "captions": len(texts),
@@ -492,13 +501,32 @@ def _look_at_clip(name: str, fact: Facts, section: config.Dataset, clip_rate: in
     return cut
 
 
-def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool) -> None:
+def _look_at_masks(
+    section: config.Dataset, unmasked_weight: float, found: list[Any], facts: list[Facts], told: _Told
+) -> list[images.Mask | None]:
+    """The mask of each picture; what is odd about them is told as a training tells it."""
+    report = images.ScanReport()
+    seen = [
+        None
+        if fact.error
+        else images.Seen((fact.width, fact.height), fact.sha256, _is_clip(fact, section), fact.opacities)
+        for fact in facts
+    ]
+    masks = images.find_masks(section, unmasked_weight, found, seen, report)
+    for line in report.problems:
+        told("mask", "", line, level="problem")
+    for line in report.warnings:
+        told("mask", "", line)
+    return masks
+
+
+def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool, mask: str) -> None:
     if fact.error:
         told("unreadable", name, fact.error)
         return
     if fact.frames > 1 and not clip:
         told("animated", name, str(fact.frames))
-    if fact.transparent:
+    if fact.opacities is not None and fact.opacities[0] < 255 and mask != "alpha":
         told("transparent", name)
     if fact.mode == "CMYK":
         told("cmyk", name)

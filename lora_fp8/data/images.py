@@ -26,6 +26,11 @@ Control pictures, which editing models are shown beside the noise, lie in a fold
 picture's name with any of the extensions: `name.jpg` for `name.png`, subfolders alike. Several of one picture are
 `name_1`, `name_2` and so on. They are decoded as pictures are, and have no captions.
 
+Masks (`mask`) say which part of a picture is trained: white in full, black outside, by their grey values as they are
+stored, without a colour profile. One has its picture's shape, and a clip's counts for all of its frames. They lie in a
+folder of their own, as control pictures do, or beside the pictures under a name such as `*_mask`, and are then no
+pictures; or the picture's own transparency is its mask. What is transparent in a mask is outside.
+
 With `dataset.frames` video files are examples as well, and animations (GIF, WebP, PNG) are clips instead of their first
 frame: see `clips`. A piece of a clip is an example of its own, with the clip's caption.
 """
@@ -47,7 +52,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageChops, ImageOps
 
 from lora_fp8 import config
 from lora_fp8.data import clips
@@ -92,6 +97,16 @@ class Control:
 
 
 @dataclass(frozen=True)
+class Mask:
+    """What of a picture is trained: the file, the hash of its bytes, and whether its transparency is meant (`alpha`),
+    of the picture itself, and not its greys."""
+
+    path: Path
+    sha256: str
+    alpha: bool = False
+
+
+@dataclass(frozen=True)
 class Example:
     """One image and its caption.
 
@@ -106,6 +121,7 @@ class Example:
         controls: its control pictures, in order.
         frames: of a clip, the numbers of the file's frames that are shown, in order; () for a picture.
         begins: second of the file at which the first of them is shown, if no other is; None is not known.
+        mask: what of it is trained; None is all.
     """
 
     path: Path
@@ -119,6 +135,7 @@ class Example:
     controls: tuple[Control, ...] = ()
     frames: tuple[int, ...] = ()
     begins: Fraction | None = None
+    mask: Mask | None = None
 
     @property
     def file_uid(self) -> str:
@@ -134,7 +151,7 @@ class Example:
 @dataclass
 class ScanReport:
     """What a scan found; `counts` has images, triggered, no_caption, skipped, upscaled, copies, controls, converted
-    (to sRGB), clips (files)."""
+    (to sRGB), clips (files), masked (images)."""
 
     examples: list[Example] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -173,6 +190,29 @@ def open_image(source: str | Path | BinaryIO, background: str = "#ffffff") -> Im
     """
     with _no_bomb_check(), _opened(source) as image:
         return _upright_rgb(image, background).rgb
+
+
+def open_mask(source: str | Path | BinaryIO, alpha: bool = False) -> Image.Image:
+    """Decode a mask into upright greys (mode L): 255 is trained in full, 0 is outside.
+
+    Args:
+        source: as of `open_image`.
+        alpha: the transparency is the mask, and not what is seen.
+
+    Raises:
+        ImageError: as `open_image`.
+    """
+    with _no_bomb_check(), _opened(source) as image:
+        image.load()
+        return _mask_in(ImageOps.exif_transpose(image), alpha)
+
+
+def _mask_in(image: Image.Image, alpha: bool = False) -> Image.Image:
+    seen, opacity = _eight_bits(image)
+    if alpha:
+        return Image.new("L", image.size, 255) if opacity is None else opacity
+    grey = seen if seen.mode == "L" else seen.convert("RGB").convert("L")
+    return grey if opacity is None else ImageChops.multiply(grey, opacity)
 
 
 def read_clip(path: Path, numbers: Sequence[int], background: str) -> list[Image.Image]:
@@ -443,8 +483,9 @@ def scan(
     num_controls: tuple[int, int] | None = None,
     previews: config.Preview | None = None,
     clip_rate: int | None = None,
+    unmasked_weight: float = config.Objective().unmasked_weight,
 ) -> ScanReport:
-    """Look at every image, caption and control picture of the dataset.
+    """Look at every image, caption, control picture and mask of the dataset.
 
     Args:
         section: the `[dataset]` section; folder paths are used as they are given. Where its resolution is "auto",
@@ -452,6 +493,7 @@ def scan(
         num_controls: fewest and most control pictures that the model takes with one picture; None does not judge.
         previews: the `[preview]` section, whose control pictures are looked at too.
         clip_rate: frames a second of the clips that the model draws, 0 if it draws none; None does not judge.
+        unmasked_weight: the job's `objective.unmasked_weight`; at 0 a mask that is black all over is a problem.
 
     Returns:
         The report. It never raises for what it finds in files: all problems come together. Examples are in the order of
@@ -464,10 +506,12 @@ def scan(
     found: list[tuple[int, Path, Path, Path | None]] = []
     for index in range(len(section.folders)):
         found += list_folder(index, section, report, clip_rate)
-    looks = list(look_all([path for _, _, path, _ in found], section))
+    transparent = any(folder.mask == "alpha" for folder in section.folders)
+    looks = list(look_all([path for _, _, path, _ in found], section, opacities_of if transparent else None))
     controls = _controls(section, found, num_controls, report)
+    masks = find_masks(section, unmasked_weight, found, [_seen(look) for look in looks], report)
     notes: dict[str, list[str]] = defaultdict(list)
-    for (index, root, path, caption_path), look, shown in zip(found, looks, controls, strict=True):
+    for (index, root, path, caption_path), look, shown, mask in zip(found, looks, controls, masks, strict=True):
         folder = section.folders[index]
         if look.error:
             report.problems.append(f"{path} {look.error}")
@@ -479,6 +523,7 @@ def scan(
             if not same_shape((look.width, look.height), (control.width, control.height)):
                 notes["shapes"].append(f"{control.path} ({control.width} x {control.height})")
         report.counts["controls"] += len(shown)
+        report.counts["masked"] += mask is not None
         report.counts["converted"] += look.converted
         report.examples += [
             Example(
@@ -493,6 +538,7 @@ def scan(
                 controls=shown,
                 frames=frames,
                 begins=look.timeline.only_at(frames[0]) if frames else None,
+                mask=mask,
             )
             for frames in _pieces(path, look.timeline, section, clip_rate, report, notes)
         ]
@@ -554,6 +600,9 @@ _NOTES = {
     "small": "{n} image(s) smaller than the training resolution, trained in smaller buckets (upscale = false)",
     "wide": "{n} image(s) with a wider aspect ratio than dataset.max_aspect, cropped to it",
     "copies": "{n} image(s) that are copies of others",
+    "unmasked": "{n} image(s) without a mask, trained whole",
+    "black": "{n} mask(s) that are black all over",
+    "strange": "{n} mask(s) belong to no image",
     "shapes": "{n} control picture(s) of another shape than their picture, shown whole",
 }
 
@@ -627,8 +676,8 @@ def list_folder(
 ) -> list[tuple[int, Path, Path, Path | None]]:
     """(folder index, root, image, caption file or None) of every image file of one folder entry.
 
-    Videos are among them where the section takes clips and they can be read, or always where `videos` is true.
-    `clip_rate` as in `scan`.
+    Masks that lie beside them are left out. Videos are among them where the section takes clips and they can be read,
+    or always where `videos` is true. `clip_rate` as in `scan`.
     """
     taken = videos or (section.frames and clips.can_read_videos())
     accepted = (*EXTENSIONS, *clips.VIDEOS) if taken else tuple(EXTENSIONS)
@@ -652,6 +701,8 @@ def list_folder(
             for name in names:
                 stem, suffix = os.path.splitext(name)
                 if suffix.lower() in CAPTIONS:
+                    continue
+                if masked_stem(section.folders[index].mask, name):
                     continue
                 if suffix.lower() not in accepted:
                     others.append(name)
@@ -705,7 +756,7 @@ def _controls(
         if not folder.control:
             answers += [()] * len(pictures)
             continue
-        files = _list_controls(Path(os.path.expanduser(folder.control)), index, section, report)
+        files = _list_beside("control", Path(os.path.expanduser(folder.control)), section, report)
         stems = {path.relative_to(root).with_suffix("").as_posix() for root, path in pictures}
         named = {stem: _controls_of(stem, stems, files) for stem in stems}
         used = sorted({path for members in named.values() for candidates in members for path in candidates})
@@ -727,17 +778,17 @@ def _controls(
     return answers
 
 
-def _list_controls(root: Path, index: int, section: config.Dataset, report: ScanReport) -> dict[str, list[Path]] | None:
-    """{path inside the control folder without extension: image files}; None if it cannot be used."""
+def _list_beside(kind: str, root: Path, section: config.Dataset, report: ScanReport) -> dict[str, list[Path]] | None:
+    """{path inside this control or mask folder without extension: image files}; None if it cannot be used."""
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else f"does not exist (looked in {Path.cwd()})"
-        report.problems.append(f"control folder {root} {what}")
+        report.problems.append(f"{kind} folder {root} {what}")
         return None
     for other in section.folders:
         trained = Path(os.path.realpath(os.path.expanduser(other.path)))
         if trained in (real := Path(os.path.realpath(root)), *real.parents):
             report.problems.append(
-                f"control folder {root} is in the picture folder {other.path}, all of which is trained on; "
+                f"{kind} folder {root} is in the picture folder {other.path}, all of which is trained on; "
                 "move it beside that folder"
             )
             return None
@@ -748,7 +799,7 @@ def _list_controls(root: Path, index: int, section: config.Dataset, report: Scan
                 if Path(name).suffix.lower() in EXTENSIONS:
                     files[(folder / name).relative_to(root).with_suffix("").as_posix()].append(folder / name)
     except OSError as error:
-        report.problems.append(f"control folder {_told(error.filename)} cannot be read: {error.strerror}")
+        report.problems.append(f"{kind} folder {_told(error.filename)} cannot be read: {error.strerror}")
         return None
     return files
 
@@ -777,6 +828,161 @@ def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_contr
     if num_controls is not None and len(members) > num_controls[1]:
         return f"has {len(members)} control pictures, and this model takes at most {num_controls[1]}"
     return ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of a picture, what its mask is judged by: upright size, hash, and the least and most of its opacity, 0 to 255
+    (None: it has none, or nobody asked)."""
+
+    size: tuple[int, int]
+    sha256: str
+    clip: bool
+    opacities: tuple[int, int] | None = None
+
+
+def _seen(look: Looked) -> Seen | None:
+    if look.error:
+        return None
+    return Seen((look.width, look.height), look.sha256, look.timeline is not None, look.measured)
+
+
+def opacities_of(image: Image.Image, rgb: Image.Image) -> tuple[int, int] | None:
+    """A measure for `look_all`: the least and most opacity of a picture, 0 to 255, if it has any."""
+    opacity = _eight_bits(image)[1]
+    return None if opacity is None else opacity.getextrema()
+
+
+def _brightest(image: Image.Image, rgb: Image.Image) -> int:
+    return _mask_in(image).getextrema()[1]
+
+
+BLACK = 2
+"""The brightest grey of a mask that is black all over: one that was saved as numbers, 0 and 1, is."""
+
+
+def masked_stem(mask: str, name: str) -> str:
+    """Name without extension of the image whose mask a file of this name is, where a folder's `mask` has a *; or ""."""
+    stem, suffix = os.path.splitext(name)
+    if "*" not in mask or suffix.lower() not in EXTENSIONS:
+        return ""
+    stem = name if os.path.splitext(mask)[1].lower() in EXTENSIONS else stem
+    front, _, behind = mask.partition("*")
+    fits = stem.startswith(front) and stem.endswith(behind) and len(stem) > len(front) + len(behind)
+    return stem[len(front) : len(stem) - len(behind)] if fits else ""
+
+
+def find_masks(
+    section: config.Dataset,
+    unmasked_weight: float,
+    found: Sequence[tuple[int, Path, Path, Path | None]],
+    seen: Sequence[Seen | None],
+    report: ScanReport,
+) -> list[Mask | None]:
+    """The mask of each image; what is wrong with them is in the report.
+
+    Args:
+        unmasked_weight: as in `scan`.
+        found: from `list_folder`, folder by folder.
+        seen: what each of them is; None is one that cannot be used.
+    """
+    answers: list[Mask | None] = []
+    notes: dict[str, list[str]] = defaultdict(list)
+    for index, folder in enumerate(section.folders):
+        images = [
+            (root, path, one) for (number, root, path, _), one in zip(found, seen, strict=True) if number == index
+        ]
+        if not folder.mask:
+            answers += [None] * len(images)
+        elif folder.mask == "alpha":
+            answers += _masks_by_opacity(images, folder.path, index, notes, report)
+        else:
+            answers += _masks_by_file(images, section, index, notes, report)
+    if not unmasked_weight:
+        report.problems += [
+            f"{path} has a mask that is black all over, and with objective.unmasked_weight = 0 it teaches nothing; "
+            "take it out, or draw what it is to teach in white"
+            for path in notes.pop("black", [])
+        ]
+    report.warnings += _warnings(notes)
+    return answers
+
+
+def _masks_by_opacity(
+    images: list[tuple[Path, Path, Seen | None]],
+    folder: str,
+    index: int,
+    notes: dict[str, list[str]],
+    report: ScanReport,
+) -> list[Mask | None]:
+    answers: list[Mask | None] = []
+    if moving := [str(path) for _, path, one in images if one is not None and one.clip]:
+        report.problems.append(
+            f"folder {folder} has {len(moving)} clip(s), which have no transparency that could be their mask; set "
+            f"dataset.folders.{index}.mask to a folder of masks: {_some(moving)}"
+        )
+    for _, path, one in images:
+        answers.append(None)
+        if one is None or one.clip:
+            continue
+        if one.opacities is None or one.opacities[0] == 255:
+            notes["unmasked"].append(str(path))
+            continue
+        answers[-1] = Mask(path, one.sha256, alpha=True)
+        if one.opacities[1] <= BLACK:
+            notes["black"].append(str(path))
+    return answers
+
+
+def _masks_by_file(
+    images: list[tuple[Path, Path, Seen | None]],
+    section: config.Dataset,
+    index: int,
+    notes: dict[str, list[str]],
+    report: ScanReport,
+) -> list[Mask | None]:
+    folder = section.folders[index]
+    if folder.mask_folder:
+        files = _list_beside("mask", Path(os.path.expanduser(folder.mask)), section, report)
+    else:
+        files = _list_among(Path(os.path.expanduser(folder.path)), folder.mask)
+    if files is None:
+        return [None] * len(images)
+    stems = [path.relative_to(root).with_suffix("").as_posix() for root, path, _ in images]
+    used = sorted({path for stem in stems for path in files.get(stem, [])})
+    looks = dict(zip(used, look_all(used, section, _brightest), strict=True))
+    report.problems += [f"mask {path} cannot be used: {look.error}" for path, look in looks.items() if look.error]
+    answers: list[Mask | None] = []
+    for stem, (_, path, one) in zip(stems, images, strict=True):
+        candidates = files.get(stem, [])
+        answers.append(None)
+        if not candidates:
+            notes["unmasked"].append(str(path))
+        elif len(candidates) > 1:
+            names = ", ".join(candidate.name for candidate in candidates)
+            report.problems.append(f"{path} has several candidates for its mask, {names}; keep one of them")
+        elif one is not None and not (look := looks[candidates[0]]).error:
+            if not same_shape(one.size, (look.width, look.height)):
+                report.problems.append(
+                    f"mask {candidates[0]} has {look.width} x {look.height} pixels, another shape than its image's "
+                    f"{one.size[0]} x {one.size[1]}; draw it on the image"
+                )
+            if look.measured <= BLACK:
+                notes["black"].append(str(path))
+            answers[-1] = Mask(candidates[0], look.sha256)
+    notes["strange"] += sorted(str(path) for members in files.values() for path in members if path not in looks)
+    return answers
+
+
+def _list_among(root: Path, mask: str) -> dict[str, list[Path]]:
+    """{path of an image inside its folder without extension: masks beside it}; what cannot be read has been told."""
+    files: dict[str, list[Path]] = defaultdict(list)
+    with contextlib.suppress(OSError):
+        for folder, names in _walk(root):
+            for name in names:
+                if stem := masked_stem(mask, name):
+                    files[(folder / stem).relative_to(root).as_posix()].append(folder / name)
+    return files
 
 
 def preview_controls(
@@ -859,6 +1065,8 @@ def describe(report: ScanReport) -> list[str]:
         lines.append(f"{counts['converted']} images converted from their colour profile to sRGB")
     if counts["controls"]:
         lines.append(f"{counts['controls']} control pictures")
+    if counts["masked"]:
+        lines.append(f"{counts['masked']} images with a mask")
     if counts["clips"]:
         lengths = Counter(len(example.frames) for example in examples if example.frames)
         cut = ", ".join(f"{number} of {length} frames" for length, number in sorted(lengths.items()))

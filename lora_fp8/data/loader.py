@@ -73,6 +73,7 @@ class Batch:
         weights: of each sample's loss: its folder's.
         total: samples of the whole micro-batch over all processes: what the loss is divided by.
         step, micro_index, epoch: where in the training this is.
+        mask_BHW: what of each image is trained, 0 to 1, float32; None if all of every one is.
     """
 
     latents_BCHW: Tensor
@@ -89,6 +90,7 @@ class Batch:
     step: int
     micro_index: int
     epoch: int
+    mask_BHW: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -104,6 +106,7 @@ class Batch:
             self,
             latents_BCHW=self.latents_BCHW.to(device),
             noise_BCHW=self.noise_BCHW.to(device),
+            mask_BHW=None if self.mask_BHW is None else self.mask_BHW.to(device),
             cond={name: tensor.to(device) for name, tensor in self.cond.items()},
         )
 
@@ -189,7 +192,7 @@ class Loader:
         if not mine:
             return None
         epoch, _ = self.position(micro_index)
-        latents, noise, conds, captions, flips = [], [], [], [], []
+        latents, noise, conds, captions, flips, masks = [], [], [], [], [], []
         for item in mine:
             flipped = self._flipped(epoch, item.uid)
             caption = self._caption(epoch, item)
@@ -200,6 +203,7 @@ class Loader:
             conds.append(self._cond(item.placed, caption, flipped))
             captions.append(caption)
             flips.append(flipped)
+            masks.append(self.cache.mask(item.placed, flipped))
         return Batch(
             latents_BCHW=torch.stack(latents),
             noise_BCHW=torch.stack(noise),
@@ -215,6 +219,7 @@ class Loader:
             step=step,
             micro_index=micro_index,
             epoch=epoch,
+            mask_BHW=_stacked(masks, latents[0].shape[-2:]),
         )
 
     def _chance(self, purpose: str, epoch: int, uid: str) -> float:
@@ -243,3 +248,10 @@ class Loader:
         if twice := cond.keys() & image_cond.keys():
             raise ValueError(f"family {self.family.name}: {sorted(twice)} come from both the prompt and the image")
         return cond | image_cond
+
+
+def _stacked(masks: Sequence[Tensor | None], size: torch.Size) -> Tensor | None:
+    """(B, H, W) of a batch's masks, ones for an image without; None if there is none at all."""
+    if all(mask is None for mask in masks):
+        return None
+    return torch.stack([torch.ones(size) if mask is None else mask.to(torch.float32) for mask in masks])

@@ -428,7 +428,7 @@ class Queue:
 
 
 PATHS = ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from", "preview.controls")
-FOLDER_PATHS = ("path", "control")
+FOLDER_PATHS = ("path", "control", "mask")
 """Settings that name a place on this machine, or a list of them: of a job, and of each of its picture folders."""
 
 
@@ -453,7 +453,8 @@ def absolute_paths(job: config.Job, folder: Path) -> config.Job:
         data["model"]["path"] = there(job.model.path)
     for picture_folder in data["dataset"]["folders"]:
         for key in FOLDER_PATHS:
-            picture_folder[key] = there(picture_folder[key])
+            if key != "mask" or config.names_a_folder_of_masks(picture_folder[key]):
+                picture_folder[key] = there(picture_folder[key])
     return config.Job(**data)
 
 

@@ -85,7 +85,7 @@ STYLE = """
 
 LISTED = ("preset", "model.path", "model.components")
 """Settings whose parts offer what other settings allow."""
-WIDE = {"path": 4, "repeats": 1.2, "trigger": 2, "regularization": 1.8, "resolution": 1.4, "control": 3}
+WIDE = {"path": 4, "repeats": 1.2, "trigger": 2, "regularization": 1.8, "resolution": 1.4, "control": 3, "mask": 3}
 """Columns of the table of folders that need more room than the others."""
 
 
@@ -888,7 +888,7 @@ class _Page:
         wrong: dict[str, list[str]] = {}
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
-        rules += _columns(found, everything)
+        rules += [rule for view in ("new", "set") for rule in _columns(found, everything, view)]
         if not everything:
             hidden = [
                 key
@@ -965,17 +965,21 @@ def _id(prefix: str, key: str) -> str:
     return f"{prefix}-{key.replace('.', '-') or 'job'}"
 
 
-def _columns(found: dict[str, Any], everything: bool) -> Iterable[str]:
-    """Style for the table of folders: the room of each column; that of control pictures only where they are shown to
-    the model, or where one is named."""
+def _columns(found: dict[str, Any], everything: bool, view: str) -> Iterable[str]:
+    """Style for the table of folders in a view ("new" is the simple one, "set" all settings): the room of each column;
+    control pictures only where they are shown to the model, masks not in the simple view, both where one is named."""
     rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
-    named = any(isinstance(row, dict) and row.get("control") for row in rows)
-    controls = everything or named or "dataset.control_resolution" not in form.idle(found)
+    wanted = {"control": "dataset.control_resolution" not in form.idle(found), "mask": view == "set"}
     names = [column.name for column in form.settings()["dataset.folders"].columns]
-    shares = {name: WIDE.get(name, 1) for name in names if controls or name != "control"}
+    shares = {
+        name: WIDE.get(name, 1)
+        for name in names
+        if everything or wanted.get(name, True) or any(isinstance(row, dict) and row.get(name) for row in rows)
+    }
     for number, name in enumerate(names, 1):
         share = f"--share: {100 * shares.get(name, 0) / sum(shares.values()):.1f}%"
-        yield f'.setting [aria-colindex="{number}"] {{ {share if name in shares else "display: none !important"}; }}'
+        style = share if name in shares else "display: none !important"
+        yield f'#{_id(view, "dataset.folders")} [aria-colindex="{number}"] {{ {style}; }}'
 
 
 def _offering(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
