@@ -127,7 +127,7 @@ def check(
             try:
                 lines += look(job, report)
             except config.UserError as error:
-                problems += getattr(error, "problems", [str(error)])
+                problems += [one for one in getattr(error, "problems", [str(error)]) if one not in problems]
         lines += [f"warning: {text}" for text in report.warnings]
     if as_json:
         print(json.dumps({"ok": not problems, "problems": problems, "lines": lines}, ensure_ascii=False, indent=1))
@@ -230,7 +230,8 @@ def precision(
 
 
 def _look_at_base(job: Any, report: Any) -> list[str]:
-    """Find the base model, read its headers, and ask its tokenizers what captions lose. Raises UserError."""
+    """Find the base model, read its headers, ask its tokenizers what captions lose, and look at what it is to learn as:
+    layers, layouts and the file to go on from. Raises UserError."""
     from .families import _files, get
 
     base = job.model
@@ -241,11 +242,25 @@ def _look_at_base(job: Any, report: Any) -> list[str]:
         return []  # told before torch is loaded, which takes seconds
     import torch
 
+    from . import config, prepare
     from .data.cache import dataset_captions, truncation_warnings
+    from .resume import start_values
 
     family = get(base.family)(base, device="cpu", dtype=torch.bfloat16)
     texts = list(dict.fromkeys([*dataset_captions(report.examples, job.dataset, job.seed), *job.preview.prompts]))
     warnings = [*family.warnings, *truncation_warnings(family.overlong(texts), len(texts))]
+    problems: list[str] = []
+    for refuse in (
+        lambda: prepare.plan(job, family),
+        lambda: prepare.carried(prepare.resolve_auto(job, type(family)), family),
+        lambda: start_values(job, family),
+    ):
+        try:
+            refuse()
+        except config.UserError as error:
+            problems += getattr(error, "problems", [str(error)])
+    if problems:
+        raise config.UserErrors(problems, "training")
     return [f"base: {family.title}, {base.path}", *(f"warning: {text}" for text in warnings)]
 
 
@@ -260,6 +275,7 @@ def _look_at_sizes(job: Any, report: Any) -> list[str]:
         section = prepare.resolve_auto(job, families.get(job.model.family)).dataset
         if job.dataset.resolution == "auto":
             images.note_sizes(report, section, section.resolution)
+        prepare.split(job, report.examples)
     elif "auto" in (section.resolution, section.bucket_step):
         return []
     placed = buckets.assign(report.examples, section, resolution=section.resolution, step=section.bucket_step)

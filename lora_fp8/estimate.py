@@ -21,7 +21,7 @@ from .data.cache import Cache
 from .dry import META
 from .families.base import ModelFamily
 from .precision import stream
-from .prepare import DTYPES, carried, place, preview_prompts, resolve_auto, scan, volume
+from .prepare import DTYPES, carried, place, preview_prompts, resolve_auto, scan, split, volume
 from .text_encoders import Adapted, checkpoint_, inject_
 
 GIB = 2**30
@@ -33,6 +33,9 @@ class Estimate:
     """What a job takes. Memory in bytes on the device, of one process; None where it cannot be reckoned."""
 
     pictures: int
+    """that are trained on"""
+    held_out: int
+    """kept out of training, and measured on"""
     samples_per_epoch: int
     steps_per_epoch: float
     epochs: float
@@ -85,9 +88,10 @@ class Estimate:
         def gib(num: int | None) -> str:
             return "not known" if num is None else f"{num / GIB:.2f} GiB"
 
+        kept = f" and {self.held_out} held out" if self.held_out else ""
         found = [
-            f"steps      {self.pictures} pictures, {self.samples_per_epoch} samples = {self.steps_per_epoch:.4g} steps "
-            f"an epoch; {self.epochs:.3g} epochs in all",
+            f"steps      {self.pictures} pictures{kept}, {self.samples_per_epoch} samples = "
+            f"{self.steps_per_epoch:.4g} steps an epoch; {self.epochs:.3g} epochs in all",
             f"training   {gib(self.peaks['train'])} at {named(self.heaviest_bucket)}: base {gib(self.base_bytes)}, "
             f"adapter {gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
             *([f"           {gib(self.waiting_bytes)} of the base wait in main memory"] if self.waiting_bytes else []),
@@ -111,9 +115,10 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     """
     job = carried(resolve_auto(job, type(family)), family)
     found = scan(job, type(family))
-    examples = found.require()
+    examples, held_out = split(job, found.require())
     buckets = place(job, examples)
     placed = [one for members in buckets.values() for one in members]
+    held_placed = [one for members in place(job, held_out).values() for one in members]
     samples = sum(one.example.repeats for one in placed)
     in_bucket = [sum(one.example.repeats for one in members) for members in buckets.values()]
     batches = sum(math.ceil(num / job.train.batch_size) for num in in_bucket)
@@ -150,6 +155,7 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     cond_bytes = sum(math.prod(shape) for shape in cond_shapes.values()) * DTYPES[job.model.dtype].itemsize
     estimated = Estimate(
         pictures=len(examples),
+        held_out=len(held_out),
         samples_per_epoch=samples,
         steps_per_epoch=steps,
         epochs=job.train.steps / steps,
@@ -163,7 +169,7 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
         vae_bytes=family.vae_bytes(),
         vae_encode_bytes=vae_encode,
         vae_decode_bytes=vae_decode,
-        cache_bytes=_cache_bytes(job, store, placed, latents, heaviest, cond_bytes),
+        cache_bytes=_cache_bytes(job, store, [*placed, *held_placed], latents, heaviest, cond_bytes),
         file_bytes={layout: num_trained * FILE_BYTES[job.export.dtype] for layout in job.export.formats},
         notes=[*notes, *plan.warnings],
     )

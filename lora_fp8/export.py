@@ -115,7 +115,7 @@ class ExportFacts:
         prediction_type: "epsilon" or "v_prediction"; None for flow matching.
         trigger: the word to prompt with.
         tags: ModelSpec tags.
-        dropout, min_snr_gamma, max_grad_norm, caption_dropout: as in the config.
+        dropout, min_snr_gamma, noise_offset, max_grad_norm, caption_dropout: as in the config.
         buckets: {(width, height): images}.
         config_toml: the resolved config; absolute paths in it are reduced to their last part.
     """
@@ -145,6 +145,7 @@ class ExportFacts:
     tags: tuple[str, ...] = ()
     dropout: float = 0.0
     min_snr_gamma: float = 0.0
+    noise_offset: float = 0.0
     max_grad_norm: float = 0.0
     caption_dropout: float = 0.0
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -431,6 +432,7 @@ def metadata(family: Any, section: config.Export, facts: ExportFacts, layout: st
         "ss_fp8_base": str(facts.storage == "fp8"),
         "ss_max_grad_norm": facts.max_grad_norm,
         "ss_min_snr_gamma": facts.min_snr_gamma or "None",
+        "ss_noise_offset": facts.noise_offset or "",
         "ss_caption_dropout_rate": facts.caption_dropout,
         "ss_training_comment": section.description,
         "ss_dataset_dirs": _json(

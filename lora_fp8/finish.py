@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor
 
-from . import adapters, checkpoint, config, export, families, kinds, optim, precision, sample, verify
+from . import adapters, checkpoint, config, export, families, kinds, memory, optim, precision, sample, verify
 from .config import Job, UserError
 from .data import images
 from .data.buckets import Bucket, Placed
@@ -33,6 +34,9 @@ from .prepare import (
 from .processes import Processes
 from .run import Run, RunFailure, atomic_write
 from .text_encoders import answers
+
+ROOM_OF_PLAIN = 1.25
+"""What the unquantized model needs to answer, as a multiple of its weights: activations, and the VAE."""
 
 
 @dataclass
@@ -124,12 +128,13 @@ def prove(
     # Two copies of a large model would not fit beside each other.
     loaded.denoiser = loaded.optimizer = loaded.exchange = loaded.text = None
     gc.collect()
+    device = _place_of_plain(family.device, loaded.plan.plain_num_bytes, run)
     previews = None
-    if drawn:
+    if drawn and device == family.device:
         previews = verify.Previews(drawn, partial(_redraw, job, family, data))
     reports = []
     for path in files:
-        asked = {"probe": probe, "previews": previews, "base": decoded}
+        asked = {"probe": probe, "previews": previews, "base": decoded, "device": device}
         # What merging would leave is the same of every file: they hold one adapter.
         asked["merged"] = path == files[0]
         report = verify.check(path, family, state=state, scaling=_scaling(job, state), **asked)
@@ -140,6 +145,19 @@ def prove(
     if failed := [f"{report.file}: {line}" for report in reports for line in report.failed()]:
         raise RunFailure("the exported file does not do what training did: " + "; ".join(failed))
     return reports
+
+
+def _place_of_plain(device: torch.device, num_bytes: int, run: Run) -> torch.device:
+    """Where the model is compared whose weights take so many bytes unquantized: the CPU, if the GPU has no room."""
+    free = memory.free_bytes(device)
+    if free is None or ROOM_OF_PLAIN * num_bytes <= free:
+        return device
+    run.log_event(
+        "warning",
+        text=f"unquantized, the model takes {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on "
+        f"{device}: the files are compared on the CPU, which takes longer, and previews are not",
+    )
+    return torch.device("cpu")
 
 
 def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Image.Image]:
@@ -287,6 +305,7 @@ def _facts(
         trigger=job.dataset.trigger,
         dropout=job.adapter.dropout,
         min_snr_gamma=job.objective.min_snr_gamma,
+        noise_offset=job.objective.noise_offset,
         max_grad_norm=job.train.max_grad_norm,
         caption_dropout=job.dataset.caption_dropout,
         buckets=sizes,

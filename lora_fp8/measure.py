@@ -211,7 +211,7 @@ def _settle(job: Job, family: ModelFamily, data: Data, run: Run) -> dict[str, st
     taken: dict[str, int] = {}
     before: list[layerwise.LayerError] = []
     while True:
-        errors = _held_errors(family, with_moved(section, _lines(storages)), asked)
+        errors = _held_errors(family, with_moved(section, _lines(storages)), job.memory.offload, asked)
         before = before or errors
         over = [one for one in errors if one.better]
         fixed = [one for one in over if any(precision.name_matches(one.name, entry) for entry in set_by_user)]
@@ -254,10 +254,10 @@ def _lines(storages: dict[str, str]) -> list[str]:
 
 
 def _held_errors(
-    family: ModelFamily, section: config.Quantize, asked: Sequence[Question]
+    family: ModelFamily, section: config.Quantize, offload: float, asked: Sequence[Question]
 ) -> list[layerwise.LayerError]:
-    """Load the base as `section` holds it, measure its layers, free it."""
-    denoiser, *_ = base(family, section)
+    """Load the base as training holds it, measure its layers, free it."""
+    denoiser, *_ = base(family, section, offload)
     errors = _layer_errors(family, denoiser.eval(), section, asked)
     del denoiser
     _collect(family.device)
@@ -285,7 +285,7 @@ def _measured(
         _collect(family.device)
     run.log_event("stage", stage="the quantized base")
     section = with_moved(job.quantize, moved)
-    denoiser, held, _ = base(family, section)
+    denoiser, held, _ = base(family, section, job.memory.offload)
     errors = _layer_errors(family, denoiser.eval(), section, asked)
     prediction, multiplied = {}, {}
     if whole:

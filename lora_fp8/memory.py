@@ -121,6 +121,14 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """What is free on a GPU, torch's own reserve given back first; None for a CPU, whose system swaps."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def out_of_memory_advice(device: torch.device) -> str:
     """One sentence for a job that does not fit: what it took and what to change first."""
     return (

@@ -3,6 +3,7 @@
 """
 
 import os
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +137,8 @@ def take_up(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Run,
     refused, told = checkpoint.compare(found.state, now)
     if refused:
         raise UserErrors(refused, f"{found.path} cannot go on with another")
+    if job.adapter.init_from != _begun_from(run):
+        told.append("adapter.init_from has no effect: the run goes on from its own checkpoint")
     for text in told:
         run.log_event("warning", text=text)
     if found.step > job.train.steps:
@@ -151,6 +154,12 @@ def take_up(job: Job, family: ModelFamily, data: Data, loaded: Loaded, run: Run,
     loaded.optimizer.load_state(tensors, found.state["optimizer"])
     run.log_event("resume", step=found.step, checkpoint=found.path.name)
     return State(found.step, found.state.get("compute", ""))
+
+
+def _begun_from(run: Run) -> str:
+    """adapter.init_from as the run folder's config has it, which is that of the start until this one is accepted."""
+    written = tomllib.loads(run.config_file.read_text(encoding="utf-8"))
+    return written.get("adapter", {}).get("init_from", "")
 
 
 def same_step(state: State, run: Run, processes: Processes) -> None:

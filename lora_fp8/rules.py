@@ -54,8 +54,8 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         for key, text in _clip_contradictions(job):
             say(key, text, "model.family")
     if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
-        without = [str(i) for i, folder in enumerate(job.dataset.folders) if not folder.trigger]
-        if without:
+        # A folder for regularization can have none: its pictures without captions are told one by one.
+        if any(not folder.trigger and not folder.regularization for folder in job.dataset.folders):
             say(
                 "dataset.missing_caption",
                 "'trigger' needs dataset.trigger or a trigger in every folder",
@@ -287,7 +287,7 @@ def _memory_contradictions(section: Memory, quantize: Quantize) -> Iterator[tupl
     if section.offload:
         # What waits are the bytes of our own frozen layers, and who asks for them is Python.
         for key, clash, usual in (
-            ("quantize.storage", quantize.storage == "none", "'fp8'"),
+            ("quantize.storage", quantize.storage in ("bf16", "none"), "'fp8'"),
             ("quantize.backend", quantize.backend != "own", "'own'"),
             ("quantize.kernels", quantize.kernels == "triton", "'torch'"),
             ("memory.compile", section.compile != "off", "'off'"),

@@ -148,7 +148,7 @@ class Run:
             for request in run.control.iterdir():  # a request to an earlier process must not stop this one
                 request.unlink()
             # What killed processes left. Only here, under the lock: elsewhere it may be what the trainer writes now.
-            for leftover in (*path.glob(".*.tmp"), *run.export.glob(".*.tmp"), *run.samples.glob(".*.tmp")):
+            for leftover in (*path.glob(".*.tmp"), *run.export.rglob(".*.tmp"), *run.samples.glob(".*.tmp")):
                 leftover.unlink()
             for leftover in run.checkpoints.glob(".tmp-step-*"):
                 shutil.rmtree(leftover)

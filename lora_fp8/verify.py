@@ -200,28 +200,13 @@ def _predict(
 
 
 def save_probe(probe: Probe, path: Path) -> None:
-    """Write a probe as safetensors, so that the file can be verified again later."""
+    """Write a probe as safetensors: what another program can be asked, and what it should answer."""
     tensors = {"noisy": probe.noisy_BCHW, "t": probe.t_B, "prediction": probe.prediction_BCHW}
     tensors |= {f"cond.{name}": tensor for name, tensor in probe.cond.items()}
     about = {"guidance": repr(float(probe.guidance))}
     if probe.captions:
         about["captions"] = json.dumps(probe.captions)
     export.write_file(path, tensors, about)
-
-
-def load_probe(path: Path) -> Probe:
-    """Read what `save_probe` wrote.
-
-    Raises:
-        UserError: not a probe, or a broken one.
-    """
-    tensors, metadata = export.read(path)
-    missing = {"noisy", "t", "prediction"} - set(tensors)
-    if missing or "guidance" not in metadata:
-        raise UserError(f"{path}: not a probe of a run (it has no {', '.join(sorted(missing) or ['guidance'])})")
-    cond = {name.removeprefix("cond."): tensor for name, tensor in tensors.items() if name.startswith("cond.")}
-    captions = tuple(json.loads(metadata.get("captions", "[]")))
-    return Probe(tensors["noisy"], tensors["t"], cond, tensors["prediction"], float(metadata["guidance"]), captions)
 
 
 # -- previews
@@ -434,14 +419,6 @@ def all_loaded(pipeline: Any, family: Any) -> dict[str, Loaded]:
         if (encoder := getattr(pipeline, name, None)) is not None:
             found |= {layouts.text_layer(name, path): one for path, one in loaded_layers(encoder).items()}
     return found
-
-
-def adapter_of(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """{module path: (A, B, scaling)} of the LoRA that is active in a denoiser loaded by diffusers."""
-    return {
-        path: (one.parts["lora_A.weight"], one.parts["lora_B.weight"], one.scaling)
-        for path, one in loaded_layers(denoiser).items()
-    }
 
 
 def delta_error(pair: tuple[Tensor, Tensor, float], other: tuple[Tensor, Tensor, float]) -> float:

@@ -1,14 +1,18 @@
 """What the tests of all families have in common: loaded encoders, and for models that edit one small picture beside
 every prompt."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from lora_fp8 import config
+from lora_fp8 import config, verify
 from lora_fp8.data.cache import pixels
 
 NOISE = np.random.default_rng(0).integers(0, 255, (20, 9, 3), dtype=np.uint8)
@@ -20,6 +24,17 @@ def encode(family: Any, prompts: list[str]) -> list[dict[str, torch.Tensor]]:
     if family.prompts_see_controls:
         return family.encode_prompts(prompts, [[PICTURE]] * len(prompts))
     return family.encode_prompts(prompts)
+
+
+def load_probe(path: Path) -> verify.Probe:
+    """What `verify.save_probe` wrote, as another program would read it."""
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    cond = {name.removeprefix("cond."): tensor for name, tensor in tensors.items() if name.startswith("cond.")}
+    captions = tuple(json.loads(metadata.get("captions", "[]")))
+    guidance = float(metadata["guidance"])
+    return verify.Probe(tensors["noisy"], tensors["t"], cond, tensors["prediction"], guidance, captions)
 
 
 def load_encoders(family: Any) -> None:

@@ -420,6 +420,19 @@ def test_a_cache_that_may_only_be_read_can_be_used(folder, monkeypatch):
     assert torch.equal(Cache(filled.root, Family(), filled.section).latents(placed[0]), filled.latents(placed[0]))
 
 
+def test_a_cache_that_cannot_take_what_is_missing_is_the_users_mistake(folder, tmp_path, no_privilege):
+    filled, placed, _ = fill(folder, Family())
+    (tmp_path / "file").touch()
+    (tmp_path / "theirs").mkdir(mode=0o555)
+    filled.root.chmod(0o555)
+    Cache(filled.root, Family(), filled.section).fill(placed, [])  # nothing is missing
+    for root in (filled.root, tmp_path / "theirs" / "cache", tmp_path / "file"):
+        family = Family()
+        with pytest.raises(config.UserError, match=f"dataset.cache_dir = '{root}': cannot be written"):
+            Cache(root, family, filled.section).fill(placed, ["a caption that nobody has encoded"])
+    filled.root.chmod(0o755)
+
+
 # ------------------------------------------------------------------------------------------------------------ captions
 
 

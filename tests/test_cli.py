@@ -285,6 +285,16 @@ def test_check_finds_what_would_stop_the_training_later(
         assert answer.code == 2 and words in answer.err, (override, answer)
         report = json.loads(ask("check", path, "--set", override, "--json").out)
         assert not report["ok"] and any(words in line for line in report["problems"])
+    # What training refuses before it encodes anything, all of it at once.
+    more = (
+        "adapter.init_from=none.safetensors",
+        "validation.pictures=5",
+        "validation.every=1",
+        "quantize.keep=['nope']",
+    )
+    later = ask("check", path, *(part for one in more for part in ("--set", one)))
+    told = ("no such file", "of 5 pictures none would be left", "quantize.keep")
+    assert later.code == 2 and all(words in later.err for words in told), later
     # What the family alone knows: another architecture, sides that it cannot have, its own resolution for "auto".
     other = ask("check", path, "--set", "model.family=sdxl")
     assert other.code == 2 and "is Stable Diffusion 1.5" in other.err, other

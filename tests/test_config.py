@@ -156,6 +156,11 @@ def test_one_mistake_is_one_line(text: str, words: str) -> None:
     assert len(found) == 1 and words in found[0], found
 
 
+def test_a_folder_for_regularization_needs_no_trigger() -> None:
+    folders = "dataset.folders=[{path='p', trigger='zibo'}, {path='q', regularization=true}]"
+    assert problems(LEAST, folders, "dataset.missing_caption=trigger") == []
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

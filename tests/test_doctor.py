@@ -196,6 +196,15 @@ def test_missing_captions_are_as_grave_as_training_takes_them(folder: Path) -> N
     for setting in ("trigger", "skip"):
         found = examined(folder, missing_caption=setting)
         assert found.ok and [finding.level for finding in found.findings] == ["warning"]
+    # A folder for regularization has no trigger word that could stand for a caption.
+    one = {"path": str(folder), "regularization": True}
+    assert not examined(folder, missing_caption="trigger", folders=[one]).ok
+
+
+def test_a_folder_that_is_named_twice_is_no_copy_of_itself(folder: Path) -> None:
+    found = examined(folder, folders=[{"path": str(folder)}, {"path": f"{folder}/", "resolution": 256}])
+    assert [finding.kind for finding in found.findings] == ["folder"]  # which says that it is named twice
+    assert [(one["size"], one["count"]) for one in found.buckets] == [("256x256", 4), ("512x512", 4)]
 
 
 def test_folders_that_cannot_be_are_problems(tmp_path: Path) -> None:
@@ -266,6 +275,8 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
     picture(9).save(folder / "odd.png")
     code, out, _ = ask(monkeypatch, capfd, "dataset", folder, "--trigger", "zibo")
     assert code == 2 and "512x512" not in out and "1024x1024: 5 pictures" in out and "no caption (odd.txt)" in out
+    helped = ("--trigger", "zibo", "--set", "dataset.missing_caption=trigger")
+    assert ask(monkeypatch, capfd, "dataset", folder, *helped)[0] == 0
     code, out, err = ask(
         monkeypatch, capfd, "dataset", folder, "--json", "--resolution", "512", "--remember", tmp_path / "f"
     )

@@ -127,6 +127,7 @@ def test_the_optimizer_takes_what_was_reckoned(name: str, rounding: str) -> None
 def test_a_run_takes_what_was_reckoned(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
     """Steps of an epoch, the cache's bytes, the encoders' and the file's, against a training."""
     more = ["train.steps=3", "train.batch_size=2", "dataset.resolution=64", "export.verify=false", "dataset.flip=true"]
+    more += ["validation.pictures=1", "validation.every=3"]
     job = job_of("sdxl", tiny("sdxl"), pictures, tmp_path, *more, f'output_dir="{tmp_path}"', 'name="x"')
     family = family_of(job)
     found = estimate.estimate(job, family)
@@ -137,6 +138,7 @@ def test_a_run_takes_what_was_reckoned(tiny: Callable[[str], Path], pictures: Pa
     result = train.run(job, progress=False)
     (data,) = (event for event in result.run.events() if event["event"] == "data")
     assert found.steps_per_epoch == data["steps_per_epoch"] and found.pictures == data["images"]
+    assert found.held_out == data["held_out"] == 1 and "1 held out" in found.lines()[0]
     cached = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.safetensors"))
     entries = sum(1 for _ in (tmp_path / "cache").rglob("*.safetensors"))
     assert found.cache_bytes == pytest.approx(cached - 300 * entries, rel=0.2)  # about 300 bytes of header each

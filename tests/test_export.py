@@ -450,6 +450,9 @@ def test_metadata_says_what_hosts_read(tmp_path):
     assert json.loads(m["ss_dataset_dirs"])["cats"] == {"n_repeats": 2, "img_count": 3}
     assert m["ss_num_train_images"] == "7" and m["ss_epoch"] == "35"  # 120 steps of 2 over 7 samples
     assert json.loads(m["ss_bucket_info"])["buckets"]["0"] == {"resolution": [512, 512], "count": 1}
+    assert "ss_noise_offset" not in m
+    offset = export.metadata(families.get("sd15"), config.Export(), facts(noise_offset=0.05), "kohya")
+    assert offset["ss_noise_offset"] == "0.05"
     # baked: nobody may scale a second time
     assert export.read(diffusers_file)[1]["ss_network_alpha"] == "3.0"
 

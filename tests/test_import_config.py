@@ -863,6 +863,16 @@ def kohya(tmp_path: Path, text: str) -> importing.Import:
     return importing.import_file(path)
 
 
+@pytest.mark.parametrize("weight", [0.5, 0.0])
+def test_the_weight_of_regularization_pictures(tmp_path: Path, weight: float) -> None:
+    made = kohya(tmp_path, f'train_data_dir = "a"\nreg_data_dir = "not/here"\nprior_loss_weight = {weight}')
+    plain, regular = settings(made)["dataset"]["folders"]
+    assert regular == {"path": "not/here", "regularization": True, **({"weight": weight} if weight else {})}
+    assert "weight" not in plain
+    told = made.mapped if weight else made.no_counterpart
+    assert "prior_loss_weight" in {one.key for one in told if not one.off}
+
+
 @pytest.mark.parametrize(
     ("name", "warmup", "more"),
     [

@@ -51,7 +51,7 @@ class Address(str):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("api")
     run = folder / "data/shell"
-    (run / "export").mkdir(parents=True)
+    (run / "export/step-000200").mkdir(parents=True)
     (run / "config.toml").write_text(CONFIG.format(name="shell", folder="x"), encoding="utf-8")
     lines = [
         {"t": 1.0, "event": "stage", "stage": "cache"},
@@ -59,6 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     ]
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (run / "export/shell_kohya.safetensors").write_bytes(b"12345")
+    (run / "export/step-000200/shell_kohya.safetensors").write_bytes(b"1234")
     (folder / "data/pictures").mkdir()
     return Place(folder / "home", [folder / "data"])
 
@@ -130,13 +131,16 @@ def test_files_are_exported_and_downloaded(client: Client, place: Place, address
     run = place.given[0] / "shell"
     told = client.predict(str(run), [], api_name="/export")
     assert told["job"] is None and [(file["name"], file["bytes"]) for file in told["files"]] == [
-        ("shell_kohya.safetensors", 5)
+        ("shell_kohya.safetensors", 5),
+        ("step-000200/shell_kohya.safetensors", 4),
     ]
     got = httpx.get(address + told["files"][0]["download"], auth=("me", PASSWORD))
     assert (got.status_code, got.content) == (200, b"12345")
     assert httpx.get(address + told["files"][0]["download"]).status_code == 401
     id = client.predict(str(run), ["comfy"], api_name="/export")["job"]
     assert jobs.Queue(place.home).job(id).command == ("export", "--format", "comfy", "--", str(run))
+    with pytest.raises(AppError, match="export.formats"):
+        client.predict(str(run), ["zip"], api_name="/export")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_the_same_functions_are_tools_of_an_mcp_server(place: Place) -> None:
             wrong, told = await ask("events", id=str(root / "shell"), offset=0)
             assert json.loads(told)["events"][0]["event"] == "stage"
             wrong, told = await ask("export", id=str(root / "shell"))
-            (file,) = json.loads(told)["files"]
+            file, _ = json.loads(told)["files"]
             assert file == {
                 "name": "shell_kohya.safetensors",
                 "bytes": 5,

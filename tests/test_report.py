@@ -363,10 +363,15 @@ def test_the_command(job, tmp_path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("family", ["sd15", "flux"])
-def test_auto_moves_the_planted_layer_and_the_bound_holds(job, spoiled, family: str) -> None:
+def test_auto_moves_the_planted_layer_and_the_bound_holds(job, spoiled, monkeypatch, family: str) -> None:
     """The same job with the layer written into quantize.override by hand trains to the same losses."""
-    base = spoiled(family)
-    done = train.run(job(*AUTO, base, "export.verify=true", "train.steps=2", family=family), progress=False).run
+    base, shares = spoiled(family), []
+    monkeypatch.setattr(measure, "base", lambda *given: shares.append(given[2:]) or prepare.base(*given))
+    monkeypatch.setattr(train.memory, "problem", lambda *_: "")  # a CPU has nowhere else to put them
+    monkeypatch.setattr(train.memory, "free_bytes", lambda _: 1)  # a GPU on which the plain base has no room
+    told = ("export.verify=true", "train.steps=2", "memory.offload=0.5")
+    done = train.run(job(*AUTO, base, *told, family=family), progress=False).run
+    assert set(shares) == {(0.5,)}  # what does not fit to be trained does not fit to be measured
     (event,) = events(done, "sensitivity")
     (line,) = event["moved"]
     name, storage, scale = config.parse_override(line)
@@ -374,6 +379,7 @@ def test_auto_moves_the_planted_layer_and_the_bound_holds(job, spoiled, family: 
     assert event["worst_before"] > 0.2 >= event["worst"] and event["added_bytes"] > 0
     assert f"1 in int8 {scale}" in events(done, "model")[0]["storage"]
     assert all(event["ok"] for event in events(done, "verify"))
+    assert any("are compared on the CPU" in event["text"] for event in events(done, "warning"))
     assert checkpoint.latest(done.checkpoints)[0].state["moved"] == [line]
 
     by_hand = ("quantize.scale=none", f"quantize.override=['{line}']", "name=hand", "train.steps=2", base)

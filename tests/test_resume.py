@@ -280,8 +280,10 @@ def test_fewer_steps_than_done_is_refused(make_job, tmp_path, settings, stopped)
 
 def test_another_learning_rate_is_told_and_applies(make_job, tmp_path, settings, stopped, whole):
     shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
-    job = make_job(tmp_path, *settings, "optimizer.lr=5e-4")
+    job = make_job(tmp_path, *settings, "optimizer.lr=5e-4", "adapter.init_from=other.safetensors")
     run(job, resume=True)
+    (idle,) = [event["text"] for event in events(job, "warning") if "init_from" in event["text"]]
+    assert idle == "adapter.init_from has no effect: the run goes on from its own checkpoint"
     (warning,) = [event["text"] for event in events(job, "warning") if "optimizer.lr:" in event["text"]]
     assert "0.001 -> 0.0005" in warning
     assert {e["step"]: e["lr"] for e in events(job, "step")}[4] == pytest.approx(5e-4 * 1.4)

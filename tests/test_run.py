@@ -273,7 +273,8 @@ def test_a_place_that_cannot_be_a_folder_is_the_users_mistake(tmp_path):
 def test_what_a_killed_atomic_write_left_is_cleared_at_the_next_start(tmp_path):
     Run.create(tmp_path / "r", CONFIG).close()
     names = (".config.toml.77.tmp", "export/.lora.safetensors.77.tmp", "samples/.step-000000-0.png.77.tmp")
-    leftovers = [tmp_path / "r" / name for name in names]
+    leftovers = [tmp_path / "r" / name for name in (*names, "export/step-000002/.lora.safetensors.77.tmp")]
+    leftovers[-1].parent.mkdir()
     for path in leftovers:
         path.write_bytes(b"half")
     leftovers.append(tmp_path / "r" / "checkpoints" / ".tmp-step-000006-77")  # of a save

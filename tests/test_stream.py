@@ -169,7 +169,10 @@ def test_on_a_gpu(compute: str) -> None:
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("other", ["quantize.storage=none", "quantize.kernels=triton", "memory.compile=blocks"])
+@pytest.mark.parametrize(
+    "other",
+    ["quantize.storage=none", "quantize.storage=bf16", "quantize.kernels=triton", "memory.compile=blocks"],
+)
 def test_what_it_excludes_is_told(job: Callable[..., config.Job], other: str) -> None:
     with pytest.raises(config.UserError, match=rf"memory\.offload: 0\.5 excludes {other.partition('=')[0]} = '"):
         job("memory.offload=0.5", "quantize.compute=fp8" if "triton" in other else "quantize.keep=[]", other)

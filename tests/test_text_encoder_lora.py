@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from diffusers.utils.state_dict_utils import convert_state_dict_to_diffusers, convert_state_dict_to_peft
-from editing import load_encoders
+from editing import load_encoders, load_probe
 from safetensors.torch import load_file, save_file
 from test_export import flux_names, sd15_names, sdxl_names
 from test_families import PROMPTS, make, original_layout
@@ -471,7 +471,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
     probe = verify.make_probe(family, pipeline.unet, objective, batch, text=text)
     assert probe.captions == tuple(prompts)
     verify.save_probe(probe, tmp_path / "probe.safetensors")
-    assert verify.load_probe(tmp_path / "probe.safetensors").captions == probe.captions
+    assert load_probe(tmp_path / "probe.safetensors").captions == probe.captions
     assert verify.check(file, family, state=adapter, scaling=1.0, probe=probe).ok
 
     def failed(change):

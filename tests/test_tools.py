@@ -158,9 +158,10 @@ def test_diffusers_takes_ranks_that_differ_as_they_are(
     assert len(set(ranks(out).values())) > 1
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(tiny("sd15"))
     pipe.load_lora_weights(str(tmp_path), weight_name=out.name)
-    loaded, wanted = verify.adapter_of(pipe.unet), deltas(out)
+    loaded, wanted = verify.loaded_layers(pipe.unet), deltas(out)
     assert {f"unet.{name}" for name in loaded} == wanted.keys()
-    for name, (a, b, scale) in loaded.items():
+    for name, one in loaded.items():
+        a, b, scale = one.parts["lora_A.weight"], one.parts["lora_B.weight"], one.scaling
         assert rel(b.flatten(1) @ a.flatten(1) * scale, wanted[f"unet.{name}"]) < 1e-6, name
 
 

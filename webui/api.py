@@ -6,11 +6,12 @@ command line would print.
 """
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_fp8 import jobs
+from lora_fp8 import config, jobs
 from lora_fp8.config import UserError
 from lora_fp8.jobs import JobView
 
@@ -73,16 +74,18 @@ def functions(place: Place, link: Callable[[Path], str] | None = None) -> dict[s
         _, folder = run_of(id)
         job = None
         if formats:
+            config.load(folder / "config.toml", [f"export.formats={json.dumps(formats)}"])
             wanted = [part for layout in formats for part in ("--format", layout)]
             job = queue.submit_command("export", [*wanted, "--", str(folder)], name=f"export {folder.name}")
             jobs.ensure_worker(place.home)
-        files = sorted((folder / "export").glob("*.safetensors"))
+        # Those of the end in front, then those of earlier steps.
+        files = sorted((folder / "export").rglob("*.safetensors"), key=lambda file: (len(file.parts), file))
         at = (lambda file: {"download": link(file)}) if link else (lambda file: {"file": str(file)})
         return {
             "job": job,
             "files": [
                 # not "path": Gradio's client takes what has one for a file of Gradio's, and tries to fetch it
-                {"name": file.name, "bytes": file.stat().st_size, **at(file)}
+                {"name": file.relative_to(folder / "export").as_posix(), "bytes": file.stat().st_size, **at(file)}
                 for file in files
             ],
         }

@@ -90,13 +90,11 @@ class Place:
         Raises:
             UserError: it is no folder that exists, it belongs to the system, or this page may not add any.
         """
-        path = self._new_root(text)
-        self.keep(roots=[str(root) for root in dict.fromkeys([*self.added, path])])
-        return path
+        return self._keep_with("roots", self.added, self._new_root(text))
 
     def remove_root(self, text: str) -> None:
         """Take a folder that was added back; nothing in it is touched."""
-        self.keep(roots=[str(root) for root in self.added if str(root) != text])
+        self._keep_without("roots", self.added, text)
 
     def add_models(self, text: str) -> Path:
         """Look for base models in this folder, from now on; the page may use it as a root.
@@ -107,12 +105,18 @@ class Place:
         path = safe.resolved(text)
         if not (path.is_dir() and any(path.is_relative_to(root) for root in self.roots)):
             path = self._new_root(text)
-        self.keep(models=[str(one) for one in dict.fromkeys([*self.models, path])])
-        return path
+        return self._keep_with("models", self.models, path)
 
     def remove_models(self, text: str) -> None:
         """Look for base models there no longer; nothing in it is touched."""
-        self.keep(models=[str(one) for one in self.models if str(one) != text])
+        self._keep_without("models", self.models, text)
+
+    def _keep_with(self, name: str, held: Iterable[Path], path: Path) -> Path:
+        self.keep(**{name: [str(one) for one in dict.fromkeys([*held, path])]})
+        return path
+
+    def _keep_without(self, name: str, held: Iterable[Path], text: str) -> None:
+        self.keep(**{name: [str(one) for one in held if str(one) != text]})
 
     def _new_root(self, text: str) -> Path:
         if self.fixed:

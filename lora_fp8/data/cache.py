@@ -26,11 +26,13 @@ Shape legend: B batch, C channels, F frames, H height, W width.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
 import re
+import tempfile
 import time
 import uuid
 from collections import OrderedDict
@@ -384,6 +386,8 @@ class Cache:
         self._remove_leftovers()
         missing = self.missing(placed, captions)
         total, done, written = missing.count, 0, 0
+        if missing:
+            self._check_place()
         if missing.images or missing.controls:
             self.family.load_vae()
         for one, flipped in missing.images:
@@ -548,6 +552,19 @@ class Cache:
         self._verified.add(key)
         return len(data)
 
+    def _check_place(self) -> None:
+        """Look whether entries can be written, before an hour goes into making them. Raises UserError."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.root).close()  # without a name, so that nothing stays
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the machine's, and may be mended while it waits
+                raise
+            raise config.UserError(
+                f"dataset.cache_dir = {str(self.root)!r}: cannot be written ({error.strerror}), and what has to be "
+                "encoded goes there; name another folder"
+            ) from None
+
     def _remove_leftovers(self) -> None:
         """Temporary files of writers that were killed. Young ones may belong to another run that is filling now."""
         for temporary in self.root.glob("*/*/.*.tmp"):
@@ -564,7 +581,7 @@ class Cache:
             return True
         try:
             self._read(kind, key)
-        except (FileNotFoundError, BadEntry):
+        except (FileNotFoundError, NotADirectoryError, BadEntry):
             return False
         self._verified.add(key)
         return True

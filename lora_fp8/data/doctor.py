@@ -408,14 +408,19 @@ def examine(
     for line in report.warnings:
         told("folder", "", line)
     masks = _look_at_masks(section, unmasked_weight, found, facts, told)
-    texts = _look_at_captions(section, found, names, told, family)
+    # A folder may be named twice, to be trained at two sizes: its files are no copies of themselves.
+    first: dict[str, str] = {}
+    for name, (_, _, path, _) in zip(names, found, strict=True):
+        first.setdefault(os.path.realpath(path), name)
+    own = set(first.values())
+    texts = _look_at_captions(section, found, names, own, told, family)
     usable = [i for i, fact in enumerate(facts) if not fact.error]
     cut = {}
     for (index, *_), name, fact in zip(found, names, facts, strict=True):
         _look_at_picture(name, fact, told, _is_clip(fact, section), section.folders[index].mask)
         if not fact.error:
             cut[name] = _look_at_clip(name, fact, section, clip_rate, told)
-    _look_for_copies([(names[i], facts[i]) for i in usable], told)
+    _look_for_copies([(names[i], facts[i]) for i in usable if names[i] in own], told)
     sides = [section.folders[index].resolution or resolution for index, *_ in found]
     placed = _look_at_buckets([(names[i], facts[i], sides[i]) for i in usable], cut, section, step, told)
     _look_at_balance(section, found, usable, told)
@@ -469,7 +474,8 @@ def _told_of(name: str, fact: Facts, cut: list[int]) -> dict[str, Any]:
     told: dict[str, Any] = {"file": name, "width": fact.width, "height": fact.height}
     if fact.seconds:
         seconds = float(Fraction(fact.seconds))
-        told |= {"seconds": round(seconds, 3), "fps": round(fact.frames / seconds, 3), "frames": fact.frames}
+        rate = fact.frames / seconds if seconds else 0.0  # a single frame may stand for no time
+        told |= {"seconds": round(seconds, 3), "fps": round(rate, 3), "frames": fact.frames}
         told |= {"pieces": len(cut), "length": max(cut, default=0)}
     return told
 
@@ -541,13 +547,14 @@ def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool, mask: str)
 
 
 def _look_at_captions(
-    section: config.Dataset, found: list[Any], names: list[str], told: _Told, family: str
+    section: config.Dataset, found: list[Any], names: list[str], own: set[str], told: _Told, family: str
 ) -> dict[str, str]:
-    """The captions that can be read, by picture; empty ones left out."""
+    """The captions that can be read, by picture; empty ones left out. `own`: names of which none is another's file."""
     texts: dict[str, str] = {}
-    level = {"error": "problem", "skip": "warning", "trigger": "warning"}[section.missing_caption]
     for name, (index, _, path, caption_path) in zip(names, found, strict=True):
         trigger = section.trigger_of(index).strip()
+        helped = section.missing_caption == "skip" or section.missing_caption == "trigger" and trigger
+        level = "warning" if helped else "problem"
         if caption_path is None:
             told("caption_missing", name, f"{path.stem}.txt", level=level)
             continue
@@ -567,9 +574,9 @@ def _look_at_captions(
             told("trigger_missing", name, repr(trigger))
         if family in CLIP_FAMILIES and (tokens := rough_tokens(images.with_trigger(text, trigger))) > CLIP_TOKENS:
             told("caption_long", name, str(tokens))
-    times = Counter(texts.values())
+    times = Counter(text for name, text in texts.items() if name in own)
     for name, text in texts.items():
-        if times[text] > 1:
+        if name in own and times[text] > 1:
             told("caption_repeated", name, str(times[text] - 1))
     return texts
 

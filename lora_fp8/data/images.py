@@ -1045,7 +1045,7 @@ def _caption(
         report.counts["no_caption"] += 1
         return trigger.strip()
     if section.missing_caption == "trigger":
-        report.problems.append(f"{path} has {what}, and missing_caption = 'trigger' but no trigger word is set")
+        report.problems.append(f"{path} has {what}; write one, as this folder has no trigger word to stand for it")
     else:
         report.problems.append(f"{path} has {what}; write one, or set dataset.missing_caption to 'trigger' or 'skip'")
     return None

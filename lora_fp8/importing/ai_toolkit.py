@@ -373,7 +373,6 @@ def _set_folders(draft: Draft) -> None:
         caption = draft.get(f"{table}default_caption", text)
         if words.on(draft.get(f"{table}is_reg")):
             folder.regularization, folder.trigger = True, ""
-            folder.weight = draft.get(f"{PROCESS}train.reg_weight", number) or 1.0
             draft.differs(f"{table}is_reg", {}, words.SHOWN_ALIKE)
             draft.none(f"{table}default_caption", "here each of these pictures needs a caption file")
         draft.none(f"{table}is_reg", "off", off=True)
@@ -388,9 +387,7 @@ def _set_folders(draft: Draft) -> None:
             draft.folders.append(folder)
     draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
     words.balance_regularization(draft)
-    if any(folder.regularization for folder in draft.folders):
-        draft.mapped(f"{PROCESS}train.reg_weight", {}, "the weight of the folders for regularization")
-    draft.none(f"{PROCESS}train.reg_weight", "there are no regularization pictures", off=True)
+    words.weigh_regularization(draft, f"{PROCESS}train.reg_weight")
 
     def each(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]

@@ -733,14 +733,12 @@ def set_folders(draft: Draft) -> None:
     elif others:
         _folders_by_name(draft, others, "reg_data_dir")
     words.balance_regularization(draft)
-    if any(folder.regularization for folder in draft.folders):
-        draft.mapped("prior_loss_weight", {}, "the weight of the folders for regularization")
-    draft.none("prior_loss_weight", "there are no regularization pictures", off=True)
+    words.weigh_regularization(draft, "prior_loss_weight")
 
 
 def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:
     """A folder of pictures without the subject."""
-    folder.regularization, folder.weight = True, draft.get("prior_loss_weight", number) or 1.0
+    folder.regularization = True
     if folder.captionless:
         given = f" ({words_of_it!r} there)" if words_of_it else ""
         draft.need("dataset.folders", f"{folder.path}: {folder.captionless} pictures need a caption file{given}")

@@ -550,6 +550,19 @@ def balance_regularization(draft: Draft) -> None:
             folder.repeats = max(1, round(wanted / 2 / there))
 
 
+def weigh_regularization(draft: Draft, key: str) -> None:
+    """The weight of the folders of regularization pictures."""
+    others, weight = [folder for folder in draft.folders if folder.regularization], draft.get(key, number)
+    if not others:
+        draft.none(key, "there are no regularization pictures", off=True)
+    elif weight is not None and weight <= 0:
+        draft.none(key, "here they count, as without it: take their folders out instead")
+    elif weight is not None:
+        for folder in others:
+            folder.weight = weight
+        draft.mapped(key, {}, "the weight of the folders for regularization")
+
+
 def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
     """Optimizer steps of one epoch as kohya's trainers count them; None when the pictures are not here.
 

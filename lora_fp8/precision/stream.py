@@ -144,7 +144,7 @@ class Courier:
             return
         if self.copying is not None:
             torch.cuda.synchronize(self.device)  # the old buffers may be being filled or read; this is rare
-        self._given = None
+        self._given, self._buffers = None, []  # gone before the new ones come
         self._buffers = [_Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=self.device)) for _ in range(BUFFERS)]
 
     def _mark(self, current: bool) -> "torch.cuda.Event | None":

@@ -807,18 +807,23 @@ class _Page:
             parts.append(f"<p>{shown(line)}</p>")
         skipping = values["dataset.missing_caption"] == "skip"
         examined = [] if findings else [self._examined(values, folder) for folder, _, _ in counts]
-        samples = 0
+        samples = files = 0
         for (folder, one, times), found in zip(counts, examined or [None] * len(counts), strict=True):
             if found is None:
-                samples += times * (one.files - (one.without_caption if skipping else 0))
+                number = one.files - (one.without_caption if skipping else 0)
             elif found.report is not None:
                 number = outlook.examples(found.report, skipping)
-                samples += times * number
                 if made := found.report["counts"]["clips"]:
                     line = say("new.clips.cut", folder=folder.name, clips=made, examples=number)
                     parts.append(f"<p>{shown(line)}</p>")
-            elif found.problem:
-                parts.append(f"<p class='wrong'>{shown(self.ui.tell(found.problem))}</p>")
+            else:
+                number = 0
+                if found.problem:
+                    parts.append(f"<p class='wrong'>{shown(self.ui.tell(found.problem))}</p>")
+            samples, files = samples + times * number, files + number
+        held = values["validation.pictures"]
+        if isinstance(held, int) and 0 < held < files:
+            samples -= round(samples * held / files)  # which ones the seed says
         waiting = [one for one in examined if one is not None and one.running]
         reckoned = outlook.epochs(samples, values)
         if waiting:
