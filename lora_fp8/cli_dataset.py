@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tomlkit
 import typer
 
 from .cli_options import FOLDER, JSON, SET
@@ -46,9 +45,9 @@ def look(
         if wrong := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
             raise config.UserError(f"--set {wrong[0]}: of a folder, settings of [dataset] alone have an effect")
         family = family or "sdxl"
-        needed = {"control": "."} if any(families.facts(family).get("controls", ())) else {}
-        given = {"path": ".", "trigger": trigger, "mask": mask, **needed}
-        text = tomlkit.dumps({"model": {"family": family, "path": "demo"}, "dataset": {"folders": [given]}})
+        needed = "control = '.'" if any(families.facts(family).get("controls", ())) else ""
+        text = f"[model]\nfamily = {json.dumps(family)}\npath = 'demo'\n[[dataset.folders]]\npath = '.'\n{needed}\n"
+        text += f"trigger = {json.dumps(trigger)}\nmask = {json.dumps(mask)}\n"
         job = config.loads(text, overrides)
         folder = config.Folder(path=str(target), trigger=trigger, mask=mask)
         section = job.dataset.model_copy(update={"folders": [folder]})

@@ -163,6 +163,9 @@ def test_the_commands_of_the_pages_exist(path: Path) -> None:
         said = " ".join(words)
         if words[0] == "make":
             assert set(w for w in words[1:] if "=" not in w) <= set(targets), said
+        elif "-m" in words:
+            module, command = words[words.index("-m") + 1 :][:2]
+            assert words[1] == "launch" and module == "lora_fp8" and command in COMMANDS, said
         elif words[0] == "accelerate" and len(words) > 2:
             assert words[1] == "launch" and any((ROOT / word).is_file() for word in words if word.endswith(".py")), said
         elif words[0] == "lora-fp8" and len(words) > 1 and not words[1].startswith("<"):
