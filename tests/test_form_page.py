@@ -72,6 +72,27 @@ def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> No
     assert hidden("flux_kontext", view="new") == {"mask"} and hidden("flux_kontext", 'mask = "m"', "new") == set()
 
 
+def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) -> None:
+    with gr.Blocks():
+        page = new._Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "lora.safetensors").touch()
+    for path, file, folder in (
+        ("none", "没有这个文件", "没有这个文件夹"),
+        ("here", "请填写文件", ""),
+        ("lora.safetensors", "", "请填写文件夹"),
+    ):
+        text = (
+            f'[model]\nfamily = "sd15"\npath = "{tmp_path}/none.pt"\n[adapter]\ninit_from = "{tmp_path / path}"\n'
+            f'[[dataset.folders]]\npath = "{tmp_path / path}"\n[dataset]\ncache_dir = "none"\n'
+        )
+        told = dict(page._findings(text))
+        assert told["model.path"].endswith("没有这个文件或文件夹")
+        assert "dataset.cache_dir" not in told and bool(file) == ("adapter.init_from" in told)
+        assert told.get("adapter.init_from", "").endswith(file)
+        assert not folder or told["dataset.folders"].endswith(folder)
+
+
 def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
     """Somebody may be typing in the other fields while its answer is on the way."""
     with gr.Blocks():

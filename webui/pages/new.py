@@ -37,6 +37,8 @@ SIMPLE = (
 """Settings of the simple view; what it asks beside them goes into `preset`."""
 NEXT_STEPS = {"engine.base.empty": "new.base.missing", "engine.folders.none": "new.pictures.missing"}
 """What an untouched form lacks: the engine tells what to write into a file, the page what to do here."""
+KINDS = {"model.path": "file or folder", "adapter.init_from": "file", "preview.controls": "file"}
+"""What these settings name; all others that name a path name a folder."""
 SECONDS = 2.0
 QUIET: dict[str, Any] = {
     "show_progress": "hidden",
@@ -760,12 +762,19 @@ class _Page:
         return self.ui.place.home / os.path.expanduser(path)
 
     def _allowed(self, key: str, path: str) -> None:
-        """Raises UserError for a path that the page may not use, or that has no picture folder."""
+        """Raises UserError for a path that the page may not use, or where there is nothing, or not what is needed."""
         if key == "dataset.cache_dir" and not path.startswith(("/", "~")) and ".." not in Path(path).parts:
             return  # the page's own, below its home
         full = self.ui.path(self._local(path))
-        if key != "output_dir" and key != "dataset.cache_dir" and not full.exists():
-            raise UserError(f"{safe.shorter(path)}: there is no such folder")
+        if key in ("output_dir", "dataset.cache_dir"):
+            return  # made where it is missing
+        kind = KINDS.get(key, "folder")
+        if not full.exists():
+            raise UserError(f"{safe.shorter(path)}: there is no such {kind}")
+        if kind == "folder" and not full.is_dir():
+            raise UserError(f"{safe.shorter(path)}: this is a file; give a folder")
+        if kind == "file" and not full.is_file():
+            raise UserError(f"{safe.shorter(path)}: this is a folder; give a file")
 
     def _counts(self, values: dict[str, Any]) -> list[tuple[Path, pictures.Count, int]]:
         """Folder, what is in it, and its repeats."""
