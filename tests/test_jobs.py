@@ -542,6 +542,8 @@ def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> 
     run.log_event("start")
     run.log_event("stage", stage="train", step=0, steps=10)
     run.log_event("step", step=3, loss=0.5)
+    run.log_event("stage", stage="train", steps=10)  # of another program: it must not take the list of all runs down
+    run.log_event("step", step="four")
     (seen,) = queue.view()
     assert (seen.id, seen.state, seen.step, seen.steps) == (str(folder), "running", 3, 10)
     assert seen.sentence.text == "step 3 of 10"

@@ -189,12 +189,16 @@ class Progress:
             self.stage, self.first, self.newest = "start", None, None
         elif kind == "stage":
             self.stage = str(event.get("stage"))
-            if "steps" in event:
+            if _numbers(event, "step", "steps"):
                 self.step, self.steps = event["step"], event["steps"]
-        elif kind == "step":
+        elif kind == "step" and _numbers(event, "step", "t"):  # a folder may hold anybody's log
             self.step, self.loss = event["step"], event.get("loss")
             self.newest = (event["t"], event["step"])
             self.first = self.first or self.newest
+
+
+def _numbers(event: dict[str, Any], *names: str) -> bool:
+    return all(isinstance(event.get(name), int | float) for name in names)
 
 
 def follow(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
