@@ -19,6 +19,25 @@ element.addEventListener('click', event => {
   const button = event.target.closest('[data-do]');
   if (button && !button.disabled) trigger('click', {...button.dataset});
 });
+// Gradio patches by place: the button that has the focus may become another's, or go. The focus stays with what it was
+// on; where that has gone, it goes to the next button of the same job, or to the first of the panel, or to the panel.
+const told = one => one && {do: one.dataset.do, id: one.dataset.id, name: one.dataset.name, text: one.innerText};
+let held = null;
+element.addEventListener('focusin', event => { held = told(event.target.closest('[data-do]')); });
+element.addEventListener('focusout', event => setTimeout(() => {
+  const now = document.activeElement;
+  if (now === document.body ? event.target.isConnected : !element.contains(now)) held = null;
+}));
+new MutationObserver(() => {
+  const now = document.activeElement;
+  const same = (one, names) => names.every(name => told(one)[name] === held[name]);
+  if (!held || (now !== document.body && (!element.contains(now) || same(now, ['do', 'id', 'name', 'text'])))) return;
+  const all = [...element.querySelectorAll('[data-do]')].filter(one => !one.disabled);
+  const next = all.find(one => same(one, ['do', 'id', 'name', 'text']))
+    || all.find(one => same(one, ['do', 'id', 'name'])) || (held.id && all.find(one => same(one, ['id'])));
+  element.tabIndex = -1;
+  (next || element.querySelector('a[href], [data-do]') || element).focus();
+}).observe(element, {subtree: true, childList: true, attributes: true, characterData: true});
 """
 SLIDER = """
 element.addEventListener('input', event => {
@@ -34,11 +53,27 @@ element.addEventListener('load', event => {  // two clips that move begin togeth
   for (const image of images) image.src = image.src;
 }, true);
 """
-ASKED = """() => {
-  const question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());
-  if (question && !question.contains(document.activeElement)) question.querySelector('input, textarea, button').focus();
+ASKED = """async () => {
+  let question;
+  for (let turn = 0; turn < 20 && !question; turn++) {  // it is drawn a moment after the answer
+    await new Promise(done => setTimeout(done, 25));
+    question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());
+  }
+  if (!question || question.contains(document.activeElement)) return;
+  window.asking = {...document.activeElement?.dataset};
+  question.querySelector('input, textarea, button').focus();
 }"""
 """Goes to the question that a button has opened, for who has no pointer."""
+ANSWERED = """async () => {
+  await new Promise(done => setTimeout(done, 100));
+  const {do: what, id} = window.asking || {};
+  if (!what || [...document.querySelectorAll('.ask')].some(one => one.checkVisibility())) return;
+  const all = [...document.querySelectorAll('[data-do]')].filter(one => one.dataset.id === id);
+  const next = all.find(one => one.dataset.do === what) || all[0] || document.querySelector('.card a[href], [data-do]');
+  next?.focus();
+  window.asking = null;
+}"""
+"""And back to that button when it was answered; the focus would be nowhere."""
 SECONDS = 1.5
 """From one tick to the next."""
 

@@ -2,12 +2,19 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Page, expect
 
-from webui import words
+from lora_fp8 import jobs
+from tests.ui.conftest import Site
+from tests.ui.test_form_path import opened
+from tests.ui.test_runs_state import Trainer
+from webui import form, words
 from webui.app import PAGES, UNLISTED
+from webui.draft import Draft
 
 LEAVING = ["Connection errored out"]
 """What Gradio writes when a page is left before it has heard the answer to its first question."""
@@ -74,3 +81,81 @@ def test_the_header_is_reached_by_keyboard(visit: Callable[..., Page]) -> None:
     page.keyboard.press("Shift+Tab")
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid"
+
+
+DEMO = Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/dataset"
+FOCUS = """(wanted) => {
+  const now = document.activeElement, box = now.getBoundingClientRect();
+  const rings = [now, now.parentElement].some((one) => getComputedStyle(one).outlineStyle !== "none"
+    || getComputedStyle(one).boxShadow !== "none");
+  const written = now.isContentEditable;  // the caret shows it
+  return { there: now.matches(wanted), seen: now !== document.body && box.width > 0 && (rings || written),
+           what: now.outerHTML.slice(0, 200) };
+}"""
+"""Whether the focus is on what is wanted, and whether it can be seen."""
+
+
+def test_a_training_is_started_and_stopped_by_keyboard(site: Site, visit: Callable[..., Page]) -> None:
+    def walk(wanted: str, key: str = "Tab") -> None:
+        for _ in range(150):
+            page.keyboard.press(key)
+            now = page.evaluate(FOCUS, wanted)
+            assert now["seen"], now["what"]
+            if now["there"]:
+                return
+        raise AssertionError(f"{wanted} is not reached")
+
+    Draft(site.home).write(form.START)
+    page = visit("new", expect=LEAVING)
+    opened(page)
+    summary = page.locator("#new-summary")
+    walk("#new-demo-sd15")
+    page.keyboard.press("Enter")
+    expect(summary.locator(".problems li")).to_have_count(1)
+    walk("#new-folder input")
+    page.keyboard.type(str(DEMO))
+    page.keyboard.press("Enter")
+    walk("#new-add")
+    page.keyboard.press("Space")
+    expect(summary.locator(".ready")).to_be_visible()
+    walk("#new-start")
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile(r"/run\?run=\d+"))
+    jobs.Queue(site.home).cancel(int(page.url.rpartition("=")[2]))
+
+    # A question takes the focus and gives it back; what is stopped shows other buttons, one of which has it.
+    one = Trainer(site.root / "runs" / "by-keyboard")
+    (one.folder / "samples").mkdir()
+    Image.new("RGB", (64, 64), "red").save(one.folder / "samples/step-000000-0.png")
+    one.say(event="preview", step=0, prompts=["a ball"], images=["samples/step-000000-0.png"])
+    one.steps(1, 3)
+    page.goto(re.sub(r"run=.*", f"run={one.folder}", page.url))
+    focused = page.locator("#head :focus")
+    expect(page.locator("#head [data-do=stop]")).to_be_visible()
+    walk("#head [data-do=stop]")
+    page.keyboard.press("Enter")
+    expect(page.locator("#head .state")).to_have_text("stopping")
+    assert (one.folder / "control" / "stop").exists()
+    expect(focused).to_have_attribute("data-do", "force")
+    page.keyboard.press("Enter")
+    keep = page.get_by_role("button", name=words.say("en", "runs.keep")).locator("visible=true")
+    expect(keep).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(keep).to_have_count(0)
+    expect(focused).to_have_attribute("data-do", "force")
+    page.keyboard.press("Enter")
+    expect(keep).to_be_focused()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.locator("#said .wrong")).to_contain_text("another user's")
+    expect(focused).to_have_attribute("data-do", "force")
+    one.die()
+    page.get_by_role("tab", name=words.say("en", "run.tab.previews")).click()
+    expect(page.locator("#pair .ab img")).to_have_count(2)  # of a run that was there before the page
+
+    page.goto(re.sub(r"run\?run=.*", "compare", page.url))
+    expect(page.locator("#which input")).to_be_visible()
+    walk("#which input")
+    page.keyboard.type("by-keyboard")
+    page.keyboard.press("Enter")
+    expect(page.locator("#grid img")).to_have_count(1)

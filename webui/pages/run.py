@@ -159,8 +159,10 @@ def build(ui: Ui) -> None:
     def forced(request: gr.Request, do: str) -> list[Any]:
         return [acted(ui, request, do), gr.update(visible=False), header_now(ui, request)]
 
-    force.click(forced, inputs_kwargs={"do": how}, outputs=[said, confirm, head], queue=False, **live.quiet())
-    keep.click(lambda: gr.update(visible=False), outputs=[confirm], queue=False, **live.quiet())
+    ended = force.click(forced, inputs_kwargs={"do": how}, outputs=[said, confirm, head], queue=False, **live.quiet())
+    kept = keep.click(lambda: gr.update(visible=False), outputs=[confirm], queue=False, **live.quiet())
+    for answered in (ended, kept):
+        answered.then(None, js=live.ANSWERED)
 
     def pair_up(request: gr.Request, left: int | None, right: int | None, prompt: int | None, moving: bool) -> str:
         try:
@@ -174,9 +176,9 @@ def build(ui: Ui) -> None:
         pair_up,
         inputs_kwargs={"left": left, "right": right, "prompt": prompt, "moving": moving},
         outputs=[pair],
-        queue=False,
         trigger_mode="always_last",
-        **live.quiet(),
+        # The menus are filled one after the other, each of which asks: the last answer must be that to all of them.
+        **live.quiet(concurrency_limit=1),
     )
 
     def choose(event: gr.EventData) -> list[Any]:

@@ -19,7 +19,11 @@ def build(ui: Ui) -> None:
     """Lay the page out."""
     machine = live.panel(elem_id="machine")
     which = gr.Radio(
-        [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS], value="all", show_label=False, container=False
+        [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS],
+        value="all",
+        label=ui.say("runs.kind"),
+        show_label=False,
+        container=False,
     )
     said = live.panel(elem_id="said", visible=False)
     doomed = gr.State({})
@@ -87,14 +91,14 @@ def build(ui: Ui) -> None:
             line = notice(ui.tell(str(error)), wrong=True)
         return [line, gr.update(visible=False), board(ui, which, page), {}]
 
-    end.click(
+    ended = end.click(
         end_it,
         inputs_kwargs={"told": doomed, "which": which, "page": page},
         outputs=[said, sure, cards, seen],
         queue=False,
         **live.quiet(),
     )
-    not_now.click(lambda: gr.update(visible=False), outputs=[sure], **live.quiet())
+    not_ended = not_now.click(lambda: gr.update(visible=False), outputs=[sure], **live.quiet())
 
     def delete(told: dict[str, str], typed: str, with_run: bool, which: str, page: int) -> list[Any]:
         try:
@@ -103,13 +107,15 @@ def build(ui: Ui) -> None:
             return [notice(ui.tell(str(error)), wrong=True), gr.skip(), gr.skip(), gr.skip()]
         return [line, gr.update(visible=False), board(ui, which, page), {}]
 
-    go.click(
+    deleted = go.click(
         delete,
         inputs_kwargs={"told": doomed, "typed": typed, "with_run": with_run, "which": which, "page": page},
         outputs=[said, confirm, cards, seen],
         **live.quiet(),
     )
-    keep.click(lambda: gr.update(visible=False), outputs=[confirm], **live.quiet())
+    kept = keep.click(lambda: gr.update(visible=False), outputs=[confirm], **live.quiet())
+    for answered in (ended, not_ended, deleted, kept):
+        answered.then(None, js=live.ANSWERED)
     which.input(
         lambda which: [board(ui, which, 0), 0, {}],
         inputs_kwargs={"which": which},

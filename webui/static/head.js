@@ -64,6 +64,11 @@ const told = (event) => {
 document.addEventListener("input", told);
 document.addEventListener("compositionend", told);
 
+// The open list of a menu scrolls, and Tab would stop at it; it closes then, and the focus is nowhere.
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Tab") for (const list of document.querySelectorAll("[role=listbox]")) list.tabIndex = -1;
+}, true);
+
 // Where the page's program has ended, say so in the page's language (Gradio tells it in English), and open the page
 // anew as soon as it answers: whatever it answers, for it may ask for the password again.
 const send = window.fetch.bind(window);
@@ -123,8 +128,14 @@ window.touchedSettings = () => [...touched];
 const SLOWEST = 15000;  // ms; an answer that never comes must not lock the form for ever
 let waiting = 0;
 let openedAt;
+let left;  // what had the focus when its panel was locked, which takes the focus away
 const lock = (on) => {
+  const now = document.activeElement;
+  if (on && now?.closest("#new-views [role=tabpanel]")) left = now;
   for (const panel of document.querySelectorAll("#new-views [role=tabpanel]")) panel.inert = on;
+  if (on) return;
+  if (document.activeElement === document.body) left?.focus();
+  left = undefined;
 };
 const unlock = () => {
   clearTimeout(openedAt);
