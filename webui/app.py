@@ -148,6 +148,9 @@ def _theme() -> gr.themes.Default:
         button_cancel_background_fill="#dc2626",
         button_cancel_background_fill_hover="#b91c1c",
         link_text_color_dark="*primary_400",
+        link_text_color_active_dark="*primary_400",
+        link_text_color_visited="*secondary_700",
+        link_text_color_visited_dark="*primary_400",
     )
 
 

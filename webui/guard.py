@@ -309,6 +309,7 @@ body{{font:16px/1.5 system-ui,sans-serif;max-width:22rem;margin:12vh auto;paddin
 label{{display:block;margin:.8rem 0 .2rem}} button{{margin-top:1.2rem;cursor:pointer}} .wrong{{color:#c33}}
 input,button{{font:inherit;width:100%;box-sizing:border-box;padding:.5rem .6rem}}
 input,button{{border:1px solid #8888;border-radius:.4rem}}
+@media(prefers-color-scheme:dark){{.wrong{{color:#f87171}}}}
 </style></head><body><h1>{say("site.title")}</h1>{told}
 <form method="post" action="/{language}/login?next={quote(after, safe="")}">
 <label for="u">{say("login.user")}</label><input id="u" name="username" autocomplete="username" autofocus required>

@@ -12,7 +12,7 @@ import gradio as gr
 from lora_fp8.config import UserError
 from lora_fp8.jobs import JobView
 
-from .. import live, shows, watch
+from .. import live, shows, watch, words
 from ..chart import Line, chart
 from ..context import Ui
 from ..curves import Log, smooth, thin
@@ -166,7 +166,9 @@ def settings_of(ui: Ui, chosen: list[tuple[JobView, Log]]) -> str:
         values = [one.get(name) for one in flat]
         if name not in ("name", "output_dir") and any(value != values[0] for value in values):
             cells = ("–" if value is None else f"<code>{shown(_short(value))}</code>" for value in values)
-            rows.append([f"<code>{shown(name)}</code>", *cells])
+            key = f"section.{name}" if f"section.{name}" in words.named() else name
+            label = words.label(ui.language, key)
+            rows.append([f"{shown(label)}<br><code>{shown(name)}</code>" if label != name else shown(name), *cells])
     if not rows:
         return f'<p class="empty">{ui.say("compare.same")}</p>'
     return f"<h3>{ui.say('compare.differs')}</h3>" + shows.table(

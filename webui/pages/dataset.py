@@ -265,7 +265,7 @@ class _Page:
                 partial(self.step, what),
                 inputs_kwargs=self.here,
                 outputs=self._after,
-                **live.quiet(show_progress="minimal", show_progress_on=[self.head]),
+                **live.quiet(show_progress="full", show_progress_on=[self.changes]),
             )
 
     def _lay_out_captioning(self) -> None:

@@ -35,9 +35,10 @@ SIMPLE = (
     "name",
 )
 """Settings of the simple view; what it asks beside them goes into `preset`."""
+CLIPS = ("dataset.frames", "dataset.fps", "dataset.clip")
 NEXT_STEPS = {"engine.base.empty": "new.base.missing", "engine.folders.none": "new.pictures.missing"}
 """What an untouched form lacks: the engine tells what to write into a file, the page what to do here."""
-KINDS = {"model.path": "file or folder", "adapter.init_from": "file", "preview.controls": "file"}
+KINDS = {"model.path": "file or folder", "preview.controls": "file or folder", "adapter.init_from": "file"}
 """What these settings name; all others that name a path name a folder."""
 SECONDS = 2.0
 QUIET: dict[str, Any] = {
@@ -64,7 +65,7 @@ STYLE = """
 .setting :is(.header-table, .virtual-body) {
   table-layout: fixed !important; width: 100% !important; min-width: 640px;
 }
-.setting .header-cell { font-size: 13px; }
+.setting .header-cell { font-size: 12px; }
 .setting .select-all-checkbox { display: none; }
 .setting :is(.header-cell, .body-cell) {
   width: var(--share) !important; min-width: 0 !important; max-width: none !important;
@@ -80,6 +81,7 @@ STYLE = """
 #new-summary ul { margin: 4px 0 10px; padding-left: 18px; }
 #new-summary li { margin: 3px 0; overflow-wrap: anywhere; }
 #new-summary p { margin: 6px 0; }
+#new-side table.facts code { font-size: 11px; }
 #new-files table.facts td:first-child { width: 42%; }
 #new-toml .cm-editor { font-family: var(--font-mono); font-size: 13px; }
 </style>
@@ -87,7 +89,8 @@ STYLE = """
 
 LISTED = ("preset", "model.path", "model.components")
 """Settings whose parts offer what other settings allow."""
-WIDE = {"path": 4, "repeats": 1.2, "trigger": 2, "regularization": 1.8, "resolution": 1.4, "control": 3, "mask": 3}
+WIDE = {"path": 4, "repeats": 1.3, "trigger": 2, "regularization": 2.1, "resolution": 1.6, "weight": 1.1}
+WIDE |= {"control": 3, "mask": 3}
 """Columns of the table of folders that need more room than the others."""
 
 
@@ -129,6 +132,7 @@ class _Page:
                             interactive=True,
                             lines=20,
                             max_lines=40,
+                            label=say("new.view.toml"),
                             show_label=False,
                             elem_id="new-toml",
                         )
@@ -146,6 +150,7 @@ class _Page:
         gr.Markdown(f"#### {say('new.goal')}")
         self.goal = gr.Radio(
             [*((say(f"new.goal.{name}"), name) for name in GOALS), (say("new.goal.none"), "")],
+            label=say("new.goal"),
             show_label=False,
             container=False,
             elem_id="new-goal",
@@ -169,7 +174,7 @@ class _Page:
                     file_count="multiple",
                     file_types=kinds,
                     label=say("new.pictures.drop"),
-                    height=150,
+                    height=170,
                     elem_id="new-drop",
                 )
                 self.set_name = gr.Textbox(
@@ -184,13 +189,17 @@ class _Page:
         self.taken = gr.HTML(elem_id="new-taken")
         self._field("simple", "dataset.trigger")
         self._field("simple", "dataset.missing_caption")
-        with gr.Row():
-            for key in ("dataset.frames", "dataset.fps", "dataset.clip"):
+        with gr.Row(elem_id="new-clips"):
+            for key in CLIPS:
                 self._field("simple", key)
         gr.Markdown(f"#### {say('new.card')}")
         cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
         self.card = gr.Radio(
-            [*cards, (say("new.card.none"), "")], show_label=False, container=False, elem_id="new-card"
+            [*cards, (say("new.card.none"), "")],
+            label=say("new.card"),
+            show_label=False,
+            container=False,
+            elem_id="new-card",
         )
         gr.Markdown(f"#### {say('new.length')}")
         for key in ("train.steps", "name", "preview.prompts"):
@@ -839,7 +848,7 @@ class _Page:
             line = say("dataset.examining", done=waiting[0].done, total=waiting[0].total)
             parts.append(f"<p>{shown(line)}</p>")
         elif reckoned is None:
-            parts.append(f"<p>{shown(say('new.summary.none'))}</p>")
+            parts += [] if samples else [f"<p>{shown(say('new.summary.none'))}</p>"]
         else:
             line = say(
                 "new.summary.epochs",
@@ -913,7 +922,8 @@ class _Page:
             if hidden:
                 rules.append(f"{_ids('set', hidden)} {{ display: none; }}")
         if unasked := [key for key in form.idle(found) if key in SIMPLE and key not in wrong]:
-            rules.append(f"{_ids('new', unasked)} {{ display: none; }}")
+            row = ", #new-clips" if set(CLIPS) <= set(unasked) else ""  # its frame would stay
+            rules.append(f"{_ids('new', unasked)}{row} {{ display: none; }}")
         for key, lines in wrong.items():
             if key:
                 ids = f"#{_id('set', key)}::after, #{_id('new', key)}::after"
@@ -929,11 +939,11 @@ class _Page:
         rows = []
         for key, one in form.settings().items():
             if key in origins and key != "preset" and not form.same(found[key], one.default):
-                label = words.label(self.ui.language, key)
-                before, now = (_brief(form.shown(one, value)) for value in (one.default, found[key]))
+                label = words.label(self.ui.language, f"section.{key}" if one.kind == "table" else key)
+                before, now = (_brief(_listed(one, value)) for value in (one.default, found[key]))
                 origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
-                cells = (f"{label} {key}", before, now, origin)
-                rows.append("<tr>" + "".join(f"<td>{safe.shown(cell)}</td>" for cell in cells) + "</tr>")
+                cells = "".join(f"<td>{safe.shown(cell)}</td>" for cell in (before, now, origin))
+                rows.append(f"<tr><td>{safe.shown(label)}<br><code>{safe.shown(key)}</code></td>{cells}</tr>")
         if not rows:
             return f"<p class='note'>{safe.shown(say('new.changes.none'))}</p>"
         heads = "".join(
@@ -1000,6 +1010,12 @@ def _offering(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
     """An update of a dropdown whose value need not be among what it offers."""
     strange = [(str(held), held)] if held and held not in {value for _, value in choices} else []
     return gr.update(choices=[*choices, *strange], value=held or None, **given)
+
+
+def _listed(one: form.Setting, value: Any) -> Any:
+    """What a setting holds, as its part shows it; of a table the first column."""
+    rows = form.shown(one, value)
+    return ", ".join(str(row[0]) for row in rows) if one.kind == "table" and isinstance(rows, list) else rows
 
 
 def _brief(held: Any) -> str:

@@ -24,7 +24,8 @@ MOST_FILES = 300  # that are offered to choose from
 def build(ui: Ui) -> None:
     """Lay the page out."""
     say = ui.say
-    tool = gr.Radio([(say(f"tools.{name}"), name) for name in TOOLS], value="inspect", show_label=False)
+    choices = [(say(f"tools.{name}"), name) for name in TOOLS]
+    tool = gr.Radio(choices, value="inspect", label=say("tools.which"), show_label=False)
     about = gr.Markdown(say("tools.inspect.about"), elem_classes="note")
     file = gr.Dropdown(label=say("tools.file"), info=say("tools.file.info"), allow_custom_value=True, choices=[])
     with gr.Row(visible=False) as row_verify:
