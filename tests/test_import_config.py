@@ -408,7 +408,10 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "keep_tokens": 0,
             "tag_separator": ",",
             "caption_variants": 10,
-            "folders": [{"path": "pictures/10_zibo cat", "repeats": 5}, {"path": "pictures/plain"}],
+            "folders": [
+                {"path": "pictures/10_zibo cat", "repeats": 5},
+                {"path": "pictures/plain", "mask": "pictures/masks"},
+            ],
         },
         # 5 x 5 + 7 = 32 samples at two resolutions, 4 of them a step, 20 epochs
         "train": {"steps": 320, "batch_size": 2, "accumulate": 2, "max_grad_norm": 1.0},
@@ -421,7 +424,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "beta2": 0.99,
         },
         "schedule": {"name": "constant", "warmup": 100},
-        "objective": {"timesteps": "logit_normal", "shift": "auto"},
+        "objective": {"unmasked_weight": 0.0, "timesteps": "logit_normal", "shift": "auto"},
         "memory": {"gradient_checkpointing": True},
         "checkpoint": {"every": 80},
         "export": {"every": 80, "dtype": "bf16"},
@@ -601,7 +604,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "model.transformer_dtype|micro_batch_size_per_gpu|epochs|optimizer.type|save_every_n_epochs"
         "|diffusion_pipe_dataset.toml: resolutions|diffusion_pipe_dataset.toml: min_ar"
         "|diffusion_pipe_dataset.toml: max_ar|diffusion_pipe_dataset.toml: num_ar_buckets",
-        "checkpoint_every_n_minutes|blocks_to_swap|diffusion_pipe_dataset.toml: directory.1.mask_path",
+        "checkpoint_every_n_minutes|blocks_to_swap",
     ),
     "ai_toolkit_flux.yaml": (
         "model.quantize|save.save_every|save.max_step_saves_to_keep",
@@ -1152,3 +1155,81 @@ def test_ai_toolkits_text_encoder(here: Path, tmp_path: Path) -> None:
     found = settings(importing.import_file(path))
     assert found["adapter"]["text_encoder"] is True
     assert found["optimizer"]["text_encoder_lr"] == found["optimizer"]["lr"]
+
+
+KOHYA_SET = """
+[[datasets]]
+alpha_mask = true
+[[datasets.subsets]]
+image_dir = "pictures/plain"
+conditioning_data_dir = "masks"
+[[datasets.subsets]]
+image_dir = "pictures/10_zibo cat"
+"""
+AI_TOOLKIT_SETS = [
+    {"folder_path": "pictures/plain", "mask_path": "masks", "mask_min_value": 0.2},
+    {"folder_path": "pictures/plain", "mask_path": "masks", "alpha_mask": True, "mask_min_value": 0.2},
+    {"folder_path": "pictures/plain", "mask_min_value": 0.7},
+]
+SIMPLETUNER_SETS = [
+    {"id": "a", "type": "local", "instance_data_dir": "pictures/plain", "conditioning_data": "b"},
+    {"id": "b", "type": "local", "dataset_type": "conditioning", "conditioning_type": "mask", "instance_data_dir": "m"},
+    {"id": "c", "type": "local", "instance_data_dir": "pictures/10_zibo cat", "conditioning_data": "d"},
+    {
+        "id": "d",
+        "type": "local",
+        "dataset_type": "conditioning",
+        "conditioning_type": "canny",
+        "instance_data_dir": "n",
+    },
+]
+
+
+def test_masks_of_every_tool(here: Path, tmp_path: Path) -> None:
+    """What each makes of them is told in its own documents and sources; see docs/moving-in.md."""
+    here = shutil.copytree(here, tmp_path / "files")
+
+    def made(name: str, change: Callable[[Any], None]) -> tuple[list[str], Any, importing.Import]:
+        path = here / name
+        if path.suffix == ".toml":
+            path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+        else:
+            data = read(path)
+            change(data)
+            path.write_text(json.dumps(data), encoding="utf-8")  # which is YAML, too
+        found = importing.import_file(path)
+        ours = settings(found)
+        folders = [folder.get("mask", "") for folder in ours["dataset"]["folders"]]
+        return folders, ours.get("objective", {}).get("unmasked_weight"), found
+
+    # kohya's: a folder where masked_loss asks for it, and transparency wherever alpha_mask does
+    (here / "sd_scripts_dataset.toml").write_text(KOHYA_SET, encoding="utf-8")
+    folders, weight, found = made("sd_scripts_flux.toml", lambda text: text)
+    assert (folders, weight) == (["alpha", "alpha"], 0.0)
+    lacking = [entry.key for entry in found.no_counterpart if not entry.off]
+    assert any(key.endswith("conditioning_data_dir") for key in lacking), "it is a ControlNet's without masked_loss"
+    folders, weight, found = made("sd_scripts_flux.toml", lambda text: f"masked_loss = true\n{text}")
+    assert (folders, weight) == (["masks", "alpha"], 0.0)
+    assert {"masked_loss"} <= keys(found.mapped)
+    # OneTrainer's: beside the pictures; its masks are not counted as pictures
+    Image.new("L", (8, 8)).save(here / "pictures" / "plain" / "0-masklabel.png")
+    folders, weight, found = made(
+        "onetrainer_sdxl.json",
+        lambda data: data.update(masked_training=True, unmasked_weight=0.3, normalize_masked_area_loss=True),
+    )
+    assert (set(folders), weight) == ({"*-masklabel"}, 0.3)
+    assert {"unmasked_weight", "normalize_masked_area_loss"} <= keys(found.differs)
+    folder = words.look_into(base.Draft(found.tool, base.read_source(here / "onetrainer_sdxl.json"), "", "sdxl"),
+                             base.Folder("pictures/plain", mask="*-masklabel"), deep=True)  # fmt: skip
+    assert folder.images == 7
+    # ai-toolkit's: transparency counts before a folder; its loss is divided by the area
+    folders, weight, found = made(
+        "ai_toolkit_flux.yaml", lambda data: data["config"]["process"][0].update(datasets=AI_TOOLKIT_SETS)
+    )
+    assert (folders, weight) == (["masks", "alpha", ""], 0.2)
+    assert {"datasets.0.mask_path", "datasets.1.alpha_mask"} <= keys(found.differs)
+    # SimpleTuner's: a backend of its own, which another names
+    (here / "simpletuner_backend.json").write_text(json.dumps(SIMPLETUNER_SETS), encoding="utf-8")
+    folders, weight, found = made("simpletuner_flux.json", lambda data: None)
+    assert (folders, weight) == (["m", ""], 0.0)
+    assert not [line for line in found.todo if "'b'" in line] and [line for line in found.todo if "'d'" in line]

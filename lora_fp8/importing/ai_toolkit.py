@@ -88,9 +88,10 @@ SHORT: dict[str, Rule] = {
     "datasets.*.cache_latents": always(words.ALWAYS_CACHED),
     "datasets.*.cache_latents_to_disk": always(words.ALWAYS_CACHED),
     "datasets.*.cache_text_embeddings": always(words.ALWAYS_CACHED),
-    "datasets.*.mask_path": none(words.NO_MASK),
-    "datasets.*.mask_min_value": none(words.NO_MASK, 0.1, 0.01),
-    "datasets.*.alpha_mask": none(words.NO_MASK),
+    "datasets.*.mask_path": JOINT,
+    "datasets.*.mask_min_value": JOINT,
+    "datasets.*.alpha_mask": JOINT,
+    "datasets.*.invert_mask": none("white is what is trained here; invert the masks"),
     "datasets.*.control_path": JOINT,
     "datasets.*.control_path_1": none(NO_CONTROL),
     "datasets.*.control_path_2": none(NO_CONTROL),
@@ -351,6 +352,31 @@ def _set_network(draft: Draft) -> None:
         draft.none(keys, f"{used.rsplit('.', 1)[-1]} counts", off=True)
 
 
+def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
+    alpha, path = f"{table}alpha_mask", f"{table}mask_path"
+    if words.on(draft.get(alpha)):
+        folder.mask = "alpha"
+        draft.differs(alpha, {}, f"{at}.mask = 'alpha'; {words.MASK_AREA}")
+        draft.none(path, "alpha_mask counts", off=True)
+    elif draft.get(path, text):
+        folder.mask = words.as_mask_folder(draft.get(path, text))
+        draft.differs(path, {}, f"{at}.mask; {words.MASK_AREA}")
+    draft.none(alpha, "off", off=True)
+
+
+def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
+    """Of the folders with masks; theirs counts nothing outside of a mask where a file does not say otherwise."""
+    keys = [f"{table}mask_min_value" for table in tables]
+    if any(folder.mask for folder in draft.folders):
+        masked = [key for key, table in zip(keys, tables, strict=True) if _has_masks(draft, table)]
+        words.share(draft, masked, [draft.get(key) or 0.0 for key in masked], "objective.unmasked_weight", number)
+    draft.none(keys, "there are no masks", off=True)
+
+
+def _has_masks(draft: Draft, table: str) -> bool:
+    return words.on(draft.get(f"{table}alpha_mask")) or draft.has(f"{table}mask_path")
+
+
 def _set_folders(draft: Draft) -> None:
     tables = sorted(
         {m[0] for key in draft.given if (m := re.match(re.escape(PROCESS) + r"datasets\.\d+\.", key))},
@@ -370,6 +396,7 @@ def _set_folders(draft: Draft) -> None:
         draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
         draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
         words.set_control(draft, f"{table}control_path", folder, at)
+        _set_mask(draft, table, folder, at)
         caption = draft.get(f"{table}default_caption", text)
         if words.on(draft.get(f"{table}is_reg")):
             folder.regularization, folder.trigger = True, ""
@@ -386,6 +413,7 @@ def _set_folders(draft: Draft) -> None:
         else:
             draft.folders.append(folder)
     draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
+    _set_unmasked_weight(draft, kept)
     words.balance_regularization(draft)
     words.weigh_regularization(draft, f"{PROCESS}train.reg_weight")
 

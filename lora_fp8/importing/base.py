@@ -408,6 +408,7 @@ class Folder:
         captionless: how many of them have no caption file.
         trigger_is_caption: the trigger is the whole caption of pictures that have none.
         control: the folder of control pictures.
+        mask: as our setting of this name.
         regularization, weight, resolution: as our settings of these names.
     """
 
@@ -418,6 +419,7 @@ class Folder:
     captionless: int = 0
     trigger_is_caption: bool = False
     control: str = ""
+    mask: str = ""
     regularization: bool = False
     weight: float = 1.0
     resolution: int = 0
@@ -647,6 +649,7 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
             **({"weight": folder.weight} if folder.weight != 1 else {}),
             **({"resolution": folder.resolution} if folder.resolution else {}),
             **({"control": folder.control} if folder.control else {}),
+            **({"mask": folder.mask} if folder.mask else {}),
         }
         for folder in folders
     ]

@@ -141,7 +141,7 @@ RULES: dict[str, Rule] = {
     "data.caption_prefix": JOINT,
     "data.directory.*.path": JOINT,
     "data.directory.*.num_repeats": JOINT,
-    "data.directory.*.mask_path": none(words.NO_MASK),
+    "data.directory.*.mask_path": JOINT,
     "data.directory.*.control_path": JOINT,
     "data.directory.*.caption_prefix": JOINT,
     "data.directory.*.resolutions": JOINT,
@@ -294,10 +294,12 @@ def _set_folders(draft: Draft) -> None:
         else:
             draft.differs(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
         words.set_control(draft, f"{table}control_path", folder, at)
+        words.set_mask_folder(draft, f"{table}mask_path", folder, at)
         prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
         if prefix:
             folder.trigger = prefix.strip().rstrip(",").strip()
         draft.folders.append(folder)
+    words.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
     draft.differs(keys, {}, "the folder's trigger: put in front only where it is missing")
     draft.mapped("dataset", {}, "read as well" if found else "not here")

@@ -133,7 +133,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "prior_loss_weight": JOINT,
     "in_json": none("captions are .txt or .caption files beside the pictures here"),
     "metadata_file": none("captions are .txt or .caption files beside the pictures here"),
-    "conditioning_data_dir": none("is for ControlNets, which are not trained here"),
+    "conditioning_data_dir": none("is for ControlNets, which are not trained here; with masked_loss it has masks"),
     "dataset_class": none("no code of other packages is loaded"),
     "cache_info": idle(),
     "resolution": JOINT,
@@ -165,8 +165,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "color_aug": none("colours are not changed here"),
     "random_crop": none("pictures are cropped at the middle"),
     "face_crop_aug_range": none("pictures are cropped at the middle"),
-    "alpha_mask": none(words.NO_MASK),
-    "masked_loss": none(words.NO_MASK),
+    "alpha_mask": JOINT,
+    "masked_loss": JOINT,
     "max_token_length": none(
         "captions are cut where the text encoder ends: at 75 tokens for CLIP; `check` tells which", 75
     ),
@@ -709,6 +709,7 @@ def set_folders(draft: Draft) -> None:
         prefix = effective(draft, subset, "caption_prefix")
         if prefix and not folder.regularization:
             folder.trigger = str(prefix).strip().rstrip(",").strip()
+        folder.mask = _mask_of(draft, subset, len(draft.folders))
         draft.folders.append(folder)
     used = [key for key in everywhere(draft, "is_reg") if words.on(draft.given[key])]
     draft.differs(used, {}, words.SHOWN_ALIKE)
@@ -734,6 +735,25 @@ def set_folders(draft: Draft) -> None:
         _folders_by_name(draft, others, "reg_data_dir")
     words.balance_regularization(draft)
     words.weigh_regularization(draft, "prior_loss_weight")
+    if not found:
+        for number, folder in enumerate(draft.folders):
+            folder.mask = _mask_of(draft, "", number)
+    words.set_unmasked(draft)
+    if any(folder.mask for folder in draft.folders):
+        draft.mapped("masked_loss", {}, "folders with a mask")
+    draft.none([*everywhere(draft, "alpha_mask"), "masked_loss"], "off, or it names no masks", off=True)
+
+
+def _mask_of(draft: Draft, subset: str, number: int) -> str:
+    """Where the masks of a folder's pictures are: in a folder, or in their transparency; "" where they have none."""
+    masks, alpha = (counting(draft, subset, name) for name in ("conditioning_data_dir", "alpha_mask"))
+    if words.on(draft.get("masked_loss")) and (path := draft.get(masks, text)):
+        draft.mapped(masks, {}, f"dataset.folders.{number}.mask")
+        return words.as_mask_folder(path)
+    if words.on(draft.get(alpha)):
+        draft.mapped(alpha, {}, "mask = 'alpha' in each of these folders")
+        return "alpha"
+    return ""
 
 
 def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:

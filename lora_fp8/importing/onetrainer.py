@@ -193,11 +193,9 @@ RULES: dict[str, Rule] = {
         + ("vae_weight_dtype", "vae_model_name", "lora_weight_dtype_te"),
         idle("text encoders and VAE are used and freed before training"),
     ),
-    "masked_training": none(words.NO_MASK),
-    **dict.fromkeys(
-        ("unmasked_probability", "unmasked_weight", "normalize_masked_area_loss", "masked_prior_preservation_weight"),
-        idle("belongs to masked_training"),
-    ),
+    **dict.fromkeys(("masked_training", "unmasked_weight", "normalize_masked_area_loss"), JOINT),
+    "unmasked_probability": idle("is for inpainting models, which are not trained here"),
+    "masked_prior_preservation_weight": none("the base's own answers are not trained on here"),
     "custom_conditioning_image": none("not carried over: see dataset.folders.N.control, for editing models"),
     **dict.fromkeys(
         ("embedding_learning_rate", "preserve_embedding_norm", "embedding.**", "embedding_weight_dtype")
@@ -447,6 +445,21 @@ def _set_adapter(draft: Draft) -> None:
     draft.none(filters, NO_PART, off=not names)
 
 
+def _set_masks(draft: Draft) -> None:
+    keys = ["unmasked_weight", "normalize_masked_area_loss", "masked_prior_preservation_weight"]
+    if words.on(draft.get("masked_training")):
+        draft.mapped("masked_training", {}, "mask = '*-masklabel' in each folder")
+        weight = draft.get("unmasked_weight", number)
+        note = "greys are shares of the way from this weight to 1; there what is darker than it counts as it"
+        draft.differs("unmasked_weight", {"objective.unmasked_weight": 0.1 if weight is None else weight}, note)
+        if words.on(draft.get("normalize_masked_area_loss")):
+            draft.differs("normalize_masked_area_loss", {}, words.MASK_AREA)
+        draft.none("normalize_masked_area_loss", "off", off=True)
+    draft.none(["masked_training", *keys[:2]], "off", off=True)
+    if not words.on(draft.get("masked_training")):
+        draft.none(keys[2:], "belongs to masked_training", off=True)
+
+
 def _set_folders(draft: Draft) -> None:
     tables = sorted({m[0] for key in draft.given if (m := re.match(r"concepts\.\d+\.", key))})
     kept: list[str] = []
@@ -465,7 +478,9 @@ def _set_folders(draft: Draft) -> None:
         repeats = draft.get(counted, number) or 1.0
         by_samples = draft.get(f"{table}balancing_strategy") == "SAMPLES"
         deep = words.on(draft.get(f"{table}include_subdirectories"))
-        folder = words.look_into(draft, Folder(path, 1 if by_samples else max(1, round(repeats))), deep=deep)
+        masked = words.on(draft.get("masked_training"))
+        folder = Folder(path, 1 if by_samples else max(1, round(repeats)), mask="*-masklabel" if masked else "")
+        words.look_into(draft, folder, deep=deep)
         draft.mapped(f"{table}path", {}, f"{at}.path")
         if by_samples:
             draft.none(counted, f"{repeats:g} samples of the concept an epoch there; {at}.repeats counts repeats here")
@@ -488,6 +503,7 @@ def _set_folders(draft: Draft) -> None:
             draft.mapped(f"{table}{name}", {}, "on")
         draft.folders.append(folder)
     draft.mapped(["concept_file_name"], {}, "read as well" if tables else "not here")
+    _set_masks(draft)
     draft.none("concepts", "empty", off=True)
     if not kept and draft.has("concept_file_name"):
         draft.folders = [Folder("TODO")]

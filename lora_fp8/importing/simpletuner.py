@@ -441,6 +441,11 @@ def _set_folders(draft: Draft) -> None:
         {m[0] for key in draft.given if (m := re.match(r"data\.\d+\.", key))}, key=lambda key: int(key.split(".")[1])
     )
     kept: list[str] = []
+    masks = {
+        str(draft.get(f"{table}id")): table
+        for table in tables
+        if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}conditioning_type") == "mask"
+    }
     for table in tables:
         own = [key for key in draft.given if key.startswith(table)]
         kind = str(draft.get(f"{table}dataset_type") or "image")
@@ -448,6 +453,9 @@ def _set_folders(draft: Draft) -> None:
         path = draft.get(f"{table}instance_data_dir", text)
         if kind in ("text_embeds", "image_embeds") or disabled:
             draft.none(own, "the backend is off" if disabled else words.OTHER_CACHE, off=True)
+            continue
+        if table in masks.values() and draft.get(f"{table}type") in (None, "local"):
+            draft.mapped(own, {}, "the masks of the backends that name it")
             continue
         if kind != "image" or draft.get(f"{table}type") not in (None, "local") or not path:
             draft.none(own, NO_CLOUD if kind == "image" else "only pictures are trained on here")
@@ -462,9 +470,13 @@ def _set_folders(draft: Draft) -> None:
         if draft.has(f"{table}repeats"):
             told = f"{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them"
             draft.differs(f"{table}repeats", {}, told)
+        if (named := masks.get(str(draft.get(f"{table}conditioning_data")))) and draft.has(f"{named}instance_data_dir"):
+            folder.mask = words.as_mask_folder(draft.get(f"{named}instance_data_dir", text))
+            draft.mapped(f"{table}conditioning_data", {}, f"{at}.mask")
         _set_captions(draft, table, folder, at)
         draft.none([f"{table}disabled", f"{table}disable"], "off", off=True)
         draft.folders.append(folder)
+    words.set_unmasked(draft)
     draft.mapped("data_backend_config", {}, "read as well" if tables else "not here")
     if draft.has("data_backend_config") and not tables:
         draft.folders = [Folder("TODO")]

@@ -10,7 +10,7 @@ from pathlib import PureWindowsPath
 from typing import Any, get_args
 
 from lora_fp8 import config, families
-from lora_fp8.data.images import CAPTIONS, EXTENSIONS
+from lora_fp8.data.images import CAPTIONS, EXTENSIONS, masked_stem
 
 from .base import Draft, Folder, Unfit, flag, listed, number, text, whole
 
@@ -25,7 +25,11 @@ LOGGING = "events.jsonl and log.txt in the run folder hold everything; trackers 
 UPLOAD = "files are not uploaded"
 RESUMES = "their states cannot be read; `lora-fp8 resume` goes on with our own runs"
 NO_NOISE = "plain Gaussian noise is used here"
-NO_MASK = "every pixel counts the same here"
+NO_MASK = "masks are used as they are drawn here: dataset.folders.N.mask"
+MASK_AREA = (
+    "theirs divides the loss by the mask's area, so that a small mask counts as much as a large one; ours does not"
+)
+OUTSIDE = "what is outside of a mask counts nothing there"
 NO_REG = (
     "the base's own answers are not trained on here, nor counted in an epoch; pictures with captions of their own can "
     "be a folder with regularization = true"
@@ -166,6 +170,28 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
     else:
         folder.control = path
         draft.mapped(key, {}, f"{at}.control")
+
+
+def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
+    """A folder of masks under the names of the pictures.
+
+    Args:
+        at: our folder, such as "dataset.folders.0".
+    """
+    if path := draft.get(key, text):
+        folder.mask = as_mask_folder(path)
+        draft.mapped(key, {}, f"{at}.mask")
+
+
+def as_mask_folder(path: str) -> str:
+    """A folder of masks as our setting names it, where "alpha" alone means the pictures' transparency."""
+    return "./alpha" if path == "alpha" else path
+
+
+def set_unmasked(draft: Draft) -> None:
+    """objective.unmasked_weight for tools to which what is outside of a mask counts nothing."""
+    if any(folder.mask for folder in draft.folders):
+        draft.set("objective.unmasked_weight", 0.0, OUTSIDE)
 
 
 def family_of_name(path: str) -> str:
@@ -511,6 +537,7 @@ def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
     if place is None or not place.is_dir():
         return folder
     every = sorted(p for p in place.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+    every = [p for p in every if not masked_stem(folder.mask, p.name)]
     pictures = every if deep else [p for p in every if p.parent == place]
     if len(pictures) < len(every):
         draft.notes.append(
