@@ -158,6 +158,8 @@ def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
     found = pictures.count(tmp_path)
     assert (found.pictures, found.without_caption) == (3, 1)
     assert len(scanned.examples) == found.pictures - found.without_caption
+    (tmp_path / "sub/c_mask.png").write_bytes(png(64, 64))
+    assert pictures.count(tmp_path, "*_mask") == found, "a mask beside its picture is none"
 
 
 # --------------------------------------------------------------------------------------------------- bases and presets

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lora_fp8.config import UserError
 from lora_fp8.data import clips
-from lora_fp8.data.images import CAPTIONS, EXTENSIONS
+from lora_fp8.data.images import CAPTIONS, EXTENSIONS, masked_stem
 
 from . import safe
 from .decoder import Decoders
@@ -26,7 +26,7 @@ TAKEN = (*EXTENSIONS, *clips.VIDEOS, *CAPTIONS)
 DEEP = 2
 """How far below a root folders of pictures are offered; any can be typed."""
 FRESH_SECONDS = 4.0
-_counted: dict[Path, tuple[float, "Count"]] = {}
+_counted: dict[tuple[Path, str], tuple[float, "Count"]] = {}
 _decoders = Decoders(1)
 
 
@@ -44,10 +44,14 @@ class Count:
         return self.pictures + self.videos
 
 
-def count(folder: Path) -> Count:
-    """What is in a folder and its subfolders, hidden ones left out; a few seconds old at most."""
+def count(folder: Path, mask: str = "") -> Count:
+    """What is in a folder and its subfolders, hidden ones left out; a few seconds old at most.
+
+    Args:
+        mask: the setting of the folder: masks that lie beside the pictures are none.
+    """
     now = time.monotonic()
-    known = _counted.get(folder)
+    known = _counted.get((folder, mask))
     if known is None or now - known[0] > FRESH_SECONDS:
         pictures = without = videos = 0
         for _, folders, names in os.walk(folder):
@@ -55,11 +59,13 @@ def count(folder: Path) -> Count:
             captions = {Path(name).stem for name in names if Path(name).suffix in CAPTIONS}
             for name in names:
                 suffix = Path(name).suffix.lower()
-                if suffix in (*EXTENSIONS, *clips.VIDEOS) and not name.startswith("."):
+                if name.startswith(".") or masked_stem(mask, name):
+                    continue
+                if suffix in (*EXTENSIONS, *clips.VIDEOS):
                     pictures += suffix in EXTENSIONS
                     videos += suffix in clips.VIDEOS
                     without += Path(name).stem not in captions
-        known = _counted[folder] = (now, Count(pictures, without, videos))
+        known = _counted[folder, mask] = (now, Count(pictures, without, videos))
     return known[1]
 
 
@@ -111,7 +117,8 @@ def take_in(files: list[str], folder: Path) -> tuple[int, list[str]]:
                 refused.append(str(error))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
-    _counted.pop(folder, None)
+    for known in [known for known in list(_counted) if known[0] == folder]:
+        _counted.pop(known, None)
     return taken, refused
 
 

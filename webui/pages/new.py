@@ -798,7 +798,8 @@ class _Page:
                 except UserError:
                     continue  # told by the check of paths
                 if folder.is_dir():
-                    found.append((folder, pictures.count(folder), repeats))
+                    mask = row.get("mask")
+                    found.append((folder, pictures.count(folder, mask if isinstance(mask, str) else ""), repeats))
         return found
 
     def _summary(self, findings: list[tuple[str, str]] | None = None) -> str:
