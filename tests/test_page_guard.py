@@ -305,7 +305,7 @@ def test_headers_on_every_answer(site: Served) -> None:
         answer = site.ask("GET", path)
         assert "frame-ancestors 'none'" in answer.one("content-security-policy") or path == "/picture?path=x"
         assert answer.one("x-content-type-options") == "nosniff" and answer.one("x-frame-options") == "DENY"
-        assert answer.one("referrer-policy") == "no-referrer"
+        assert answer.one("referrer-policy") == "same-origin"
         assert answer.one("cross-origin-resource-policy") == "same-origin"
     policy = site.ask("GET", "/en/").one("content-security-policy")
     assert not re.search(r"https?:|\*", policy)  # nothing may be loaded from, or sent to, another host

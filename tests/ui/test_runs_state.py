@@ -121,20 +121,26 @@ def test_a_run_in_a_shell_is_followed_until_it_dies_and_goes_on(
 
 def test_page_and_worker_may_die_and_come_back(chromium: Browser, tmp_path: Path) -> None:
     """A tab that nobody touches says so, and goes on when the page does; and the page sees to a worker."""
-    site = start(tmp_path / "home", tmp_path / "root")
+    locked = ("--user", "me"), {"LORA_FP8_PASSWORD": "a long password"}
+    site = start(tmp_path / "home", tmp_path / "root", *locked[0], **locked[1])
     one = Trainer(site.root / "runs" / "lives-on")
     try:
         one.steps(1, 5)
         context = chromium.new_context(locale="en-US")
         page = context.new_page()
         page.goto(f"{site.address}/en/run?run={one.folder}")
+        for password in ("wrong password", "a long password"):  # the session outlives the page's program
+            page.fill("#u", "me")
+            page.fill("#p", password)
+            page.keyboard.press("Enter")
+            expect(page.locator(".wrong")).to_have_count(int(password == "wrong password"))
         expect(page.locator("#head .figures")).to_contain_text("5 / 1000", timeout=30_000)
         site.process.kill()
         site.process.wait()
         expect(page.locator("#lost")).to_contain_text("lora-fp8 ui", timeout=SOON)
         one.steps(6, 9)
         port = site.address.rpartition(":")[2]
-        site = start(tmp_path / "home", tmp_path / "root", "--port", port)
+        site = start(tmp_path / "home", tmp_path / "root", "--port", port, *locked[0], **locked[1])
         expect(page.locator("#head .figures")).to_contain_text("9 / 1000", timeout=30_000)
         expect(page.locator("#lost")).to_have_count(0)
 
