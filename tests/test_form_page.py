@@ -86,6 +86,10 @@ def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) 
             f'[model]\nfamily = "sd15"\npath = "{tmp_path}/none.pt"\n[adapter]\ninit_from = "{tmp_path / path}"\n'
             f'[[dataset.folders]]\npath = "{tmp_path / path}"\n[dataset]\ncache_dir = "none"\n'
         )
+        assert (
+            "没有"
+            in dict(page._findings(text.replace(f"{tmp_path}/none.pt", "demo").replace("sd15", "wan")))["model.path"]
+        )
         told = dict(page._findings(text))
         assert told["model.path"].endswith("没有这个文件或文件夹")
         assert "dataset.cache_dir" not in told and bool(file) == ("adapter.init_from" in told)

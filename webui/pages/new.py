@@ -82,6 +82,8 @@ STYLE = """
 #new-summary li { margin: 3px 0; overflow-wrap: anywhere; }
 #new-summary p { margin: 6px 0; }
 #new-side table.facts code { font-size: 11px; }
+#new-side table.facts.wide :is(th, td) { overflow-wrap: break-word; padding-right: 8px !important; }
+#new-side table.facts.wide td:nth-child(3) { overflow-wrap: anywhere; }
 #new-files table.facts td:first-child { width: 42%; }
 #new-toml .cm-editor { font-family: var(--font-mono); font-size: 13px; }
 </style>
@@ -716,6 +718,9 @@ class _Page:
             elif family in self.families and not bases.fits(known, family):
                 found, form_says = self.families[known.family], self.families[family]
                 yield key, say("new.base.differs", file=name, found=found, title=form_says)
+        if path == "demo" and family in self.families and family not in bases.demos():
+            line = f"there is no demo base for {family!r}; bundled are: {', '.join(bases.demos())}"
+            yield "model.path", self.ui.tell(line)
         if not components and self._look(path).single:
             yield "model.components", self.ui.say("new.base.components")
 
@@ -944,7 +949,8 @@ class _Page:
                 before, now = (_brief(_listed(one, value)) for value in (one.default, found[key]))
                 origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
                 cells = "".join(f"<td>{safe.shown(cell)}</td>" for cell in (before, now, origin))
-                rows.append(f"<tr><td>{safe.shown(label)}<br><code>{safe.shown(key)}</code></td>{cells}</tr>")
+                code = safe.shown(key).replace(".", ".<wbr>")
+                rows.append(f"<tr><td>{safe.shown(label)}<br><code>{code}</code></td>{cells}</tr>")
         if not rows:
             return f"<p class='note'>{safe.shown(say('new.changes.none'))}</p>"
         heads = "".join(
@@ -957,7 +963,7 @@ class _Page:
         title = self.families.get(family, family)
         if not path:
             return ""
-        if path == "demo":
+        if path == "demo" and family in bases.demos():
             return safe.shown(say("new.base.demo_is", title=title))
         size = families.facts(family).get("native_resolution") if family in self.families else None
         lines = []

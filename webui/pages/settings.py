@@ -123,15 +123,16 @@ def _models(ui: Ui) -> str:
     """Each folder for models and how many are found in it."""
     counts = [(folder, len(bases.nearby([folder], []))) for folder in ui.place.models]
     rows = [(folder, ui.say("place.models.found", count=count) + _gone(ui, folder)) for folder, count in counts]
-    return _listed("models", rows)
+    return _listed("models", rows, ui.say("place.models.none"))
 
 
 def _gone(ui: Ui, folder: Path) -> str:
     return "" if folder.is_dir() else f" · {ui.say('place.gone')}"
 
 
-def _listed(id: str, rows: list[tuple[Path, str]]) -> str:
+def _listed(id: str, rows: list[tuple[Path, str]], empty: str = "") -> str:
     cells = "".join(f"<tr><td>{safe.shown(path)}</td><td>{safe.shown(told)}</td></tr>" for path, told in rows)
+    cells = cells or f'<tr><td class="note">{safe.shown(empty)}</td></tr>'
     return f'<table class="facts" id="{id}">{cells}</table>'
 
 

@@ -32,11 +32,11 @@ def build(ui: Ui) -> None:
         base = gr.Textbox(label=say("tools.base"), info=say("tools.base.info"))
     with gr.Row(visible=False) as row_convert:
         layout = gr.Dropdown(LAYOUTS, value="kohya", label=say("tools.layout"))
+    with gr.Row(visible=False) as row_merge:
+        sources = gr.Textbox(lines=4, label=say("tools.sources"), info=say("tools.sources.info"))
     with gr.Row(visible=False) as row_resize:
         rank = gr.Number(0, precision=0, minimum=0, label=say("tools.rank"), info=say("tools.rank.info"))
         energy = gr.Number(0, minimum=0, maximum=1, label=say("tools.energy"), info=say("tools.energy.info"))
-    with gr.Row(visible=False) as row_merge:
-        sources = gr.Textbox(lines=4, label=say("tools.sources"), info=say("tools.sources.info"))
     with gr.Row(visible=False) as row_output:
         output = gr.Textbox(label=say("tools.output"), info=say("tools.output.info"))
         dtype = gr.Dropdown([(value or say("tools.dtype.same"), value) for value in DTYPES], label=say("tools.dtype"))
