@@ -427,7 +427,7 @@ class _Page:
         known = self._look(path)
         if not bases.fits(known, family):
             self.draft.put("model.family", known.family)
-            gr.Info(self.ui.say("new.base.is_other", title=self.families[known.family]))
+            gr.Info(self.ui.say("new.base.is_other", title=self.families[known.family]), title=self.ui.say("site.info"))
         demo = f"demo_{family}" if path == "demo" else ""
         self._name_presets(bases.demo_presets(), demo if demo in bases.demo_presets() else "")
 
@@ -540,7 +540,7 @@ class _Page:
         def save() -> None:
             stem = safe.name(name or "")
             path = bases.save_preset(self.draft.home, stem, self.draft.text())
-            gr.Info(self.ui.say("new.files.preset_saved", name=path.stem))
+            gr.Info(self.ui.say("new.files.preset_saved", name=path.stem), title=self.ui.say("site.info"))
 
         self._guarded(save)
         return {self.parts["all"]["preset"]: gr.update(choices=self._presets())}
@@ -570,7 +570,7 @@ class _Page:
             if not self._findings(text):
                 id = submit.train(self.ui.place, text)
                 address[self.address] = self.ui.link("run", run=str(id))
-                gr.Info(self.ui.say("new.start.queued", id=id))
+                gr.Info(self.ui.say("new.start.queued", id=id), title=self.ui.say("site.info"))
 
         return self._guarded(start) | address | self._tell(everything)
 
@@ -600,7 +600,7 @@ class _Page:
         try:
             action()
         except UserError as error:
-            gr.Warning(safe.shown(self.ui.tell(str(error))))
+            gr.Warning(safe.shown(self.ui.tell(str(error))), title=self.ui.say("site.warning"))
         return {}
 
     # ------------------------------------------------------------------------------------------------------- telling
