@@ -164,7 +164,9 @@ def build(ui: Ui) -> None:
     for answered in (ended, kept):
         answered.then(None, js=live.ANSWERED)
 
-    def pair_up(request: gr.Request, left: int | None, right: int | None, prompt: int | None, moving: bool) -> str:
+    def pair_up(request: gr.Request, left: int | None, right: int | None, prompt: int | None, moving: bool) -> Any:
+        if left is None or right is None:
+            return gr.skip()  # the menus are filled one after the other, each of which asks
         try:
             view, events = looked_at(ui, request)
             return slider(ui, view, events, left, right, prompt, moving)
@@ -177,8 +179,7 @@ def build(ui: Ui) -> None:
         inputs_kwargs={"left": left, "right": right, "prompt": prompt, "moving": moving},
         outputs=[pair],
         trigger_mode="always_last",
-        # The menus are filled one after the other, each of which asks: the last answer must be that to all of them.
-        **live.quiet(concurrency_limit=1),
+        **live.quiet(concurrency_limit=1),  # in turn: the last answer must be that to all of the menus
     )
 
     def choose(event: gr.EventData) -> list[Any]:
