@@ -35,8 +35,10 @@ new MutationObserver(() => {
   const all = [...element.querySelectorAll('[data-do]')].filter(one => !one.disabled);
   const next = all.find(one => same(one, ['do', 'id', 'name', 'text']))
     || all.find(one => same(one, ['do', 'id', 'name'])) || (held.id && all.find(one => same(one, ['id'])));
-  element.tabIndex = -1;
-  (next || element.querySelector('a[href], [data-do]') || element).focus();
+  const goal = next || element.querySelector('a[href], [data-do]') || element;
+  held = told(goal.closest('[data-do]'));  // a window in the background tells of no focus: this would go on for ever
+  if (goal === element) element.tabIndex = -1;
+  goal.focus();
 }).observe(element, {subtree: true, childList: true, attributes: true, characterData: true});
 """
 SLIDER = """
