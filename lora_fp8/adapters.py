@@ -14,7 +14,8 @@ peft wraps the layers, adds the small matrices and does LoRA's forward pass; wha
   "default" stay inside.
 * One pass. Where a frozen layer multiplies with the Triton kernels, they add its LoRA in their last pass over the
   result (`FusedLora`); everywhere else peft does.
-* Targets. A target that matches nothing is an error, not a smaller adapter.
+* Targets. A target that matches nothing is an error, not a smaller adapter; so is an entry of `ranks`.
+* Ranks. Layers may differ in theirs (`section.ranks`); all are scaled by `section.alpha / section.rank`.
 
 What the kinds compute, and where they come from: `kinds`.
 """
@@ -25,7 +26,7 @@ import hashlib
 import math
 import re
 import warnings as python_warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from torch.nn import functional as F
 
 from . import config, kinds
 from .precision import FrozenLinear, frozen_layers
+from .precision.names import name_matches
 
 ADAPTER = "default"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -175,6 +177,8 @@ def inject(
         raise ValueError("inject: this denoiser has adapters already")
     setting = "adapter.targets" if section.targets else "targets"
     names, notes = _match(denoiser, list(section.targets or targets), setting)
+    rank_of, told = ranks(section, names)
+    notes += told
     for name in names:
         layer = denoiser.get_submodule(name)
         is_conv = isinstance(layer, nn.Conv2d)
@@ -184,14 +188,14 @@ def inject(
                 f"adapter.type = {section.type!r}: {name} is a convolution in {layer.groups} groups, which only 'lora' "
                 "adapts; leave it out of adapter.targets"
             )
-        if section.rank > narrow and section.type != "lokr":
-            notes.append(f"adapter.rank {section.rank} is more than {name} can use ({narrow})")
+        if rank_of[name] > narrow and section.type != "lokr":
+            notes.append(f"adapter.rank {rank_of[name]} is more than {name} can use ({narrow})")
     dtype = DTYPES[section.dtype]
     # On meta (low_cpu_mem_usage) peft's own start values cost nothing; the fork keeps the global random state all the
     # same.
     with torch.random.fork_rng(devices=[]), python_warnings.catch_warnings(record=True) as caught:
         python_warnings.simplefilter("always")
-        _wrap(denoiser, section, names)
+        _wrap(denoiser, section, rank_of)
     notes += [str(warning.message) for warning in caught]
 
     found = modules(denoiser)
@@ -206,12 +210,36 @@ def inject(
     return InjectReport(len(names), num_parameters, tuple(names), tuple(notes))
 
 
-def _wrap(denoiser: nn.Module, section: config.Adapter, names: list[str]) -> None:
+def ranks(section: config.Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """The rank of each of these layers, and warnings. The first entry of `section.ranks` that means a layer counts.
+
+    Raises:
+        config.UserError: an entry that means none of them.
+    """
+    found: dict[str, int] = {}
+    notes = []
+    for entry, rank in filter(None, map(config.parse_rank, section.ranks)):  # the config has checked them
+        meant = [name for name in names if name_matches(name, entry)]
+        if not meant:
+            near = _hint(entry.removeprefix("^"), names)
+            raise config.UserError(f"adapter.ranks: {entry!r} matches no layer that is adapted; {near}")
+        if all(name in found for name in meant):
+            notes.append(f"adapter.ranks: {entry!r} adds nothing: the entries before it name all of its layers")
+        found |= {name: rank for name in meant if name not in found}
+    return {name: found.get(name, section.rank) for name in names}, notes
+
+
+def _wrap(denoiser: nn.Module, section: config.Adapter, rank_of: dict[str, int]) -> None:
     """peft's part: a layer of the kind around each named one, its parameters on the meta device."""
     # One pattern over whole names: a list is matched by endings, and would take an embedding of that name too.
-    pattern = "|".join(map(re.escape, names))
+    pattern = "|".join(map(re.escape, rank_of))
+    others = sorted(set(rank_of.values()) - {section.rank})
+    by_rank = {rank: "|".join(re.escape(name) for name, own in rank_of.items() if own == rank) for rank in others}
+    # \A, because peft puts "anything, and a dot" in front of each pattern.
+    rank_pattern = {rf"\A(?:{names})": rank for rank, names in by_rank.items()}
     if section.type in ("lokr", "loha"):
         settings: dict[str, Any] = {"r": section.rank, "alpha": section.alpha, "target_modules": pattern}
+        settings["rank_pattern"] = rank_pattern
         if section.type == "lokr":
             settings |= {"decompose_both": section.decompose_both, "decompose_factor": section.factor or -1}
             _KroneckerModel(denoiser, LoKrConfig(**settings), ADAPTER, low_cpu_mem_usage=True)
@@ -225,6 +253,7 @@ def _wrap(denoiser: nn.Module, section: config.Adapter, names: list[str]) -> Non
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
         target_modules=pattern,
+        rank_pattern=rank_pattern,
         init_lora_weights=False,
         bias="none",
     )
@@ -249,6 +278,7 @@ def _start_(layer: BaseTunerLayer, name: str, section: config.Adapter, seed: int
             where[ADAPTER] = nn.Parameter(value)
         else:
             where[ADAPTER].weight = nn.Parameter(value)
+    layer.scaling[ADAPTER] = section.alpha / section.rank  # peft's is alpha / its own rank
     if section.type == "dora":
         a, b = (layer_of[ADAPTER].weight for layer_of in (layer.lora_A, layer.lora_B))
         layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, layer.scaling[ADAPTER]))
@@ -366,7 +396,7 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
     return [name for name in adaptable if name in chosen], notes
 
 
-def _hint(target: str, adaptable: dict[str, nn.Module]) -> str:
+def _hint(target: str, adaptable: Iterable[str]) -> str:
     ends: dict[str, None] = {}  # every ending of every name that starts with a word, shortest first
     for length in (1, 2, 3, 4):
         for name in adaptable:

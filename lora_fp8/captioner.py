@@ -34,7 +34,8 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from lora_fp8.config import Dataset, UserError, UserErrors
-from lora_fp8.data import captions, images
+from lora_fp8.data import captions, decoding, images
+from lora_fp8.layouts import first_few
 from lora_fp8.run import Stopped, StopSignal
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -94,13 +95,16 @@ class Result:
     problems: list[str] = field(default_factory=list)
 
 
-def run(folder: Path, settings: Settings, echo: Callable[[dict[str, Any]], None] | None = None) -> Result:
+def run(
+    folder: Path, settings: Settings, echo: Callable[[dict[str, Any]], None] | None = None, mask: str = ""
+) -> Result:
     """Caption the pictures of a folder.
 
     Args:
         folder: pictures, searched with subfolders; captions are written beside them.
         settings: see there.
         echo: is shown each event: stage, caption, warning and done, in the shape of a run's events.
+        mask: as of `captions.listed`.
 
     Raises:
         UserError: folder, model or settings cannot be used.
@@ -109,7 +113,7 @@ def run(folder: Path, settings: Settings, echo: Callable[[dict[str, Any]], None]
     watch = StopSignal()
     with watch.watching():
         watch.at_once = "stopped; captions that were written stay"
-        pictures = captions.listed(folder)
+        pictures = captions.listed(folder, mask)
         result = Result()
         waiting = _waiting(folder, settings, pictures, result)
         _say(echo, "stage", stage="load", total=len(waiting), kept=result.kept)
@@ -168,7 +172,7 @@ def _caption(
             try:
                 pixels.append(_pixels(root / name))
                 readable.append((name, file))
-            except images.ImageError as error:
+            except decoding.ImageError as error:
                 result.problems.append(f"{name} {error}")
                 _say(echo, "warning", text=f"{name} {error}")
         for (name, file), text in zip(readable, model.describe(pixels) if pixels else [], strict=True):
@@ -194,9 +198,9 @@ def _caption(
 
 
 def _pixels(path: Path) -> Image.Image:
-    looked = next(images.look_all([path], Dataset(), lambda _, rgb: rgb))
+    looked = next(decoding.look_all([path], Dataset(), lambda _, rgb: rgb))
     if looked.error:
-        raise images.ImageError(looked.error)
+        raise decoding.ImageError(looked.error)
     return looked.measured
 
 
@@ -299,7 +303,7 @@ class _Writer(Captioner):
             raise UserError(f"{settings.model}: Florence-2 writes sentences; use --kind text")
         self.processor = _processor(folder, kind)
         self.tokenizer = self.processor.tokenizer
-        self.model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.model = _whole(transformers.AutoModelForImageTextToText, folder, dtype).to(device)
         self.answers_only = bool(self.model.config.is_encoder_decoder)
         # Answers begin where questions end: of questions of different length, the ends have to be together.
         self.tokenizer.padding_side = "right" if self.answers_only else "left"
@@ -335,6 +339,18 @@ class _Writer(Captioner):
         return [text.strip() for text in self.tokenizer.batch_decode(out, skip_special_tokens=True)]
 
 
+def _whole(Model: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """The model with all of its own weights: transformers fills what a file lacks with random numbers."""
+    model, told = Model.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    learned = {name for name, _ in model.named_parameters()}  # not the tables that each version makes anew
+    if lost := sorted(learned.intersection(told["missing_keys"])):
+        raise UserError(
+            f"{folder} has not all weights of a {type(model).__name__}: {len(lost)} are missing, {first_few(lost)}; it "
+            "is another model's, or not whole"
+        )
+    return model.eval()
+
+
 def _processor(folder: Path, kind: str) -> Any:
     """The model's processor; one that takes videos, too, is put together without that part, as it needs torchvision."""
     Processor = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind) or "", None)
@@ -366,7 +382,7 @@ class _Tagger(Captioner):
             )
         self.names = [config.id2label[i] for i in range(config.num_labels)]
         self.processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        self.model = transformers.AutoModelForImageClassification.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.model = _whole(transformers.AutoModelForImageClassification, folder, dtype).to(device)
 
     @torch.inference_mode()
     def describe(self, pictures: list[Image.Image]) -> list[str]:

@@ -88,12 +88,10 @@ def save(
         need = sum(map(len, files.values())) / 2**20
         raise RunFailure(
             f"{final}: the checkpoint could not be written ({error.strerror}); it needs {need:.1f} MiB, "
-            f"{free:.1f} MiB are free; earlier checkpoints are intact"
+            f"{free:.1f} MiB are free; {_before(final)}"
         ) from None
     if problem := _broken(final):
-        raise RunFailure(
-            f"{final}: what was read back is not what was written ({problem}); earlier checkpoints are intact"
-        )
+        raise RunFailure(f"{final}: what was read back is not what was written ({problem}); {_before(final)}")
     try:
         _prune(folder, keep)
     except OSError as error:
@@ -152,6 +150,7 @@ PINNED = (
     "quantize.sensitivity_bound",
     "adapter.type",
     "adapter.rank",
+    "adapter.ranks",
     "adapter.factor",
     "adapter.decompose_both",
     "adapter.alpha",
@@ -235,6 +234,12 @@ def _broken(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"unreadable ({type(error).__name__})"
     return None
+
+
+def _before(final: Path) -> str:
+    """Words for what is left where this bundle could not be saved."""
+    whole = next((path for path in _candidates(final.parent) if path != final and _broken(path) is None), None)
+    return f"the newest before it, {whole.name}, is intact" if whole else "nothing was saved before it"
 
 
 def _read(path: Path) -> Checkpoint:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tomlkit
 import typer
 
 from . import cli_dataset, cli_jobs
@@ -90,7 +89,7 @@ def new(
 
         if preset or family:
             raise config.UserError("--from-lora: the file says family and settings; leave out --family and --preset")
-        job = config.loads(config_of(from_lora), [f"name={json.dumps(path.stem)}"], where=str(from_lora))
+        job = config.loads(config_of(from_lora), [config.toml_line("name", path.stem)], where=str(from_lora))
     else:
         job = families.example(path.stem, family or "sd15", preset)
     try:
@@ -279,6 +278,7 @@ def _look_at_sizes(job: Any, report: Any) -> list[str]:
     elif "auto" in (section.resolution, section.bucket_step):
         return []
     placed = buckets.assign(report.examples, section, resolution=section.resolution, step=section.bucket_step)
+    report.warnings += images.outside_masks(placed)
     sizes = {buckets.named(bucket): len(members) for bucket, members in buckets.group(placed).items()}
     return ["buckets " + ", ".join(f"{size}: {count}" for size, count in sizes.items())] if sizes else []
 
@@ -294,15 +294,13 @@ def train(
 @app.command()
 def resume(folder: Path = typer.Argument(..., metavar="RUN"), overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Go on with a run from its newest checkpoint, to the same bytes as if it had never stopped."""
+    from .config import toml_line
     from .run import Run
 
     run = Run.open(folder)
     # The folder may have been moved or renamed since: where it is now counts.
     here = folder.resolve()
-    place = [
-        f"{key}={tomlkit.item(text).as_string()}"
-        for key, text in (("name", here.name), ("output_dir", str(here.parent)))
-    ]
+    place = [toml_line("name", here.name), toml_line("output_dir", str(here.parent))]
     train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
 
 
@@ -605,6 +603,7 @@ def caption(
         False, "--overwrite/--only-missing", help="Also pictures that have a caption, or only those without."
     ),
     trigger: str = typer.Option("", help="Trigger word, put in front."),
+    mask: str = typer.Option("", help="What masks beside the pictures are called, as '*-masklabel': they get none."),
     threshold: float = typer.Option(0.35, min=0, max=1, help="Of a tagger: probability from which a tag counts."),
     exclude: list[str] = typer.Option([], metavar="TAG", help="Leave this tag out. Repeatable."),
     max_tokens: int = typer.Option(300, min=1, help="Longest answer."),
@@ -623,7 +622,7 @@ def caption(
     settings = captioner.Settings(
         model, kind, prompt, overwrite, trigger, max_tokens, threshold, tuple(exclude), batch_size, dtype, revision
     )
-    result = captioner.run(folder, settings, echo=_json_line if as_json else _say)
+    result = captioner.run(folder, settings, echo=_json_line if as_json else _say, mask=mask)
     captioner.problems(result, folder)
     if not as_json:
         print(f"{folder}: {result.written} captions written, {result.kept} were there")
@@ -704,6 +703,8 @@ def _say(event: dict[str, Any]) -> None:
     """An event of the run as a line for people; steps are told by the progress bar."""
     from tqdm import tqdm
 
+    from .wording import digits
+
     kind = event["event"]
     text = {
         "stage": lambda e: f"== {e['stage']}",
@@ -713,7 +714,7 @@ def _say(event: dict[str, Any]) -> None:
         "data": lambda e: (
             f"data: {e['images']} images, "
             + (f"{e['masked']} of them with a mask, " if e["masked"] else "")
-            + f"{e['samples_per_epoch']} samples and {e['steps_per_epoch']:.3g} steps "
+            + f"{e['samples_per_epoch']} samples and {digits(e['steps_per_epoch'])} steps "
             "per epoch; buckets " + ", ".join(f"{size}: {n}" for size, n in e["buckets"].items())
         ),
         "model": lambda e: (

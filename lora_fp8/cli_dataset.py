@@ -45,10 +45,10 @@ def look(
         if wrong := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
             raise config.UserError(f"--set {wrong[0]}: of a folder, settings of [dataset] alone have an effect")
         family = family or "sdxl"
-        needed = "control = '.'" if any(families.facts(family).get("controls", ())) else ""
-        text = f"[model]\nfamily = {json.dumps(family)}\npath = 'demo'\n[[dataset.folders]]\npath = '.'\n{needed}\n"
-        text += f"trigger = {json.dumps(trigger)}\nmask = {json.dumps(mask)}\n"
-        job = config.loads(text, overrides)
+        needed = {"control": "."} if any(families.facts(family).get("controls", ())) else {}
+        given = {"path": ".", "trigger": trigger, "mask": mask, **needed}
+        lines = ["[model]", config.toml_line("family", family), "path='demo'", "[[dataset.folders]]"]
+        job = config.loads("\n".join(lines + [config.toml_line(*one) for one in given.items()]), overrides)
         folder = config.Folder(path=str(target), trigger=trigger, mask=mask)
         section = job.dataset.model_copy(update={"folders": [folder]})
     else:
@@ -97,6 +97,7 @@ def edit(
     trigger: str = typer.Option("", metavar="WORD", help="Put a trigger word in front where it lacks."),
     separator: str = typer.Option(",", help="What separates tags."),
     only: str = typer.Option("", metavar="GLOB", help="Only pictures whose name in the folder fits, as 'deep/*'."),
+    mask: str = typer.Option("", help="What masks beside the pictures are called, as '*-masklabel': they get none."),
     having: list[str] = typer.Option([], metavar="TAG", help="Only captions with this tag. Repeatable."),
     lacking: list[str] = typer.Option([], metavar="TAG", help="Only captions without this tag. Repeatable."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what would change, and write nothing."),
@@ -122,7 +123,7 @@ def edit(
         *([room.Append(append)] if append else []),
         *([room.Trigger(trigger)] if trigger else []),
     ]
-    chosen = room.select(folder, glob=only, having=having, lacking=lacking, separator=separator)
+    chosen = room.select(folder, glob=only, having=having, lacking=lacking, separator=separator, mask=mask)
     found = room.preview(folder, operations, chosen)
     entry = room.apply(folder, found) if found.changes and not dry_run else None
     changes = [{"file": change.file, "before": texts[0], "after": texts[1]}

@@ -18,7 +18,7 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
-from .rules import contradictions, parse_override
+from .rules import contradictions, parse_override, parse_rank
 from .settings import (
     MAX_SEED,
     SCALES,
@@ -73,7 +73,10 @@ __all__ = [
     "loads",
     "names_a_folder_of_masks",
     "parse_override",
+    "parse_rank",
     "preset_names",
+    "read_toml",
+    "toml_line",
 ]
 
 HERE = Path(__file__).resolve().parent
@@ -143,6 +146,24 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     return job
 
 
+def toml_line(key: str, value: Any) -> str:
+    """`key=value`, in a file or as an override; written by hand or as JSON, some characters come back as others."""
+    return f"{key}={_inline(value).as_string()}"
+
+
+def _inline(value: Any) -> Any:
+    """As tomlkit's own `item`, with tables that stay on a line."""
+    if isinstance(value, dict):
+        table = tomlkit.inline_table()
+        table.update({name: _inline(one) for name, one in value.items()})
+        return table
+    if isinstance(value, list):
+        array = tomlkit.array()
+        array.extend(map(_inline, value))
+        return array
+    return tomlkit.item(value)
+
+
 def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tuple[str, dict[str, Any]]]:
     """What a TOML text is made of, unchecked: (name, tables) of each preset that can be read, last the text's own, "".
 
@@ -197,9 +218,27 @@ def commented(job: Job) -> str:
 # The steps of loading
 
 
+DEEPEST = 20
+"""Tables in tables in a file; ours has two."""
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """What TOML text holds, if everybody can walk and print it. Raises ValueError, RecursionError."""
+    data = tomllib.loads(text)
+    inner: list[Any] = [data]
+    for _ in range(DEEPEST):
+        inner = [v for node in inner for v in (node.values() if isinstance(node, dict) else node)]
+        if any(isinstance(value, int) and value.bit_length() > 1024 for value in inner):  # written in hexadecimal
+            raise ValueError("a whole number of more than 1024 bits")
+        inner = [value for value in inner if isinstance(value, dict | list)]
+    if inner:
+        raise RecursionError(f"nested more than {DEEPEST} deep")
+    return data
+
+
 def _parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return read_toml(text)
     # A number of 5,000 digits is a plain ValueError of int(), brackets nested a thousand deep a RecursionError.
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid TOML: {error}") from None
@@ -213,10 +252,14 @@ def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]
             problems.append(f"--set {text}: expected key=value, such as --set train.steps=500")
             continue
         try:
-            parsed = tomllib.loads(f"value = {value}")["value"]
+            parsed = read_toml(f"value = {value}")["value"]
         except (ValueError, RecursionError):
             parsed = value.strip()  # a bare word: --set model.family=flux
-        assignments.append((key.strip().split("."), parsed))
+        keys = key.strip().split(".")
+        if len(keys) > DEEPEST:
+            problems.append(f"--set {shown(key)}: unknown setting")
+            continue
+        assignments.append((keys, parsed))
     return assignments
 
 
@@ -244,8 +287,14 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
         return {}
     try:
         data = _parse_toml(path.read_text(encoding="utf-8-sig"), f"preset {name}")
-    except (UserError, OSError, UnicodeDecodeError) as error:
+    except UserError as error:
         problems.append(str(error))
+        return {}
+    except UnicodeDecodeError as error:
+        problems.append(f"preset {name}: not UTF-8 text (byte {error.start}); save the file as UTF-8")
+        return {}
+    except OSError as error:
+        problems.append(f"preset {name}: cannot be read ({error.strerror})")
         return {}
     if "preset" in data:
         problems.append(f"preset {name}: a preset cannot name presets; name them in the config")

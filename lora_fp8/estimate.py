@@ -23,6 +23,7 @@ from .families.base import ModelFamily
 from .precision import stream
 from .prepare import DTYPES, carried, place, preview_prompts, resolve_auto, scan, split, volume
 from .text_encoders import Adapted, checkpoint_, inject_
+from .wording import digits
 
 GIB = 2**30
 FILE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -91,7 +92,7 @@ class Estimate:
         kept = f" and {self.held_out} held out" if self.held_out else ""
         found = [
             f"steps      {self.pictures} pictures{kept}, {self.samples_per_epoch} samples = "
-            f"{self.steps_per_epoch:.4g} steps an epoch; {self.epochs:.3g} epochs in all",
+            f"{digits(self.steps_per_epoch)} steps an epoch; {digits(self.epochs)} epochs in all",
             f"training   {gib(self.peaks['train'])} at {named(self.heaviest_bucket)}: base {gib(self.base_bytes)}, "
             f"adapter {gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
             *([f"           {gib(self.waiting_bytes)} of the base wait in main memory"] if self.waiting_bytes else []),

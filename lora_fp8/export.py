@@ -10,7 +10,9 @@ kohya-ss/sd-scripts' metadata, the safetensors format.
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 import struct
 import unicodedata
 from collections import Counter
@@ -42,6 +44,7 @@ from .layouts import (  # noqa: F401 - this file is the room's door: the others 
     unread_by_diffusers,
 )
 from .run import RunFailure, atomic_write
+from .wording import is_utf8, shown
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SAFETENSORS_DTYPES = {
@@ -59,6 +62,7 @@ KEPT_WIDE = (".alpha", ".lora_magnitude_vector")
 MAX_TAGS = 200  # per folder in ss_tag_frequency: clients show two dozen, and headers must stay small
 MAX_TAG_BYTES = 256 << 10  # of all folders: whole sentences are tags too, and SDXL's layers take 0.5 MB of the header
 MAX_HEADER = 1 << 20  # bytes; hosts give up on large headers, ours are far below
+MOST_HEADER = 100_000_000  # bytes: as many as the safetensors library reads
 LEGACY_WINDOW = (0x100000, 0x10000)  # offset and size of the bytes that A1111's old hash looks at
 
 
@@ -258,15 +262,29 @@ def read_header(path: Path) -> Header:
     """Read and check a safetensors header: the file must hold exactly the bytes that its header tells of.
 
     Raises:
-        UserError: no such file, not a safetensors file, cut short, or with bytes that belong to nothing.
+        UserError: no such file, not a safetensors file, cut short, with bytes that belong to nothing, or with names
+            that mean two things or nothing.
     """
+
+    def unique(named: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(named)
+        if len(found) < len(named):
+            twice = next(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+            raise UserError(f"{path}: its header names {shown(twice)} twice")
+        return found
+
     try:
-        size = path.stat().st_size
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait for ever
+            raise UserError(f"{path}: not a file; give a .safetensors file")
+        size = about.st_size
         with open(path, "rb") as file:
             length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
             if not 2 <= length <= size - 8:
                 raise UserError(f"{path}: not a whole safetensors file (its header would end outside of the file)")
-            content = json.loads(file.read(length))
+            if length > MOST_HEADER:
+                raise UserError(f"{path}: its header takes {length} bytes, and at most {MOST_HEADER} are read")
+            content = json.loads(file.read(length), object_pairs_hook=unique)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):  # JSON and UTF-8 errors, brackets nested a thousand deep
@@ -279,6 +297,8 @@ def read_header(path: Path) -> Header:
     wrong = [key for key, value in found.items() if not isinstance(value, str)]
     if wrong:
         raise UserError(f"{path}: metadata that are not text: {', '.join(sorted(wrong))}")
+    if wrong := [text for text in (*found, *found.values(), *content) if not is_utf8(text)]:
+        raise UserError(f"{path}: its header has text that is not UTF-8: {shown(wrong[0])}")
     end = 0
     try:
         for begin, stop in sorted(entry["data_offsets"] for entry in content.values()):
@@ -309,6 +329,40 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise UserError(f"{path}: not a safetensors file ({error})") from None
 
 
+def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """As `read`, of a file that is taken for an adapter.
+
+    Args:
+        sound: refuse one that can do nothing, or nothing but harm; false is for who only tells what it is.
+
+    Raises:
+        UserError: also for tensors that no adapter has: without values, of whole numbers, an alpha that is no single
+            number, a name that cannot be printed. If `sound`, for NaN, infinity, and an alpha of 0 throughout.
+    """
+    tensors, metadata = read(path)
+    alphas = {name: tensor for name, tensor in tensors.items() if name.endswith(".alpha")}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in alphas}
+    for what, wrong in (
+        ("names that cannot be printed", [name for name in tensors if not name.isprintable()]),
+        ("tensors without values", [name for name, tensor in tensors.items() if not tensor.numel()]),
+        ("an alpha that is not one number", [name for name, alpha in alphas.items() if alpha.numel() > 1]),
+        ("whole or complex numbers", [name for name, one in weights.items() if not one.is_floating_point()]),
+        ("NaN or infinity", not_finite(tensors) if sound else []),
+    ):
+        if wrong:
+            raise UserError(f"{path}: not a LoRA that can be used, it has {what}: {shown(first_few(sorted(wrong)))}")
+    if sound and alphas and not any(map(float, alphas.values())):
+        raise UserError(f"{path}: alpha is 0 in all layers, so that the file does nothing")
+    return tensors, metadata
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that hold NaN or infinity, sorted."""
+    # Not of every float8 does torch know it.
+    wide = ((name, one.float() if one.dtype.itemsize == 1 else one) for name, one in tensors.items())
+    return sorted(name for name, tensor in wide if not torch.isfinite(tensor).all())
+
+
 def payload_hash(path: Path) -> str:
     """sha256 hex over all bytes after the header: what `sshs_model_hash` must be, and Civitai's AutoV3."""
     begin = read_header(path).data_begin
@@ -326,8 +380,7 @@ def slug(name: str) -> str:
 
 
 def _refuse_broken(tensors: Mapping[str, Tensor], what: str) -> None:
-    wrong = sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all())
-    if wrong:
+    if wrong := not_finite(tensors):
         advice = "; write it in bf16 or fp32 (export.dtype)" if what.endswith("fp16") else ""
         raise RunFailure(f"{what} has NaN or infinity in {first_few(wrong)}{advice}")
     is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))
@@ -502,8 +555,14 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=False)
 
 
+HOMES = re.compile(r"(?:(?:/home|/Users|[A-Za-z]:[\\/]Users)[\\/][^\\/]+|~[^\\/]*)[\\/]*")
+"""Home folders, the last part of which is somebody's name."""
+
+
 def basename(path: str) -> str:
-    """The last part of a path of any system; a hub id `owner/name` loses its owner too."""
+    """The last part of a path of any system, "~" of a home folder; a hub id `owner/name` loses its owner too."""
+    if HOMES.fullmatch(path) or (path and os.path.abspath(os.path.expanduser(path)) == os.path.expanduser("~")):
+        return "~"
     return re.split(r"[\\/]", path.rstrip("\\/"))[-1] if path.rstrip("\\/") else ""
 
 

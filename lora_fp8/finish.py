@@ -287,7 +287,7 @@ def _facts(
         alpha=job.adapter.alpha,
         kind=job.adapter.type,
         kind_settings=_kind_settings(job.adapter),
-        learning_rate=job.optimizer.lr * factor,
+        learning_rate=optim.lr(job.optimizer) * factor,
         learning_rate_factor=factor,
         text_encoder_lr=optim.text_encoder_lr(job.optimizer) if job.adapter.text_encoder else None,
         seed=job.seed,

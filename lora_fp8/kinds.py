@@ -39,6 +39,12 @@ TITLES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa"}
 ZERO_AT_START = ("lora_B.weight", "lokr_w2", "lokr_w2_b", "hada_w2_a")
 """What makes the delta zero before the first step. DoRA's magnitude begins at the weight's own."""
 
+FACTORS = (
+    *(("lora_B.weight", "lora_A.weight"), ("lokr_w1_a", "lokr_w1_b"), ("lokr_w2_a", "lokr_w2_b")),
+    *(("hada_w1_a", "hada_w1_b"), ("hada_w2_a", "hada_w2_b")),
+)
+"""What is multiplied with what."""
+
 Parts = Mapping[str, Tensor]  # of one layer, by the last part of the name
 
 
@@ -61,7 +67,7 @@ def kind_of(parts: Parts, layer: str) -> str:
     """The kind that a layer's tensors are of.
 
     Raises:
-        UserError: of none: one is missing, or of another kind.
+        UserError: of none: one is missing, of another kind, or of a shape that does not go with the others'.
     """
     names = set(parts)
     if "lora_magnitude_vector" in names:
@@ -77,7 +83,23 @@ def kind_of(parts: Parts, layer: str) -> str:
     if names != wanted:
         odd = ", ".join(sorted(names ^ wanted))
         raise UserError(f"{layer}: not a whole {TITLES[kind]}: {odd} is missing, or one too many")
+    if not _match(parts):
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in parts.items())
+        raise UserError(f"{layer}: not a {TITLES[kind]}: {shapes} do not go together")
     return kind
+
+
+def _match(parts: Parts) -> bool:
+    """Whether the shapes of a layer's tensors go together."""
+    if any(tensor.ndim < 2 for name, tensor in parts.items() if name != "lora_magnitude_vector"):
+        return False
+    if any(parts[left].shape[1] != parts[right].shape[0] for left, right in FACTORS if left in parts):
+        return False
+    if "hada_w1_a" in parts:
+        w1, w2 = ((parts[f"hada_{w}_a"].shape[0], parts[f"hada_{w}_b"].shape[1]) for w in ("w1", "w2"))
+        return w1 == w2
+    magnitude = parts.get("lora_magnitude_vector")
+    return magnitude is None or magnitude.numel() == parts["lora_B.weight"].shape[0]
 
 
 def has_rank(parts: Parts) -> bool:
@@ -104,7 +126,8 @@ def shape_of(parts: Parts) -> tuple[int, int]:
 
 
 def scalings(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, float]:
-    """What each layer's product is multiplied with, of an adapter trained with one alpha and rank."""
+    """What each layer's product is multiplied with, of an adapter trained with this alpha and rank; layers of other
+    ranks (`adapter.ranks`) are multiplied with the same."""
     return {layer: alpha / rank if has_rank(parts) else 1.0 for layer, parts in grouped(state).items()}
 
 

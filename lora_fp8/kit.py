@@ -13,6 +13,7 @@ known of it. Nothing is made up: where no word of a host is known for an archite
 is never an argument, and is taken out of whatever is said of a failure.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from typing import Any
 
 from PIL import Image, PngImagePlugin
 
-from . import config, export, families
+from . import config, export, families, kinds, layouts
 from .config import UserError
 from .families import _files
 from .run import Run, sync_folder, write_synced
@@ -112,9 +113,8 @@ def from_run(
     if file is None:
         have = ", ".join(made) or "none"
         raise UserError(f"{folder}: no exported file in the layout {' or '.join(wanted)}; there are: {have}")
-    drawn = [
-        event for event in run.events() if event["event"] == "preview" and event["step"] == (step or event["step"])
-    ]
+    known = [one for one in run.events() if one["event"] == "preview" and {"step", "images", "prompts"} <= one.keys()]
+    drawn = [event for event in known if event["step"] == (step or event["step"])]
     section = job.preview
     guidance = None if section.guidance == "auto" else float(section.guidance)
     pictures = [
@@ -176,9 +176,16 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
         captions: leave what the header tells of captions, folders and settings in the file.
 
     Raises:
-        UserError: the folder is not empty or cannot be written.
+        UserError: the file is no adapter that can be used, or the folder is not empty or cannot be written.
     """
     check_free(folder)
+    tensors = {layouts.in_our_words(name): tensor for name, tensor in export.read_adapter(file)[0].items()}
+    known = {name: tensor for name, tensor in tensors.items() if name.endswith(tuple(f".{p}" for p in kinds.ALL_PARTS))}
+    if not known:
+        raise UserError(f"{file}: not a LoRA, it holds {export.first_few(sorted(tensors)) or 'nothing'}")
+    for layer, parts in kinds.grouped(known).items():
+        kinds.kind_of(parts, layer)
+    made_here = not folder.exists()
     slug = export.slug(facts.title)
     notes: list[str] = []
     try:
@@ -198,8 +205,15 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
         (folder / "README.md").write_text(card(facts, lora.name, pictures, slug), encoding="utf-8")
         for language, name in LANGUAGES.items():
             (folder / name).write_text(page(facts, lora, language), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    except BaseException as error:  # half a kit would be taken for one
+        with contextlib.suppress(OSError):
+            for part in folder.iterdir():
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
+            if made_here:
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+        raise
     notes += [f"no {what}: give it with --{option}" for what, option in _missing(facts)]
     for host in hosts().values():
         notes += [f"{host['title']['en']}: {line}" for line in problems(host, facts, lora, "en")]

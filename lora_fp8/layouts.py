@@ -96,6 +96,14 @@ def uncarried(
     return None
 
 
+def in_our_words(name: str) -> str:
+    """A tensor's name with kohya's words for the two matrices replaced."""
+    for theirs, ours in HALVES.items():
+        if name.endswith(f".{theirs}"):
+            return name.removesuffix(theirs) + ours
+    return name
+
+
 def first_few(names: list[str]) -> str:
     """The first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -105,10 +113,14 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
     """The module paths of an adapter in the internal naming, sorted.
 
     Raises:
-        UserError: an A without its B (or the other way round), a pair of different ranks, or a name of another kind.
+        UserError: an A without its B (or the other way round), a pair of different ranks, a name of another kind, or
+            another kind's layer that is not whole.
     """
     if any(not name.endswith(PAIR) for name in state) and kinds_in(state) - {"lora"}:
-        return list(kinds.grouped(state))
+        layers = kinds.grouped(state)
+        for layer, parts in layers.items():
+            kinds.kind_of(parts, layer)
+        return list(layers)
     halves: dict[str, set[str]] = {}
     for name in state:
         module, dot, half = name.rpartition(".lora_")

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
+from torch.nn import functional as F
 
 from lora_fp8 import config
 from lora_fp8.config import UserError
@@ -68,24 +69,43 @@ class Objective(ABC):
 
     @abstractmethod
     def weight(self, t_B: Tensor) -> Tensor:
-        """The factor of each sample's squared error. -> (B,) float32, on t's device."""
+        """The factor of each sample's error. -> (B,) float32, on t's device."""
 
     @abstractmethod
     def at_level(self, level: float) -> tuple[Tensor, str]:
         """A share of the way from clean (0) to noise (1) as t (1,), and in words."""
 
-    def loss(self, pred_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor, mask_BHW: Tensor | None = None) -> Tensor:
-        """Weighted mean squared error of each sample over C, H and W, computed in float32. -> (B,)
+    def loss(
+        self,
+        pred_BCHW: Tensor,
+        target_BCHW: Tensor,
+        t_B: Tensor,
+        mask_BHW: Tensor | None = None,
+        *,
+        kind: str | None = None,
+    ) -> Tensor:
+        """Weighted mean error of each sample over C, H and W, computed in float32. -> (B,)
+
+        `kind` is the error of each value, by default `objective.loss`: "mse" its square; "huber" twice torch's
+        huber_loss, and "smooth_l1" twice its smooth_l1_loss, so that the first is the square below huber_delta, and
+        the second grows as 2 |e| above it (Huber 1964; the factor is that of kohya's and diffusers' scripts).
 
         With masks, 0 to 1, an error counts from `unmasked_weight` outside to 1 inside. The mean is over all of the
         picture still: the smaller the part that is trained, the less the sample counts.
         """
-        squares_BCHW = (pred_BCHW.float() - target_BCHW.float()).square()
+        pred_BCHW, target_BCHW, kind = pred_BCHW.float(), target_BCHW.float(), kind or self.section.loss
+        delta = self.section.huber_delta
+        if kind == "huber":
+            errors_BCHW = 2 * F.huber_loss(pred_BCHW, target_BCHW, reduction="none", delta=delta)
+        elif kind == "smooth_l1":
+            errors_BCHW = 2 * F.smooth_l1_loss(pred_BCHW, target_BCHW, reduction="none", beta=delta)
+        else:
+            errors_BCHW = (pred_BCHW - target_BCHW).square()
         if mask_BHW is not None:
             counts_BHW = 1 - (1 - self.section.unmasked_weight) * (1 - mask_BHW)
-            batch, *between, height, width = squares_BCHW.shape
-            squares_BCHW = squares_BCHW * counts_BHW.view(batch, *[1] * len(between), height, width)
-        return squares_BCHW.flatten(1).mean(1) * self.weight(t_B).to(squares_BCHW.device)
+            batch, *between, height, width = errors_BCHW.shape
+            errors_BCHW = errors_BCHW * counts_BHW.view(batch, *[1] * len(between), height, width)
+        return errors_BCHW.flatten(1).mean(1) * self.weight(t_B).to(errors_BCHW.device)
 
     def unused_settings(self) -> list[str]:
         """One sentence per setting of the section that has no effect here; the trainer warns with them."""
@@ -186,7 +206,13 @@ class Diffusion(Objective):
 
 
 class FlowMatching(Objective):
-    """Rectified flow: a straight line from data to noise, and the shift that moves training towards the noisy end."""
+    """Rectified flow: a straight line from data to noise, and the shift that moves training towards the noisy end.
+
+    A model that was trained with another density is a subclass, with its own `deviation` and `model_shift`.
+    """
+
+    deviation: ClassVar[float] = 1.0
+    """Scale of the logit-normal density that objective.timesteps = "auto" draws from."""
 
     def __init__(self, scheduler_config: dict[str, Any], section: config.Objective):
         self.section = section
@@ -206,12 +232,14 @@ class FlowMatching(Objective):
         return low + (high - low) * (seq_len - short) / (long - short)
 
     def shift(self, seq_len: int) -> float:
-        """The factor s in t -> s t / (1 + (s - 1) t). The setting, if it is a number.
+        """The factor s in t -> s t / (1 + (s - 1) t). The setting, if it is a number."""
+        return self.model_shift(seq_len) if self.section.shift == "auto" else float(self.section.shift)
+
+    def model_shift(self, seq_len: int) -> float:
+        """The factor that the model's scheduler has at this resolution.
 
         diffusers' "exponential" shift e^mu / (e^mu + (1/t - 1)) is this with s = e^mu, its "linear" one with s = mu.
         """
-        if self.section.shift != "auto":
-            return float(self.section.shift)
         if not self.dynamic:
             return self.fixed_shift
         mu = self.mu(seq_len)
@@ -223,7 +251,7 @@ class FlowMatching(Objective):
         return s * t_B / (1 + (s - 1) * t_B)
 
     def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
-        """Logit-normal (location 0, scale 1) or uniform, then shifted. -> (B,) float32 in (0, 1)
+        """Logit-normal (location 0, scale 1 or the model's own) or uniform, then shifted. -> (B,) float32 in (0, 1)
 
         With t_min or t_max: the same density, cut off there; t is as the sampler counts it, after the shift.
         """
@@ -232,18 +260,22 @@ class FlowMatching(Objective):
         if self.section.timesteps == "uniform":
             t_B = torch.cat([torch.rand(1, generator=g) for g in generator_per_sample])
         else:
-            t_B = torch.cat([torch.randn(1, generator=g) for g in generator_per_sample]).sigmoid()
+            normal_B = torch.cat([torch.randn(1, generator=g) for g in generator_per_sample])
+            t_B = (self._scale() * normal_B).sigmoid()
         return self.warp(t_B, seq_len)
+
+    def _scale(self) -> float:
+        return self.deviation if self.section.timesteps == "auto" else 1.0
 
     def _sample_between(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
         """By the inverse of the distribution function, in float64: every draw counts, none is thrown away."""
         ends = torch.tensor([self.section.t_min, self.section.t_max], dtype=torch.float64)
         s, uniform = self.shift(seq_len), self.section.timesteps == "uniform"
         unshifted = ends / (s - (s - 1) * ends)
-        low, high = unshifted if uniform else torch.special.ndtr(unshifted.logit())
+        low, high = unshifted if uniform else torch.special.ndtr(unshifted.logit() / self._scale())
         u_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generator_per_sample])
         quantile_B = low + (high - low) * u_B
-        t_B = quantile_B if uniform else torch.special.ndtri(quantile_B).sigmoid()
+        t_B = quantile_B if uniform else (self._scale() * torch.special.ndtri(quantile_B)).sigmoid()
         return self.warp(t_B, seq_len).clamp(*ends.tolist()).float()
 
     def at_level(self, level: float) -> tuple[Tensor, str]:

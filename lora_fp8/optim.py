@@ -14,9 +14,11 @@ The measured differences are in NOTES.md, printed by tests/test_optim.py. float3
 stepped directly.
 
 Gradients come as float32 tensors by name (the loop accumulates micro-batches in float32), not through `.grad`, and the
-optimizers are the real ones: `torch.optim.AdamW` and `bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2021, "8-bit
-Optimizers via Block-wise Quantization"; it keeps float32 moments for tensors below 4,096 elements). bitsandbytes is
-imported when it is asked for.
+optimizers are the real ones: `torch.optim.AdamW`; `bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2021, "8-bit
+Optimizers via Block-wise Quantization"; it keeps float32 moments for tensors below 4,096 elements) and `Lion8bit` (Chen
+et al. 2023, "Symbolic Discovery of Optimization Algorithms"); and `prodigyopt.Prodigy` (Mishchenko and Defazio 2024,
+"Prodigy: An Expeditiously Adaptive Parameter-Free Learner"), which multiplies the rate by an estimate d of its own, one
+for all parameters. Each is imported when it is asked for.
 
 The state is tensors by name and a JSON-able dict, with which a resumed run goes on to the bit. No pickle.
 """
@@ -32,6 +34,15 @@ from torch import Tensor, nn
 from . import config
 
 AUTO_FP8_FACTOR = 1.4
+AUTO_LR = {"adamw8bit": 1e-4, "adamw": 1e-4, "lion8bit": 2e-5, "prodigy": 1.0}
+"""Lion's steps are as long as the rate in every element, so that 3 to 10 times less is usual (Chen et al., sect. 5)."""
+ESTIMATES = ("d", "d_max", "d_numerator", "k")
+"""What Prodigy goes on with beside its tensors; the same in each of its groups."""
+
+
+def lr(section: config.Optimizer) -> float:
+    """`optimizer.lr` as a number; see `AUTO_LR`."""
+    return AUTO_LR[section.name] if section.lr == "auto" else float(section.lr)
 
 
 def lr_factor(section: config.Optimizer, base_storage: str) -> float:
@@ -40,10 +51,11 @@ def lr_factor(section: config.Optimizer, base_storage: str) -> float:
     "auto" is 1.4 on a base held in FP8 and 1 otherwise: the middle of the 30 to 50 % that users of lora-scripts report
     as helping with `fp8_base`. Our reference measurements found no mechanism for it (gradients have the same size to 1
     % with and without FP8; a higher rate helped bf16 and FP8 bases alike), so it is a convention and not a correction:
-    the effective rate is logged and stored, and `lr_scale = "none"` gives `lr` as written.
+    the effective rate is logged and stored, and `lr_scale = "none"` gives `lr` as written. With Prodigy "auto" is 1: it
+    finds its rate on the base as it is.
     """
     if section.lr_scale == "auto":
-        return AUTO_FP8_FACTOR if base_storage == "fp8" else 1.0
+        return AUTO_FP8_FACTOR if base_storage == "fp8" and section.name != "prodigy" else 1.0
     return 1.0 if section.lr_scale == "none" else float(section.lr_scale)
 
 
@@ -52,8 +64,28 @@ def text_encoder_lr(section: config.Optimizer) -> float:
 
     Half is a convention, on the careful side of the equal rates that kohya's scripts take where none is given: what a
     text encoder forgets is missed in every prompt. `lr_scale` is no part of it, as text encoders are not held in FP8.
+    With Prodigy, which has one rate for all that it steps, it is the denoiser's.
     """
-    return section.lr / 2 if section.text_encoder_lr == "auto" else float(section.text_encoder_lr)
+    if section.name == "prodigy":
+        return lr(section) * lr_factor(section, "none")
+    return lr(section) / 2 if section.text_encoder_lr == "auto" else float(section.text_encoder_lr)
+
+
+def beta2(section: config.Optimizer) -> float:
+    """`optimizer.beta2` as a number: "auto" is 0.999, and 0.99 with Lion, as in its paper."""
+    if section.beta2 != "auto":
+        return float(section.beta2)
+    return 0.99 if section.name == "lion8bit" else 0.999
+
+
+def cautions(section: config.Optimizer) -> list[str]:
+    """Lines to warn with: settings that work, and are seldom meant."""
+    if section.name == "lion8bit" and section.lr != "auto" and section.lr >= 1e-4:
+        return [
+            f"optimizer.lr = {section.lr:g} is a rate for AdamW; with optimizer.name = 'lion8bit' 3 to 10 times less "
+            "is usual, and as many times the weight_decay"
+        ]
+    return []
 
 
 def warmup_steps(section: config.Schedule, total_steps: int) -> int:
@@ -131,7 +163,7 @@ class AdapterOptimizer:
     """An optimizer over the adapters. Make it with `build`.
 
     Attributes:
-        base_lr: `optimizer.lr * lr_factor`, what `learning_rate` starts from.
+        base_lr: `optimizer.lr * lr_factor`, what `learning_rate` starts from; with Prodigy a factor on what it finds.
         lr_factor: see `lr_factor`.
         text_ratio: the rate of text encoders, as a multiple of `base_lr`; 0 where none is trained.
     """
@@ -154,7 +186,8 @@ class AdapterOptimizer:
         self.rounding = section.rounding
         self.seed = seed
         self.lr_factor = lr_factor(section, base_storage)
-        self.base_lr = section.lr * self.lr_factor
+        self.base_lr = lr(section) * self.lr_factor
+        self._beta1 = section.beta1
         if section.rounding not in ("master", "stochastic", "nearest"):
             raise config.UserError(
                 f"optimizer.rounding: {section.rounding!r} is not known; accepted: master, stochastic, nearest"
@@ -179,6 +212,10 @@ class AdapterOptimizer:
             stepped = self._stepped[name]
             if self.rounding == "master" and stepped is not self.params[name]:
                 stepped.copy_(value)
+
+    def effective(self, lr: float) -> float:
+        """The rate that the next step at `lr` takes: `lr` itself, or with Prodigy times its estimate of now."""
+        return lr * self._optimizer.param_groups[0]["d"] if self.name == "prodigy" else lr
 
     @torch.no_grad()
     def step(self, grads: dict[str, Tensor], lr: float, step: int) -> None:
@@ -214,8 +251,8 @@ class AdapterOptimizer:
         """Copies on the CPU of everything that `load_state` needs: tensors for a safetensors file, and what goes into
         JSON.
 
-        Tensor names: "<parameter>/master", "<parameter>/<key of the optimizer>". bitsandbytes' two code books are the
-        same for all parameters and stored once, as "qmap1" and "qmap2".
+        Tensor names: "<parameter>/master", "<parameter>/<key of the optimizer>". bitsandbytes' code books are the same
+        for all parameters and stored once, as "qmap1" and, for AdamW's second moments, "qmap2".
         """
         tensors: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
@@ -239,6 +276,8 @@ class AdapterOptimizer:
             "steps": counts,
             "dtypes": {name: str(param.dtype).removeprefix("torch.") for name, param in self.params.items()},
         }
+        if self.name == "prodigy":
+            meta["estimates"] = {key: self._optimizer.param_groups[0][key] for key in ESTIMATES}
         return tensors, meta
 
     def load_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -283,8 +322,8 @@ class AdapterOptimizer:
                 wrong += [f"{name}/{key}" for key, value in values.items() if not self._fits(name, key, value)]
             else:
                 wrong += [f"{name}/{key}" for key in values]
-            if "absmax1" in values and shared.keys() != {"qmap1", "qmap2"}:
-                wrong += sorted({"qmap1", "qmap2"} - shared.keys())
+            if "absmax1" in values:
+                wrong += sorted({key.replace("absmax", "qmap") for key in values if "absmax" in key} - shared.keys())
         if wrong:
             more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise config.UserError(
@@ -299,8 +338,10 @@ class AdapterOptimizer:
                 continue
             values = states[name] | (shared if "absmax1" in states[name] else {})
             count = int(meta["steps"][name])
-            values["step"] = count if self.name == "adamw8bit" else torch.tensor(float(count), dtype=torch.float32)
+            values["step"] = torch.tensor(float(count), dtype=torch.float32) if self.name == "adamw" else count
             self._optimizer.state[stepped] = values
+        for group in self._optimizer.param_groups if self.name == "prodigy" else ():
+            group.update(meta["estimates"])
 
     def num_bytes(self) -> int:
         """Bytes held between two steps, beside the adapters themselves: masters and moments."""
@@ -311,12 +352,17 @@ class AdapterOptimizer:
         """The tensors that the optimizer holds for a parameter once it has stepped."""
         if self.name == "adamw":
             return {"exp_avg", "exp_avg_sq"}
+        if self.name == "prodigy":
+            return {"s", "p0", "exp_avg_sq"} | ({"exp_avg"} if self._beta1 else set())
+        moments = {"state1"} if self.name == "lion8bit" else {"state1", "state2"}
         small = self.params[name].numel() < 4096
-        return {"state1", "state2"} if small else {"state1", "state2", "absmax1", "absmax2"}
+        return moments if small else moments | {key.replace("state", "absmax") for key in moments}
 
     def _fits(self, name: str, key: str, value: Tensor) -> bool:
         if key.startswith("absmax"):
             return value.shape == (math.ceil(self.params[name].numel() / 256),)
+        if key in ("s", "p0"):  # a single 0 for a parameter that began as zeros
+            return value.shape == (self.params[name].numel(),) or key == "p0" and not value.ndim
         return value.shape == self.params[name].shape
 
     def _generator(self, step: int, name: str, device: torch.device) -> torch.Generator:
@@ -355,36 +401,52 @@ def build(
 def _make(section: config.Optimizer, params: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     settings = {
         "lr": lr,
-        "betas": (section.beta1, section.beta2),
+        "betas": (section.beta1, beta2(section)),
         "eps": section.eps,
         "weight_decay": section.weight_decay,
     }
     if section.name == "adamw":
         return torch.optim.AdamW(params, **settings)
-    if section.name == "adamw8bit":
+    if section.name == "prodigy":
+        from prodigyopt import Prodigy
+
+        decay = settings.pop("weight_decay")  # in the groups: as an argument it is told on stdout, line by line
+        return Prodigy(
+            [group | {"weight_decay": decay} for group in params],
+            **settings,
+            d_coef=section.d_coef,
+            safeguard_warmup=section.safeguard_warmup,
+            use_bias_correction=section.use_bias_correction,
+        )
+    if section.name in ("adamw8bit", "lion8bit"):
         try:
             import bitsandbytes
         except Exception as error:  # it loads a native library, and what that raises differs by platform
             raise config.UserError(
-                f"optimizer.name = 'adamw8bit' needs bitsandbytes, which does not load here ({error}); use 'adamw'"
+                f"optimizer.name = {section.name!r} needs bitsandbytes, which does not load here ({error}); use 'adamw'"
             ) from error
-        return bitsandbytes.optim.AdamW8bit(params, **settings)
-    raise config.UserError(f"optimizer.name: {section.name!r} is not known; accepted: adamw8bit, adamw")
+        if section.name == "adamw8bit":
+            return bitsandbytes.optim.AdamW8bit(params, **settings)
+        del settings["eps"]  # Lion takes the sign, and divides by nothing
+        return bitsandbytes.optim.Lion8bit(params, **settings)
+    raise config.UserError(f"optimizer.name: {section.name!r} is not known; accepted: {', '.join(AUTO_LR)}")
 
 
 def state_bytes(params: list[nn.Parameter], section: config.Optimizer) -> int:
-    """What `AdapterOptimizer.nbytes` will be for these parameters, without making one; they may be on meta.
+    """What `AdapterOptimizer.num_bytes` will be for these parameters, without making one; they may be on meta.
 
     bitsandbytes holds moments of tensors below 4096 elements in float32, and otherwise a byte an element and a float32
-    for each block of 256.
+    for each block of 256. Prodigy holds four tensors; one of them is a single number for a parameter that begins as
+    zeros, which is not told apart here.
     """
+    moments = {"prodigy": 4, "lion8bit": 1}.get(section.name, 2)
     total = 0
     for param in params:
         num, direct = param.numel(), param.dtype == torch.float32 or section.rounding == "nearest"
-        if section.name == "adamw":
-            total += 2 * num * (param.itemsize if direct else 4)  # torch's moments are of the dtype that it steps
+        if section.name in ("adamw", "prodigy"):
+            total += moments * num * (param.itemsize if direct else 4)  # of the dtype that is stepped
         else:
-            total += 8 * num if num < 4096 else 2 * num + 2 * 4 * math.ceil(num / 256)
+            total += moments * (4 * num if num < 4096 else num + 4 * math.ceil(num / 256))
         if section.rounding == "master" and not direct:
             total += 4 * num
     return total

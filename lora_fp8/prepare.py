@@ -19,7 +19,16 @@ from . import adapters, config, exchange, kinds, layouts, memory, optim, precisi
 from .config import Job, UserError, UserErrors
 from .data import buckets as bucketing
 from .data import images, permutation
-from .data.cache import Cache, Prompt, dataset_captions, preview_pictures, text_of, truncation_warnings, whole
+from .data.cache import (
+    Cache,
+    Prompt,
+    dataset_captions,
+    plain_captions,
+    preview_pictures,
+    text_of,
+    truncation_warnings,
+    whole,
+)
 from .data.loader import Item, Loader
 from .exchange import Exchange
 from .families.base import Cond, ModelFamily
@@ -104,13 +113,16 @@ def carried(job: Job, family: ModelFamily) -> Job:
     """The job with layouts that can carry its kind of adapter; found out before anything is encoded.
 
     Raises:
-        UserErrors: a layout that was asked for cannot, or none can.
+        UserErrors: a layout that was asked for cannot, or none can; UserError: adapter.ranks names no layer.
     """
     kind, formats = job.adapter.type, job.export.formats
-    if kind == "lora":
+    if kind == "lora" and not job.adapter.ranks:
         return job
     title, sizes = kinds.TITLES[kind], family.denoiser_config()
     names = family.adapter_names(family.empty_denoiser(), job.adapter.targets)
+    adapters.ranks(job.adapter, names)
+    if kind == "lora":
+        return job
     reasons = {layout: layouts.uncarried(kind, names, family, sizes, layout) for layout in family.layouts}
     able = [layout for layout, reason in reasons.items() if reason is None]
     refused = family.layouts if formats == ["auto"] and not able else [one for one in formats if reasons.get(one)]
@@ -197,7 +209,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     store = Cache(Path(section.cache_dir), family, section, DTYPES[job.model.dtype])
     captions = dataset_captions([*examples, *held_out], section, job.seed)
     guided_away = family.negative_text(job.preview.negative)
-    for line in family.caption_caveats(captions):
+    for line in [*images.outside_masks([*placed, *held_placed]), *family.caption_caveats(captions)]:
         run.log_event("warning", text=line)
     drawn, away = preview_prompts(job, store)
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
@@ -226,7 +238,7 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     negatives = [store.cond(prompt) for prompt in away]
     if not job.preview.negative:
         negatives = [one for one in map(family.without_negative, negatives) if one is not None]
-    plain = section.model_copy(update={"flip": False, "caption_dropout": 0.0, "shuffle_tags": False})
+    plain = plain_captions(section).model_copy(update={"flip": False})
     return Data(
         loader=loader,
         examples=examples,
@@ -308,6 +320,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         *objective.unused_settings(),
         *family.unused_settings(job.objective),
         *_unused_settings(job, family),
+        *optim.cautions(job.optimizer),
         *exchange.unused_settings(job.train, processes.world),
     ]
     reports = [injected, *(encoders.injected if encoders else [])]
@@ -321,7 +334,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         adapters=sum(report.num_modules for report in reports),
         trainable=sum(report.num_parameters for report in reports),
         memory=[*applied.lines(), *_waiting_lines(waiting), *(encoders.lines() if encoders else [])],
-        lr=job.optimizer.lr,
+        lr=optim.lr(job.optimizer),
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
         **({"lr_text_encoder": optimizer.base_lr * optimizer.text_ratio} if encoders else {}),
@@ -353,13 +366,18 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found.append("optimizer.rounding = 'stochastic' has no effect: adapter.dtype is fp32, nothing is rounded")
     if job.optimizer.text_encoder_lr != "auto" and not job.adapter.text_encoder:
         found.append("optimizer.text_encoder_lr has no effect: adapter.text_encoder is false")
+    usual, name = config.Optimizer(), job.optimizer.name
+    idle = ["eps"] if name == "lion8bit" else []
+    idle += ["d_coef", "safeguard_warmup", "use_bias_correction"] if name != "prodigy" else []
+    given = [key for key in idle if getattr(job.optimizer, key) != getattr(usual, key)]
+    found += [f"optimizer.{key} has no effect: optimizer.name is {name!r}" for key in given]
     if job.adapter.type != "lokr":
         given = [key for key, usual in (("factor", 8), ("decompose_both", False)) if getattr(job.adapter, key) != usual]
         found += [f"adapter.{key} has no effect: adapter.type is {job.adapter.type!r}, not 'lokr'" for key in given]
-    if job.dataset.shuffle_tags is False and job.dataset.keep_tokens != 1:
-        found.append("dataset.keep_tokens has no effect: dataset.shuffle_tags is false")
-    if job.dataset.shuffle_tags is False and job.dataset.caption_variants != 8:
-        found.append("dataset.caption_variants has no effect: dataset.shuffle_tags is false")
+    if not job.dataset.shuffle_tags and not job.dataset.tag_dropout and job.dataset.keep_tokens != 1:
+        found.append("dataset.keep_tokens has no effect: tags are neither shuffled nor left out")
+    if not job.dataset.varies_captions and job.dataset.caption_variants != 8:
+        found.append("dataset.caption_variants has no effect: shuffle_tags, tag_dropout and wildcards are off")
     if job.dataset.buckets is False and job.dataset.max_aspect != 2.0:
         found.append("dataset.max_aspect has no effect: dataset.buckets is false")
     if job.schedule.name != "cosine_with_restarts" and job.schedule.cycles != 3:
@@ -375,6 +393,8 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found += [f"dataset.{key} has no effect: dataset.frames is empty, no clip is trained on" for key in given]
     if job.dataset.control_resolution != "auto" and not any(folder.control for folder in job.dataset.folders):
         found.append("dataset.control_resolution has no effect: no folder has control pictures")
+    if job.objective.loss == "mse" and job.objective.huber_delta != config.Objective().huber_delta:
+        found.append("objective.huber_delta has no effect: objective.loss is 'mse'")
     masked, weight = any(folder.mask for folder in job.dataset.folders), job.objective.unmasked_weight
     if not masked and weight != config.Objective().unmasked_weight:
         found.append("objective.unmasked_weight has no effect: no folder has masks")

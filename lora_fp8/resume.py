@@ -78,22 +78,30 @@ def start_values(job: Job, family: ModelFamily) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"{where}: no such file (looked in {Path.cwd()})")
     try:
-        held, scaling = layouts.from_layout(export.read(path)[0], family, family.denoiser_config())
+        held, scaling = layouts.from_layout(export.read_adapter(path)[0], family, family.denoiser_config())
         layers = kinds.grouped(held)
         found = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from None
     if found != {section.type}:
         kind = " and ".join(sorted(found))
         raise UserError(f"{where}: is a {kind}, and adapter.type is {section.type!r}; set adapter.type = {kind!r}")
-    ranks = sorted({kinds.rank_of(parts) for parts in layers.values() if kinds.has_rank(parts)} - {section.rank})
-    if ranks:
+    names = family.adapter_names(family.empty_denoiser(), section.targets)
+    wanted = adapters.ranks(section, names)[0]
+    held_ranks = {layer: kinds.rank_of(parts) for layer, parts in layers.items() if kinds.has_rank(parts)}
+    wrong = {layer: rank for layer, rank in held_ranks.items() if rank != wanted.get(layer, section.rank)}
+    if wrong and section.ranks:
+        layer, rank = next(iter(wrong.items()))
+        raise UserError(
+            f"{where}: has rank {rank} in {layer}, and adapter.rank and adapter.ranks ask for "
+            f"{wanted.get(layer, section.rank)}; {len(wrong)} layers differ"
+        )
+    if ranks := sorted(set(wrong.values())):
         raise UserError(
             f"{where}: has rank {', '.join(map(str, ranks))}, and adapter.rank is {section.rank}; set adapter.rank to "
             f"it, or bring the file to one rank with `lora-fp8 resize FILE --rank {section.rank} --uniform`"
         )
-    names = {*family.adapter_names(family.empty_denoiser(), section.targets)}
-    others = [layer for layer in layers if layer not in names]
+    others = [layer for layer in layers if layer not in wanted]
     if section.text_encoder:  # those are judged when the encoders are there
         others = [layer for layer in others if not layouts.text_encoder_of(layer, family)]
     if others:

@@ -4,8 +4,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .settings import SCALES, TORCHAO_LACKS, Job, Memory, Quantize
+from .settings import MOST_RANK, SCALES, TORCHAO_LACKS, Job, Memory, Optimizer, Quantize
 from .wording import did_you_mean, is_utf8, shown
+
+MOST_LR = 10.0  # Prodigy's factor; a rate of any other optimizer is below 1
+LEAST_FACTOR = 0.05  # of Prodigy; below it is a rate that was meant for Adam
 
 
 def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
@@ -42,6 +45,12 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
                 f"{shown(folder.mask)} is no name for masks beside their images; write one * for the image's name with "
                 "something before or behind it, such as '*_mask', and no folder",
             )
+    for entry in job.adapter.ranks:
+        if parse_rank(entry) is None:
+            say(
+                "adapter.ranks",
+                f"{shown(entry)} is not 'NAME = RANK', such as 'attn2 = 32'; a rank is 1 to {MOST_RANK}",
+            )
     if isinstance(job.dataset.resolution, int) and not 16 <= job.dataset.resolution <= 8192:
         say("dataset.resolution", f"must lie between 16 and 8192 pixels, got {job.dataset.resolution}")
     if isinstance(job.dataset.bucket_step, int) and not 8 <= job.dataset.bucket_step <= 512:
@@ -62,6 +71,10 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
                 "dataset.trigger",
                 "dataset.folders",
             )
+    if isinstance(job.optimizer.lr, float) and not 0 < job.optimizer.lr <= MOST_LR:
+        say("optimizer.lr", f"must be above 0 and below 1 (with prodigy at most 10), got {job.optimizer.lr:g}")
+    if isinstance(job.optimizer.beta2, float) and not 0 <= job.optimizer.beta2 < 1:
+        say("optimizer.beta2", f"must be at least 0 and below 1, got {job.optimizer.beta2:g}")
     if isinstance(job.optimizer.lr_scale, float) and not 0 < job.optimizer.lr_scale <= 100:
         say("optimizer.lr_scale", f"must be above 0 and at most 100, got {job.optimizer.lr_scale:g}")
     if isinstance(job.optimizer.text_encoder_lr, float) and not 0 < job.optimizer.text_encoder_lr < 1:
@@ -70,6 +83,8 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
             f"must be above 0 and below 1, got {job.optimizer.text_encoder_lr:g}; adapter.text_encoder = false leaves "
             "the text encoders as they are",
         )
+    for key, text in _optimizer_contradictions(job.optimizer):
+        say(f"optimizer.{key}", text, "optimizer.name", "optimizer.lr")
     if isinstance(job.schedule.warmup, int) and job.schedule.warmup >= job.train.steps and job.schedule.warmup:
         say(
             "schedule.warmup",
@@ -121,6 +136,23 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
         say("name", f"{shown(job.name)} cannot name a folder; use letters, digits, '-' and '_'")
     return found
+
+
+def _optimizer_contradictions(section: Optimizer) -> Iterator[tuple[str, str]]:
+    """(setting, what is wrong) where a rate is none for this optimizer."""
+    rate = section.lr if isinstance(section.lr, float) and 0 < section.lr <= MOST_LR else None
+    if section.name != "prodigy":
+        if rate is not None and rate >= 1:
+            yield "lr", f"must be below 1, got {rate:g}; from 1 on it is a factor for optimizer.name = 'prodigy'"
+        return
+    if rate is not None and rate < LEAST_FACTOR:
+        yield (
+            "lr",
+            f"{rate:g} would train next to nothing: with optimizer.name = 'prodigy' it is a factor on the rate that is "
+            "found; use 'auto', which is 1",
+        )
+    if section.text_encoder_lr != "auto":
+        yield "text_encoder_lr", "'prodigy' finds one rate for all that is trained; leave it at 'auto'"
 
 
 def _names_masks(name: str) -> bool:
@@ -178,6 +210,12 @@ def _clip_contradictions(job: Job) -> Iterator[tuple[str, str]]:
         yield "dataset.frames", "names a length twice"
     if isinstance(job.dataset.fps, float) and not 1 <= job.dataset.fps <= 120:
         yield "dataset.fps", f"must lie between 1 and 120 frames a second, got {job.dataset.fps:g}"
+
+
+def parse_rank(entry: str) -> tuple[str, int] | None:
+    """A line of adapter.ranks as (layer name, rank). None: it is none."""
+    match = re.fullmatch(r"\s*(\S+)\s*=\s*(\d{1,9})\s*", entry, re.ASCII)
+    return (match[1], int(match[2])) if match and 1 <= int(match[2]) <= MOST_RANK else None
 
 
 def parse_override(entry: str) -> tuple[str, str, str] | None:

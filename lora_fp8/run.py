@@ -294,7 +294,7 @@ class Run:
         for line in text.split("\n")[:-1]:  # not splitlines: a caption may hold a line separator of Unicode
             with contextlib.suppress(json.JSONDecodeError):  # a torn line that a later start has ended
                 found.append(json.loads(line))
-        return found
+        return [one for one in found if isinstance(one, dict) and "event" in one]  # a folder may hold anybody's log
 
     # -- inside
 

@@ -18,6 +18,7 @@ SCALES = {
 """The scales that each quantized storage knows, the one that "auto" tries first in front."""
 TORCHAO_LACKS = ("none", "128x128")
 """Scales of fp8 that torchao's weight-only tensors have no granularity for."""
+MOST_RANK = 1024
 MAX_SEED = 2**32 - 1  # what every tool that shows or takes a seed can hold
 
 
@@ -31,9 +32,9 @@ def setting(default: Any, description: str, *, when: dict[str, tuple[Any, ...]] 
     """One setting: its default, its description (shown as help everywhere), its bounds (pydantic's ge, gt, le, lt).
 
     `when` tells where it can have an effect: other settings, each with the values that it needs; no values mean any
-    but empty ones. "family.NAME" is one of the family's `families.traits`, "dataset.folders.NAME" what the folders that
-    have it say. A form may leave it out elsewhere. What is
-    refused or warned about is decided by the rules below.
+    but empty ones, and of "one | other" either will do. "family.NAME" is one of the family's `families.traits`,
+    "dataset.folders.NAME" what the folders that have it say. A form may leave it out elsewhere. What is refused or
+    warned about is decided by the rules below.
     """
     return Field(default=default, description=description, json_schema_extra={"when": when} if when else None, **bounds)
 
@@ -47,6 +48,9 @@ DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
 CLIPS: dict[str, tuple[Any, ...]] = {"family.clips": (True,)}
 DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
 FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
+PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
+TAGGED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout": ()}
+VARIED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout | dataset.wildcards": ()}
 MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
 
 
@@ -133,7 +137,7 @@ class Adapter(Section):
     type: Literal["lora", "dora", "lokr", "loha"] = setting(
         "lora", "lora; dora: LoRA with a length for each row of the weight; lokr, loha: LyCORIS' products."
     )
-    rank: int = setting(16, "Size of the low-rank update; larger learns more and weighs more.", ge=1, le=1024)
+    rank: int = setting(16, "Size of the low-rank update; larger learns more and weighs more.", ge=1, le=MOST_RANK)
     factor: int = setting(
         8,
         "LoKr: size of the first matrix wherever it divides the layer's; smaller weighs more; 0: the root.",
@@ -144,6 +148,11 @@ class Adapter(Section):
         False,
         "LoKr: the first matrix is of low rank as well, where the rank is below half its side.",
         when={"adapter.type": ("lokr",)},
+    )
+    ranks: list[str] = setting(
+        [],
+        "Ranks of single layers or blocks, such as 'down_blocks.0 = 4' or 'attn2 = 32'; the first that fits a layer "
+        "counts, and alpha grows and falls with it, so that all layers are scaled by alpha / rank.",
     )
     alpha: float = setting(16.0, "Update strength; the update is scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Probability of dropping an adapter input while training.", ge=0, lt=1)
@@ -237,15 +246,33 @@ class Dataset(Section):
     missing_caption: Literal["error", "trigger", "skip"] = setting("error", "What an image without a caption means.")
     caption_dropout: float = setting(0.0, "Probability that a sample is shown without its caption.", ge=0, le=1)
     shuffle_tags: bool = setting(False, "Shuffle comma-separated tags, differently each time.")
-    keep_tokens: int = setting(
-        1, "The first N tags stay in place when shuffling.", ge=0, when={"dataset.shuffle_tags": (True,)}
+    tag_dropout: float = setting(
+        0.0, "Probability that a tag is left out of its caption; never the trigger word.", ge=0, lt=1
     )
-    tag_separator: str = setting(",", "What separates tags.", min_length=1, when={"dataset.shuffle_tags": (True,)})
+    wildcards: bool = setting(False, "'{red|blue}' in a caption is one of these words, drawn each time.")
+    keep_tokens: int = setting(
+        1, "The first N tags stay in place when shuffling, and are not left out.", ge=0, when=TAGGED
+    )
+    tag_separator: str = setting(",", "What separates tags.", min_length=1, when=TAGGED)
     caption_variants: int = setting(
-        8, "Shuffled versions of each caption held in the cache.", ge=1, le=64, when={"dataset.shuffle_tags": (True,)}
+        8,
+        "Versions of each caption held in the cache: shuffled, with tags left out, of other words.",
+        ge=1,
+        le=64,
+        when=VARIED,
     )
     cache_dir: str = setting("cache", "Folder of encoded images and captions, shared by all runs.")
     max_pixels: int = setting(64_000_000, "Images with more pixels are refused.", ge=4096)
+
+    @property
+    def varies_captions(self) -> bool:
+        """Whether a caption is read in `caption_variants` versions."""
+        return self.shuffle_tags or self.tag_dropout > 0 or self.wildcards
+
+    @property
+    def triggers(self) -> list[str]:
+        """The trigger words of all folders."""
+        return [word for word in dict.fromkeys(map(self.trigger_of, range(len(self.folders)))) if word.strip()]
 
     def trigger_of(self, index: int) -> str:
         """The word that the captions of this folder get: its own, else the dataset's; none for regularization."""
@@ -272,20 +299,41 @@ class Train(Section):
 class Optimizer(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw8bit", "adamw"] = setting("adamw8bit", "adamw8bit: bitsandbytes; adamw: torch, for comparison.")
-    lr: float = setting(1e-4, "Learning rate before lr_scale.", gt=0, lt=1)
+    name: Literal["adamw8bit", "adamw", "lion8bit", "prodigy"] = setting(
+        "adamw8bit",
+        "adamw8bit, lion8bit: bitsandbytes; adamw: torch, for comparison; prodigy finds the learning rate by itself.",
+    )
+    lr: Literal["auto"] | float = setting(
+        "auto",
+        "Learning rate before lr_scale; auto: 1e-4, lion8bit 2e-5; with prodigy a factor on what it finds, auto: 1.",
+    )
     lr_scale: Literal["auto", "none"] | float = setting(
-        "auto", "Factor on the rate: auto (1.4 on an FP8 base, else 1), none, or a number."
+        "auto", "Factor on the rate: auto (1.4 on an FP8 base, else 1; 1 with prodigy), none, or a number."
     )
     text_encoder_lr: Literal["auto"] | float = setting(
         "auto",
         "Rate of adapter.text_encoder; lr_scale leaves it alone. auto: half of lr.",
-        when={"adapter.text_encoder": (True,)},
+        when={"adapter.text_encoder": (True,), "optimizer.name": ("adamw8bit", "adamw", "lion8bit")},
     )
-    weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0)
+    d_coef: float = setting(
+        1.0, "Prodigy: factor on the rate that it finds; 0.5 or 2 to correct it.", gt=0, le=100, when=PRODIGY
+    )
+    safeguard_warmup: bool = setting(
+        True,
+        "Prodigy: what it finds does not depend on the schedule, so that a warm-up misleads it less.",
+        when=PRODIGY,
+    )
+    use_bias_correction: bool = setting(
+        True, "Prodigy: Adam's correction of the first moments; slower first steps.", when=PRODIGY
+    )
+    weight_decay: float = setting(0.01, "Decoupled weight decay; with lion8bit 3 to 10 times more is usual.", ge=0)
     beta1: float = setting(0.9, "Decay of the first moment.", ge=0, lt=1)
-    beta2: float = setting(0.999, "Decay of the second moment.", ge=0, lt=1)
-    eps: float = setting(1e-8, "Added to the denominator.", gt=0)
+    beta2: Literal["auto"] | float = setting(
+        "auto", "Decay of the second moment; auto: 0.999, 0.99 with lion8bit (of its only moment)."
+    )
+    eps: float = setting(
+        1e-8, "Added to the denominator.", gt=0, when={"optimizer.name": ("adamw8bit", "adamw", "prodigy")}
+    )
     rounding: Literal["master", "stochastic", "nearest"] = setting(
         "master",
         "How bf16 adapters keep small updates: float32 masters, stochastic rounding, or not at all (nearest).",
@@ -319,6 +367,17 @@ class Schedule(Section):
 class Objective(Section):
     """What the denoiser is asked to predict, and at which noise levels."""
 
+    loss: Literal["mse", "huber", "smooth_l1"] = setting(
+        "mse",
+        "How an error counts: by its square; huber, smooth_l1: large ones in proportion, so that they pull less.",
+    )
+    huber_delta: float = setting(
+        0.1,
+        "The error of a value from which huber and smooth_l1 count in proportion; noise has a deviation of 1.",
+        gt=0,
+        le=100,
+        when={"objective.loss": ("huber", "smooth_l1")},
+    )
     min_snr_gamma: float = setting(
         0.0, "Min-SNR loss weighting (Hang et al. 2023) for diffusion models; 0 is off.", ge=0, when=DIFFUSION
     )

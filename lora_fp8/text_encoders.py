@@ -35,7 +35,7 @@ class TextEncoders:
         """Load them and inject their adapters.
 
         Args:
-            section: `targets` are of the denoiser, and not read.
+            section: `targets` and `ranks` are of the denoiser, and not read.
             seed: with the layers' names, keys the start values.
         """
         self.family = family
@@ -83,7 +83,7 @@ def inject_(
     encoders: Mapping[str, nn.Module], family: Any, section: config.Adapter, seed: int
 ) -> list[adapters.InjectReport]:
     """Adapters beside the linears of these text encoders, by the pipeline's names."""
-    section = section.model_copy(update={"targets": []})
+    section = section.model_copy(update={"targets": [], "ranks": []})
     return [
         adapters.inject(encoder, section, adapted_layers(family, name, encoder), seed, called=partial(text_layer, name))
         for name, encoder in encoders.items()

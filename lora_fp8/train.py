@@ -292,6 +292,7 @@ def fit(
                 with stage(run, processes):
                     faults = [fault for found in processes.gather(faults) for fault in found]
                     raise RunFailure(_not_finite(step, loss, norm, faults, run))
+            rate = optimizer.effective(lr)
             optimizer.step(gradients.named, lr, step)
             loaded.amax.end_step_(processes.max_)
             state.step = step
@@ -303,14 +304,14 @@ def fit(
 
             # every step: one line of figures
             bar.update()
-            bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}", refresh=False)
+            bar.set_postfix(loss=f"{loss:.4f}", lr=f"{rate:.2e}", refresh=False)
             if step % job.train.log_every == 0 or step == steps:
                 run.log_event(
                     "step",
                     step=step,
                     loss=loss,
-                    lr=lr,
-                    **({"lr_text_encoder": lr * optimizer.text_ratio} if loaded.text else {}),
+                    lr=rate,
+                    **({"lr_text_encoder": rate * optimizer.text_ratio} if loaded.text else {}),
                     grad_norm=norm,
                     images_per_s=round(num_samples / seconds, 3),
                     vram_gb=round(memory.peak_gib(processes.device), 3),

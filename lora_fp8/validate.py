@@ -2,8 +2,10 @@
 
 The training loss jumps with every draw of picture, timestep and noise. Here all three are the same each time: the same
 pictures with their captions, the same noise for each, the same levels between clean and noise. So the curve is smooth,
-and its turn upwards is over-fitting and not chance. Nothing is drawn from any generator of the training, and dropout is
-off: a run with validation and one without end with the same bytes, if the same pictures are kept out.
+and its turn upwards is over-fitting and not chance. It is the squared error whatever `objective.loss` trains with, so
+that runs can be compared; weights of noise levels and masks are training's. Nothing is drawn from any generator of the
+training, and dropout is off: a run with validation and one without end with the same bytes, if the same pictures are
+kept out.
 """
 
 import math
@@ -23,9 +25,9 @@ LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 def measure(
     job: Job, family: ModelFamily, data: Data, loaded: Loaded, step: int, run: Run, processes: Processes
 ) -> dict[str, float]:
-    """The loss of training on the held-out pictures; told as an event by the main process.
+    """The mean squared error on the held-out pictures; told as an event by the main process.
 
-    It has training's weights, those of masks too. The work is shared out among the processes; all get the answer.
+    The work is shared out among the processes; all get the answer.
 
     Returns:
         Noise level in words -> mean over the pictures. Empty where one is not finite, which is a warning.
@@ -69,4 +71,4 @@ def _loss(job: Job, family: ModelFamily, data: Data, loaded: Loaded, picture: in
     cond = loaded.text.cond(batch.captions, batch.cond) if loaded.text else batch.cond
     answer = family.predict(loaded.denoiser, noisy.to(DTYPES[job.model.dtype]), t_B, cond, job.objective.guidance)
     target = objective.target(batch.latents_BCHW, batch.noise_BCHW, t_B)
-    return objective.loss(answer, target, t_B, batch.mask_BHW).item()
+    return objective.loss(answer, target, t_B, batch.mask_BHW, kind="mse").item()

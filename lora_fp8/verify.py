@@ -251,6 +251,10 @@ def _worst(images: Sequence[Any], others: Sequence[Any]) -> float:
     return min((psnr(a, b) for a, b in zip(images, others, strict=True)), default=math.inf)
 
 
+def _told(worst: float) -> str:
+    return "every pixel the same" if math.isinf(worst) else f"{worst:.1f} dB at worst"
+
+
 # -- the clean pipeline
 
 
@@ -576,7 +580,7 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     """Everything that the bytes alone tell; the tensors, or None where the file cannot be used."""
     try:
         header = export.read_header(file)
-        tensors, metadata = export.read(file)
+        tensors, metadata = export.read_adapter(file, sound=False)
         layout = export.detect_layout(tensors, family)
     except UserError as error:
         report.add("file", False, str(error))
@@ -606,12 +610,13 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
         whole &= report.add("pairs", True, f"{len(modules)} layers, each with both halves at one rank")
     except UserError as error:
         whole &= report.add("pairs", False, str(error))
-    wrong = sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all())
+    wrong = export.not_finite(tensors)
     whole &= report.add("finite", not wrong, f"NaN or infinity in {wrong[:3]}" if wrong else "no NaN, no infinity")
     is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))
     ups = {name: t for name, t in tensors.items() if name.endswith(is_up)}
-    zero = sorted(name for name, tensor in ups.items() if not tensor.any())
-    detail = f"B is zero in {zero[:3]} ({len(zero)} of {len(ups)})" if zero else "no layer is zero"
+    does = ups | {name: alpha for name, alpha in tensors.items() if name.endswith(".alpha")}
+    zero = sorted(name for name, tensor in does.items() if not tensor.float().any())
+    detail = f"B or alpha is zero in {zero[:3]} ({len(zero)} of {len(does)})" if zero else "no layer is zero"
     whole &= report.add("trained", bool(ups) and not zero, detail)
     return tensors if whole else None
 
@@ -729,7 +734,8 @@ def _check_previews(
         allowed = min(allowed, floor - 20 * math.log10(MARGIN))
         why = ", as the last bit of the adapter changes that much"
         report.measure("preview_floor", floor)
-    report.add("preview", worst >= allowed, f"{worst:.1f} dB at worst {where} (at least {allowed:.1f}{why})")
+    least = "" if math.isinf(worst) else f" (at least {allowed:.1f}{why})"
+    report.add("preview", worst >= allowed, f"{_told(worst)} {where}{least}")
 
 
 MERGED_FORMATS = {"unscaled": precision.Format("fp8", "none"), "row-scaled": precision.FP8_ROW}
@@ -832,4 +838,4 @@ def _measure_plain(
         report.add("plain prediction", True, f"relative gap {error:.2e} on the base as published", judged=False)
     if previews is not None:
         worst = report.measure("plain_preview_psnr", preview_psnr(previews, pipeline))
-        report.add("plain preview", True, f"{worst:.1f} dB at worst on the base as published", judged=False)
+        report.add("plain preview", True, f"{_told(worst)} on the base as published", judged=False)

@@ -1,12 +1,19 @@
-"""pydantic's errors in words for people, with the setting that was meant; the only place that knows their codes."""
+"""pydantic's errors in words for people, with the setting that was meant; the only place that knows their codes. And
+numbers for people."""
 
 import difflib
+from decimal import Decimal
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from .settings import Job, Section
 
 Location = tuple[Any, ...]
 """Where a setting is: ("dataset", "folders", 0, "path")."""
+
+
+def digits(number: float) -> str:
+    """A number for people: three digits that count, all of those before the point, and never an exponent."""
+    return str(round(number)) if abs(number) >= 100 else format(Decimal(f"{number:.3g}"), "f")
 
 
 def accepted(field: Any) -> str:

@@ -9,7 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional as F
 
-from lora_fp8 import adapters, config, precision
+from lora_fp8 import adapters, config, kinds, precision
 
 
 def flux(storage: str = "none", dtype: torch.dtype = torch.float32) -> FluxTransformer2DModel:
@@ -195,6 +195,38 @@ def test_targets_that_match_nothing(target, hint):
     with pytest.raises(config.UserError, match=rf"'{target}' matches no layer.*{hint}"):
         adapters.inject(model, config.Adapter(rank=2, targets=["to_q", target]), [], 0)
     assert not adapters.modules(model)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "loha"])
+def test_ranks_of_layers_are_peft_s_and_scaled_alike(kind):
+    entries = ["single_transformer_blocks.0.attn = 3", "attn.to_q = 6", "^transformer_blocks = 2"]
+    single = "single_transformer_blocks"
+    wanted = {"transformer_blocks.0.attn.to_q": 6, "transformer_blocks.0.attn.to_k": 2}
+    wanted |= {f"{single}.0.attn.to_q": 3, f"{single}.0.attn.to_k": 3, f"{single}.1.attn.to_q": 6}
+    wanted |= {f"{single}.1.attn.to_k": 4}
+    mine = flux()
+    section = config.Adapter(type=kind, rank=4, alpha=2.0, ranks=entries, factor=2)
+    adapters.inject(mine, section, ["to_q", "to_k"], seed=0)
+    layers = kinds.grouped(adapters.state(mine))
+    assert {name: kinds.rank_of(parts) for name, parts in layers.items()} == wanted
+    assert set(adapters.scalings(mine).values()) == {0.5}
+    if kind == "lora":
+        theirs = flux()
+        patterns = {"rank_pattern": wanted, "alpha_pattern": {name: rank / 2 for name, rank in wanted.items()}}
+        inject_adapter_in_model(LoraConfig(r=4, lora_alpha=2, target_modules=list(wanted), **patterns), theirs)
+        for name in wanted:
+            one, other = mine.get_submodule(name), theirs.get_submodule(name)
+            assert one.scaling == other.scaling
+            assert one.lora_A["default"].weight.shape == other.lora_A["default"].weight.shape
+
+
+def test_ranks_that_mean_nothing():
+    names = ["blocks.0.attn.to_q", "blocks.0.attn.to_k", "blocks.1.ff"]
+    for entry, hint in (("to_w = 3", "did you mean 'to_q' or 'to_k'"), ("^attn = 3", "did you mean 'attn.to_")):
+        with pytest.raises(config.UserError, match=f"matches no layer that is adapted; {hint}"):
+            adapters.ranks(config.Adapter(ranks=[entry]), names)
+    found, notes = adapters.ranks(config.Adapter(rank=5, ranks=["attn = 2", "to_q = 3"]), names)
+    assert found == dict(zip(names, (2, 2, 5), strict=True)) and "'to_q' adds nothing" in notes[0]
 
 
 def test_no_targets_and_second_injection():

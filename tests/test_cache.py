@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -452,6 +454,34 @@ def test_variants_keep_the_first_tags_and_all_tags():
     assert variants != [caching.caption_variant(caption, v, section, 6) for v in range(6)]
     assert caching.caption_variant("a b c", 0, tag_section(tag_separator=" ", keep_tokens=3), 0) == "a b c"
     assert caching.caption_variant("", 0, section, 0) == ""
+
+
+def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
+    folders = [config.Folder(path="x", trigger="sks"), config.Folder(path="y")]
+    section = config.Dataset(folders=folders, trigger="zibo", tag_dropout=0.3, keep_tokens=1, wildcards=True)
+    caption = "girl, a sks hat, {red|blue|}sofa, {open} door, zibonic, zibo, sky"
+    words = {"red": 0, "blue": 0, "": 0}
+    seen = Counter()
+    for variant in range(3000):
+        text = caching.caption_variant(caption, variant, section, 5)
+        tags = text.split(", ")
+        sofa = [tag for tag in tags if tag.endswith("sofa")]
+        seen.update("sofa" if tag in sofa else tag for tag in tags)
+        words.update({tag.removesuffix("sofa"): words[tag.removesuffix("sofa")] + 1 for tag in sofa})
+        order = ["girl", "a sks hat", *(sofa or ["sofa"]), "{open} door", "zibonic", "zibo", "sky"]
+        assert tags == [tag for tag in order if tag in tags]  # nothing is moved
+    assert seen["girl"] == seen["a sks hat"] == seen["zibo"] == 3000  # the first, and those with a trigger word
+    for tag in ("sofa", "{open} door", "zibonic", "sky"):
+        assert abs(seen[tag] / 3000 - 0.7) < 5 * (0.3 * 0.7 / 3000) ** 0.5, tag
+    assert all(abs(count / seen["sofa"] - 1 / 3) < 5 * (2 / 9 / seen["sofa"]) ** 0.5 for count in words.values())
+    sentence = "A house,by the {lake|sea} , at night"
+    plain = section.model_copy(update={"tag_dropout": 0.0})
+    found = {caching.caption_variant(sentence, v, plain, 0) for v in range(8)}
+    assert found == {sentence.replace("{lake|sea}", word) for word in ("lake", "sea")}  # a sentence is not taken apart
+    held_out = caching.caption_variant(sentence, 0, caching.plain_captions(section), 0)
+    assert held_out in found and held_out in caching.dataset_captions(
+        [SimpleNamespace(caption=sentence)], section.model_copy(update={"tag_dropout": 0.9}), 0
+    )
 
 
 def test_all_orders_are_equally_likely():

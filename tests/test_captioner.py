@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     BlipImageProcessorPil,
@@ -25,7 +27,7 @@ from transformers import (
 
 from lora_fp8 import captioner
 from lora_fp8.config import UserError
-from lora_fp8.data import captions, images
+from lora_fp8.data import captions, decoding
 from lora_fp8.run import Stopped
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,7 +238,7 @@ def test_captions_are_what_the_model_says(name: str, made, folder: Path) -> None
     assert found.pop("c.txt") == "a cat, blue, standing" and len(found) == 4 and all(found.values())
     assert len(set(found.values())) > 1, found  # the picture matters
     for picture in ("a.png", "b.jpg"):
-        expected = by_hand(name, made(name), images.open_image(folder / picture), captioner.PROMPTS["text"])
+        expected = by_hand(name, made(name), decoding.open_image(folder / picture), captioner.PROMPTS["text"])
         assert found[picture[0] + ".txt"] == " ".join(expected.split())
 
 
@@ -337,6 +339,15 @@ def test_what_cannot_caption_is_refused_by_name(made, folder: Path, tmp_path: Pa
     refused(made("florence"), "Florence-2 writes sentences", kind="tags")
     refused(made("blip"), "accepted are bf16", dtype="fp8")
     refused("nobody/nothing", "cannot be fetched from the hub")  # the tests are offline
+    for name, kind in (("blip", "text"), ("tagger", "tags")):
+        torn = tmp_path / f"torn-{name}"
+        shutil.copytree(made(name), torn)
+        tensors = load_file(torn / "model.safetensors")
+        (gone, *_) = sorted(tensors)
+        save_file(
+            {k: v for k, v in tensors.items() if k != gone}, torn / "model.safetensors", metadata={"format": "pt"}
+        )
+        refused(torn, f"not all weights of a .*: 1 are missing, {re.escape(gone)}", kind=kind)
     assert texts(folder) == {"c.txt": "a cat, blue, standing"}
 
 

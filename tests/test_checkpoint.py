@@ -223,7 +223,8 @@ def test_a_full_disk_is_one_line_and_earlier_bundles_stay(two, tree_hash, limit)
         text = pipe.read().decode()
     os.waitpid(child, 0)
     assert str(two / "step-000006") in text and "could not be written (File too large)" in text
-    assert "MiB are free" in text and "earlier checkpoints are intact" in text and "\n" not in text
+    assert "MiB are free" in text and text.endswith("the newest before it, step-000004, is intact")
+    assert "\n" not in text
     assert tree_hash(two) == before and names(two) == ["step-000002", "step-000004"]
     save(two, 6)  # and when there is room again, it goes on
     assert checkpoint.latest(two)[0].step == 6
@@ -236,6 +237,8 @@ def test_no_space_left_is_named(two, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunFailure, match="No space left on device"):
         save(two, 6)
+    with pytest.raises(RunFailure, match="nothing was saved before it$"):  # of the very first nothing is intact
+        save(two / "new", 2)
     monkeypatch.undo()
     assert checkpoint.latest(two)[0].step == 4
 

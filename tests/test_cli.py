@@ -390,10 +390,11 @@ def test_train_stop_resume_export_verify(
         written = {key: value for key, value in file.metadata().items() if "hash" not in key or "base" in key}
     assert seen.keys() == {"kohya"} and seen["kohya"].keys() == written.keys() and tree_hash(folder) == before
     assert "comfy'" in ask("export", folder, "--format", "comfy").err
-    again = tmp_path / "again.toml"
+    again = tmp_path / "again 😀.toml"
     assert ask("new", again, "--from-lora", files[0], "--preset", "style").code == 2
     assert ask("new", again, "--from-lora", files[0]).code == 0
     assert config.load(again).train == config.load(folder / "config.toml").train
+    assert config.load(again).name == "again 😀"
 
     checked = ask("verify", files[0], "--json")
     assert checked.code == 0 and json.loads(checked.out)["ok"] is True

@@ -131,10 +131,10 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     page = dataset._Page(ui)
     cut = {"frames": "5, 9", "fps": "auto", "clip": "chunks"}
     at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "walk.mp4", "chosen": [],
-          "loaded": "", "cut": cut}  # fmt: skip
+          "loaded": "", "cut": cut, "mask": ""}  # fmt: skip
     one = album.album(folder, fresh=True)
     assert one.videos == [NASTY, "brief.mkv", "torn.mp4", "walk.mp4"] and len(one.files) == 5
-    found = page._examined(at, folder, "wan", 0)
+    found = page._examined(at, one, "wan", 0)
     while found.running:
         time.sleep(0.05)
     assert not found.problem, found.problem
@@ -163,8 +163,8 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     form = new._Page(ui)
     values = {"model.family": "wan", "dataset.resolution": "auto", "dataset.frames": [5, 9], "dataset.fps": "auto",
               "dataset.clip": "chunks"}  # fmt: skip
-    assert form._examined(values, folder) is found
-    counts = [(folder, pictures.count(folder))]
+    assert form._examined(values, folder, "") is found
+    counts = [(folder, pictures.count(folder), 1, "")]
     assert [key for key, _ in form._wrong_clips(values, counts)] == ["dataset.folders"]
     ((_, line),) = form._wrong_clips(values, counts)
     assert "torn.mp4 (cannot be decoded" in line

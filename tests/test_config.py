@@ -81,7 +81,7 @@ path = "pictures"
 steps = "500"
 [optimizer]
 name = "adamw8bits"
-lr = 3.0
+lr = 30.0
 """
 
 
@@ -91,8 +91,8 @@ def test_eight_mistakes_are_eight_lines() -> None:
         "adapter.rnak": "unknown setting, did you mean adapter.rank?",
         "adaptor": "unknown setting, did you mean adapter?",
         "train.steps": "expected a whole number, got '500'",
-        "optimizer.name": "expected adamw8bit | adamw, got 'adamw8bits', did you mean 'adamw8bit'?",
-        "optimizer.lr": "must be less than 1, got 3.0",
+        "optimizer.name": "| lion8bit | prodigy, got 'adamw8bits', did you mean 'adamw8bit'?",
+        "optimizer.lr": "must be above 0 and below 1 (with prodigy at most 10), got 30",
         "preset": "no preset 'charactr', did you mean 'character'?",
         "model.family": "unknown family 'sdx1', did you mean 'sdxl'?",
         "dataset.missing_caption": "'trigger' needs dataset.trigger or a trigger in every folder",
@@ -128,6 +128,12 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[export]\nformats = ['kohya', 'kohya']", "export.formats: names a format twice"),
         ("[memory]\ngradient_checkpointing = 1", "memory.gradient_checkpointing: expected true or false, got 1"),
         ("[adapter]\nrank = 0", "adapter.rank: must be at least 1, got 0"),
+        ("[adapter]\nranks = ['attn = 0']", "adapter.ranks: 'attn = 0' is not 'NAME = RANK'"),
+        ("[adapter]\nranks = ['attn 4']", "adapter.ranks: 'attn 4' is not 'NAME = RANK'"),
+        ("[optimizer]\nname = 'prodigy'\nlr = 1e-4", "optimizer.lr: 0.0001 would train next to nothing"),
+        ("[optimizer]\nname = 'prodigy'\ntext_encoder_lr = 1e-4", "optimizer.text_encoder_lr: 'prodigy' finds one"),
+        ("[optimizer]\nlr = 1.0", "optimizer.lr: must be below 1, got 1; from 1 on it is a factor"),
+        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2: must be at least 0 and below 1, got 1"),
         ("[adapter]\nalpha = 0", "adapter.alpha: must be more than 0, got 0"),
         ("[dataset2]", "dataset2: unknown setting, did you mean dataset?"),
         ("[optimizer]\nlr_scale = 'outo'", "optimizer.lr_scale: expected auto | none | a number, got 'outo', did you"),
@@ -242,7 +248,7 @@ def test_a_whole_number_is_a_number() -> None:
         if float in kinds and int not in kinds:
             limits = [getattr(m, a) for m in field.metadata for a in ("lt", "le") if hasattr(m, a)]
             number = 0 if limits and min(limits) <= 1 and key != "objective.t_max" else 1
-            if key in ("optimizer.lr", "optimizer.text_encoder_lr"):
+            if key in ("optimizer.lr", "optimizer.text_encoder_lr", "optimizer.beta2"):
                 continue  # between 0 and 1 without both: no whole number is accepted
             value: Any = config.loads(LEAST, [f"{key}={number}"])
             for part in key.split("."):
@@ -314,7 +320,7 @@ def test_presets_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "nested.toml").write_text("preset = ['style']", encoding="utf-8")
     for name, words in {
         "torn.toml": "preset torn.toml: not valid TOML",
-        "latin.toml": "decode",
+        "latin.toml": "preset latin.toml: not UTF-8 text (byte 5)",
         "nested.toml": "preset nested.toml: a preset cannot name presets",
         "absent.toml": "no preset 'absent.toml'",
         "": "no preset ''",
@@ -325,6 +331,15 @@ def test_presets_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- --set
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["😀\x7f\u202e\n\t\"'\\", "'" * 3, [{"path": "x", "deep": {"a": [1, "b"]}}], {}, [], True, 1e-5, [[1], ["a"]]],
+)
+def test_a_line_comes_back_as_it_was(value: Any) -> None:
+    line = config.toml_line("train.steps", value)
+    assert config.read_toml(line) == {"train": {"steps": value}} and "\n" not in line
 
 
 def test_set_takes_toml_and_bare_words() -> None:
@@ -402,7 +417,10 @@ def test_files_as_editors_and_mistakes_leave_them(tmp_path: Path) -> None:
     assert "not valid TOML" in refused(b"name = 'a'\n[train\n") and "line 2" in refused(None)
     assert "not valid TOML" in refused(b"seed = 1\nseed = 2")
     assert "not valid TOML" in refused(b"seed = " + b"9" * (DIGITS + 1))
+    assert "not valid TOML" in refused(b"seed = 0x" + b"f" * DIGITS)
     assert "not valid TOML" in refused(b"name = " + b"[" * 5000)
+    assert "not valid TOML: nested more than 20 deep" in refused(b".".join([b"a"] * 2000) + b" = 1")
+    assert problems(LEAST, f"{'a.' * 2000}a=1", f"seed=0x{'f' * DIGITS}")[0].startswith("--set 'a.a.")
     assert "not valid TOML" in refused(b"\0")
     path.unlink()
     assert "no such config file" in refused(None)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from lora_fp8 import cli, config, families
-from lora_fp8.data import buckets, doctor
+from lora_fp8.data import buckets, decoding, doctor
 
 
 def picture(seed: int, size: tuple[int, int] = (640, 640)) -> Image.Image:
@@ -227,10 +227,19 @@ def test_what_is_remembered_is_measured_again_when_the_file_changes(folder: Path
     measured = []
     measure = doctor._measure
     monkeypatch.setattr(doctor, "_measure", lambda image, rgb: measured.append(rgb.size) or measure(image, rgb))
-    memory = tmp_path / "memory/facts.json"
-    first = examined(folder, remember=memory)
-    assert len(measured) == 4
-    assert examined(folder, remember=memory).to_json() == first.to_json() and len(measured) == 4
+    looked_at = []
+    look = decoding.light_of
+    monkeypatch.setattr(decoding, "light_of", lambda image, rgb: looked_at.append(rgb.size) or look(image, rgb))
+    for seed in range(3):
+        put(Image.new("L", (320, 320), 100 * seed), tmp_path / f"masks/good{seed}.png")
+    memory, masked = tmp_path / "memory/facts.json", [{"path": str(folder), "mask": str(tmp_path / "masks")}]
+    first = examined(folder, remember=memory, folders=masked)
+    assert len(measured) == 4 and len(looked_at) == 3 and "black all over" in str(by_kind(first)["mask"])
+    assert examined(folder, remember=memory, folders=masked).to_json() == first.to_json()
+    assert len(measured) == 4 and len(looked_at) == 3
+    put(Image.new("L", (320, 320), 7), tmp_path / "masks/good0.png")
+    assert "black" not in str(by_kind(examined(folder, remember=memory, folders=masked))["mask"])
+    assert len(measured) == 4 and len(looked_at) == 4
     picture(9, (300, 500)).save(folder / "good2.png")
     assert {"file": "good2.png", "width": 300, "height": 500} in examined(folder, remember=memory).pictures
     assert len(measured) == 5
@@ -275,7 +284,7 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
     picture(9).save(folder / "odd.png")
     code, out, _ = ask(monkeypatch, capfd, "dataset", folder, "--trigger", "zibo")
     assert code == 2 and "512x512" not in out and "1024x1024: 5 pictures" in out and "no caption (odd.txt)" in out
-    helped = ("--trigger", "zibo", "--set", "dataset.missing_caption=trigger")
+    helped = ("--trigger", "zibo 😀", "--set", "dataset.missing_caption=trigger")
     assert ask(monkeypatch, capfd, "dataset", folder, *helped)[0] == 0
     code, out, err = ask(
         monkeypatch, capfd, "dataset", folder, "--json", "--resolution", "512", "--remember", tmp_path / "f"

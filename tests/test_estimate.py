@@ -110,7 +110,7 @@ def test_a_step_takes_what_was_reckoned(
     assert found.step_bytes == pytest.approx(peak_of(step), rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["adamw8bit", "adamw"])
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw", "lion8bit", "prodigy"])
 @pytest.mark.parametrize("rounding", ["master", "nearest"])
 def test_the_optimizer_takes_what_was_reckoned(name: str, rounding: str) -> None:
     sizes = ((16, 64), (64, 64), (320, 100))

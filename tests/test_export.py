@@ -474,7 +474,11 @@ def test_a_header_stays_small_whatever_the_captions_are(full_size):
     assert len(export._header(entries, told)) < export.MAX_HEADER
 
 
-def test_nothing_private_is_written(tmp_path):
+def test_nothing_private_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "canary_user"))
+    homes = ("/home/canary_user", "/Users/canary_user/", "C:\\Users\\canary_user", "~canary_user", "~")
+    monkeypatch.chdir(tmp_path)
+    assert {export.basename(home) for home in (*homes, f"{tmp_path}/canary_user", "canary_user/.")} == {"~"}
     for path in write(tmp_path):
         raw = path.read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
@@ -572,10 +576,15 @@ def test_broken_files_are_named(tmp_path):
         ("json", raw[:8] + b"x" + raw[9:], "not JSON"),
         ("list", struct.pack("<Q", 24) + b'{"__metadata__": ["a"]}  ', "metadata are not a JSON object"),
         ("deep", struct.pack("<Q", 200_000) + b"[" * 200_000, "not JSON"),
+        ("large", struct.pack("<Q", 10**8 + 1) + b" " * 8, "at most 100000000 are read"),
+        ("twice", struct.pack("<Q", 40) + b'{"a": {}, "__metadata__": {}, "a": {}}  ', "names 'a' twice"),
+        ("half", struct.pack("<Q", 33) + b'{"__metadata__": {"a": "\\ud800"}}', r"not UTF-8: '\\ud800'"),
         ("pickle", b"\x80\x02}q\x00." * 40, "not a whole safetensors"),
     ]:
         broken = tmp_path / f"{name}.safetensors"
         broken.write_bytes(content)
+        if name == "large":
+            os.truncate(broken, 10**8 + 100)
         with pytest.raises(UserError, match=message):
             export.read(broken)
     none = tmp_path / "null.safetensors"  # the library writes no such thing, and reads it
@@ -583,6 +592,10 @@ def test_broken_files_are_named(tmp_path):
     assert export.read(none) == ({}, {})
     with pytest.raises(UserError, match="No such file"):
         export.read(tmp_path / "none.safetensors")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for path in (tmp_path, tmp_path / "pipe.safetensors"):
+        with pytest.raises(UserError, match="not a file"):
+            export.read(path)
 
 
 def test_a_file_of_another_base_is_refused():

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -713,6 +714,41 @@ def test_text_encoders_as_the_hub_has_them(tmp_path):
     old = make(Family, tmp_path)
     load_encoders(old)
     for mine, theirs in zip(old.encode_prompts(PROMPTS), expected, strict=True):
+        assert torch.equal(mine["prompt_embeds"], theirs["prompt_embeds"])
+
+
+def test_what_encoders_lack_is_never_made_up(tmp_path):
+    """transformers fills missing weights with random numbers: captions would be encoded by chance."""
+    Family = families.get("sd15")
+    Family.tiny(tmp_path)
+    for path in (tmp_path / "text_encoder" / "model.safetensors", tmp_path / "vae/diffusion_pytorch_model.safetensors"):
+        tensors = load_file(path)
+        (gone, *_) = sorted(tensors)
+        save_file({name: tensor for name, tensor in tensors.items() if name != gone}, path, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=f"{path.parent} has not all weights.*1 are missing, {re.escape(gone)}"):
+            load_encoders(make(Family, tmp_path))
+        save_file(tensors, path, metadata={"format": "pt"})
+    for broken, words in (("tokenizer/tokenizer.json", "tokenizer cannot be read"), ("scheduler", "as JSON")):
+        path = tmp_path / broken if broken.endswith("json") else tmp_path / "scheduler/scheduler_config.json"
+        kept = path.read_bytes()
+        path.write_bytes(b"\xff{")
+        with pytest.raises(UserError, match=words):
+            load_encoders(make(Family, tmp_path))
+        path.write_bytes(kept)
+    load_encoders(make(Family, tmp_path))
+
+
+def test_a_head_that_nothing_reads_may_be_missing(tmp_path):
+    Family = families.get("flux2_klein")
+    Family.tiny(tmp_path)
+    whole, headless = make(Family, tmp_path), make(Family, tmp_path)
+    load_encoders(whole)
+    path = tmp_path / "text_encoder" / "model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if k != "lm_head.weight"}, path, metadata={"format": "pt"})
+    config_file = path.with_name("config.json")
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"tie_word_embeddings": False}))
+    load_encoders(headless)
+    for mine, theirs in zip(headless.encode_prompts(PROMPTS), whole.encode_prompts(PROMPTS), strict=True):
         assert torch.equal(mine["prompt_embeds"], theirs["prompt_embeds"])
 
 

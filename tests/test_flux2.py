@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers.loaders import single_file_utils
 from diffusers.pipelines.ideogram4 import pipeline_ideogram4
+from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import make, write_header
 
@@ -96,20 +97,27 @@ def test_ideogram4_is_recognised_at_full_size():
         assert [other for other in families.available() if families.get(other).recognises(header)] == ["ideogram4"]
 
 
-def test_ideogram4_is_not_trained_on_latents_normalised_as_flux2s(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "refused", "title"),
+    [("ideogram4", "of_flux2", "Ideogram 4"), ("flux2", "of_ideogram", "FLUX.2-dev")],
+)
+def test_latents_are_not_normalised_as_a_relatives(name, refused, title, tmp_path):
     """The two VAEs have one class and one config; only the numbers of their batch norms tell."""
-    Family = families.get("ideogram4")
+    Family = families.get(name)
     Family.tiny(tmp_path)
     assert make(Family, tmp_path).warnings == []
     path = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
-    of_ideogram = torch.tensor([0.01984364, 0.10149707, 0.29689495, 0.27188619, -0.21445648, -0.15979549, 0.05021099])
-    of_flux2 = torch.tensor([-0.06762, -0.07152, -0.07534, -0.07449, 0.02228, 0.01800, 0.01420])
-    for mean, refused in ((of_ideogram, False), (of_flux2, True)):
-        tensors["bn.running_mean"][: len(mean)] = mean
+    means = {
+        "of_ideogram": [0.01984364, 0.10149707, 0.29689495, 0.27188619, -0.21445648, -0.15979549, 0.05021099],
+        "of_flux2": [-0.06762, -0.07152, -0.07534, -0.07449, 0.02228, 0.01800, 0.01420],
+    }
+    for whose, mean in means.items():
+        tensors["bn.running_mean"][: len(mean)] = torch.tensor(mean)
         save_file(tensors, path)
-        if refused:
-            with pytest.raises(families.UserError, match=r"is FLUX\.2's VAE.*Ideogram 4's diffusers folder"):
+        if whose == refused:
+            other = "FLUX.2" if whose == "of_flux2" else "Ideogram 4"
+            with pytest.raises(families.UserError, match=f"is {other}'s VAE.*{title}'s diffusers folder"):
                 make(Family, tmp_path)
         else:
             assert make(Family, tmp_path).warnings == []
@@ -128,6 +136,19 @@ def test_ideogram4_is_told_what_it_was_captioned_with(tmp_path):
     assert told.startswith("2 of 3 captions are not JSON")
 
 
+def test_ideogram4_reads_prompts_to_the_limit_that_its_pipeline_refuses_beyond(tmp_path):
+    """The template's end counts; and what pads a shorter prompt of a batch stands in front of it."""
+    Family = families.get("ideogram4")
+    Family.tiny(tmp_path)
+    family = make(Family, tmp_path)
+    load_encoders(family)
+    conds = family.encode_prompts(["a red dog", "red dog " * 99])
+    assert len(conds[1]["prompt_embeds"]) == family.max_sequence_length > len(conds[0]["prompt_embeds"])
+    batch = family.collate(conds)
+    assert torch.equal(batch["prompt_embeds_mask"], batch["prompt_embeds"].any(-1))
+    assert not batch["prompt_embeds_mask"][0, 0] and batch["prompt_embeds_mask"][:, -1].all()
+
+
 def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
     """Quantiles of many draws against the pipeline's own schedule, at 1024 x 768 pixels."""
     objective = families.get("ideogram4").objective({}, config.Objective())
@@ -136,6 +157,11 @@ def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
     steps = pipeline_ideogram4._logit_normal_sigmas(10, mu, std=1.5)[1:]
     quantiles = torch.quantile(drawn, torch.linspace(0.9, 0.1, 9))
     torch.testing.assert_close(quantiles, steps, atol=0.02, rtol=0)
+    part = families.get("ideogram4").objective({}, config.Objective(t_min=0.2, t_max=0.7))
+    cut_off = part.sample_t([torch.Generator().manual_seed(i) for i in range(2000)], 64 * 48)
+    cut_off = cut_off.quantile(torch.tensor([0.0, 0.5, 1.0]))
+    left = drawn[(drawn > 0.2) & (drawn < 0.7)].median()
+    torch.testing.assert_close(cut_off, torch.tensor([0.2, left, 0.7]), atol=0.02, rtol=0)
 
 
 def test_guidance_that_ideogram4_cannot_give_is_refused_before_anything_is_encoded(job, monkeypatch):

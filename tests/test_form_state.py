@@ -189,7 +189,8 @@ def test_wrong_values_are_kept_and_told_each_with_its_setting() -> None:
 
 def test_rules_of_relevance_name_settings_and_values_that_exist() -> None:
     for key, one in form.settings().items():
-        for other, accepted in one.when.items():
+        rules = [(other, accepted) for others, accepted in one.when.items() for other in others.split(" | ")]
+        for other, accepted in rules:
             if other.startswith("family."):
                 there = {families.traits(name)[other.removeprefix("family.")] for name in families.available()}
                 assert set(accepted) < there, f"{key}: of every family, or of none"
@@ -208,6 +209,13 @@ def test_settings_without_effect_are_told() -> None:
     text = form.put(form.put(NAMED, "quantize.storage", "nf4"), "preview.prompts", ["a"])
     assert {"quantize.scale", "quantize.compute"} <= form.idle(form.values(text))
     assert "preview.steps" not in form.idle(form.values(text))
+    of_tags = {"dataset.keep_tokens", "dataset.tag_separator"}
+    for key, value, works in (
+        ("shuffle_tags", True, {*of_tags, "dataset.caption_variants"}),
+        ("tag_dropout", 0.1, {*of_tags, "dataset.caption_variants"}),
+        ("wildcards", True, {"dataset.caption_variants"}),
+    ):
+        assert form.idle(found) - form.idle(form.values(form.put(NAMED, f"dataset.{key}", value))) == works
     masked = form.put(NAMED, "dataset.folders", [{"path": "a"}, {"path": "b", "mask": "alpha"}])
     assert "objective.unmasked_weight" in form.idle(found) - form.idle(form.values(masked))
 

@@ -128,23 +128,45 @@ def test_what_is_around_a_message_is_told_too_and_the_unknown_is_left_alone() ->
     assert words.tell("en", line) == line
 
 
-def test_what_an_import_leaves_to_do_has_its_chinese() -> None:
-    """And why a key of another trainer's file has no counterpart here."""
-    found = {rule.note for tool in importing.TOOLS.values() for rule in tool.rules.values() if rule.kind != "idle"}
+PROSE = re.compile("[a-z]{3,}[,;:]? [a-z]{2,}[,;:]? [a-z]{2,}")
+"""Three English words in a row: what is left of a message that was told in part."""
+
+
+def test_what_an_import_tells_has_its_chinese() -> None:
+    """What is to do and to know, and what became of a key of another trainer's file; remarks are joined by "; "."""
+    found = {rule.note for tool in importing.TOOLS.values() for rule in tool.rules.values() if rule.kind != "idle"} - {
+        ""
+    }
     for path in Path(importing.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call):
-                continue
-            name = ast.unparse(node.func)
-            if re.search(r"\.need$|\.todo\.append$", name):
-                found.add(_filled(node.args[-1]))
-            # What became of a key; of one that is off nothing is shown.
-            at = {"draft.none": 1, "draft.differs": 2, "draft.mapped": 2}.get(name, 9)
-            if len(node.args) > at and not any(one.arg == "off" for one in node.keywords):
-                found |= {text for text in [_filled(node.args[at])] if re.search("[a-z]{3} [a-z]", text)}
-    found -= {"", "7", "7: 7"}
-    assert len(found) > 150
-    assert [line for line in found if not CHINESE.search(words.tell("zh-CN", line))] == []
+            texts: list[ast.AST] = []
+            if isinstance(node, ast.Call) and not any(one.arg == "off" for one in node.keywords):  # of those nothing
+                called = ast.unparse(node.func)
+                if re.search(r"(told|notes|todo)\.append$|Unfit$|\.need$|\.(none|differs|mapped)$", called):
+                    texts = node.args
+                texts = [*texts, *(one.value for one in node.keywords if one.arg in ("note", "why", "warmup_note"))]
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                names = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+                texts = [node.value] if names in ("told", "note", "why", "notes") else []
+            found |= {text for one in texts for text in _texts(one) if re.search("[a-z]{3,}[,;:]? [a-z]", text)}
+    assert len(found) > 300
+    untold = []
+    for line in found:
+        # What stands before a colon may be a setting or a path.
+        told = [words.tell_joined("zh-CN", re.sub(r"^7\b", name, line)) for name in ("dataset.folders.0", "/a/b")]
+        told = [re.sub("`.*?`", "", one) for one in told]
+        if all(PROSE.search(one) or not CHINESE.search(one) for one in told):
+            untold.append(line)
+    assert untold == []
+
+
+def test_joined_remarks_are_told_one_by_one() -> None:
+    one, two = "one resolution here, the largest; theirs were 512, 1024", "one seed for all previews here"
+    told = words.tell_joined("zh-CN", f"preview.seed: {one}; {two}; {one}")
+    parts = [words.tell("zh-CN", one), words.tell("zh-CN", two), words.tell("zh-CN", one)]
+    assert told == "preview.seed：" + "；".join(parts) and not PROSE.search(told)
+    assert words.tell_joined("zh-CN", f"Nobody knows this; {two}") == f"Nobody knows this；{parts[1]}"
+    assert words.tell_joined("en", f"{one}; {two}") == f"{one}; {two}" and words.tell_joined("zh-CN", "") == ""
 
 
 def test_what_the_trainer_warns_of_has_its_chinese() -> None:
@@ -159,9 +181,101 @@ def test_what_the_trainer_warns_of_has_its_chinese() -> None:
     assert [line for line in found if not CHINESE.search(words.tell("zh-CN", line))] == []
 
 
+ENDINGS = (
+    *("resume", "checkpoint", "train", "run", "prepare", "processes", "memory", "measure", "finish", "captioner"),
+    *("data/images", "data/decoding", "data/buckets", "data/cache", "data/loader", "data/clips", "text_encoders"),
+    *("objectives", "optim"),
+    *("adapters", "families/_checks", "families/_encoders", "families/_files", "families/_weights", "families/base"),
+    *("precision/plan", "precision/backends", "precision/choose", "precision/linear", "precision/backend_te"),
+)
+"""Modules whose UserErrors, RunFailures and Stoppeds end a job, and whose problems stand in one."""
+PARTS = {
+    "where": "adapter.init_from = '/a/x'",
+    "folder": "/a",
+    "what": "no caption (b.txt)",
+    "told": "set dataset.frames to the lengths that they are to be trained at, or take them out",
+    "onnx": "",
+    "more": "",
+    "hint": ", did you mean 'flux'?",
+    "_hint(target, adaptable)": "did you mean 'to_q'?",
+    "advice": "; set model.family = 'flux' for FLUX.1",
+    "section.folders[index].mask": "7",
+    "reasons[one]": "nothing reads LoKr of Flux under these names",
+    "instead": "set export.formats = ['diffusers']",
+    "_files(batch, losses_B)": "files: a.png",
+    "ADVICE": "give the same model in bf16 or fp16, or in fp8 as ComfyUI or kohya's programs write it",
+    "room": "",
+    "look.error": "is empty (0 bytes)",
+    "text": "has no control picture b.png (or another extension) in c",
+    "foreign": "vae/config.json says scaling_factor = 1, expected 2",
+    "kind": "mask",
+}
+SAID = {
+    "{kind} folder {root} {what}": "mask folder /a is a file, not a folder",
+    "is {size[0]} x": "/a/b.png is {size[0]} x",
+}
+FOR_PROGRAMMERS = {"dataset.fps = 'auto' needs clip_rate"}
+
+
+def test_what_ends_a_job_has_its_chinese() -> None:
+    """The reason in a job's card: every message of these modules that is raised, or listed as a problem."""
+    engine, untold, count = Path(config.__file__).parent, [], 0
+    for name in ENDINGS:
+        for node in ast.walk(ast.parse((engine / f"{name}.py").read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func).rpartition(".")[2]
+            of = ast.unparse(node.func)
+            if called in ("UserError", "RunFailure", "Stopped") or of.endswith(("problems.append", "skipped.append")):
+                texts = [literal(one) for one in node.args]
+            elif called == "UserErrors" and len(node.args) > 1:
+                texts = [f"{text}: 2 problems" for text in (literal(one) for one in node.args[1:]) if text]
+            elif called in ("ImageError", "ClipError", "Looked"):
+                texts = [f"/a/b.png {text}" for text in (literal(one) for one in node.args) if text]
+            else:
+                continue
+            for text in filter(None, texts):
+                for one, other in SAID.items():
+                    text = text.replace(one, other)
+                line = re.sub(r"\{((?:[^{}]|\{[^{}]*\})+)\}", lambda place: PARTS.get(place[1], "7"), text)
+                if not re.search("[a-z]{3,}[,;:]? [a-z]", line) or line in FOR_PROGRAMMERS:
+                    continue
+                told, count = re.sub("`.*?`|可用：.*", "", words.tell("zh-CN", line)), count + 1
+                if not CHINESE.search(told) or PROSE.search(told):
+                    untold.append(f"{name}: {line}")
+    assert count > 120 and untold == []
+
+
+def test_a_reason_of_several_parts_is_told_whole() -> None:
+    full = "/runs/a/checkpoints/step-000010: the checkpoint could not be written (No space left on device); it needs "
+    full += "3.0 MiB, 0.1 MiB are free; nothing was saved before it"
+    told = words.tell("zh-CN", full)
+    assert told.startswith("/runs/a/checkpoints/step-000010：检查点无法写入（磁盘已满）") and "没有保存任何内容" in told
+    refused = (
+        "runs/a/checkpoints/step-000010 cannot go on with another: 2 problems\n  adapter.rank: was 4, is 8\n  seed: "
+    )
+    told = words.tell("zh-CN", refused + "was 1, is 2").split("\n")
+    assert "无法以不同的设置继续：2 个问题" in told[0] and told[1:] == [
+        "  adapter.rank：原为 4，现为 8",
+        "  seed：原为 1，现为 2",
+    ]
+    assert words.tell("zh-CN", "~/a b/events.jsonl: Permission denied") == "~/a b/events.jsonl：没有权限"
+
+
 def _filled(node: ast.AST) -> str:
     """A text of the source with a 7 for each value in it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     parts = node.values if isinstance(node, ast.JoinedStr) else []
     return "".join(part.value if isinstance(part, ast.Constant) else "7" for part in parts)
+
+
+def _texts(node: ast.AST) -> list[str]:
+    """Every text that an expression of the source may become."""
+    if isinstance(node, ast.IfExp):
+        return _texts(node.body) + _texts(node.orelse)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [text for one in node.elts for text in _texts(one)]
+    if isinstance(node, ast.BinOp):
+        return [one + two for one in _texts(node.left) or ["7"] for two in _texts(node.right) or ["7"]]
+    return [_filled(node)] if isinstance(node, ast.Constant | ast.JoinedStr) else []

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageCms, ImageFile, ImageOps
 
 from lora_fp8 import config
-from lora_fp8.data import images
+from lora_fp8.data import decoding, images
 
 
 def save(image: Image.Image, path, **options):
@@ -64,7 +64,7 @@ def test_all_exif_orientations_show_the_same_upright_pixels(tmp_path, orientatio
     lossless = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}.get(suffix, {})
     path = save(stored, tmp_path / f"a{suffix}", exif=exif, **lossless)
     path.with_suffix(".txt").write_text("x", encoding="utf-8")
-    opened = images.open_image(path)
+    opened = decoding.open_image(path)
     assert opened.mode == "RGB" and opened.size == (24, 16)
     difference = np.abs(np.asarray(opened).astype(int) - np.asarray(upright).astype(int)).max()
     assert difference <= (6 if suffix == ".jpg" else 0)
@@ -87,7 +87,7 @@ def test_sixteen_bit_ramp_is_scaled_and_not_clipped(tmp_path):
     for name, picture in pictures.items():
         path = save(picture, tmp_path / name)
         assert Image.open(path).mode in ("I;16", "I", "F")
-        opened = np.asarray(images.open_image(path))
+        opened = np.asarray(decoding.open_image(path))
         for channel in range(3):
             np.testing.assert_array_equal(opened[..., channel], expected, err_msg=name)
     # Pillow's own conversion is what we must not have.
@@ -108,19 +108,19 @@ def test_big_endian_sixteen_bit_tiff(tmp_path):
     path = tmp_path / "a.tif"
     path.write_bytes(b"MM\0*" + (16).to_bytes(4, "big") + values.tobytes() + directory + bytes(4))
     assert Image.open(path).mode == "I;16B"
-    assert np.asarray(images.open_image(path))[0, :, 0].tolist() == [0, 1, 128, 255]
+    assert np.asarray(decoding.open_image(path))[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
 def test_float_images_whose_range_has_no_meaning_are_refused(tmp_path):
     for values in ([-1.0, 0.5], [0.0, 1.5], [0.0, np.nan], [0.0, 1e6]):
         path = save(Image.fromarray(np.array([values], dtype=np.float32)), tmp_path / "a.tif")
-        with pytest.raises(images.ImageError, match="floating-point"):
-            images.open_image(path)
+        with pytest.raises(decoding.ImageError, match="floating-point"):
+            decoding.open_image(path)
     path = save(Image.fromarray(np.array([[0.0, 200.0]], dtype=np.float32)), tmp_path / "a.tif")
-    assert np.asarray(images.open_image(path))[0, :, 0].tolist() == [0, 200]
+    assert np.asarray(decoding.open_image(path))[0, :, 0].tolist() == [0, 200]
     path = save(Image.fromarray(np.array([[0, 70000]], dtype=np.int32)), tmp_path / "a.tif")
-    with pytest.raises(images.ImageError, match="0..70000"):
-        images.open_image(path)
+    with pytest.raises(decoding.ImageError, match="0..70000"):
+        decoding.open_image(path)
 
 
 def palette(transparency=None) -> Image.Image:
@@ -171,7 +171,7 @@ MODES = [  # picture, file name, save options, RGB of its two pixels on green, t
 def test_every_mode_becomes_the_right_rgb_on_the_background(tmp_path, case):
     picture, name, options, expected, tolerance = MODES[case]
     path = save(picture, tmp_path / name, **options)
-    opened = images.open_image(path, "#00ff00")
+    opened = decoding.open_image(path, "#00ff00")
     assert opened.mode == "RGB"
     got = np.asarray(opened)[0].astype(int)
     assert np.abs(got - np.array(expected)).max() <= tolerance, (Image.open(path).mode, got)
@@ -186,7 +186,7 @@ def test_transparent_sixteen_bit_grey(tmp_path):
     chunk = (2).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
     at = data.index(b"IDAT") - 4
     path.write_bytes(data[:at] + chunk + data[at:])
-    assert np.asarray(images.open_image(path, "#00ff00"))[0].tolist() == [[0, 255, 0], [255, 255, 255]]
+    assert np.asarray(decoding.open_image(path, "#00ff00"))[0].tolist() == [[0, 255, 0], [255, 255, 255]]
 
 
 # ------------------------------------------------------------------------------------------------------------- colours
@@ -288,7 +288,7 @@ def test_wide_gamut_pictures_become_the_srgb_that_they_look_like(tmp_path, name,
     picture = Image.fromarray(np.array([COLOURS], dtype=np.uint8)).resize((16 * len(COLOURS), 16), 0)
     options = {"a.webp": {"lossless": True}, "a.jpg": {"quality": 100, "subsampling": 0}, "a.avif": {"quality": 100}}
     path = save(picture, tmp_path / name, icc_profile=rgb_profile(primaries, gamma), **options.get(name, {}))
-    opened = np.asarray(images.open_image(path))[8, 8::16].astype(float)
+    opened = np.asarray(decoding.open_image(path))[8, 8::16].astype(float)
     tolerance = {"a.jpg": 3, "a.avif": 6}.get(name, 1.01)
     if gamma == 1.0:  # eight bits of linear light are coarse in the dark: lossy formats move them far
         tolerance = max(tolerance, 6) if tolerance > 1.01 else tolerance
@@ -302,7 +302,7 @@ def test_wide_gamut_pictures_become_the_srgb_that_they_look_like(tmp_path, name,
 
 def test_colours_that_srgb_does_not_have_become_the_nearest_it_has(tmp_path):
     path = save(Image.new("RGB", (2, 2), (0, 255, 0)), tmp_path / "a.png", icc_profile=rgb_profile(P3_XY))
-    assert images.open_image(path).getpixel((0, 0)) == (0, 255, 0)
+    assert decoding.open_image(path).getpixel((0, 0)) == (0, 255, 0)
 
 
 @pytest.mark.parametrize("profile", ["pillow", "by hand"])
@@ -310,7 +310,7 @@ def test_a_profile_that_is_srgb_leaves_every_pixel(tmp_path, profile):
     data = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes() if profile == "pillow" else None
     picture = noise(64, 64)
     path = save(picture, tmp_path / "a.png", icc_profile=data or rgb_profile(SRGB_XY))
-    np.testing.assert_array_equal(images.open_image(path), picture)
+    np.testing.assert_array_equal(decoding.open_image(path), picture)
     path.with_suffix(".txt").write_text("x", encoding="utf-8")
     report = images.scan(section(tmp_path))
     assert report.counts["converted"] == 0 and not report.warnings
@@ -318,15 +318,15 @@ def test_a_profile_that_is_srgb_leaves_every_pixel(tmp_path, profile):
 
 def test_colours_are_converted_before_they_lie_on_the_background(tmp_path):
     profile = rgb_profile(ADOBE_XY, 563 / 256)
-    solid = images.open_image(save(Image.new("RGB", (1, 1), (200, 100, 50)), tmp_path / "a.png", icc_profile=profile))
+    solid = decoding.open_image(save(Image.new("RGB", (1, 1), (200, 100, 50)), tmp_path / "a.png", icc_profile=profile))
     picture = Image.frombytes("RGBA", (3, 1), bytes([200, 100, 50, 255, 200, 100, 50, 128, 1, 2, 3, 0]))
-    opened = images.open_image(save(picture, tmp_path / "b.png", icc_profile=profile), "#0080ff")
+    opened = decoding.open_image(save(picture, tmp_path / "b.png", icc_profile=profile), "#0080ff")
     colour, half, ground = np.asarray(opened)[0].astype(int)
     assert tuple(colour) == solid.getpixel((0, 0)) and tuple(ground) == (0, 128, 255)
     assert np.abs(half - (colour * 128 + ground * 127) / 255).max() <= 1
     painted = Image.new("P", (2, 1))
     painted.putpalette([200, 100, 50, 0, 0, 255])
-    opened = images.open_image(save(painted, tmp_path / "c.png", icc_profile=profile))
+    opened = decoding.open_image(save(painted, tmp_path / "c.png", icc_profile=profile))
     assert opened.getpixel((0, 0)) == solid.getpixel((0, 0))
 
 
@@ -340,7 +340,7 @@ def test_grey_profiles(tmp_path, kind):
     elif kind != "L":
         picture = picture.convert(kind)
     path = save(picture, tmp_path / "a.png", icc_profile=profile)
-    opened = np.asarray(images.open_image(path))[0].astype(float)
+    opened = np.asarray(decoding.open_image(path))[0].astype(float)
     shown = np.asarray(picture.convert("L"))[0] if kind == "1" else grey[0]
     expected = encoded((shown / 255) ** 1.5)
     assert np.abs(opened - expected[:, None]).max() <= 1.01, (opened, expected)
@@ -358,10 +358,10 @@ def test_cmyk_profiles(tmp_path, name):
     for inks, lab in [*labs.items(), ((0, 0, 0, 1), (0, 0, 0))]:
         picture = Image.new("CMYK", (16, 16), tuple(255 * ink for ink in inks))
         options = {"quality": 100, "subsampling": 0} if name == "a.jpg" else {}
-        opened = images.open_image(save(picture, tmp_path / name, icc_profile=profile, **options))
+        opened = decoding.open_image(save(picture, tmp_path / name, icc_profile=profile, **options))
         got, expected = np.array(opened.getpixel((8, 8))), lab_to_srgb(*lab)
         assert np.abs(got - expected).max() <= 3, (inks, got, expected)  # lut8 holds a and b in whole steps
-    plain = images.open_image(save(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), tmp_path / "plain.tif"))
+    plain = decoding.open_image(save(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), tmp_path / "plain.tif"))
     assert plain.getpixel((8, 8)) == (0, 255, 255)
 
 
@@ -381,7 +381,7 @@ def test_a_profile_that_cannot_be_used_is_a_warning_and_the_picture_is_read_with
     picture = noise(64, 64).convert(mode)
     path = save(picture, tmp_path / "a.tif", icc_profile=profile)
     path.with_suffix(".txt").write_text("x", encoding="utf-8")
-    np.testing.assert_array_equal(images.open_image(path), picture.convert("RGB"))
+    np.testing.assert_array_equal(decoding.open_image(path), picture.convert("RGB"))
     report = images.scan(section(tmp_path))
     assert not report.problems and report.counts["converted"] == 0
     assert (
@@ -631,7 +631,7 @@ def animated_gif(folder):
         frame.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     frames[0].save(folder / "odd.gif", save_all=True, append_images=frames[1:])
     (folder / "odd.txt").write_text("x", encoding="utf-8")
-    assert images.open_image(folder / "odd.gif").getpixel((0, 0)) == RED
+    assert decoding.open_image(folder / "odd.gif").getpixel((0, 0)) == RED
 
 
 def two_captions(folder):

@@ -4,43 +4,64 @@ Judged by: the keys as tomllib, json and yaml read them here; transformers' sche
 tools' documents, computed in the test; `config.loads`.
 """
 
+import inspect
 import json
 import math
+import re
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
+import diffusers
+import prodigyopt
 import pytest
 import torch
 import transformers
 import yaml
 from PIL import Image
 
-from lora_fp8 import cli, config, families, importing, optim
+from lora_fp8 import adapters, cli, config, families, importing, layouts, optim
 from lora_fp8.config import UserError
 from lora_fp8.importing import base, words
 
 EXAMPLES = Path(__file__).parent / "data" / "import"
+WRITTEN_FILES = EXAMPLES.parent / "import_written"
+"""What further examples become, read by hand line by line, and the keys that are told of."""
 PICTURES = {"10_zibo cat": (5, False), "plain": (7, True), "reg": (2, True)}
 TOOLS = {
     "sd_scripts_flux.toml": "sd-scripts",
     "sd_scripts_train.sh": "sd-scripts",
     "sd_scripts_dataset.toml": "sd-scripts",
+    "sd_scripts_sd15.toml": "sd-scripts",
+    "fluxgym_train.sh": "sd-scripts",  # what fluxgym writes
     "kohya_ss_flux.json": "kohya_ss",
+    "kohya_ss_sdxl.json": "kohya_ss",
+    "kohya_ss_lokr.json": "kohya_ss",
     "lora_scripts_preset.toml": "lora-scripts",
     "lora_scripts_sd.toml": "lora-scripts",
+    "lora_scripts_sdxl.toml": "lora-scripts",
     "musubi_qwen.toml": "musubi-tuner",
     "musubi_dataset.toml": "musubi-tuner",
     "musubi_wan.sh": "musubi-tuner",
+    "musubi_zimage.sh": "musubi-tuner",
     "musubi_wan_dataset.toml": "musubi-tuner",
     "diffusion_pipe_flux.toml": "diffusion-pipe",
     "diffusion_pipe_dataset.toml": "diffusion-pipe",
+    "diffusion_pipe_wan.toml": "diffusion-pipe",
+    "diffusion_pipe_sdxl.toml": "diffusion-pipe",
     "ai_toolkit_flux.yaml": "ai-toolkit",
+    "ai_toolkit_qwen.yaml": "ai-toolkit",
+    "ai_toolkit_sdxl.yaml": "ai-toolkit",
     "onetrainer_sdxl.json": "onetrainer",
     "onetrainer_sd15_old.json": "onetrainer",
+    "onetrainer_chroma.json": "onetrainer",
     "simpletuner_flux.json": "simpletuner",
+    "simpletuner_sdxl.json": "simpletuner",
+    "simpletuner_kontext.json": "simpletuner",
     "simpletuner_backend.json": "simpletuner",
 }
 
@@ -105,6 +126,12 @@ REFERRED = {
     "diffusion_pipe_flux.toml": ["diffusion_pipe_dataset.toml"],
     "onetrainer_sdxl.json": ["onetrainer_concepts.json", "onetrainer_samples.json"],
     "simpletuner_flux.json": ["simpletuner_backend.json"],
+    "fluxgym_train.sh": ["fluxgym_dataset.toml"],
+    "musubi_zimage.sh": ["musubi_dataset.toml"],
+    "diffusion_pipe_wan.toml": ["diffusion_pipe_wan_dataset.toml"],
+    "diffusion_pipe_sdxl.toml": ["diffusion_pipe_dataset.toml"],
+    "simpletuner_sdxl.json": ["simpletuner_backend.json"],
+    "simpletuner_kontext.json": ["simpletuner_kontext_backend.json"],
 }
 
 
@@ -115,7 +142,8 @@ REFERRED = {
 def test_the_tool_is_recognised_from_the_file(bring: Callable[..., importing.Import], name: str, tool: str) -> None:
     made = bring(name)
     assert made.tool.name == tool and made.why and not made.why.startswith("--from")
-    assert set(TOOLS.values()) == set(importing.TOOLS)
+    counts = Counter(TOOLS.values())
+    assert counts.keys() == importing.TOOLS.keys() and min(counts.values()) >= 3
 
 
 def test_a_file_that_could_be_of_two_tools_is_asked_about(tmp_path: Path) -> None:
@@ -259,11 +287,12 @@ WRITTEN: dict[str, dict[str, Any]] = {
         # 50 samples on two GPUs, 4 epochs
         "train": {"steps": 100, "batch_size": 2},
         "optimizer": {
-            "name": "adamw8bit",
-            "lr": 1e-4,
+            "name": "prodigy",
+            "lr": 1.0,
             "lr_scale": "none",
+            "safeguard_warmup": False,
+            "use_bias_correction": False,
             "weight_decay": 0.01,
-            "text_encoder_lr": 1e-4,
         },
         "schedule": {"name": "cosine_with_restarts", "warmup": 0, "cycles": 3},
         "objective": {"min_snr_gamma": 5.0},
@@ -558,11 +587,6 @@ WRITTEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_written(bring: Callable[..., importing.Import], name: str) -> None:
-    assert settings(bring(name)) == WRITTEN[name]
-
-
 DATA = "sd_scripts_dataset.toml: datasets.0"
 REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that have no counterpart although they are on
     "sd_scripts_flux.toml": (
@@ -574,9 +598,9 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "|training.blocks_to_swap|training.noise_offset|saving.sample_sampler|saving.huggingface_token",
     ),
     "sd_scripts_train.sh": (
-        "mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|optimizer_args"
+        "mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|learning_rate"
         "|save_every_n_epochs|seed|output_name",
-        "network_args|optimizer_type|learning_rate|full_fp16|huggingface_token",
+        "network_args|full_fp16|huggingface_token",
     ),
     "kohya_ss_flux.json": (
         "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
@@ -629,10 +653,21 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
 }
 
 
+for path in sorted(WRITTEN_FILES.glob("*.toml")):
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    REPORTED[path.stem] = tuple("|".join(content["reported"][kind]) for kind in ("differs", "lacking"))
+    WRITTEN[path.stem] = {name: value for name, value in content.items() if name != "reported"}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written(bring: Callable[..., importing.Import], name: str) -> None:
+    assert settings(bring(name)) == WRITTEN[name]
+
+
 @pytest.mark.parametrize("name", REPORTED)
 def test_what_is_reported(bring: Callable[..., importing.Import], name: str) -> None:
     made = bring(name)
-    differs, lacking = (set(group.split("|")) for group in REPORTED[name])
+    differs, lacking = (set(filter(None, group.split("|"))) for group in REPORTED[name])
     assert keys(made.differs) == differs
     assert keys([entry for entry in made.no_counterpart if not entry.off]) == lacking
     assert not made.unknown
@@ -652,7 +687,7 @@ def expected_keys(here: Path, name: str) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in TOOLS if not name.endswith(".sh")])
 def test_every_key_is_accounted_for_exactly_once(bring: Callable[..., importing.Import], here: Path, name: str) -> None:
     told = [entry.key for entry in entries(bring(name))]
-    extra = [key for key in told if key.startswith("additional_parameters: ")]
+    extra = [key for key in told if key.startswith(("additional_parameters: ", "ui_custom_params: "))]
     assert sorted(set(told) - set(extra)) == sorted(expected_keys(here, name))
     assert len(told) == len(set(told))
 
@@ -826,7 +861,7 @@ def job_of(made: importing.Import) -> config.Job:
 
 RATES = {
     "sd_scripts_flux.toml": 2e-4,
-    "sd_scripts_train.sh": 1e-4,
+    "sd_scripts_train.sh": 1.0,  # 1e-4 there, as a factor on what Prodigy finds
     "kohya_ss_flux.json": 4e-4,
     "lora_scripts_preset.toml": 1e-4,
     "musubi_wan.sh": 2e-4,
@@ -835,6 +870,10 @@ RATES = {
     "onetrainer_sdxl.json": 3e-4 * math.sqrt(4 * 2),
     "onetrainer_sd15_old.json": 2e-4,
     "simpletuner_flux.json": 1e-4 * math.sqrt(1 * 2 * 2),
+    **{"sd_scripts_sd15.toml": 5e-4, "fluxgym_train.sh": 8e-4, "kohya_ss_sdxl.json": 3e-4, "kohya_ss_lokr.json": 1e-4},
+    **{"lora_scripts_sdxl.toml": 5e-5, "musubi_zimage.sh": 1e-4, "diffusion_pipe_wan.toml": 5e-5},
+    **{"diffusion_pipe_sdxl.toml": 4e-5, "ai_toolkit_qwen.yaml": 1e-4, "ai_toolkit_sdxl.yaml": 2e-4},
+    **{"onetrainer_chroma.json": 3e-4, "simpletuner_sdxl.json": 2e-4, "simpletuner_kontext.json": 1e-4},
 }
 
 
@@ -960,9 +999,135 @@ def test_kohyas_fp8(tmp_path: Path, given: str, expected: dict[str, str], where:
 
 
 def test_an_optimizer_that_finds_its_rate_leaves_a_todo(tmp_path: Path) -> None:
-    made = kohya(tmp_path, "optimizer_type = 'Prodigy'\nlearning_rate = 1.0\nmixed_precision = 'bf16'")
-    assert "lr = 0.0001  # TODO: a rate for AdamW8bit; 1.0 was Prodigy's" in importing.to_toml(made)
+    made = kohya(tmp_path, "optimizer_type = 'DAdaptAdam'\nlearning_rate = 1.0\nmixed_precision = 'bf16'")
+    assert "lr = 0.0001  # TODO: a rate for AdamW8bit; 1.0 was DAdaptAdam's" in importing.to_toml(made)
     assert not importing.problems(made)
+
+
+def test_prodigy_and_lion_of_every_trainer(here: Path, tmp_path: Path) -> None:
+    """Each as its package takes it; what a file leaves out is the package's own."""
+    args = ["decouple=True", "d_coef=2", "safeguard_warmup=True", "weight_decay=0.01"]
+    text = f"optimizer_type = 'Prodigy'\nlearning_rate = 1.0\ntext_encoder_lr = 1.0\noptimizer_args = {args}\n"
+    made = kohya(tmp_path, text)
+    theirs = {"name": "prodigy", "lr_scale": "none"}
+    own = {"d_coef": 2.0, "safeguard_warmup": True, "use_bias_correction": False, "weight_decay": 0.01}
+    assert settings(made)["optimizer"] == theirs | own | {"lr": 1.0}
+    assert {"optimizer_type", "optimizer_args", "learning_rate", "text_encoder_lr"} <= keys(made.mapped)
+    usual = inspect.signature(prodigyopt.Prodigy).parameters
+    plain = {key: usual[key].default for key in ("safeguard_warmup", "use_bias_correction")} | {"weight_decay": 0.0}
+    assert plain["weight_decay"] == usual["weight_decay"].default
+    assert inspect.signature(bitsandbytes.optim.Lion8bit).parameters["weight_decay"].default == 0
+
+    made = kohya(tmp_path, "optimizer_type = 'Prodigy'\nlearning_rate = 1e-4\nunet_lr = 0.8\ntext_encoder_lr = 0.3")
+    assert settings(made)["optimizer"] == theirs | plain | {"lr": 0.8}
+    assert "text_encoder_lr" in keys(made.no_counterpart)
+    made = kohya(tmp_path, "use_lion_optimizer = true\nlearning_rate = 2e-5\nnetwork_train_unet_only = true")
+    lion = {"name": "lion8bit", "lr": 2e-5, "lr_scale": "none", "weight_decay": 0.0}
+    assert settings(made)["optimizer"] == lion and "use_lion_optimizer" in keys(made.differs)
+
+    def changed(name: str, *pairs: tuple[str, str]) -> importing.Import:
+        text = (here / name).read_text(encoding="utf-8")
+        for before, after in pairs:
+            assert before in text, before
+            text = text.replace(before, after)
+        path = here / f"changed_{name}"
+        path.write_text(text, encoding="utf-8")
+        return importing.import_file(path)
+
+    made = changed("ai_toolkit_flux.yaml", ('"adamw8bit"', "Prodigy"))
+    assert settings(made)["optimizer"] == theirs | plain | {"lr": 1.0, "eps": 1e-6}  # it takes 1 itself
+    assert "config.process.0.train.lr" in {*keys(made.mapped)} or "train.lr" in {*keys(made.mapped)}
+    made = changed("diffusion_pipe_flux.toml", ("'AdamW8bitKahan'", "'Prodigy'\nd_coef = 0.5"), ("lr = 2e-5", "lr = 1"))
+    assert settings(made)["optimizer"]["d_coef"] == 0.5 and settings(made)["optimizer"]["lr"] == 1.0
+    made = changed(
+        "onetrainer_sdxl.json",
+        ('"ADAMW_8BIT"', '"PRODIGY", "d_coef": 3.0, "use_bias_correction": true, "decouple": true'),
+    )
+    found = settings(made)["optimizer"]
+    assert (found["name"], found["d_coef"], found["use_bias_correction"]) == ("prodigy", 3.0, True)
+    assert found["safeguard_warmup"] is False and not importing.problems(made)
+
+
+def block_of(name: str, sdxl: bool) -> int:
+    """Which number of block_dims belongs to a layer, by kohya's name of it, as its scripts count them."""
+    if sdxl:
+        part, number = re.match(r"lora_unet_(input_blocks|middle_block|output_blocks)_(\d+)_", name).groups()
+        return {"input_blocks": 1, "middle_block": 10, "output_blocks": 13}[part] + int(number)
+    if found := re.match(r"lora_unet_(down|up)_blocks_(\d+)_attentions_(\d+)_", name):
+        return {"down": 1, "up": 13}[found[1]] + 3 * int(found[2]) + int(found[3])
+    return 12
+
+
+@pytest.mark.parametrize(("family", "count"), [("sd15", 25), ("sdxl", 23)])
+def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
+    """Every layer of a UNet of full size gets the rank that kohya's scripts give the layer of its kohya name."""
+    deep = {
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": 1,
+        "use_linear_projection": True,
+    }
+    with torch.device("meta"):
+        unet = diffusers.UNet2DConditionModel(**(deep if family == "sdxl" else {}))
+    Family = families.get(family)
+    dims = [4 + number for number in range(count)]
+    path = tmp_path / "kohya.toml"
+
+    def bring(*more: str) -> importing.Import:
+        base_ = {
+            "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+            "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+        }
+        lines = [f'pretrained_model_name_or_path = "{base_[family]}"', 'network_module = "networks.lora"']
+        lines += ["network_dim = 8", "network_alpha = 4", "network_train_unet_only = true", *more]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        return importing.import_file(path, "sd-scripts")
+
+    told = ",".join(map(str, dims))
+    halves = ",".join(str(dim / 2) for dim in dims)
+    made = bring(f'network_args = ["block_dims={told}", "block_alphas={halves}"]')
+    assert "network_args" in keys(made.mapped) and not importing.problems(made)
+    section = config.Adapter(**settings(made)["adapter"])
+    names = Family.adapter_names(unet)
+    ranks, _ = adapters.ranks(section, names)
+    name_of, _ = layouts._rule(Family, dict(unet.config), "kohya")
+    assert len(names) > 100 and ranks == {name: dims[block_of(name_of(name)[0], family == "sdxl")] for name in names}
+    assert section.alpha / section.rank == 0.5
+    other = bring(f'network_args = ["block_dims={told}"]')  # alpha is 4 in every block there
+    assert "network_args" in keys(other.differs) and settings(other)["adapter"]["ranks"] == section.ranks
+    left_out = bring(f'network_args = ["block_dims={told.replace("9,", "0,", 1)}"]')
+    assert "network_args" in keys(left_out.no_counterpart) and "ranks" not in settings(left_out)["adapter"]
+
+
+def test_losses_and_captions_that_vary(here: Path, tmp_path: Path) -> None:
+    text = "loss_type = 'smooth_l1'\nhuber_schedule = 'constant'\nhuber_c = 0.2\nhuber_scale = 2.0\n"
+    made = kohya(tmp_path, text + "caption_tag_dropout_rate = 0.1\nkeep_tokens = 2\nenable_wildcard = true")
+    found = settings(made)
+    assert found["objective"]["loss"] == "smooth_l1" and found["objective"]["huber_delta"] == 0.4
+    assert (found["dataset"]["tag_dropout"], found["dataset"]["keep_tokens"], found["dataset"]["wildcards"]) == (
+        0.1,
+        2,
+        True,
+    )
+    moving = kohya(tmp_path, "loss_type = 'huber'")
+    assert (
+        settings(moving)["objective"]
+        == {"loss": "huber", "huber_delta": 0.1} | settings(kohya(tmp_path, ""))["objective"]
+    )
+    assert "moves it with the noise level" in next(entry.note for entry in moving.differs if entry.key == "loss_type")
+    path = tmp_path / "concepts.json"
+    concepts = json.loads((here / "onetrainer_concepts.json").read_text(encoding="utf-8"))
+    drop = {"tag_dropout_enable": True, "tag_dropout_mode": "RANDOM", "tag_dropout_probability": 0.3}
+    concepts[0]["text"] = concepts[0].get("text", {}) | drop
+    path.write_text(json.dumps(concepts), encoding="utf-8")
+    page = json.loads((here / "onetrainer_sdxl.json").read_text(encoding="utf-8"))
+    page |= {"concept_file_name": str(path), "mse_strength": 0.0, "huber_strength": 1.0, "huber_delta": 0.5}
+    (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
+    made = importing.import_file(tmp_path / "page.json")
+    found = settings(made)
+    assert (found["objective"]["loss"], found["objective"]["huber_delta"]) == ("huber", 0.5)
+    assert found["dataset"]["tag_dropout"] == 0.3 and not importing.problems(made)
 
 
 def test_kohyas_defaults_are_written_where_ours_differ(tmp_path: Path) -> None:
@@ -987,6 +1152,55 @@ def test_folders_named_10_name(here: Path, tmp_path: Path) -> None:
     missing = kohya(tmp_path, 'train_data_dir = "elsewhere"\nmax_train_epochs = 3')
     assert "[[dataset.folders]]  # TODO: one [[dataset.folders]] for each subfolder" in importing.to_toml(missing)
     assert any(text.startswith("train.steps: 3 epochs") for text in missing.todo)
+
+
+def as_kohya_shows(repeats: list[int], trained: int) -> list[int]:
+    """How often sd-scripts shows each regularization picture in an epoch: once around by the folders' numbers, then
+    once more each until there are as many as are trained on."""
+    counts, first = [0] * len(repeats), True
+    while sum(counts) < trained:
+        for i, own in enumerate(repeats):
+            if sum(counts) < trained:
+                counts[i] += own if first else 1
+        first = False
+    return counts
+
+
+@pytest.mark.parametrize("num", [3, 40])
+def test_regularization_pictures_in_folders_named_1_class(here: Path, tmp_path: Path, num: int) -> None:
+    shutil.copytree(here / "pictures" / "plain", tmp_path / "set" / "4_zibo cat")  # 7 pictures with captions
+    shutil.copytree(here / "pictures" / "reg", tmp_path / "reg" / "2_dog")  # 2 with captions
+    shutil.copytree(here / "pictures" / "reg", tmp_path / "reg" / "no number")
+    (tmp_path / "reg" / "1_cat").mkdir()
+    for i in range(num):
+        Image.new("RGB", (8, 8)).save(tmp_path / "reg" / "1_cat" / f"{i}.png")
+    given = 'train_data_dir = "set"\nreg_data_dir = "reg"\nprior_loss_weight = 0.5\n'
+    made = kohya(tmp_path, given + "max_train_epochs = 3\ntrain_batch_size = 2")
+    theirs = as_kohya_shows([1] * num + [2, 2], trained=7 * 4)
+    repeats = max(1, round(sum(theirs) / len(theirs)))
+    regular = {"repeats": repeats} if repeats > 1 else {}
+    regular |= {"regularization": True, "weight": 0.5}
+    assert made.settings["dataset"]["folders"] == [
+        {"path": "set/4_zibo cat", "repeats": 4},
+        {"path": "reg/1_cat", **regular},
+        {"path": "reg/2_dog", **regular},
+    ]
+    assert made.settings["train"]["steps"] == 3 * (7 * 4 + sum(theirs)) / 2
+    # What the folder's name says of the class is the caption of pictures without one there.
+    assert [text for text in made.todo if "caption" in text] == [
+        f"dataset.folders: reg/1_cat: {num} pictures need a caption file ('cat' there)"
+    ]
+    assert any("reg/no number: no number in front of its name" in note for note in made.notes)
+    told = [note for note in made.notes if f"there are {num + 2} regularization pictures" in note]
+    assert bool(told) == (num == 40) == (0 in theirs)
+    assert any(entry.key == "reg_data_dir" for entry in made.differs)
+    for path in (tmp_path / "set").glob("*/*.txt"):
+        path.unlink()
+    for i in range(num):
+        (tmp_path / "reg" / "1_cat" / f"{i}.txt").write_text("a cat", encoding="utf-8")
+    made = kohya(tmp_path, given)  # none of the subject's pictures has a caption, all of the others have
+    assert made.settings["dataset"]["missing_caption"] == "trigger"
+    assert made.settings["dataset"]["folders"][0]["trigger"] == "zibo cat" and not made.todo
 
 
 def test_prompt_files_of_every_kind(tmp_path: Path) -> None:
@@ -1018,6 +1232,23 @@ def test_what_the_file_does_not_say_keeps_ours_from_loading(tmp_path: Path) -> N
     named.write_text("pretrained_model_name_or_path = 'x/sd_xl_base_1.0.safetensors'\n", encoding="utf-8")
     found = importing.import_file(named)
     assert settings(found)["model"]["family"] == "sdxl" and any("check it" in text for text in found.todo)
+
+
+def test_strange_files_are_refused_and_soon(tmp_path: Path) -> None:
+    path = tmp_path / "a.sh"
+    for text, told in (
+        ("x" * 3_000_000 + " " * 3_000_000, "expected a .toml"),  # a pattern that takes its square takes hours
+        (f"network_dim = 0x{'f' * 5000}", "not valid TOML"),
+        (f"network_dim = 1\n{'a.' * 2000}a = 1", "nested"),
+        ('{"network_dim": ' + '{"a":' * 2000 + "1" + "}" * 2001, "nested too deeply"),
+    ):
+        path = path.with_suffix(".sh" if text[0] == "x" else ".json" if text[0] == "{" else ".toml")
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match=told):
+            importing.import_file(path, "" if path.suffix == ".sh" else "sd-scripts")
+    path.with_suffix(".toml").write_text(f"network_dim = inf\nnetwork_alpha = {[1] * 999}", encoding="utf-8")
+    todo = importing.import_file(path.with_suffix(".toml"), "sd-scripts").todo
+    assert "adapter.rank: is not a finite number" in todo and all(len(line) < 400 for line in todo)
 
 
 def test_a_base_that_is_not_opened_is_told(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Whole lives of jobs, with kills, are in test_jobs_soak.py. Here processes are re
 statuses, locks, /proc), and short.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -569,6 +570,27 @@ def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> 
         queue.job(str(tmp_path))
 
 
+def test_a_job_whose_run_another_job_goes_on_with_has_ended(queue: Queue, add: Callable[..., int]) -> None:
+    """What goes on there is told once: two cards with a button to stop it would be two trainings."""
+    first = add("a")
+    folder = queue.job(first).folder
+    (folder / "checkpoints" / "step-000002").mkdir(parents=True)
+    (folder / "config.toml").write_text(queue.config(first), encoding="utf-8")
+    over(queue, first, "stopped")
+    assert queue.job(first).resumable
+    config = (folder / "config.toml").read_bytes()
+    (folder / "config.toml").write_bytes(b"\xff" + config)
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        queue.submit_run(folder)
+    (folder / "config.toml").write_bytes(config)
+    second = queue.submit_run(folder)
+    queue.store.update(second, phase="launched", token="t", boot=procs.boot_id(), launched=time.time())
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for views in ({view.id: view for view in queue.view()}, {first: queue.job(first)}):
+            assert views[first].state == "stopped" and not views[first].resumable
+
+
 def test_a_job_that_a_shell_goes_on_with(queue: Queue, add: Callable[..., int]) -> None:
     """Its row has ended; what is true is what its folder says."""
     id = add("x")
@@ -880,7 +902,14 @@ def test_the_queue_from_a_shell(
     assert found.name == "shell" and found.folder == tmp_path / "runs/shell" and found.saved_step == 2
     command = jobs.Worker(home, ["cpu"], say=print).command(queue.store.row(3), "cpu", tmp_path)
     assert command[-2:] == ["resume", str(tmp_path / "runs/shell")]
-    assert ask("jobs", "show", 3)[1].split()[:2] == ["3", "queued"]
+    # What is asked otherwise than the run's own config says reaches the trainer, with paths as they are from here.
+    assert ask("jobs", "cancel", 3)[0] == 0
+    asked = ["--set", "train.steps=9", "--set", "dataset.folders.0.path=here"]
+    assert ask("submit", "runs/shell", *asked, "--no-worker")[0] == 0
+    command = jobs.Worker(home, ["cpu"], say=print).command(queue.store.row(4), "cpu", tmp_path)
+    given = ["--set", "train.steps=9", "--set", f'dataset.folders.0.path="{tmp_path / "here"}"']
+    assert command[-6:] == ["resume", str(tmp_path / "runs/shell"), *given]
+    assert ask("jobs", "show", 4)[1].split()[:2] == ["4", "queued"]
 
 
 def test_a_queued_command_runs_and_its_end_is_known(

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_fp8 import checkpoint, config, estimate, export, families, importing, kinds, layouts, train
+from lora_fp8 import checkpoint, config, estimate, export, families, importing, kinds, layouts, resume, train
 from lora_fp8.config import UserError
-from lora_fp8.tools import average, files, merge, pairs, resize
+from lora_fp8.tools import average, files, merge, pairs
+from lora_fp8.tools import resize as resize_tool
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("dora", "lokr", "loha")
@@ -39,6 +40,40 @@ def test_resumed_is_the_same_to_the_bit(make_job, tmp_path, kind):
     wrong = make_job(tmp_path / "b", *settings, "train.steps=6", f"adapter.type={'loha' if kind != 'loha' else 'dora'}")
     with pytest.raises(UserError, match=f"adapter.type: was {kind}"):
         train.run(wrong, progress=False, resume=True)
+
+
+def test_ranks_by_layer_reach_every_layout(make_job, tmp_path):
+    """Of a model whose q, k and v are one layer in kohya's files; diffusers' loader is the judge."""
+    Family = families.get("flux")
+    ranked = ("adapter.rank=4", "adapter.alpha=8.0", "adapter.ranks=['attn.to_q = 8', 'single_transformer_blocks = 2']")
+    settings = (f"export.formats={list(Family.layouts)}", "export.verify=true", "train.steps=2", "optimizer.lr=1e-2")
+    job = make_job(tmp_path, *ranked, *settings, family="flux")
+    result = train.run(job, progress=False)
+    assert len(result.reports) == len(result.files) == len(Family.layouts) and all(one.ok for one in result.reports)
+    held = checkpoint.latest(result.run.checkpoints)[0].adapter
+    sizes = {kinds.rank_of(parts) for parts in kinds.grouped(held).values()}
+    assert sizes == {2, 4, 8}
+    family = Family(job.model, device="cpu", dtype=torch.bfloat16)
+    assert estimate.estimate(job, family).adapter_bytes == sum(tensor.nbytes for tensor in held.values())
+    kohya = load_file(next(path for path in result.files if "kohya" in path.name))
+    fused = "lora_unet_double_blocks_0_img_attn_qkv"
+    assert kohya[f"{fused}.lora_down.weight"].shape[0] == kohya[f"{fused}.alpha"] / 2 == 8 + 4 + 4
+
+    def begun(*more):
+        given = make_job(tmp_path / "next", *more, f"adapter.init_from='{result.files[0]}'", family="flux")
+        return resume.start_values(given, family)
+
+    for layer, parts in kinds.grouped(begun(*ranked)).items():
+        ours = kinds.delta(kinds.grouped(held)[layer], 2.0)
+        torch.testing.assert_close(kinds.delta(parts, 2.0), ours, rtol=2e-2, atol=1e-3)
+    with pytest.raises(UserError, match="has rank 8 in .*attn.to_q, .* ask for 2; 4 layers"):
+        begun("adapter.rank=4", "adapter.ranks=['single_transformer_blocks = 2']")
+    with pytest.raises(UserError, match="has rank 2, 8, and adapter.rank is 4"):
+        begun("adapter.rank=4")
+    wrong = make_job(tmp_path / "third", "adapter.ranks=['attn.to_w = 8']", family="flux")
+    with pytest.raises(UserError, match="adapter.ranks: 'attn.to_w' matches no layer"):
+        train.run(wrong, progress=False)
+    assert not folder_of(wrong).exists()  # found before anything is made
 
 
 def test_two_processes_train_what_one_trains(make_job, tmp_path):
@@ -141,7 +176,7 @@ def test_inspect_tells_the_kind_and_the_other_tools_refuse_it(runs, tmp_path, ki
     assert sorted(about.norms.values()) == pytest.approx(sorted(norms), rel=1e-4)
     for refused in (
         lambda: pairs.read(file),
-        lambda: resize.resize(file, tmp_path / "x.safetensors", rank=2, energy=0.0, uniform=False, dtype=""),
+        lambda: resize_tool.resize(file, tmp_path / "x.safetensors", rank=2, energy=0.0, uniform=False, dtype=""),
         lambda: merge.merge([(file, 1.0), (file, 1.0)], tmp_path / "x.safetensors", rank=0, energy=0.0, dtype=""),
     ):
         with pytest.raises(UserError, match=r"not a LoRA of pairs|not part of a plain LoRA") as error:

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lora_fp8 import cli, config, export, families, kit
+from lora_fp8.config import UserError
 from lora_fp8.run import Run
 
 FORM = {
@@ -120,11 +121,13 @@ def test_a_run_with_its_pictures(ask: Callable, job: Callable, tmp_path: Path) -
     settings = (prompts, "preview.negative=blurry", "preview.guidance=3.5", "preview.seed=7", "train.steps=2")
     path.write_text(config.dumps(job(*settings)), encoding="utf-8")
     assert ask("train", path)[0] == 0
+    whole = (folder / "events.jsonl").read_text(encoding="utf-8")
+    (folder / "events.jsonl").write_text(f'[]\n3\n{{"event": "preview"}}\n{whole}', encoding="utf-8")  # anybody's lines
     code, said, wrong = ask("kit", folder, "--out", out, "--trigger", "zibo", "--base-model", "owner/base")
     assert code == 0, wrong
     (lora,) = out.glob("*.safetensors")
     images = sorted((out / "images").iterdir())
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = [json.loads(line) for line in whole.splitlines()]
     drawn = [event for event in events if event["event"] == "preview"][-1]["images"]
     sha = hashlib.sha256(lora.read_bytes()[export.read_header(lora).data_begin :]).hexdigest()
     for i, (image, prompt) in enumerate(zip(images, ("a cat, red", "一只狐狸"), strict=True)):
@@ -237,6 +240,9 @@ def test_what_cannot_be_made_is_one_line(ask: Callable, file: Path, tmp_path: Pa
     }.items():
         code, _, said = ask("kit", *arguments)
         assert code == 2 and words in said and said.count("\n") == 1, (words, said)
+    picture = kit.Picture(tmp_path / "plain.safetensors", "no picture")  # what fails half-way leaves nothing
+    with pytest.raises(UserError, match="cannot be written"):
+        kit.make(file, tmp_path / "a", kit.facts_of(file, {}), [picture])
     assert not (tmp_path / "a").exists() and [path.name for path in full.iterdir()] == ["mine.txt"]
 
 

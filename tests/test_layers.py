@@ -4,7 +4,7 @@
 4.5  demo.show            4    train            3.5  prepare  finish  (resume, measure above them)
 3    memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader
 2    families/*             1.5  importing.*
-1    objectives precision adapters kinds optim layouts data.{images,colour,buckets,captions,...}
+1    objectives precision adapters kinds optim layouts data.{images,decoding,colour,buckets,captions,...}
      demo.pictures demo.measure
 0    settings rules wording config locks run jobs, the list of families and their files
      (standard library, pydantic, tomlkit: no torch)
@@ -28,9 +28,11 @@ LAYERS = {
     "precision.matmul precision.kernels precision.stream "
     "precision.linear precision.plan precision.convert precision.choose precision.report precision.names "
     "precision.backends precision.backend_torchao precision.backend_te "
-    "data data.images data.clips data.colour data.buckets data.captions data.pattern data.doctor "
+    "data data.images data.decoding data.clips data.colour data.buckets data.captions data.pattern data.doctor "
     "demo.pictures demo.measure",
-    1.5: "importing importing.base importing.words importing.render importing.kohya importing.musubi "
+    1.5: "importing importing.base importing.words importing.render importing.kohya_table importing.kohya_data "
+    "importing.kohya_training importing.kohya_previews importing.sd_scripts importing.kohya_ss importing.lora_scripts "
+    "importing.musubi "
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
     + "".join(

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from lora_fp8 import checkpoint, cli, config, families, jobs, prepare, validate
 from lora_fp8.config import UserErrors
-from lora_fp8.data import buckets, images
+from lora_fp8.data import buckets, decoding, images
 from lora_fp8.data.cache import Cache
 from lora_fp8.data.loader import Batch
 from lora_fp8.objectives import Diffusion, FlowMatching
 from lora_fp8.train import diffusion_loss
-from webui import words
+from webui import pictures, words
 
 
 @pytest.fixture
@@ -84,7 +84,15 @@ def test_masks_are_found_where_the_folder_says(folder, tmp_path):
     )
     apart = {"a.png": "a.jpg", "deep/b.jpg": "deep/b.png", "c.x.png": "c.x.webp"}
     assert found[str(tmp_path / "masks")] == {k: tmp_path / "masks" / v for k, v in apart.items()} | {"none.png": None}
-    for path in folder.glob("**/*-masklabel.png"):
+    put(folder / "a-condlabel.png", drawn((64, 48), mode="RGB"), caption=False)
+    # Without masks none of them is a picture, but for the one that lies beside none.
+    report, _ = scanned(folder, "", missing_caption="skip")
+    assert {one.relative for one in report.examples} == {"a.png", "c.x.png", "deep/b.jpg", "none.png"}
+    assert report.counts["skipped"] == 1 and pictures.count(folder).pictures == 5
+    line, rest = told(report.warnings).split("; ", 1)
+    assert line.startswith("4 file(s) named as OneTrainer's masks") and "stray" not in rest
+    assert rest.startswith("dataset.folders.0.mask = '*-masklabel' takes the masks: ") and "a-condlabel.png" in rest
+    for path in [*folder.glob("**/*-masklabel.png"), folder / "a-condlabel.png"]:
         path.unlink()
     put(folder / "a.png", clear)
     put(folder / "whole.png", Image.new("RGBA", (64, 48), (9, 9, 9, 255)))  # has an alpha channel and hides nothing
@@ -147,6 +155,8 @@ def test_the_doctor_tells_the_same(folder, tmp_path, capsys):
         put(tmp_path / "masks" / f"{name}.png", drawn((64, 48), (0, 0, 9, 9)), caption=False)
     put(tmp_path / "masks/b.png", drawn((64, 64), (0, 0, 9, 9)), caption=False)
     (tmp_path / "masks/c.png").unlink()
+    put(folder / "a.png", drawn((300, 64), mode="RGB"))  # of which the crop leaves the middle
+    put(tmp_path / "masks/a.png", drawn((150, 32), (0, 0, 9, 32)), caption=False)
     report, section = scanned(folder, tmp_path / "masks")
     answer = CliRunner().invoke(cli.app, ["dataset", str(folder), "--mask", str(tmp_path / "masks"), "--json"])
     found = json.loads(answer.stdout)
@@ -155,6 +165,8 @@ def test_the_doctor_tells_the_same(folder, tmp_path, capsys):
     ]
     assert lines == [("problem", report.problems[0]), ("warning", report.warnings[0])] and not found["ok"]
     assert found["counts"]["masked"] == 2 == report.counts["masked"]
+    outside = [one["files"] for one in found["findings"] if one["kind"] == "mask_outside"]
+    assert [[file["file"] for file in files] for files in outside] == [["a.png"]]
 
 
 # -- cut and mirrored with their picture
@@ -192,6 +204,23 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
     again = Cache(tmp_path / "cache", Family(), section)
     assert (report := again.fill([placed], ["a"])).encoded == 0 and report.reused == 5
     torch.testing.assert_close(again.mask(placed, True), cache.mask(placed, True), atol=0, rtol=0)
+    assert images.outside_masks([placed]) == []
+    # Of a mask that is white to the left of the crop, or to its right, nothing is left; of a black one that is no news.
+    for white, left in (((0, 0, 16, 80), 0), ((144, 0, 160, 80), 0), ((0, 0, 32, 80), 1), (None, 0)):
+        mask = drawn((160, 80), white)
+        if kind == "alpha":
+            image.putalpha(mask)
+            put(folder / "a.png", image)
+        else:
+            mask = mask.transpose(Image.Transpose.ROTATE_90) if kind == "turned" else mask
+            put(tmp_path / "masks/a.png", mask, caption=False, **options)
+        (placed,) = buckets.assign(scanned(folder, where, max_aspect=1.5)[0].require(), section, resolution=48, step=8)
+        greys = decoding.open_mask(placed.example.mask.path, kind == "alpha")
+        assert any(buckets.fit_mask(greys, placed.placement).getextrema()) == left
+        lines = images.outside_masks([placed])
+        assert bool(lines) == (not left and white is not None)
+        if lines:
+            assert told(lines) == f"1 image(s) whose mask is white only where the crop cuts it off: {folder / 'a.png'}"
 
 
 def test_entries_without_masks_keep_the_keys_that_they_had():
@@ -338,7 +367,7 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
     loaded = SimpleNamespace(objective=objective, denoiser=denoiser, text=None)
     data = SimpleNamespace(held_out=SimpleNamespace(micro=lambda step, number: batch))
     job = SimpleNamespace(model=SimpleNamespace(dtype="fp32"), objective=SimpleNamespace(guidance=1.0))
-    objective.loss = lambda *given: type(objective).loss(objective, *given).sum()
+    objective.loss = lambda *given, **named: type(objective).loss(objective, *given, **named).sum()
     assert validate._loss(job, family, data, loaded, 0, t_B) == losses_B.sum().item()
 
 

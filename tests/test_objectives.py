@@ -184,6 +184,23 @@ def test_the_loss_is_one_float32_mean_per_sample(objective):
     )
     assert loss_B.dtype == torch.float32
     torch.testing.assert_close(loss_B, expected)
+    assert not (pred - target).abs().le(0.7).all()  # both sides of the delta
+    pred.requires_grad_(True)
+    mask = torch.rand(2, *pred.shape[2:], generator=torch.Generator().manual_seed(1))
+    judges = {
+        "huber": lambda p, t: torch.nn.functional.huber_loss(p, t, reduction="none", delta=0.7),
+        "smooth_l1": lambda p, t: torch.nn.functional.smooth_l1_loss(p, t, reduction="none", beta=0.7),
+    }
+    for kind, judge in judges.items():
+        section = config.Objective(loss=kind, huber_delta=0.7, min_snr_gamma=1.0, unmasked_weight=0.25)
+        ours = type(objective)(SD if isinstance(objective, Diffusion) else FLUX, section)
+        counts = 0.25 + 0.75 * mask[:, None]
+        wanted = (2 * judge(pred.float(), target.float()) * counts).flatten(1).mean(1) * ours.weight(t_B)
+        torch.testing.assert_close(ours.loss(pred, target, t_B, mask), wanted)
+        near = target + 1e-3 * torch.sign(pred.detach() - target).float()  # below the delta: the square, for huber
+        scale = 1.0 if kind == "huber" else 1 / 0.7
+        small = ours.loss(near, target, t_B) / (objective.loss(near, target, t_B) * ours.weight(t_B))
+        torch.testing.assert_close(small, torch.full_like(small, scale), rtol=1e-3, atol=0)
 
 
 def test_the_noise_offset_is_one_normal_number_for_each_channel_of_a_sample():

@@ -4,6 +4,7 @@ import json
 import time
 
 import bitsandbytes
+import prodigyopt
 import pytest
 import safetensors.torch
 import torch
@@ -12,8 +13,20 @@ from torch import Tensor, nn
 
 from lora_fp8 import adapters, config, optim, precision
 
-BITS = {"adamw": torch.optim.AdamW, "adamw8bit": bitsandbytes.optim.AdamW8bit}
-
+BITS = {
+    "adamw": torch.optim.AdamW,
+    "adamw8bit": bitsandbytes.optim.AdamW8bit,
+    "lion8bit": bitsandbytes.optim.Lion8bit,
+    "prodigy": prodigyopt.Prodigy,
+}
+RATE = {"prodigy": 1.0}  # else 1e-3
+MORE = {
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "adamw8bit": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "lion8bit": {},  # its own betas
+    "prodigy": {"betas": (0.9, 0.99), "safeguard_warmup": True, "use_bias_correction": True},
+}
+OURS = {"prodigy": {"beta2": 0.99}}  # finds its rate in fewer steps than these tests have
 
 SHAPES = {"a": (16, 300), "b": (7, 5), "c": (64, 64), "d": (3, 4, 2, 2)}
 
@@ -28,7 +41,12 @@ def make_params(dtype: torch.dtype) -> list[tuple[str, nn.Parameter]]:
 
 def make_grads(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    return {name: torch.randn(shape, generator=generator) * 0.01 for name, shape in SHAPES.items()}
+    same = torch.Generator().manual_seed(100)  # a direction that stays: Prodigy would find no rate without one
+    found = {
+        name: 3 * torch.randn(shape, generator=same) + torch.randn(shape, generator=generator)
+        for name, shape in SHAPES.items()
+    }
+    return {name: grad * 0.01 for name, grad in found.items()}
 
 
 def section(**settings) -> config.Optimizer:
@@ -36,12 +54,13 @@ def section(**settings) -> config.Optimizer:
 
 
 def build(params, **settings) -> optim.AdapterOptimizer:
+    settings = OURS.get(settings.get("name"), {}) | settings
     return optim.build(params, section(**settings), base_storage="none", seed=9)
 
 
 def raw(name: str, values: list[Tensor]) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     params = [nn.Parameter(value.detach().clone()) for value in values]
-    return params, BITS[name](params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    return params, BITS[name](params, lr=RATE.get(name, 1e-3), weight_decay=0.01, **MORE[name])
 
 
 # -- the optimizers are the real ones ----------------------------------------------------------------------------------
@@ -49,19 +68,25 @@ def raw(name: str, values: list[Tensor]) -> tuple[list[nn.Parameter], torch.opti
 
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_equal_the_library_s_on_float32(name, dtype):
+def test_steps_equal_the_library_s_on_float32(name, dtype, capsys):
     params = make_params(dtype)
     mine = build(params, name=name)
+    assert not capsys.readouterr().out  # Prodigy tells its weight decay there, where JSON may be asked for
     reference, theirs = raw(name, [param.float() for _, param in params])
+    capsys.readouterr()
+    found = []
     for step in range(12):
-        grads, lr = make_grads(step), 1e-3 * (step + 1) / 12
+        grads, lr = make_grads(step), RATE.get(name, 1e-3) * (1 - step / 24)
         for param, grad in zip(reference, grads.values(), strict=True):
             param.grad = grad.clone()
         theirs.param_groups[0]["lr"] = lr
+        found.append(mine.effective(lr) / lr)
+        assert found[-1] == pytest.approx(theirs.param_groups[0].get("d", 1.0), rel=1e-12)
         theirs.step()
         mine.step(grads, lr, step)
         for (_, param), expected in zip(params, reference, strict=True):
             assert torch.equal(param.detach(), expected.detach().to(dtype))
+    assert (found[-1] > 1.5 * found[0]) == (name == "prodigy")
     if dtype == torch.bfloat16:
         tensors, _ = mine.state()
         for (own, _), expected in zip(params, reference, strict=True):
@@ -79,6 +104,24 @@ def test_settings_reach_the_optimizer():
         theirs.step()
         mine.step(make_grads(step), 0.01, step)
     assert all(torch.equal(param, expected) for (_, param), expected in zip(params, reference, strict=True))
+
+
+def test_prodigy_s_own_settings_reach_it_and_it_has_one_rate_for_all():
+    own = {"d_coef": 4.0, "safeguard_warmup": False, "use_bias_correction": False, "weight_decay": 0.3}
+    params = make_params(torch.float32)
+    mine = optim.build(
+        params, config.Optimizer(name="prodigy", **own), base_storage="fp8", seed=9, of_text=[params[0][0]]
+    )
+    assert (mine.base_lr, mine.text_ratio) == (1.0, 1.0)
+    reference = [nn.Parameter(param.detach().clone()) for _, param in params]
+    theirs = prodigyopt.Prodigy(reference[1:] + reference[:1], **own)
+    for step in range(6):
+        for param, grad in zip(reference, make_grads(step).values(), strict=True):
+            param.grad = grad
+        theirs.step()
+        mine.step(make_grads(step), mine.base_lr, step)
+    assert all(torch.equal(param, expected) for (_, param), expected in zip(params, reference, strict=True))
+    assert mine.effective(1.0) == theirs.param_groups[0]["d"] > 2e-6
 
 
 def test_eight_bit_state_is_eight_bit():
@@ -102,7 +145,7 @@ def test_gradients_must_fit():
 
 
 def test_unknown_choices_and_factors():
-    for settings in ({"name": "lion"}, {"rounding": "up"}):
+    for settings in ({"name": "lion", "lr": 1e-3}, {"rounding": "up"}):
         with pytest.raises(config.UserError, match="accepted: "):
             optim.build(make_params(torch.float32), section().model_copy(update=settings), base_storage="none", seed=0)
     cases = {("auto", "fp8"): 1.4, ("auto", "none"): 1.0, ("none", "fp8"): 1.0, (1.2, "fp8"): 1.2, (1.2, "none"): 1.2}
@@ -110,6 +153,12 @@ def test_unknown_choices_and_factors():
         made = optim.build(make_params(torch.float32), section(lr_scale=scale), base_storage=storage, seed=0)
         assert made.lr_factor == factor and made.base_lr == pytest.approx(1e-3 * factor, rel=1e-12)
         assert made.state()[1]["lr_factor"] == factor
+    rates = {"adamw8bit": 1.4e-4, "adamw": 1.4e-4, "lion8bit": 2.8e-5, "prodigy": 1.0}
+    for name, rate in rates.items():
+        made = optim.build(make_params(torch.float32), config.Optimizer(name=name), base_storage="fp8", seed=0)
+        assert made.base_lr == pytest.approx(rate)
+    assert "3 to 10 times less" in " ".join(optim.cautions(config.Optimizer(name="lion8bit", lr=1e-4)))
+    assert not optim.cautions(config.Optimizer(name="lion8bit")) + optim.cautions(config.Optimizer(lr=1e-4))
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -121,7 +170,7 @@ def on_disk(tensors: dict[str, Tensor], meta: dict) -> tuple[dict[str, Tensor], 
 
 def go(opt: optim.AdapterOptimizer, steps: range) -> None:
     for step in steps:
-        opt.step(make_grads(step), 1e-3, step)
+        opt.step(make_grads(step), RATE.get(opt.name, 1e-3), step)
 
 
 @pytest.mark.parametrize("name", BITS)
@@ -380,7 +429,7 @@ class Problem:
         return {"first": first, "last": self.loss().item(), "bytes": held / count, "ms": 1e3 * seconds / steps}
 
 
-@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
 def test_small_updates_reach_bf16_adapters(name, capsys):
     full = Problem("fp32").train(name, "master")
     results = {rounding: Problem("bf16").train(name, rounding) for rounding in ("master", "stochastic", "nearest")}

@@ -356,6 +356,7 @@ def test_a_browser_without_the_password_is_led_to_the_form_and_back(locked: Serv
     assert (answer.status, answer.one("location")) == (303, "/zh-CN/login?next=%2Fzh-CN%2Frun%3Frun%3Da%2520b")
     form = locked.ask("GET", answer.one("location"), **html)
     assert form.status == 200 and '<html lang="zh-CN">' in form.body.decode() and "<script" not in form.body.decode()
+    assert b'<link rel="icon" href="data:image/svg+xml;base64,' in form.body  # a browser asks for no favicon.ico then
     wrong = locked.ask("POST", answer.one("location"), b"username=me&password=wrong", **html)
     assert wrong.status == 401 and "set-cookie" not in wrong.headers and "密码" in wrong.body.decode()
     right = locked.ask(

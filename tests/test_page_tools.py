@@ -76,6 +76,15 @@ def test_a_file_is_inspected_and_resized(ui: Ui) -> None:
     assert "exists already" in again and 'class="wrong"' in again
 
 
+@pytest.mark.parametrize("ok", [True, False])
+def test_what_verify_found_is_told_and_what_it_asks(ui: Ui, monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
+    found = [{"name": "finite", "ok": ok, "detail": "no NaN, no infinity" if ok else "NaN or infinity in ['a']"}]
+    monkeypatch.setattr(tools.engine, "ask", lambda *_, **__: {"file": "a", "ok": ok, "checks": found})
+    answer = tools._answered(chinese := Ui("zh-CN", ui.place), lambda: tools._run(chinese, "verify", **given(ui)))
+    assert ("全部检查通过" in answer) == ok and ("属于其他底模" in answer) != ok
+    assert ("没有 NaN" if ok else "含 NaN 或无穷大") in answer and "infinity" not in answer
+
+
 def test_what_the_engine_refuses_is_told_in_its_line(ui: Ui) -> None:
     wrong = ui.place.given[0] / "b.safetensors"
     wrong.write_bytes(b"no header")

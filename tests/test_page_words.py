@@ -6,6 +6,7 @@ import string
 import tomllib
 from pathlib import Path
 
+import gradio
 import pytest
 
 from webui import words
@@ -75,8 +76,9 @@ def test_every_sentence_is_used() -> None:
     unused = [
         key
         for key in sentences()
-        # What the engine says is looked up by its pattern (words.tell), what a job's state says by its own key.
-        if not key.startswith(("engine.", "job."))
+        # What the engine says is looked up by its pattern (words.tell), what a job's state says by its own key, and
+        # Gradio's words by what they are in English.
+        if not key.startswith(("engine.", "job.", "gradio."))
         and key not in plain
         and not any(pattern.fullmatch(key) for pattern in made)
     ]
@@ -95,4 +97,13 @@ def test_every_key_that_is_said_exists() -> None:
                     if isinstance(argument, ast.Constant) and "." in str(argument.value)
                 }
     assert len(said) > 50
-    assert [where for where in sorted(said) if where[0] not in sentences()] == []
+    known = sentences()
+    assert [where for where in sorted(said) if where[0] not in known] == []
+
+
+def test_words_of_gradio_are_gradios() -> None:
+    """What stands in texts/gradio.toml is put in the place of Gradio's own words, which may change."""
+    folder = Path(gradio.__file__).parent / "templates/frontend/assets"
+    words_ = [texts["en"] for key, texts in sentences().items() if key.startswith("gradio.")]
+    scripts = b"".join(file.read_bytes() for file in folder.glob("*.js"))
+    assert len(words_) > 10 and [word for word in words_ if word.encode() not in scripts] == []

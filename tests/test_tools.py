@@ -1,6 +1,7 @@
 """The tools on LoRA files, judged by dense linear algebra (torch.linalg.svd), by diffusers, and by addition."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -183,11 +184,78 @@ def test_other_adapters_are_refused_by_name(
     assert not (tmp_path / "other-resized.safetensors").exists()
 
 
+NAN, EMPTY, LOHA = torch.tensor(math.nan), torch.ones(6, 0), "x.hada_w1_a x.hada_w1_b x.hada_w2_a x.hada_w2_b".split()
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "told"),
+    [
+        ({"x.alpha": torch.ones(2)}, "alpha that is not one number", False),
+        ({"x.alpha": torch.ones(0)}, "tensors without values", False),
+        ({"x.lora_down.weight": EMPTY, "x.lora_up.weight": EMPTY.T}, "tensors without values", False),
+        ({"x.lora_down.weight": torch.ones(6, 4).long()}, "whole or complex numbers", False),
+        ({"x\n.lora_down.weight": torch.ones(6, 4)}, "names that cannot be printed: 'x\\n", False),
+        ({"lora_unet_a.lora_up.weight": torch.ones(24, 5)}, "one rank", False),
+        ({"lora_unet_a.alpha": NAN}, "NaN or infinity", True),
+        ({"lora_unet_b.lora_up.weight": NAN.expand(40, 6)}, "NaN or infinity", True),
+        (
+            {f"lora_{layer}.alpha": torch.tensor(0) for layer in ("unet_a", "unet_b", "te1_conv", "unet_small")},
+            "0",
+            True,
+        ),
+        ({}, "one rank", False),
+    ],
+)
+def test_broken_files_are_refused_by_each_tool(
+    ask: Callable, file: Path, tmp_path: Path, change: dict[str, torch.Tensor], words: str, told: bool
+) -> None:
+    path, out = tmp_path / "broken.safetensors", tmp_path / "out"
+    tensors = {name: tensor.contiguous() for name, tensor in (load_file(file) | change).items()}
+    if not change:
+        tensors = {name: torch.ones(24 if name.endswith("a") else 5, 4 if name == LOHA[0] else 5) for name in LOHA}
+    save_file(tensors, path, {"ss_base_model_version": "sd_v1"})
+    for arguments in (
+        ("resize", path, "--rank", 2, "--output", out),
+        ("convert", path, "--format", "diffusers", "--output", out),
+        ("merge", path, file, "--output", out),
+        ("merge", path, "--into", "demo", "--output", out),
+        ("ema", path, file, "--output", out),
+        ("kit", path, "--out", out),
+        ("inspect", path),
+    ):
+        code, _, said = ask(*arguments)
+        assert code == (0 if told and arguments[0] == "inspect" else 2), (arguments, said)
+        # Some look at names before shapes: of layers, and of pairs.
+        shapes = ("do not go together", "not names that a LoRA", "not a LoRA") if words == "one rank" else ()
+        assert not code or any(each in said for each in (words, *shapes)), (arguments, said)
+        assert said.count("\n") == bool(code) and not out.exists(), (arguments, said)
+    report = verify.check_file(path, family_name="sd15")
+    assert not report.ok and {"file", "pairs", "finite", "trained"} & {line.split(":")[0] for line in report.failed()}
+
+
+def test_float8_is_read_and_written_as_something_else(ask: Callable, file: Path, tmp_path: Path) -> None:
+    tensors = {name: t if name.endswith("alpha") else t.to(torch.float8_e4m3fn) for name, t in load_file(file).items()}
+    held, out = tmp_path / "held.safetensors", tmp_path / "out.safetensors"
+    save_file(tensors, held, {"ss_base_model_version": "sd_v1"})
+    code, said, _ = ask("inspect", held)
+    assert code == 0 and "float8_e4m3fn" in said
+    code, _, said = ask("resize", held, "--rank", 6, "--output", out)
+    assert code == 2 and "say --dtype bf16" in said and not out.exists()
+    assert ask("resize", held, "--rank", 6, "--dtype", "fp32", "--output", out)[0] == 0
+    assert rel(deltas(out)["lora_unet_a"], deltas(held)["lora_unet_a"]) < 1e-5
+
+
+def test_what_others_wrote_is_told_on_a_line(ask: Callable, file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "odd.safetensors"
+    save_file(load_file(file), path, {"ss_base_model_version": "sd_v1", "modelspec.title": "a\nb\x1b[2J\u202e中"})
+    assert "modelspec.title = a\\nb\\x1b[2J\\u202e中\n" in ask("inspect", path)[1]
+
+
 def test_sizes_and_files_that_mean_nothing(ask: Callable, file: Path, tmp_path: Path) -> None:
     loha = tmp_path / "loha.safetensors"
     save_file({"lora_unet_a.hada_w1_a": torch.ones(2, 2)}, loha)
     zero = tmp_path / "zero.safetensors"
-    save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, zero)
+    save_file({name: tensor * name.endswith("alpha") for name, tensor in load_file(file).items()}, zero)
     for arguments, words in {
         (file,): "--rank 16 or --energy",
         (file, "--rank", -1): "at least 1",

@@ -105,6 +105,9 @@ def test_measuring_changes_nothing_and_resuming_measures_the_same(job, monkeypat
     assert sorted(told(often)) == list(range(5)) and sorted(told(rarely)) == [0, 4]
     assert trained(often) == trained(rarely)
     assert told(often)[4] == told(rarely)[4] != told(rarely)[0] | {"step": 4}
+    other = run(job(*base, "validation.every=4", "name='other'", "objective.loss=huber"), progress=False).run
+    # Trained otherwise, and measured alike: before the first step there is no difference.
+    assert told(other)[0] == told(rarely)[0] and told(other)[4] != told(rarely)[4]
 
     halting = job(*base, "validation.every=1", "name='halting'")
 

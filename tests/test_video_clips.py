@@ -15,7 +15,7 @@ from PIL import Image
 
 from lora_fp8 import config, estimate, families, importing, prepare
 from lora_fp8.config import UserError
-from lora_fp8.data import buckets, cache, clips, doctor, images, loader
+from lora_fp8.data import buckets, cache, clips, decoding, doctor, images, loader
 
 FAMILIES = [name for name in families.available() if "clips" in families.facts(name)]
 PROMPTS = ["a photo of a cat", "two red dogs run over a long blue road"]
@@ -90,7 +90,7 @@ def test_the_frames_that_are_read_are_those_that_were_asked_for(tmp_path, suffix
     assert not report.problems and not report.warnings, (report.problems, report.warnings)
     (example,) = report.examples
     assert (example.width, example.height, len(example.frames)) == (48, 32, 9)
-    shown = images.read_clip(path, example.frames, "#ffffff")
+    shown = decoding.read_clip(path, example.frames, "#ffffff")
     assert (
         numbers_of(shown)
         == list(example.frames)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from lora_fp8.config import UserError
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence
 from webui import chart, curves, shows, watch, words
 from webui.context import Place, Ui
+from webui.draft import Draft
 from webui.pages import compare
 from webui.pages import run as run_page
 from webui.pages import runs as runs_page
@@ -165,6 +167,7 @@ def test_a_chart_puts_points_where_its_axes_say() -> None:
         assert slope * (100 * y / chart.HEIGHT) + shift == pytest.approx(value, abs=0.01)
         assert x / chart.WIDTH == pytest.approx((number - 10) / 100, abs=1e-3)
     assert told["lines"][0]["at"] == [list(point) for point in points] and told["unit"] == "step"
+    assert re.search(r'class="of">step<', figure)
 
 
 def test_a_logarithmic_chart_leaves_out_what_has_no_logarithm() -> None:
@@ -267,14 +270,27 @@ def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
         "106 layers, each with both halves at one rank",
         "relative error 0.00e+00 at worst (allowed 5e-03)",
         "relative error 1.00e-02 on the base that training saw (decoded) (allowed 1.0e-02)",
-        "inf dB at worst on the base that training saw (decoded) (at least 40.0)",
+        "52.1 dB at worst on the base that training saw (decoded) (at least 40.0)",
+        "every pixel the same on the base that training saw (decoded)",
+        "31.0 dB at worst on the base (at least 30.2, as the last bit of the adapter changes that much)",
+        "every pixel the same on the base",
+        "every pixel the same on the base as published",
+        "relative error 1.00e-02 on the base (allowed 1.0e-02)",
+        "conditioning: relative error 1.00e-02 (allowed 1.0e-02)",
+        "the data have 0123456789ab..., the header says 0000; its data begin at 13, no multiple of 8",
+        "2 of 84 layers were not loaded, as ['a']; layers that the file does not have: ['b']",
+        "3 trained layers are not in the file, as ['a']",
         "cosine to the wanted change 0.912 in the median layer, 0.640 in mid_block.x.to_q",
         "cosine to the wanted change 0.512 in the median layer, 0.340 in x; most of what merging changes is rounding: "
         "load the file beside the base instead",
     ]
     for line in known:
-        told = words.tell("zh-CN", line)
-        assert told != line and re.findall(r"[\d.]+e[+-]\d+", told) == re.findall(r"[\d.]+e[+-]\d+", line)
+        told = words.tell_joined("zh-CN", line)
+        assert (
+            told != line
+            and "; " not in told
+            and re.findall(r"[\d.]+e[+-]\d+", told) == re.findall(r"[\d.]+e[+-]\d+", line)
+        )
         assert re.findall(r"0\.\d{3}", told) == re.findall(r"0\.\d{3}", line) and ("舍入" in told) == (
             "rounding" in line
         )
@@ -313,6 +329,56 @@ def test_buttons_do_what_they_say(ui: Ui, tmp_path: Path) -> None:
         watch.act(ui, "stop", str(ids[0]))
     with pytest.raises(config.UserError, match="no such button"):
         watch.act(ui, "rm", str(ids[1]))
+
+
+def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> None:
+    """The file of a run that is done, the reason of one that failed, once; failures stand before a long queue."""
+    folder = make_run(tmp_path / "work" / "runs" / "a", [])
+    (folder / "export").mkdir()
+    for name in ("a_kohya", "a_comfy"):
+        (folder / "export" / f"{name}.safetensors").touch()
+    about = {"id": 7, "name": "a", "kind": "train", "folder": folder, "ended": time.time()}
+    done = JobView(**about, state="done", sentence=Sentence("done", {"files": "x"}))
+    card = runs_page.one_card(ui, done)
+    assert [html.unescape(one) for one in re.findall(r'href="(/download[^"]*)" download', card)] == [
+        ui.download(folder / "export" / f"a_{layout}.safetensors") for layout in ("comfy", "kohya")
+    ]
+    failed = JobView(**about, state="failed", sentence=Sentence("input", {"message": "2 problems\n  one\n  two"}))
+    assert "/download" not in runs_page.one_card(ui, failed)
+    assert shows.last_lines(failed, ["2 problems", "  one", "  two"]) == ""
+    assert "Traceback" in shows.last_lines(failed, ["  one", "Traceback"])
+    assert words.say("en", "runs.mend") in shows.said(ui, replace(failed, resumable=True, saved_step=20))
+    kept = JobView(**about, state="failed", sentence=Sentence("killed"), resumable=True, saved_step=20)
+    assert "step 20" in shows.said(ui, kept) and 'data-do="resume"' in shows.buttons(ui, kept)
+    assert f'href="{html.escape(ui.link("run", run="7"))}"' in runs_page.failures(ui, [done, failed])
+    assert runs_page.failures(ui, [done]) == ""
+    # A command is called by what it does, in the page's language; its answer and its file are here, too.
+    chinese, log = Ui("zh-CN", ui.place), tmp_path / "log.txt"
+    log.write_text('{"event": "caption", "done": 3, "total": 9}\n', encoding="utf-8")
+    told = {"id": 8, "kind": "command", "log": log, "ended": 1.0}
+    work = JobView(**told, name="caption pics", command=("caption", "/p/pics"), state="running", sentence=done.sentence)
+    card = runs_page.one_card(chinese, replace(work, sentence=Sentence("stage", {"stage": "running"})))
+    assert "自动标注 pics</a>" in card and "3 / 9" in card and "width:33.3%" in card and ">停止</button>" in card
+    made = tmp_path / "work" / "small.safetensors"
+    made.touch()
+    command = ("resize", "--output", str(made), "--", "a")
+    card = runs_page.one_card(ui, replace(work, name="resize small.safetensors", command=command, state="done"))
+    assert html.escape(ui.download(made)) in card
+    card = runs_page.one_card(ui, replace(work, name="verify a", command=("verify", "a"), state="done"))
+    assert "&quot;done&quot;: 3" in card
+
+
+def test_settings_of_a_job_become_the_draft_of_a_new_one(ui: Ui, tmp_path: Path) -> None:
+    text = 'name = "j"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
+    id = Queue(ui.place.home).submit(text.format(tmp_path / "work" / "runs"), overrides=["adapter.rank=7"])
+    told = runs_page.pressed(ui, "edit", str(id))
+    assert f'data-go="{ui.link("new")}"' in told["value"]
+    draft = config.loads(Draft(ui.place.home).text())
+    assert draft.adapter.rank == 7 and draft.name == "j-2", "a name of its own, or it could not be started"
+    make_run(tmp_path / "work" / "runs" / "shell", [])
+    runs_page.pressed(ui, "edit", str(tmp_path / "work" / "runs" / "shell"))
+    assert config.loads(Draft(ui.place.home).text()).name == "shell-2"
+    assert config.loads(Draft(ui.place.home).bring_back()).name == "j-2", "what was set up before is not lost"
 
 
 TRAINER = """
@@ -378,3 +444,64 @@ def test_what_differs_between_two_runs_is_told(ui: Ui, tmp_path: Path) -> None:
         chosen.append((view, watch.log_of(ui, view)))
     rows = re.findall(r"<tr><td>.*?</tr>", compare.settings_of(ui, chosen))
     assert [re.findall(r"<code>(.*?)</code>", row) for row in rows] == [["train.steps", "100", "200"]]
+
+
+def palette(dark: bool) -> list[np.ndarray]:
+    """The colours of curves, as linear sRGB."""
+    css = (Path(chart.__file__).parent / "runs.css").read_text(encoding="utf-8")
+    found = re.findall(r"--c(\d): #(\w{6})", css)
+    assert [int(number) for number, _ in found] == [*range(8), *range(8)]  # light, then dark
+    return [linear(code) for _, code in (found[8:] if dark else found[:8])]
+
+
+def linear(code: str) -> np.ndarray:
+    parts = np.array([int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+SIGHT = {
+    "usual": np.eye(3),
+    # Machado, Oliveira and Fernandes (2009), severity 1.
+    "protan": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deutan": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
+    ),
+    "tritan": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]]
+    ),
+}
+
+
+def oklab(colour: np.ndarray) -> np.ndarray:
+    """Ottosson's OKLab of linear sRGB, in which 0.02 is about the least that is seen."""
+    to_lms = [
+        [0.41222147, 0.53633254, 0.05144599],
+        [0.2119035, 0.68069955, 0.10739696],
+        [0.08830246, 0.28171884, 0.6299787],
+    ]
+    to_lab = [
+        [0.21045426, 0.79361778, -0.00407205],
+        [1.9779985, -2.42859221, 0.45059371],
+        [0.02590404, 0.78277177, -0.80867577],
+    ]
+    return np.array(to_lab) @ np.cbrt(np.array(to_lms) @ np.clip(colour, 0, 1))
+
+
+@pytest.mark.parametrize(("dark", "background"), [(False, "ffffff"), (True, "0a0f1e")])
+def test_curves_stand_out_and_are_told_apart_by_the_colour_blind(dark: bool, background: str) -> None:
+    colours, weights = palette(dark), np.array([0.2126, 0.7152, 0.0722])
+    for number, colour in enumerate(colours):
+        low, high = sorted([float(weights @ colour), float(weights @ linear(background))])
+        assert (high + 0.05) / (low + 0.05) >= 3, number  # WCAG 2.2, 1.4.11
+    for name, sight in SIGHT.items():
+        for one in range(8):
+            for two in range(one):
+                # Those of one kind of line, whole or dashed, differ in nothing else.
+                least = 0.15 if one // 4 == two // 4 else 0.08
+                assert np.linalg.norm(oklab(sight @ colours[one]) - oklab(sight @ colours[two])) > least, (
+                    name,
+                    one,
+                    two,
+                )

@@ -37,6 +37,8 @@ BASE = (
 SHUFFLED = ("dataset.shuffle_tags=true", "dataset.keep_tokens=0")
 
 LOKR = ("adapter.type=lokr", "adapter.rank=1", "export.formats=['kohya']")
+PRODIGY = ("optimizer.name=prodigy", "optimizer.lr=auto")
+FOUND = (*PRODIGY, "optimizer.d_coef=8.0")  # so that it finds something in four steps
 IN_FP8 = ("quantize.compute=fp8", "quantize.fp8_min_features=0")
 
 
@@ -81,6 +83,7 @@ FLIPS = {
     "adapter.factor": Flip("2", ("shapes", "losses"), under=LOKR),
     "adapter.decompose_both": Flip("true", ("shapes", "losses"), under=LOKR),
     "adapter.rank": Flip("8", ("shapes", "losses")),
+    "adapter.ranks": Flip("['attn2 = 8', 'mid_block = 2']", ("shapes", "losses")),
     "adapter.alpha": Flip("16.0", TRAINING, ("shapes",)),
     "adapter.dropout": Flip("0.5", TRAINING, ("shapes", "rates")),
     "adapter.targets": Flip("['to_q']", ("shapes", "losses")),
@@ -104,6 +107,8 @@ FLIPS = {
     "dataset.trigger": Flip("zobi", ("losses", "encoded", "metadata"), ("buckets",)),
     "dataset.caption_dropout": Flip("1.0", ("losses",), ("buckets", "samples")),
     "dataset.shuffle_tags": Flip("true", ("losses", "encoded"), ("buckets",)),
+    "dataset.tag_dropout": Flip("0.6", ("losses", "encoded"), ("buckets", "samples")),
+    "dataset.wildcards": Flip("true", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.keep_tokens": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
     "dataset.tag_separator": Flip("-", ("losses",), ("buckets",), under=SHUFFLED),
     "dataset.caption_variants": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
@@ -118,6 +123,9 @@ FLIPS = {
     "optimizer.text_encoder_lr": Flip(
         "1e-4", ("losses", "tensors"), ("norms_1", "rates", "shapes"), ("adapter.text_encoder=true",)
     ),
+    "optimizer.d_coef": Flip("8.0", ("tensors", "rates"), ("norms_1",), PRODIGY),
+    "optimizer.safeguard_warmup": Flip("false", ("tensors", "rates"), ("norms_1",), FOUND),
+    "optimizer.use_bias_correction": Flip("false", ("tensors",), ("norms_1",), FOUND),
     "optimizer.weight_decay": Flip("0.9", ("tensors",), ("norms_1", "rates")),
     "optimizer.beta1": Flip("0.5", ("tensors",), ("norms_1", "rates")),
     "optimizer.beta2": Flip("0.9", ("tensors",), ("norms_1", "rates")),
@@ -127,6 +135,8 @@ FLIPS = {
     "schedule.warmup": Flip("2", ("tensors", "rates")),
     "schedule.cycles": Flip("2", ("tensors", "rates"), under=("schedule.name=cosine_with_restarts",)),
     "schedule.min_lr": Flip("0.5", ("tensors", "rates"), under=("schedule.name=cosine",)),
+    "objective.loss": Flip("huber", TRAINING, ("rates", "samples")),
+    "objective.huber_delta": Flip("0.5", TRAINING, ("rates", "samples"), ("objective.loss=smooth_l1",)),
     "objective.min_snr_gamma": Flip("1.0", TRAINING, ("rates", "samples")),
     "objective.noise_offset": Flip("0.5", TRAINING, ("rates", "samples")),
     "objective.unmasked_weight": Flip(
@@ -224,7 +234,7 @@ def gallery(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     image = Image.new("RGBA", (48, 48), (200, 30, 30, 255))
     image.paste((0, 0, 0, 0), (0, 0, 24, 48))
     image.save(folder / "transparent.png")
-    (folder / "transparent.txt").write_text("a cup, red, on nothing", encoding="utf-8")
+    (folder / "transparent.txt").write_text("a cup, {red|blue}, on nothing", encoding="utf-8")
     return folder
 
 
@@ -661,6 +671,9 @@ def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch:
         ("sd15", ("quantize.keep=['to_q']", "quantize.storage=none")),
         ("sd15", ("optimizer.rounding=stochastic", "adapter.dtype=fp32")),
         ("sd15", ("schedule.min_lr=0.5",)),
+        ("sd15", ("optimizer.eps=1e-6", "optimizer.name=lion8bit")),
+        ("sd15", ("optimizer.d_coef=2.0",)),
+        ("sd15", ("objective.huber_delta=1.0",)),
         ("sd15", ("schedule.cycles=2",)),
         ("sd15", ("train.gradient_exchange=fp8",)),
         ("sd15", ("model.revision=v2",)),

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import posixpath
 import re
 import subprocess
 import sys
@@ -16,21 +17,24 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_fp8 import families, jobs
 from lora_fp8.config import UserError
-from lora_fp8.data import captions, clips
+from lora_fp8.data import captions, clips, images
 
+from . import pictures
 from .context import Place
 
 FRESH_SECONDS = 10.0
 """Listing 5,000 pictures takes half a second; the caption in the editor is read anew whenever it matters."""
 KEPT = 8
 """Folders that are held in memory, those used last."""
+FOLDERS = ("mask", "masks", "masklabel", "masklabels")
+"""Names of folders that hold masks."""
 KEPT_EXAMINATIONS = 64
 """Reports; a training of more folders of clips would have them made again and again."""
 _one_at_a_time = threading.Semaphore(1)
@@ -39,9 +43,20 @@ _lock = threading.Lock()
 
 @dataclass
 class Album:
-    """Pictures and videos of a folder by relative name, each with its caption file, its text, and why there is none."""
+    """Pictures and videos of a folder by relative name, each with its caption file, its text, and why there is none.
+
+    Attributes:
+        given: where masks are, as in dataset.folders, if somebody has said so.
+        mask: the same, or what masks beside the pictures are called by the looks of them, which are no pictures then.
+        masks: how many of those there are.
+        inside: a folder in it that looks like one of masks.
+    """
 
     folder: Path
+    given: str = ""
+    mask: str = ""
+    masks: int = 0
+    inside: str = ""
     files: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -72,6 +87,13 @@ class Album:
         """Read what has changed on disk. Raises UserError."""
         listed = captions.listed(self.folder)
         root = Path(os.path.expanduser(self.folder))
+        self.masks = sum(os.path.exists(root / f"{os.path.splitext(name)[0]}-masklabel.png") for name in listed)
+        self.mask = self.given or (pictures.LABEL if self.masks else "")
+        self.mask = self.mask or pictures.likely_masks(listed, lambda name: listed[name].exists())[0]
+        if self.mask != pictures.LABEL:  # those are not listed anyway
+            masks = {name for name in listed if images.masked_stem(self.mask, posixpath.basename(name))}
+            listed, self.masks = {name: path for name, path in listed.items() if name not in masks}, len(masks)
+        self.inside = "" if self.given else _likely_folder(listed)
         files = {name: path.relative_to(root).as_posix() for name, path in listed.items()}
         texts, wrong = {}, {}
         for name, path in listed.items():
@@ -99,14 +121,31 @@ def is_video(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in clips.VIDEOS
 
 
-_albums: dict[Path, Album] = {}
+def _likely_folder(listed: Mapping[str, Path]) -> str:
+    """A folder called masks or the like whose pictures are named as those above it; "" where there is none."""
+    stems = {os.path.splitext(name)[0] for name in listed}
+    for name, caption in listed.items():
+        parts = name.split("/")
+        for at, part in enumerate(parts[:-1]):
+            above = posixpath.join(*parts[:at], *parts[at + 1 :])
+            if part.lower() in FOLDERS and os.path.splitext(above)[0] in stems and not caption.exists():
+                return "/".join(parts[: at + 1])
+    return ""
 
 
-def album(folder: Path, fresh: bool = False) -> Album:
-    """The pictures of a folder, at most `FRESH_SECONDS` old; `fresh` reads now. Raises UserError."""
+_albums: dict[tuple[Path, str], Album] = {}
+
+
+def album(folder: Path, fresh: bool = False, mask: str = "") -> Album:
+    """The pictures of a folder, at most `FRESH_SECONDS` old; `fresh` reads now; `mask` is Album's `given`.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    key = (folder, mask)
     with _lock:
-        found = _albums.pop(folder, None) or Album(folder)
-        _albums[folder] = found
+        found = _albums.pop(key, None) or Album(folder, mask)
+        _albums[key] = found
         while len(_albums) > KEPT:
             _albums.pop(next(iter(_albums)))
         if fresh or time.monotonic() - found.read_at > FRESH_SECONDS:
@@ -114,11 +153,11 @@ def album(folder: Path, fresh: bool = False) -> Album:
         return found
 
 
-def seen_last(folder: Path) -> Album:
+def seen_last(folder: Path, mask: str = "") -> Album:
     """The pictures of a folder as somebody saw them last, for ticks: reads nothing that was read before."""
     with _lock:
-        found = _albums.get(folder)
-    return album(folder) if found is None else found
+        found = _albums.get((folder, mask))
+    return album(folder, mask=mask) if found is None else found
 
 
 # --------------------------------------------------------------------------------------------------------- the doctor
@@ -127,14 +166,16 @@ def seen_last(folder: Path) -> Album:
 class Examination:
     """`lora-fp8 dataset FOLDER` at work, or done: `report` is its JSON, `problem` why there is none."""
 
-    def __init__(self, place: Place, folder: Path, family: str, resolution: int, settings: Sequence[str] = ()):
+    def __init__(
+        self, place: Place, folder: Path, family: str, resolution: int, settings: Sequence[str] = (), mask: str = ""
+    ):
         self.report: dict[str, Any] | None = None
         self.problem = ""
         self.done = self.total = 0
         self.begun = time.monotonic()
         key = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]
-        self._command += ["--family", family, "--resolution", str(resolution)]
+        self._command += ["--family", family, "--resolution", str(resolution), f"--mask={mask}"]
         self._command += ["--remember", str(place.home / "examined" / f"{key}.json")]
         self._command += [part for setting in settings for part in ("--set", setting)]
         threading.Thread(target=self._run, daemon=True).start()
@@ -188,17 +229,23 @@ _examinations: dict[tuple[Any, ...], Examination] = {}
 
 
 def examination(
-    place: Place, folder: Path, family: str, resolution: int, settings: tuple[str, ...] = (), again: bool = False
+    place: Place,
+    folder: Path,
+    family: str,
+    resolution: int,
+    settings: tuple[str, ...] = (),
+    again: bool = False,
+    mask: str = "",
 ) -> Examination:
     """The examination of a folder for a family at a resolution; begun where there is none, or it is wanted again.
 
-    `settings` as of `cutting`.
+    `settings` as of `cutting`; `mask` as in dataset.folders.
     """
-    key = (folder, family, resolution, settings)
+    key = (folder, family, resolution, settings, mask)
     with _lock:
         found = _examinations.pop(key, None)
         if found is None or (again and not found.running):
-            found = Examination(place, folder, family, resolution, settings)
+            found = Examination(place, folder, family, resolution, settings, mask)
         _examinations[key] = found
         while len(_examinations) > KEPT_EXAMINATIONS:
             _examinations.pop(next(iter(_examinations)))
@@ -209,9 +256,11 @@ def examination(
 
 
 def submit_captioning(
-    place: Place, folder: Path, *, model: str, kind: str, prompt: str, overwrite: bool, trigger: str
+    place: Place, folder: Path, *, model: str, kind: str, prompt: str, overwrite: bool, trigger: str, mask: str = ""
 ) -> int:
     """Queue `lora-fp8 caption` for a folder, and see that somebody works on the queue. -> the job's number
+
+    `mask` is an album's.
 
     Raises:
         UserError: the model is neither a folder that the page may use nor the id of one on the hub.
@@ -224,6 +273,7 @@ def submit_captioning(
     arguments = [str(folder), "--json", f"--model={model}", f"--kind={'tags' if kind == 'tags' else 'text'}"]
     arguments += [f"--prompt={prompt.strip()}"] if prompt.strip() else []
     arguments += [f"--trigger={trigger.strip()}"] if trigger.strip() else []
+    arguments += [f"--mask={mask}"] if "*" in mask else []
     arguments += ["--overwrite"] if overwrite else []
     number = jobs.Queue(place.home).submit_command("caption", arguments, folder=folder, name=f"caption {folder.name}")
     jobs.ensure_worker(place.home)

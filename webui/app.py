@@ -184,9 +184,15 @@ class _Begin:
 
 def _head(language: str) -> str:
     script = (STATIC / "head.js").read_text(encoding="utf-8")
-    lost = words.say(language, "site.lost", time="{time}")
+    theirs = [texts for key, texts in words.catalogue().items() if key.startswith("gradio.")]
+    given = {
+        "LANGUAGE": language,
+        "LOST": words.say(language, "site.lost", time="{time}"),
+        "GRADIO": {} if language == "en" else {texts["en"]: texts[language] for texts in theirs},
+    }
+    told = ", ".join(f"{name} = {json.dumps(value)}" for name, value in given.items())
     return (
         '<link rel="icon" href="/icon.svg" type="image/svg+xml">'
-        f"<script>(() => {{ const LANGUAGE = {json.dumps(language)}, LOST = {json.dumps(lost)};\n"
+        f"<script>(() => {{ const {told};\n"
         f"{script}}})();</script>"
     )

@@ -68,6 +68,7 @@ def chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = False, x
         places *= 2 if len(places) == 1 else 1  # a line to itself has round ends: a dot
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         drawn += f'<path class="line c{one.colour % 8}{" faint" if one.faint else ""}" d="{path}"/>'
+    of = f'<div class="of">{shown(x_label)}</div>' if x_label else ""
     told = {
         "x": [x_low, x_high],
         "lines": [
@@ -81,7 +82,7 @@ def chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = False, x
         f'<div class="area"><div class="y">{words}</div>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{shown(title)}">{drawn}</svg></div>'
-        f'<div class="x">{below}</div></figure>'
+        f'<div class="x">{below}</div>{of}</figure>'
     )
 
 

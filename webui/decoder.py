@@ -161,21 +161,21 @@ def check(path: str) -> bytes:
 
 
 def _opened(path: str) -> Any:
-    from lora_fp8.data import clips, images
+    from lora_fp8.data import clips, decoding
 
     if os.path.splitext(path)[1].lower() in clips.VIDEOS:
         return clips.poster(Path(path), MOST_PIXELS)
     with _header(path):
-        return images.open_image(path)
+        return decoding.open_image(path)
 
 
 def _header(path: str) -> Any:
     """The picture with only its header read, if it is not too large."""
     from PIL import Image
 
-    from lora_fp8.data import images
+    from lora_fp8.data import decoding
 
-    image = Image.open(path, formats=images.FORMATS)
+    image = Image.open(path, formats=decoding.FORMATS)
     if image.width * image.height > MOST_PIXELS:
         image.close()
         raise ValueError(f"{image.width}x{image.height} pixels; shown are up to {MOST_PIXELS // 2**20} million")

@@ -406,10 +406,13 @@ def idle(found: dict[str, Any]) -> set[str]:
 
 
 def _holds(rule: tuple[str, tuple[Any, ...]], found: dict[str, Any]) -> bool:
-    key, accepted = rule
-    if key not in found:
-        return True  # of a family that there is not, nothing is known
-    value = found[key]
-    if isinstance(value, str | bool | int | float | None):
-        return value in accepted if accepted else bool(value)
-    return bool(value)
+    def does(key: str) -> bool:
+        if key not in found:
+            return True  # of a family that there is not, nothing is known
+        value = found[key]
+        if accepted and isinstance(value, str | bool | int | float | None):
+            return value in accepted
+        return bool(value)
+
+    keys, accepted = rule
+    return any(map(does, keys.split(" | ")))

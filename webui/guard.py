@@ -8,6 +8,7 @@ it.
 """
 
 import asyncio
+import base64
 import html
 import ipaddress
 import json
@@ -15,6 +16,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote
 
@@ -60,6 +62,8 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
 }
+ICON = base64.b64encode((Path(__file__).parent / "static" / "icon.svg").read_bytes()).decode()
+"""In the login page itself: a browser would ask for /favicon.ico, which nobody gets who is not in."""
 log = logging.getLogger("lora_fp8.page")
 
 
@@ -303,16 +307,17 @@ def _form(language: str, after: str, wrong: str) -> str:
     )
     told = f'<p class="wrong" role="alert">{html.escape(wrong)}</p>' if wrong else ""
     return f"""<!doctype html><html lang="{language}"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{say("login.title")}</title><style>
-:root{{color-scheme:light dark}}
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{say("login.title")}</title>
+<link rel="icon" href="data:image/svg+xml;base64,{ICON}"><style>
+:root{{color-scheme:light dark;background:Canvas;color:CanvasText}}
 body{{font:16px/1.5 system-ui,sans-serif;max-width:22rem;margin:12vh auto;padding:0 1rem}}
 label{{display:block;margin:.8rem 0 .2rem}} button{{margin-top:1.2rem;cursor:pointer}} .wrong{{color:#c33}}
 input,button{{font:inherit;width:100%;box-sizing:border-box;padding:.5rem .6rem}}
 input,button{{border:1px solid #8888;border-radius:.4rem}}
 @media(prefers-color-scheme:dark){{.wrong{{color:#f87171}}}}
-</style></head><body><h1>{say("site.title")}</h1>{told}
+</style></head><body><main><h1>{say("site.title")}</h1>{told}
 <form method="post" action="/{language}/login?next={quote(after, safe="")}">
 <label for="u">{say("login.user")}</label><input id="u" name="username" autocomplete="username" autofocus required>
 <label for="p">{say("login.password")}</label>
 <input id="p" name="password" type="password" autocomplete="current-password" required>
-<button>{say("login.go")}</button></form><p>{others}</p></body></html>"""
+<button>{say("login.go")}</button></form><p>{others}</p></main></body></html>"""

@@ -8,7 +8,7 @@ from lora_fp8 import importing
 from lora_fp8.config import UserError
 from lora_fp8.importing.base import Entry, decoded
 
-from . import form, safe
+from . import form, safe, words
 
 if TYPE_CHECKING:
     from .context import Ui
@@ -36,15 +36,16 @@ def account(ui: "Ui", file: Path) -> tuple[str, str]:
     except UserError:
         text = form.put(text, "output_dir", form.settings()["output_dir"].default, home)
         parts.append(f"<p>{safe.shown(ui.say('new.import.output_dir', path=theirs))}</p>")
-    if made.todo:
-        items = "".join(f"<li>{safe.shown(ui.tell(line))}</li>" for line in made.todo[:FAR])
-        parts.append(f"<p><strong>{safe.shown(ui.say('new.import.todo'))}</strong></p><ul>{items}</ul>")
+    for name, lines in {"todo": made.todo, "know": made.notes}.items():
+        if lines:
+            items = "".join(f"<li>{safe.shown(words.tell_joined(ui.language, line))}</li>" for line in lines[:FAR])
+            parts.append(f"<p><strong>{safe.shown(ui.say(f'new.import.{name}'))}</strong></p><ul>{items}</ul>")
     lists = {"differs": made.differs, "none": made.no_counterpart, "unknown": made.unknown, "mapped": made.mapped}
-    for name, entries in lists.items():
+    for name, entries in {**lists, "defaults": made.defaults}.items():
         told = [entry for entry in entries if not entry.off]
         if told:
             rows = "".join(_row(ui, entry) for entry in told[:FAR])
-            heading = f"{ui.say(f'new.import.{name}')} ({len(told)})"
+            heading = f"{ui.say(f'new.import.{name}', tool=made.tool.title)} ({len(told)})"
             table = f"<table class='facts'>{rows}</table>"
             parts.append(f"<details><summary>{safe.shown(heading)}</summary>{table}</details>")
     return text, "".join(parts)
@@ -52,5 +53,5 @@ def account(ui: "Ui", file: Path) -> tuple[str, str]:
 
 def _row(ui: "Ui", entry: Entry) -> str:
     """Theirs; ours, and the remark below it."""
-    ours = "<br>".join(safe.shown(text) for text in (entry.to, ui.tell(entry.note)) if text)
+    ours = "<br>".join(safe.shown(text) for text in (entry.to, words.tell_joined(ui.language, entry.note)) if text)
     return f"<tr><td>{safe.shown(f'{entry.key} = {entry.value}')}</td><td>{ours}</td></tr>"

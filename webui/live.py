@@ -60,12 +60,14 @@ ASKED = """async () => {
   for (let turn = 0; turn < 20 && !question; turn++) {  // it is drawn a moment after the answer
     await new Promise(done => setTimeout(done, 25));
     question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());
+    const told = document.querySelector('.toast[data-go]');
+    if (told) return location.assign(told.dataset.go);
   }
   if (!question || question.contains(document.activeElement)) return;
   window.asking = {...document.activeElement?.dataset};
   question.querySelector('input, textarea, button').focus();
 }"""
-"""Goes to the question that a button has opened, for who has no pointer."""
+"""Goes to the question that a button has opened, for who has no pointer; or to the page that its answer names."""
 ANSWERED = """async () => {
   await new Promise(done => setTimeout(done, 100));
   const {do: what, id} = window.asking || {};

@@ -8,13 +8,14 @@ import filecmp
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_fp8.config import UserError
 from lora_fp8.data import clips
-from lora_fp8.data.images import CAPTIONS, EXTENSIONS, masked_stem
+from lora_fp8.data.decoding import EXTENSIONS
+from lora_fp8.data.images import CAPTIONS, labelled, masked_stem
 
 from . import safe
 from .decoder import Decoders
@@ -30,13 +31,22 @@ _counted: dict[tuple[Path, str], tuple[float, "Count"]] = {}
 _decoders = Decoders(1)
 
 
+LABEL = "*-masklabel"
+"""OneTrainer's name for masks beside their pictures, which are no pictures whatever is set."""
+MASKS = ("*_mask", "*-mask")
+"""Names that such masks often have; they are pictures as long as nobody says so."""
+
+
 @dataclass(frozen=True)
 class Count:
-    """What a folder holds, by the names of its files."""
+    """What a folder holds, by the names of its files; `masks` of them look like masks of others, by a name `mask`, and
+    nobody said so."""
 
     pictures: int = 0
     without_caption: int = 0
     videos: int = 0
+    masks: int = 0
+    mask: str = ""
 
     @property
     def files(self) -> int:
@@ -53,20 +63,44 @@ def count(folder: Path, mask: str = "") -> Count:
     now = time.monotonic()
     known = _counted.get((folder, mask))
     if known is None or now - known[0] > FRESH_SECONDS:
-        pictures = without = videos = 0
-        for _, folders, names in os.walk(folder):
+        pictures = videos = labelled_masks = 0
+        seen: dict[str, bool] = {}  # whether each has a caption
+        for inner, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
             captions = {Path(name).stem for name in names if Path(name).suffix in CAPTIONS}
+            labels = labelled(names)
+            labelled_masks += sum(masked_stem(LABEL, name) != "" for name in labels)
             for name in names:
                 suffix = Path(name).suffix.lower()
-                if name.startswith(".") or masked_stem(mask, name):
+                if name.startswith(".") or name in labels or masked_stem(mask, name):
                     continue
                 if suffix in (*EXTENSIONS, *clips.VIDEOS):
                     pictures += suffix in EXTENSIONS
                     videos += suffix in clips.VIDEOS
-                    without += Path(name).stem not in captions
-        known = _counted[folder, mask] = (now, Count(pictures, without, videos))
+                    seen[os.path.join(inner, name)] = Path(name).stem in captions
+        likely, masks = ("", 0)
+        if not mask:
+            likely, masks = (LABEL, labelled_masks) if labelled_masks else likely_masks(seen, seen.__getitem__)
+        without = sum(not has for has in seen.values())
+        known = _counted[folder, mask] = (now, Count(pictures, without, videos, masks, likely))
     return known[1]
+
+
+def likely_masks(names: Collection[str], captioned: Callable[[str], bool]) -> tuple[str, int]:
+    """The one of MASKS by which files look like masks of pictures or videos beside them, and how many; ("", 0).
+
+    Args:
+        names: relative names of all pictures and videos.
+        captioned: whether the file of this name has a caption, which no mask has.
+    """
+    stems = {os.path.splitext(name)[0] for name in names}
+    for mask in MASKS:
+        whose = {name: masked_stem(mask, os.path.basename(name)) for name in names if "mask" in name}
+        fitting = [name for name, stem in whose.items() if stem]
+        beside = (os.path.join(os.path.dirname(name), whose[name]) in stems for name in fitting)
+        if fitting and all(beside) and not any(map(captioned, fitting)):
+            return mask, len(fitting)
+    return "", 0
 
 
 def folders(roots: Iterable[Path]) -> list[Path]:

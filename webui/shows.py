@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8.jobs import JobView, Sentence
+from lora_fp8.wording import digits
 
+from . import words
 from .context import Ui
 from .safe import shown
 
@@ -19,11 +21,11 @@ BUTTONS = {
     "starting": ("stop", "force"),
     "running": ("stop", "save", "preview", "force"),
     "stopping": ("force", "kill"),
-    "stopped": ("resume", "rerun", "delete"),
-    "cancelled": ("resume", "rerun", "delete"),
-    "failed": ("resume", "rerun", "delete"),
-    "lost": ("resume", "rerun", "delete"),
-    "done": ("rerun", "delete"),
+    "stopped": ("resume", "rerun", "edit", "delete"),
+    "cancelled": ("resume", "rerun", "edit", "delete"),
+    "failed": ("resume", "rerun", "edit", "delete"),
+    "lost": ("resume", "rerun", "edit", "delete"),
+    "done": ("rerun", "edit", "delete"),
 }
 """What can be asked of a job in each state; the first of most is what a person most likely wants."""
 OF_JOBS_ONLY = {"up", "down", "sooner", "later", "cancel", "rerun"}
@@ -48,11 +50,27 @@ def sentence(ui: Ui, told: Sentence) -> str:
 
 
 def said(ui: Ui, view: JobView) -> str:
-    """The sentence as a paragraph; of a training that goes on the figures say the same."""
-    if view.sentence.key == "training":
+    """The sentence as a paragraph, and how to go on; what the figures or the state's word say is not said twice."""
+    if view.sentence.key in ("training", "queued"):
         return ""
     wrong = " wrong" if view.state in ("failed", "lost") else ""
-    return f'<p class="said{wrong}">{shown(sentence(ui, view.sentence))}</p>'
+    told = f'<p class="said{wrong}">{shown(sentence(ui, view.sentence))}</p>'
+    if view.sentence.key == "input" and view.kind == "train":
+        told += f'<p class="dim">{ui.say("runs.mend")}</p>'
+    elif view.state in ("failed", "lost", "stopped") and view.resumable:
+        told += f'<p class="dim">{ui.say("runs.goes_on", step=view.saved_step)}</p>'
+    return told
+
+
+def last_lines(view: JobView, tail: Sequence[str]) -> str:
+    """The end of the log where a job failed, or has its answer there; "" where it only says the reason again."""
+    result = view.command[:1] == ("verify",) and view.state == "done"  # stands in its log only
+    if not (result or view.state in ("failed", "lost")) or not tail:
+        return ""
+    reason = {line.strip() for line in str(view.sentence.args.get("message", "")).split("\n")}
+    if all(line.strip() in reason for line in tail):
+        return ""
+    return f'<pre class="tail" tabindex="0">{shown(chr(10).join(tail))}</pre>'
 
 
 def stage(ui: Ui, name: str) -> str:
@@ -81,7 +99,8 @@ def figures(ui: Ui, view: JobView) -> str:
     """Step, loss, time left."""
     found = []
     if view.step is not None and view.steps:
-        found.append((ui.say("runs.step"), f"{view.step} / {view.steps}"))
+        counted = "runs.step" if view.kind == "train" else "runs.pictures"
+        found.append((ui.say(counted), f"{view.step} / {view.steps}"))
     if view.loss is not None:
         found.append((ui.say("runs.loss"), f"{view.loss:.4f}"))
     if view.eta_s is not None:
@@ -98,21 +117,23 @@ def figures(ui: Ui, view: JobView) -> str:
     return f'<div class="figures">{shown_}</div>' if found else ""
 
 
-def buttons(ui: Ui, view: JobView, without: Sequence[str] = ()) -> str:
-    """What can be asked of it now."""
+def buttons(ui: Ui, view: JobView, without: Sequence[str] = (), links: str = "") -> str:
+    """What can be asked of it now, behind `links`."""
     of_job = isinstance(view.id, int)
     names = [name for name in BUTTONS.get(view.state, ()) if name not in (OF_SHELLS_ONLY if of_job else OF_JOBS_ONLY)]
     if view.state == "running" and view.stage != "train":
         names = [name for name in names if name not in ("save", "preview")]
     names = [name for name in names if name not in without]
     if view.kind != "train":
-        names = [name for name in names if name not in ("save", "preview")]
+        names = [name for name in names if name not in ("save", "preview", "edit")]
     if not view.resumable:
         names = [name for name in names if name != "resume" or view.state == "cancelled"]
-    made = ""
+    made = links
     for number, name in enumerate(names):
         kind = "danger" if name in DANGEROUS else "main" if number == 0 and name in ("stop", "resume") else ""
         word = "again" if name == "resume" and not view.resumable else name  # it has not begun
+        word = "repeat" if name == "rerun" and view.kind != "train" else word
+        word = "halt" if name == "stop" and view.kind != "train" else word
         made += button(name, ui.say(f"runs.do.{word}"), kind, id=str(view.id))
     return f'<div class="buttons">{made}</div>' if made else ""
 
@@ -123,26 +144,35 @@ def button(do: str, label: str, kind: str = "", **data: str) -> str:
     return f'<button type="button" class="{kind}" data-do="{do}"{values}>{shown(label)}</button>'
 
 
-def card(ui: Ui, view: JobView, base: str, tail: Sequence[str]) -> str:
+def card(ui: Ui, view: JobView, base: str, tail: Sequence[str], links: str = "") -> str:
     """A job on the page of all jobs.
 
     Args:
         base: the base model's family for people; "" where it is not known.
         tail: the last lines of its log, shown where it failed.
+        links: HTML of links to its files.
     """
     address = ui.link("run", run=str(view.id))
     when = moment(view.ended or view.launched or view.created)
     where = ui.say("runs.shell") if isinstance(view.id, str) else f"#{view.id}"
     about = " · ".join(filter(None, [shown(where), shown(base), when]))
-    title = f'<a href="{shown(address)}">{shown(view.name)}</a>' if view.kind == "train" else shown(view.name)
-    log = ""
-    if view.state in ("failed", "lost") and tail:
-        log = f'<pre class="tail">{shown(chr(10).join(tail))}</pre>'
+    if view.command[:1] == ("caption",):
+        address = ui.link("dataset", folder=view.command[1])
+    name = shown(title(ui, view))
+    name = f'<a href="{shown(address)}">{name}</a>' if view.kind == "train" or "/dataset" in address else name
     return (
-        f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h3>{title}</h3>{state(ui, view)}'
+        f'<section class="card {shown(view.state)}" data-job="{shown(view.id)}"><div class="row"><h3>{name}</h3>'
+        f"{state(ui, view)}"
         f'<span class="dim">{about}</span></div>{said(ui, view)}'
-        f"{bar(view)}{figures(ui, view)}{log}{buttons(ui, view)}</section>"
+        f"{bar(view)}{figures(ui, view)}{last_lines(view, tail)}{buttons(ui, view, links=links)}</section>"
     )
+
+
+def title(ui: Ui, view: JobView) -> str:
+    """What a job is called: a training by its name, a command by what it does."""
+    command, _, rest = view.name.partition(" ")
+    known = rest and view.command[:1] == (command,)
+    return ui.say(f"runs.command.{command}", rest=rest) if known else view.name
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
@@ -150,6 +180,28 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def checks(ui: Ui, found: Sequence[dict[str, Any]]) -> str:
+    """What verify has looked at: passed or not, what, and what it found."""
+    cells = []
+    for check in found:
+        kind = str(check.get("name", ""))
+        mark = '<span class="yes">✓</span>' if check.get("ok") else '<span class="wrong">✗</span>'
+        if not check.get("judged", True):
+            mark = '<span class="dim">·</span>'  # a figure that is told and not judged
+        word = ui.say(f"verify.{kind}") if kind in CHECKS else kind
+        told = words.tell_joined(ui.language, str(check.get("detail", "")))
+        cells.append((mark, shown(word), f'<span class="dim">{shown(told)}</span>'))
+    return table(("", ui.say("run.check"), ui.say("run.found")), cells)
+
+
+CHECKS = (
+    *("file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction", "preview", "effect"),
+    *("text", "text effect"),
+    *("plain prediction", "plain preview", "merged, unscaled e4m3", "merged, row-scaled e4m3"),
+)
+"""Names of verify's checks that the page has words for."""
 
 
 def duration(ui: Ui, seconds: float) -> str:
@@ -173,10 +225,10 @@ def moment(seconds: float) -> str:
 def size(number: float) -> str:
     """1.3 MB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
+        if number < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1000
-    return f"{number:.3g} TB"
+    return f"{digits(number)} TB"
 
 
 def read_json(path: Path) -> Any:

@@ -14,8 +14,10 @@ from lora_fp8.config import UserError
 from lora_fp8.jobs import JobView, Queue, truth
 from lora_fp8.run import Run
 
+from . import form
 from .context import Place, Ui
 from .curves import Log, Logs
+from .draft import Draft
 
 LOGS = Logs()
 T = TypeVar("T")
@@ -127,6 +129,8 @@ def act(ui: Ui, do: str, text: str) -> str:
             queue.submit_run(folder_of(ui, view))
         elif do == "rerun":
             queue.rerun(_number(view))
+        elif do == "edit":
+            _edit(ui, view)
         elif do in ("up", "down"):
             queue.move(_number(view), max(1, view.place + (1 if do == "down" else -1)))
         elif do in ("sooner", "later"):
@@ -138,6 +142,18 @@ def act(ui: Ui, do: str, text: str) -> str:
     if do in ("resume", "rerun"):
         jobs.ensure_worker(queue.home)
     return ui.say(f"runs.told.{do}", name=view.name)
+
+
+def _edit(ui: Ui, view: JobView) -> None:
+    """Make the settings of a run the draft of a new training, under a name that is free; undo there takes it back."""
+    queue = watch(ui.place).queue
+    if isinstance(view.id, int):
+        text = queue.config(view.id)
+    else:
+        text = (folder_of(ui, view) / "config.toml").read_text(encoding="utf-8")
+    if view.folder is not None:
+        text = form.put(text, "name", queue.free_name(view.folder), ui.place.home)
+    Draft(ui.place.home).replace(text)
 
 
 def question(ui: Ui, do: str, text: str) -> str:

@@ -17,6 +17,7 @@ patterns of `texts/engine.toml`, and leaves a line that no pattern knows as it i
 
 import re
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,10 @@ def _plain(part: str) -> str:
     return part.replace("{{", "{").replace("}}", "}")
 
 
-KEYED = re.compile(r"(?P<key>[\w.]+): (?P<line>.+)", re.DOTALL)
-"""The setting that most lines begin with."""
+KEYED = re.compile(r"(?P<key>[\w.-]+|[^\s:]*/[^:\n]*): (?P<line>.+)", re.DOTALL)
+"""The setting or the path that most lines begin with."""
+FILED = re.compile(r"(?P<key>.+?\.\w{2,5}) (?P<line>(?:is|has|cannot|does) .+)", re.DOTALL)
+"""The file that others begin with: what is wrong with a picture may be said of a mask or an upload, too."""
 
 
 def tell(language: str, line: str) -> str:
@@ -93,16 +96,47 @@ def tell(language: str, line: str) -> str:
         )
     for pattern, key in _patterns():
         if match := pattern.match(line):
-            parts = match.groupdict()
-            if "line" in parts:
-                parts["line"] = tell(language, parts["line"])
-            if "what" in parts:
-                parts["what"] = _meanings(language).get(parts["what"], parts["what"])
-            return catalogue()[key][language].format(**parts)
-    if match := KEYED.fullmatch(line):
-        told = tell(language, match["line"])
-        return line if told == match["line"] else f"{match['key']}：{told}"
+            return _filled(language, key, match.groupdict())
+    for pattern, between in ((KEYED, "："), (FILED, " ")):
+        if (match := pattern.fullmatch(line)) and (told := tell(language, match["line"])) != match["line"]:
+            return f"{match['key']}{between}{told}"
     return line
+
+
+def tell_joined(language: str, line: str) -> str:
+    """Remarks that the engine has joined by "; ", each by itself in the page's language."""
+    if language == "en":
+        return line
+    if (match := KEYED.fullmatch(line)) and "." in match["key"]:
+        return f"{match['key']}：{tell_joined(language, match['line'])}"
+    parts, told = line.split("; "), []
+    while parts:
+        # The longest beginning that is one remark: it may have semicolons of its own, but not among its values.
+        for end in range(len(parts), 0, -1):
+            one = "; ".join(parts[:end])
+            said = next(_alone(language, one), None)
+            if said is not None or end == 1:
+                told.append(one if said is None else said)
+                parts = parts[end:]
+                break
+    return "；".join(told)
+
+
+def _alone(language: str, line: str) -> Iterator[str]:
+    """What the patterns make of the line of which no value holds a further remark."""
+    for pattern, key in _patterns():
+        if (match := pattern.match(line)) and not any("; " in value for value in match.groupdict().values()):
+            yield _filled(language, key, match.groupdict())
+
+
+def _filled(language: str, key: str, parts: dict[str, str]) -> str:
+    """The sentence of this key; messages and descriptions of settings among its values are told, too."""
+    parts |= {name: tell(language, parts[name]) for name in ("line", "why", "where") if name in parts}
+    if "lines" in parts:
+        parts["lines"] = tell_joined(language, parts["lines"])
+    if "what" in parts:
+        parts["what"] = _meanings(language).get(parts["what"], parts["what"])
+    return catalogue()[key][language].format(**parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,16 @@ class Placement:
         """Size that is trained (SDXL's `target_size`)."""
         return self.bucket_wh[1], self.bucket_wh[0]
 
+    def shows(self, box: tuple[float, float, float, float]) -> bool:
+        """Whether the crop has anything of this box: left, top, right, bottom, as shares of the image's sides."""
+        inside = (
+            box[axis] * resized < begin + size and box[axis + 2] * resized > begin
+            for axis, (resized, begin, size) in enumerate(
+                zip(self.resized_wh, self.crop_xy, self.bucket_wh, strict=True)
+            )
+        )
+        return all(inside)
+
     @property
     def upscaled(self) -> bool:
         """Whether the image had to be enlarged."""

@@ -31,6 +31,7 @@ import hashlib
 import io
 import json
 import os
+import random
 import re
 import tempfile
 import time
@@ -51,10 +52,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lora_fp8 import config
-from lora_fp8.data import clips, permutation
+from lora_fp8.data import clips, keyed_seed, permutation
 from lora_fp8.data.buckets import Placed, Size, control_box, fit, fit_mask
 from lora_fp8.data.captions import split_tags
-from lora_fp8.data.images import Control, Example, ImageError, open_image, open_mask, read_clip
+from lora_fp8.data.decoding import ImageError, open_image, open_mask, read_clip
+from lora_fp8.data.images import Control, Example, with_trigger
 from lora_fp8.run import RunFailure, write_synced
 
 if TYPE_CHECKING:
@@ -109,23 +111,49 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
 
 
 def caption_variant(caption: str, variant: int, section: config.Dataset, seed: int) -> str:
-    """Variant number `variant` of a caption: its tags shuffled, the first `keep_tokens` in place.
+    """Variant number `variant` of a caption, as far as the section asks for it: a word drawn for each `{a|b}`; of its
+    tags behind the first `keep_tokens`, some left out, none that has a trigger word, and the others shuffled.
 
     A function of its arguments alone, so that the loader asks for exactly the texts that were encoded.
     """
+    text = caption
+    if section.wildcards:
+        draw = random.Random(keyed_seed("wildcards", seed, caption, variant)).random
+
+        def one_of(found: re.Match[str]) -> str:
+            words = found[1].split("|")
+            return words[int(draw() * len(words))]
+
+        text = re.sub(r"\{([^{}|]*(?:\|[^{}|]*)+)\}", one_of, text)
+    if not section.shuffle_tags and not section.tag_dropout:
+        return text
     separator = section.tag_separator
-    tags = split_tags(caption, separator)
+    tags = split_tags(text, separator)
     kept, rest = tags[: section.keep_tokens], tags[section.keep_tokens :]
-    order = permutation(len(rest), "shuffle", seed, caption, variant)
-    return (separator if separator[-1].isspace() else separator + " ").join(kept + [rest[i] for i in order])
+    if section.tag_dropout:
+        draw = random.Random(keyed_seed("tag_dropout", seed, caption, variant)).random
+        kept_out = [draw() < section.tag_dropout for _ in rest]  # a number for each, whatever is kept
+        bound = [any(with_trigger(tag, word) == tag for word in section.triggers) for tag in rest]
+        rest = [tag for tag, out, stays in zip(rest, kept_out, bound, strict=True) if stays or not out]
+    if section.shuffle_tags:
+        rest = [rest[i] for i in permutation(len(rest), "shuffle", seed, caption, variant)]
+    return (separator if separator[-1].isspace() else separator + " ").join(kept + rest)
+
+
+def plain_captions(section: config.Dataset) -> config.Dataset:
+    """The section with captions as they are, for validation: in one version, of `{a|b}` always the same word."""
+    off = {"caption_dropout": 0.0, "shuffle_tags": False, "tag_dropout": 0.0, "caption_variants": 1}
+    return section.model_copy(update=off)
 
 
 def dataset_captions(examples: Iterable[Example], section: config.Dataset, seed: int) -> list[str]:
-    """All texts that training may ask for: the captions, their shuffled variants, and "" where captions are dropped."""
+    """All texts that training and validation may ask for: the captions as they are, their variants, and "" where
+    captions are dropped."""
     texts: dict[str, None] = {}
+    plain = plain_captions(section)
     for caption in dict.fromkeys(example.caption for example in examples):
-        texts[caption] = None
-        if section.shuffle_tags:
+        texts[caption_variant(caption, 0, plain, seed)] = None
+        if section.varies_captions:
             texts.update((caption_variant(caption, v, section, seed), None) for v in range(section.caption_variants))
     if section.caption_dropout > 0:
         texts[""] = None

@@ -355,15 +355,15 @@ def check(operations: Sequence[Operation]) -> None:
 # ----------------------------------------------------------------------------------------------------------- selection
 
 
-def listed(folder: Path) -> dict[str, Path]:
+def listed(folder: Path, mask: str = "") -> dict[str, Path]:
     """Every picture and video of a folder by its relative name, and its caption file: the one it has, or the .txt it
-    would get.
+    would get. `mask` as in dataset.folders: masks that lie beside the pictures are none.
 
     Raises:
         UserError: no folder, or one that cannot be read.
     """
     report = images.ScanReport()
-    section = config.Dataset(folders=[config.Folder(path=str(folder))])
+    section = config.Dataset(folders=[config.Folder(path=str(folder), mask=mask)])
     found = images.list_folder(0, section, report, videos=True)
     unreadable = [line for line in report.problems if "file name" not in line]
     if unreadable and not found:
@@ -372,14 +372,20 @@ def listed(folder: Path) -> dict[str, Path]:
 
 
 def select(
-    folder: Path, *, glob: str = "", having: Sequence[str] = (), lacking: Sequence[str] = (), separator: str = ","
+    folder: Path,
+    *,
+    glob: str = "",
+    having: Sequence[str] = (),
+    lacking: Sequence[str] = (),
+    separator: str = ",",
+    mask: str = "",
 ) -> list[str]:
     """Relative names of the pictures whose name fits the glob and whose caption has all of one and none of the others.
 
-    Captions that cannot be read have no tags.
+    Captions that cannot be read have no tags. `mask` as of `listed`.
     """
     chosen = []
-    for name, path in listed(folder).items():
+    for name, path in listed(folder, mask).items():
         if glob and not fnmatch.fnmatchcase(name, glob):
             continue
         try:
@@ -424,19 +430,20 @@ def _shown(raw: bytes | None) -> str:
         return (raw or b"").decode("utf-8", errors="replace")
 
 
-def preview(folder: Path, operations: Sequence[Operation], only: Collection[str] | None = None) -> Edit:
+def preview(folder: Path, operations: Sequence[Operation], only: Collection[str] | None = None, mask: str = "") -> Edit:
     """What the operations, one after the other, make of the captions; nothing is written.
 
     Args:
         folder: the dataset's.
         operations: see above.
         only: relative names of pictures, as `listed` has them; None is all.
+        mask: as of `listed`.
 
     Raises:
         UserError: operations that mean nothing, names that are no pictures of the folder, a pattern that never ends.
     """
     check(operations)
-    pictures = listed(folder)
+    pictures = listed(folder, mask)
     if unknown := sorted(set(only or ()) - pictures.keys()):
         raise UserError(
             f"{folder}: no picture {unknown[0]!r} here (and {len(unknown) - 1} more); look at the folder again"

@@ -22,7 +22,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -33,11 +33,11 @@ from PIL import Image
 
 from lora_fp8 import config
 from lora_fp8.config import UserError
-from lora_fp8.data import buckets, captions, clips, images
+from lora_fp8.data import buckets, captions, clips, decoding, images
 from lora_fp8.run import atomic_write
 
-FACTS_VERSION = 3
-"""Raise it when `_measure` changes: remembered facts of another version are measured again."""
+FACTS_VERSION = 4
+"""Raise it when `_measure` or `decoding.light_of` changes: remembered facts of another version are measured again."""
 
 BUCKET_STEP = 64
 """families.base's default, where dataset.bucket_step is "auto"."""
@@ -63,6 +63,11 @@ KINDS = {
         "warning",
         "{detail}",
         "draw a mask for each picture, white where it is trained, of the picture's shape; see dataset.folders, mask",
+    ),
+    "mask_outside": (
+        "warning",
+        "its mask is white only where the crop cuts it off",
+        "crop the picture and its mask yourself, or raise dataset.max_aspect",
     ),
     "unreadable": ("problem", "cannot be used: {detail}", "save the picture again, or take it out"),
     "caption_encoding": (
@@ -203,13 +208,13 @@ class Facts:
     frames: int = 1
     profile_problem: str = ""
     mode: str = ""
-    opacities: tuple[int, int] | None = None
+    opacity: decoding.Light | None = None
     orientation: int = 1
     look: str = ""
     detail: float = 0.0
     grey: float = 0.0
     seconds: str = ""
-    """opacities: see `images.opacities_of`; look: 64 hex digits of the difference hash; detail: variance of the
+    """opacity: see `decoding.opacity_of`; look: 64 hex digits of the difference hash; detail: variance of the
     Laplacian; grey: the mean, 0 to 255; seconds: how long a clip lasts, as a fraction"""
 
 
@@ -295,7 +300,7 @@ def _measure(image: Image.Image, rgb: Image.Image) -> dict[str, Any]:
         detail = float(laplacian.var())
     return {
         "mode": image.mode,
-        "opacities": images.opacities_of(image, rgb),
+        "opacity": decoding.opacity_of(image, rgb),
         "orientation": int(image.getexif().get(0x0112, 1) or 1),
         "look": np.packbits(cells[:, 1:] < cells[:, :-1]).tobytes().hex(),
         "detail": round(detail, 2),
@@ -303,7 +308,7 @@ def _measure(image: Image.Image, rgb: Image.Image) -> dict[str, Any]:
     }
 
 
-def _facts(looked: images.Looked) -> Facts:
+def _facts(looked: decoding.Looked) -> Facts:
     if looked.error:
         return Facts(error=looked.error)
     known = {name: getattr(looked, name) for name in ("width", "height", "sha256", "format", "frames")}
@@ -312,47 +317,81 @@ def _facts(looked: images.Looked) -> Facts:
     return Facts(**known, profile_problem=looked.profile_problem, seconds=seconds, **looked.measured)
 
 
-def _all_facts(
-    paths: list[Path], section: config.Dataset, remember: Path | None, progress: Callable[[int, int], None] | None
-) -> list[Facts]:
-    """The facts of each file; those remembered of files with the same size and time are not measured again."""
-    known: dict[str, list[Any]] = {}
-    limits = [section.max_pixels, bool(section.frames)]
-    if remember is not None:
-        # Nothing remembered yet, or in a file that is torn or of something else: measured again.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            stored = json.loads(remember.read_text(encoding="utf-8"))
-            same = stored["version"] == FACTS_VERSION and stored["limits"] == limits
-            known = stored["facts"] if same else {}
-    stamps = []
-    for path in paths:
+class _Memory:
+    """The facts of files, pictures and masks apart; those remembered of files with the same size and time are not
+    measured again.
+
+    Args:
+        file: where they are kept; None keeps nothing.
+        section: max_pixels, background and frames are read.
+    """
+
+    def __init__(self, file: Path | None, section: config.Dataset) -> None:
+        self.file, self.section = file, section
+        self.kept = {"version": FACTS_VERSION, "limits": [section.max_pixels, bool(section.frames)]}
+        if file is not None:
+            # Nothing remembered yet, or in a file that is torn or of something else: measured again.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                stored = json.loads(file.read_text(encoding="utf-8"))
+                self.kept = stored if all(stored[key] == value for key, value in self.kept.items()) else self.kept
+
+    def facts(
+        self,
+        kind: str,
+        paths: Sequence[Path],
+        measure: Callable[[Image.Image, Image.Image], Any],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Facts]:
+        """Of each file of this kind, all of which are given at once. `progress` is called with (files done, of all)."""
+        known = self.kept.get(kind, {})
+        stamps = []
+        for path in paths:
+            try:
+                status = path.stat()
+                stamps.append([status.st_size, status.st_mtime_ns])
+            except OSError:
+                stamps.append([])
+        facts: dict[int, Facts] = {}
+        for index, (path, stamp) in enumerate(zip(paths, stamps, strict=True)):
+            entry = known.get(str(path))
+            if entry is not None and entry[0] == stamp:
+                with contextlib.suppress(TypeError):
+                    facts[index] = _recalled(entry[1])
+        missing = [index for index in range(len(paths)) if index not in facts]
+        done = len(facts)
+        looks = decoding.look_all([paths[i] for i in missing], self.section, measure)
+        for index, looked in zip(missing, looks, strict=True):
+            facts[index] = _facts(looked)
+            done += 1
+            if progress is not None:
+                progress(done, len(paths))
+        if missing:
+            self.kept[kind] = {str(path): [stamps[i], asdict(facts[i])] for i, path in enumerate(paths)}
+            self._save()
+        return [facts[index] for index in range(len(paths))]
+
+    def _save(self) -> None:
+        if self.file is None:
+            return
         try:
-            status = path.stat()
-            stamps.append([status.st_size, status.st_mtime_ns])
-        except OSError:
-            stamps.append([])
-    facts: dict[int, Facts] = {}
-    for index, (path, stamp) in enumerate(zip(paths, stamps, strict=True)):
-        entry = known.get(str(path))
-        if entry is not None and entry[0] == stamp:
-            with contextlib.suppress(TypeError):
-                facts[index] = Facts(**entry[1])
-    missing = [index for index in range(len(paths)) if index not in facts]
-    done = len(facts)
-    for index, looked in zip(missing, images.look_all([paths[i] for i in missing], section, _measure), strict=True):
-        facts[index] = _facts(looked)
-        done += 1
-        if progress is not None:
-            progress(done, len(paths))
-    if remember is not None and missing:
-        kept = {str(path): [stamps[i], asdict(facts[i])] for i, path in enumerate(paths)}
-        text = json.dumps({"version": FACTS_VERSION, "limits": limits, "facts": kept})
-        try:
-            remember.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(remember, text.encode())
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.file, json.dumps(self.kept).encode())
         except OSError as error:
-            raise UserError(f"{remember}: cannot be written ({error.strerror})") from None
-    return [facts[index] for index in range(len(paths))]
+            raise UserError(f"{self.file}: cannot be written ({error.strerror})") from None
+
+    def masks(self, paths: Sequence[Path], section: config.Dataset) -> list[decoding.Looked]:
+        """As `images.look_at_masks`."""
+        facts = self.facts("masks", paths, lambda image, rgb: {"opacity": decoding.light_of(image, rgb)})
+        return [
+            decoding.Looked(fact.error, fact.width, fact.height, fact.sha256, measured=fact.opacity) for fact in facts
+        ]
+
+
+def _recalled(kept: dict[str, Any]) -> Facts:
+    if kept["opacity"] is None:
+        return Facts(**kept)
+    least, most, white = kept["opacity"]
+    return Facts(**kept | {"opacity": decoding.Light(least, most, tuple(white))})
 
 
 # ------------------------------------------------------------------------------------------------------------- examine
@@ -401,13 +440,14 @@ def examine(
     several = len(section.folders) > 1
     names = [f"{index}/{path.relative_to(root).as_posix()}" if several else path.relative_to(root).as_posix()
              for index, root, path, _ in found]  # fmt: skip
-    facts = _all_facts([path for _, _, path, _ in found], section, remember, progress)
+    memory = _Memory(remember, section)
+    facts = memory.facts("pictures", [path for _, _, path, _ in found], _measure, progress)
     told = _Told()
     for line in report.problems:
         told("folder", "", line, level="problem")
     for line in report.warnings:
         told("folder", "", line)
-    masks = _look_at_masks(section, unmasked_weight, found, facts, told)
+    masks = _look_at_masks(section, unmasked_weight, found, facts, memory, told)
     # A folder may be named twice, to be trained at two sizes: its files are no copies of themselves.
     first: dict[str, str] = {}
     for name, (_, _, path, _) in zip(names, found, strict=True):
@@ -422,7 +462,8 @@ def examine(
             cut[name] = _look_at_clip(name, fact, section, clip_rate, told)
     _look_for_copies([(names[i], facts[i]) for i in usable if names[i] in own], told)
     sides = [section.folders[index].resolution or resolution for index, *_ in found]
-    placed = _look_at_buckets([(names[i], facts[i], sides[i]) for i in usable], cut, section, step, told)
+    entries = [(names[i], facts[i], sides[i], masks[i]) for i in usable]
+    placed = _look_at_buckets(entries, cut, section, step, told)
     _look_at_balance(section, found, usable, told)
     words = [len(text.split()) for text in texts.values()]
     shown = [
@@ -508,17 +549,22 @@ def _look_at_clip(name: str, fact: Facts, section: config.Dataset, clip_rate: in
 
 
 def _look_at_masks(
-    section: config.Dataset, unmasked_weight: float, found: list[Any], facts: list[Facts], told: _Told
+    section: config.Dataset,
+    unmasked_weight: float,
+    found: list[Any],
+    facts: list[Facts],
+    memory: _Memory,
+    told: _Told,
 ) -> list[images.Mask | None]:
     """The mask of each picture; what is odd about them is told as a training tells it."""
     report = images.ScanReport()
     seen = [
         None
         if fact.error
-        else images.Seen((fact.width, fact.height), fact.sha256, _is_clip(fact, section), fact.opacities)
+        else images.Seen((fact.width, fact.height), fact.sha256, _is_clip(fact, section), fact.opacity)
         for fact in facts
     ]
-    masks = images.find_masks(section, unmasked_weight, found, seen, report)
+    masks = images.find_masks(section, unmasked_weight, found, seen, report, memory.masks)
     for line in report.problems:
         told("mask", "", line, level="problem")
     for line in report.warnings:
@@ -532,7 +578,7 @@ def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool, mask: str)
         return
     if fact.frames > 1 and not clip:
         told("animated", name, str(fact.frames))
-    if fact.opacities is not None and fact.opacities[0] < 255 and mask != "alpha":
+    if fact.opacity is not None and fact.opacity.least < 255 and mask != "alpha":
         told("transparent", name)
     if fact.mode == "CMYK":
         told("cmyk", name)
@@ -540,7 +586,7 @@ def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool, mask: str)
         told("turned", name, str(fact.orientation))
     if fact.profile_problem:
         told("profile", name, fact.profile_problem)
-    if fact.format and fact.format != images.EXTENSIONS[os.path.splitext(name)[1].lower()]:
+    if fact.format and fact.format != decoding.EXTENSIONS[os.path.splitext(name)[1].lower()]:
         told("extension", name, fact.format)
     if fact.detail < LITTLE_DETAIL:
         told("little_detail", name, f"{fact.detail:.1f}")
@@ -605,14 +651,14 @@ def _look_for_copies(entries: list[tuple[str, Facts]], told: _Told) -> None:
 
 
 def _look_at_buckets(
-    entries: list[tuple[str, Facts, int]],
+    entries: list[tuple[str, Facts, int, images.Mask | None]],
     examples: dict[str, list[int]],
     section: config.Dataset,
     step: int,
     told: _Told,
 ) -> list[dict[str, Any]]:
     groups: dict[buckets.Bucket, list[tuple[str, float, bool]]] = defaultdict(list)
-    for name, fact, resolution in entries:
+    for name, fact, resolution, mask in entries:
         if not examples[name]:
             continue
         size = (fact.width, fact.height)
@@ -631,6 +677,8 @@ def _look_at_buckets(
             groups[bucket].append((name, cut, place.upscaled))
         if cut > MUCH_CUT:
             told("cut", name, f"{cut:.0%}")
+        if mask and mask.white and any(mask.white) and not place.shows(mask.white):
+            told("mask_outside", name)
         shown = f"{size[0]} x {size[1]}"
         if 4 * size[0] * size[1] < resolution**2:
             told("tiny", name, shown)

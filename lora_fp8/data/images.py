@@ -5,19 +5,6 @@ examples together with *problems* (training must not start) and *warnings* (it m
 is neither UTF-8 nor UTF-16 with a byte-order mark is a problem that names the file and the offset of the byte. Nothing
 is written into the user's folders.
 
-`open_image` turns any supported file into upright RGB pixels. The rules, where a plain `convert("RGB")` would be wrong:
-
-* EXIF orientation is applied (all eight). Sizes in an `Example` are those of the upright image.
-* Transparency of every kind (RGBA, LA, palettes, a transparent colour) is composited on the background colour.
-* 16-bit greys are scaled by 255/65535; Pillow itself clips at 255. The same for 32-bit integers that hold 16-bit
-  values.
-* Floating-point greys: 0..1 is the full range if nothing exceeds 1; else 0..255 up to 255, else 0..65535. Values
-  between 1 and 2 only would be ambiguous (overexposed, or nearly black), and values outside are no picture: both are
-  refused.
-* An embedded colour profile is applied, so that Display P3, Adobe RGB and CMYK become the sRGB that they look like
-  (`colour`). One that cannot be used is a warning, and the image is read without it.
-* Other CMYK, YCbCr, LAB and 1-bit images are converted by Pillow (which undoes Adobe's inverted CMYK).
-
 Captions: `name.txt`, else `name.caption`, beside `name.png`. Lines are joined by spaces. An empty caption counts as
 missing. If there is a trigger word (`Dataset.trigger_of`) and the caption lacks it as a word of its own
 (case counts), it is put in front: "trigger, caption".
@@ -29,7 +16,8 @@ picture's name with any of the extensions: `name.jpg` for `name.png`, subfolders
 Masks (`mask`) say which part of a picture is trained: white in full, black outside, by their grey values as they are
 stored, without a colour profile. One has its picture's shape, and a clip's counts for all of its frames. They lie in a
 folder of their own, as control pictures do, or beside the pictures under a name such as `*_mask`, and are then no
-pictures; or the picture's own transparency is its mask. What is transparent in a mask is outside.
+pictures; or the picture's own transparency is its mask. What is transparent in a mask is outside. What OneTrainer has
+beside its pictures, `name-masklabel.png` and `name-condlabel.png`, is no picture wherever it lies beside one.
 
 With `dataset.frames` video files are examples as well, and animations (GIF, WebP, PNG) are clips instead of their first
 frame: see `clips`. A piece of a clip is an example of its own, with the clip's caption.
@@ -38,41 +26,18 @@ frame: see `clips`. A piece of a clip is an example of its own, with the clip's 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import os
 import re
-import warnings as python_warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import numpy as np
-from PIL import Image, ImageChops, ImageOps
 
 from lora_fp8 import config
 from lora_fp8.data import clips
-from lora_fp8.data.buckets import same_shape
-from lora_fp8.data.colour import ProfileError, to_srgb
-
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
-EXTENSIONS = {
-    ".png": "PNG",
-    ".jpg": "JPEG",
-    ".jpeg": "JPEG",
-    ".webp": "WEBP",
-    ".bmp": "BMP",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
-    ".gif": "GIF",
-    ".avif": "AVIF",
-}
-ANIMATIONS = ("GIF", "WEBP", "PNG")
-"""Formats whose several frames are a clip and not pages."""
+from lora_fp8.data.buckets import Placed, same_shape
+from lora_fp8.data.decoding import BLACK, EXTENSIONS, Box, Light, Looked, light_of, look_all, opacity_of
 
 CAPTIONS = (".txt", ".caption")
 """Caption files in the order of preference."""
@@ -80,10 +45,6 @@ CAPTIONS = (".txt", ".caption")
 
 _MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 """Byte-order marks and what follows them."""
-
-
-class ImageError(ValueError):
-    """An image that cannot be used; the message says why, without the file's name."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +60,12 @@ class Control:
 @dataclass(frozen=True)
 class Mask:
     """What of a picture is trained: the file, the hash of its bytes, and whether its transparency is meant (`alpha`),
-    of the picture itself, and not its greys."""
+    of the picture itself, and not its greys. `white` is the box of all that is not black, as of `Light`."""
 
     path: Path
     sha256: str
     alpha: bool = False
+    white: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -165,173 +127,6 @@ class ScanReport:
         return self.examples
 
 
-# -------------------------------------------------------------------------------------------------------------- pixels
-
-
-@contextlib.contextmanager
-def _no_bomb_check() -> Iterator[None]:
-    """Lift Pillow's own pixel cap: `dataset.max_pixels`, checked before decoding, is the one that counts."""
-    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-    try:
-        yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = before
-
-
-def open_image(source: str | Path | BinaryIO, background: str = "#ffffff") -> Image.Image:
-    """Decode an image file into upright RGB (the first frame if there are several).
-
-    Args:
-        source: a path or a binary file object.
-        background: colour under transparent pixels, "#rrggbb".
-
-    Raises:
-        ImageError: not an image of a supported format, damaged, or with values that have no agreed meaning.
-    """
-    with _no_bomb_check(), _opened(source) as image:
-        return _upright_rgb(image, background).rgb
-
-
-def open_mask(source: str | Path | BinaryIO, alpha: bool = False) -> Image.Image:
-    """Decode a mask into upright greys (mode L): 255 is trained in full, 0 is outside.
-
-    Args:
-        source: as of `open_image`.
-        alpha: the transparency is the mask, and not what is seen.
-
-    Raises:
-        ImageError: as `open_image`.
-    """
-    with _no_bomb_check(), _opened(source) as image:
-        image.load()
-        return _mask_in(ImageOps.exif_transpose(image), alpha)
-
-
-def _mask_in(image: Image.Image, alpha: bool = False) -> Image.Image:
-    seen, opacity = _eight_bits(image)
-    if alpha:
-        return Image.new("L", image.size, 255) if opacity is None else opacity
-    grey = seen if seen.mode == "L" else seen.convert("RGB").convert("L")
-    return grey if opacity is None else ImageChops.multiply(grey, opacity)
-
-
-def read_clip(path: Path, numbers: Sequence[int], background: str) -> list[Image.Image]:
-    """The frames of a clip with these numbers (not decreasing) as upright RGB pictures.
-
-    Raises:
-        ImageError, clips.ClipError: it cannot be decoded, or has fewer frames.
-    """
-    if path.suffix.lower() in clips.VIDEOS:
-        return clips.read(path, numbers)
-    found: dict[int, Image.Image] = {}
-    with _no_bomb_check(), _opened(path) as image:
-        for number in numbers:
-            if number not in found:
-                image.seek(number)
-                found[number] = _upright_rgb(image, background).rgb
-    return [found[number] for number in numbers]
-
-
-def _timeline(image: Image.Image) -> clips.Timeline:
-    """When the frames of an animation are shown, all of which are decoded."""
-    starts, now = [], Fraction(0)
-    for number in range(image.n_frames):
-        image.seek(number)
-        image.load()
-        starts.append(now)
-        now += Fraction(image.info.get("duration") or 0) / 1000
-    if starts[-1] == now or len(set(starts)) < len(starts):
-        raise ImageError("has frames that are shown for no time; save it with a duration for each")
-    return clips.Timeline(tuple(starts), now)
-
-
-class _Decoded(NamedTuple):
-    """Upright RGB pixels, whether a colour profile changed them, and what is wrong with the profile, if anything."""
-
-    rgb: Image.Image
-    converted: bool
-    profile_problem: str
-
-
-@contextlib.contextmanager
-def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
-    """The image with only its header read. Whatever goes wrong in the block becomes an ImageError in plain words."""
-    try:
-        with Image.open(source, formats=FORMATS) as image:
-            yield image
-    except ImageError:
-        raise
-    except Image.UnidentifiedImageError:
-        raise ImageError("is not a readable image") from None
-    except MemoryError:
-        raise ImageError("does not fit into memory when decoded") from None
-    # Decoders of damaged files raise OSError, SyntaxError, ValueError, struct.error, EOFError and more.
-    except Exception as error:
-        raise ImageError(f"cannot be decoded: {str(error) or type(error).__name__}") from error
-
-
-def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
-    image.load()
-    embedded = "icc_profile" in image.info
-    profile = image.info.get("icc_profile")
-    image, alpha = _eight_bits(ImageOps.exif_transpose(image))
-    rgb, converted, problem = None, False, ""
-    if embedded:
-        try:
-            rgb, converted = to_srgb(image, profile)
-        except ProfileError as error:
-            problem = str(error)
-    if rgb is None:
-        rgb = image.convert("RGB")
-    if alpha is not None:
-        rgb.putalpha(alpha)
-        rgb = Image.alpha_composite(Image.new("RGBA", rgb.size, background), rgb).convert("RGB")
-    return _Decoded(rgb, converted, problem)
-
-
-def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """The picture with 8 bits per channel, in mode L, RGB, CMYK or LAB, and its transparency (L) if it has any."""
-    mode = image.mode
-    if mode.startswith("I;16"):
-        return _grey(image, np.asarray(image).astype(np.float64) * (255 / 65535))
-    if mode == "I":
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() > 65535:
-            raise ImageError(f"has 32-bit values {values.min()}..{values.max()}; save it with 8 or 16 bits per channel")
-        return _grey(image, values * (255 / 65535))
-    if mode == "F":
-        return _grey(image, np.asarray(image).astype(np.float64) * _float_scale(image))
-    if mode == "La":
-        image = image.convert("LA")
-    if mode in ("RGBA", "LA", "La", "RGBa", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        grey = mode in ("L", "LA", "La", "1")
-        return image.getchannel("R") if grey else image.convert("RGB"), image.getchannel("A")
-    if mode in ("L", "1"):
-        return image.convert("L"), None
-    return image if mode in ("CMYK", "LAB") else image.convert("RGB"), None
-
-
-def _float_scale(image: Image.Image) -> float:
-    """Factor from the values of a floating-point image to 0..255; see the module's docstring."""
-    values = np.asarray(image)
-    if not np.isfinite(values).all():
-        raise ImageError("has floating-point values that are not finite")
-    low, high = float(values.min()), float(values.max())
-    if low < 0 or 1 < high <= 2 or high > 65535:
-        raise ImageError(f"has floating-point values {low:g}..{high:g}; save it with 8 or 16 bits per channel")
-    return 255.0 if high <= 1 else 1.0 if high <= 255 else 255 / 65535
-
-
-def _grey(image: Image.Image, grey_HW: np.ndarray) -> tuple[Image.Image, Image.Image | None]:
-    """Grey values 0..255 as mode L; of a transparent grey (PNG's tRNS, in the file's own units) the transparency."""
-    transparent = image.info.get("transparency")
-    alpha = None
-    if isinstance(transparent, int):
-        alpha = Image.fromarray(np.where(np.asarray(image) == transparent, 0, 255).astype(np.uint8))
-    return Image.fromarray(np.rint(grey_HW).astype(np.uint8)), alpha
-
-
 # ------------------------------------------------------------------------------------------------------------ captions
 
 
@@ -378,85 +173,6 @@ def with_trigger(caption: str, trigger: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- scan
-
-
-Measure = Callable[[Image.Image, Image.Image], Any]
-
-
-@dataclass(frozen=True)
-class Looked:
-    """One image file as decoded: `error` is empty when it can be used, the rest is valid only then."""
-
-    error: str = ""
-    width: int = 0
-    height: int = 0
-    sha256: str = ""
-    format: str = ""
-    frames: int = 1
-    converted: bool = False
-    profile_problem: str = ""
-    measured: Any = None
-    timeline: clips.Timeline | None = None
-    """of a clip"""
-
-
-def _look(path: Path, section: config.Dataset, measure: Measure | None = None) -> Looked:
-    """Decode one file completely (a truncated file shows only then) and hash its bytes.
-
-    Args:
-        path: the file.
-        section: max_pixels, background and frames are read.
-        measure: is given the image as it is in the file and as upright RGB; its answer is `measured`.
-    """
-    if path.suffix.lower() in clips.VIDEOS:
-        return _look_at_video(path, section, measure)
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        return Looked(f"cannot be read: {error.strerror}")
-    if not raw:
-        return Looked("is empty (0 bytes)")
-    try:
-        with _opened(io.BytesIO(raw)) as image:
-            if image.width * image.height > section.max_pixels:
-                return Looked(
-                    f"has {image.width} x {image.height} = {image.width * image.height:,} pixels, "
-                    f"more than dataset.max_pixels = {section.max_pixels:,}"
-                )
-            # Phones write JPEGs with a second picture inside (MPO): a preview or depth map, no animation.
-            frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-            format = "JPEG" if image.format == "MPO" else image.format or ""
-            rgb, converted, problem = _upright_rgb(image, section.background)
-            measured = measure(image, rgb) if measure else None
-            timeline = _timeline(image) if section.frames and frames > 1 and format in ANIMATIONS else None
-    except ImageError as error:
-        starts = f" (it starts with {raw[:12]!r})" if "not a readable" in str(error) else ""
-        return Looked(f"{error}{starts}")
-    known = hashlib.sha256(raw).hexdigest(), format, frames, converted, problem, measured, timeline
-    return Looked("", *rgb.size, *known)
-
-
-def _look_at_video(path: Path, section: config.Dataset, measure: Measure | None) -> Looked:
-    try:
-        timeline, first = clips.look(path, section.max_pixels)
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return Looked(f"cannot be read: {error.strerror}")
-    except clips.ClipError as error:
-        return Looked(f"{error} (dataset.max_pixels)" if isinstance(error, clips.TooLarge) else str(error))
-    measured = measure(first, first) if measure else None
-    return Looked("", *first.size, sha256, "", len(timeline.starts), measured=measured, timeline=timeline)
-
-
-def look_all(paths: Sequence[Path], section: config.Dataset, measure: Measure | None = None) -> Iterator[Looked]:
-    """Decode files, several at a time, and tell what each is, in order; the arguments are those of `_look`."""
-    with _no_bomb_check(), python_warnings.catch_warnings():
-        # Pillow's remarks about odd metadata; what matters is reported here.
-        python_warnings.simplefilter("ignore")
-        # Decoding leaves Python's lock, and map keeps the order. Few at a time: each holds a whole image in memory.
-        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            yield from pool.map(lambda path: _look(path, section, measure), paths)
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -507,7 +223,7 @@ def scan(
     for index in range(len(section.folders)):
         found += list_folder(index, section, report, clip_rate)
     transparent = any(folder.mask == "alpha" for folder in section.folders)
-    looks = list(look_all([path for _, _, path, _ in found], section, opacities_of if transparent else None))
+    looks = list(look_all([path for _, _, path, _ in found], section, opacity_of if transparent else None))
     controls = _controls(section, found, num_controls, report)
     masks = find_masks(section, unmasked_weight, found, [_seen(look) for look in looks], report)
     notes: dict[str, list[str]] = defaultdict(list)
@@ -602,6 +318,7 @@ _NOTES = {
     "copies": "{n} image(s) that are copies of others",
     "unmasked": "{n} image(s) without a mask, trained whole",
     "black": "{n} mask(s) that are black all over",
+    "outside": "{n} image(s) whose mask is white only where the crop cuts it off",
     "strange": "{n} mask(s) belong to no image",
     "shapes": "{n} control picture(s) of another shape than their picture, shown whole",
 }
@@ -636,6 +353,16 @@ def note_sizes(report: ScanReport, section: config.Dataset, resolution: int) -> 
             notes["wide"].append(f"{example.path} ({aspect:.2f})")
     report.counts["upscaled"] = len(notes["upscaled"])
     report.warnings += _warnings(notes)
+
+
+def outside_masks(placed: Sequence[Placed]) -> list[str]:
+    """A warning about images of whose mask the crop leaves nothing but black; what is black all over has its own."""
+    names = [
+        str(one.example.path)
+        for one in placed
+        if (mask := one.example.mask) and mask.white and any(mask.white) and not one.placement.shows(mask.white)
+    ]
+    return _warnings({"outside": list(dict.fromkeys(names))})
 
 
 def _note_oddities(path: Path, look: Looked, notes: dict[str, list[str]]) -> None:
@@ -690,9 +417,11 @@ def list_folder(
         return []
     found: list[tuple[int, Path, Path, Path | None]] = []
     others: list[str] = []
+    left_out: list[str] = []
     try:
         for folder, names in _walk(root):
             by_stem: dict[tuple[str, str], str] = {}
+            labels = labelled(names)
             for name in names:
                 stem, suffix = os.path.splitext(name)
                 if suffix.lower() in CAPTIONS:
@@ -703,6 +432,9 @@ def list_folder(
                 if suffix.lower() in CAPTIONS:
                     continue
                 if masked_stem(section.folders[index].mask, name):
+                    continue
+                if name in labels:
+                    left_out.append(str(folder / name))
                     continue
                 if suffix.lower() not in accepted:
                     others.append(name)
@@ -725,6 +457,11 @@ def list_folder(
                 )
     except OSError as error:
         report.problems.append(f"folder {_told(error.filename)} cannot be read: {error.strerror}")
+    if left_out:
+        report.warnings.append(
+            f"{len(left_out)} file(s) named as OneTrainer's masks and conditioning pictures are not trained on as "
+            f"images; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {_some(left_out)}"
+        )
     left = [name for name in others if os.path.splitext(name)[1].lower() in clips.VIDEOS]
     if left and (section.frames or clip_rate is not None):
         if section.frames:
@@ -832,33 +569,19 @@ def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_contr
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a picture, what its mask is judged by: upright size, hash, and the least and most of its opacity, 0 to 255
-    (None: it has none, or nobody asked)."""
+    """Of a picture, what its mask is judged by: upright size, hash, and its opacity (None: it has none, or nobody
+    asked)."""
 
     size: tuple[int, int]
     sha256: str
     clip: bool
-    opacities: tuple[int, int] | None = None
+    opacity: Light | None = None
 
 
 def _seen(look: Looked) -> Seen | None:
     if look.error:
         return None
     return Seen((look.width, look.height), look.sha256, look.timeline is not None, look.measured)
-
-
-def opacities_of(image: Image.Image, rgb: Image.Image) -> tuple[int, int] | None:
-    """A measure for `look_all`: the least and most opacity of a picture, 0 to 255, if it has any."""
-    opacity = _eight_bits(image)[1]
-    return None if opacity is None else opacity.getextrema()
-
-
-def _brightest(image: Image.Image, rgb: Image.Image) -> int:
-    return _mask_in(image).getextrema()[1]
-
-
-BLACK = 2
-"""The brightest grey of a mask that is black all over: one that was saved as numbers, 0 and 1, is."""
 
 
 def masked_stem(mask: str, name: str) -> str:
@@ -872,12 +595,26 @@ def masked_stem(mask: str, name: str) -> str:
     return stem[len(front) : len(stem) - len(behind)] if fits else ""
 
 
+def labelled(names: Iterable[str]) -> set[str]:
+    """Those of a folder's names that are OneTrainer's masks and conditioning pictures: NAME-masklabel.png and
+    NAME-condlabel.png beside the picture (or clip) NAME.*"""
+    stems = {stem for stem, suffix in map(os.path.splitext, names) if suffix.lower() in (*EXTENSIONS, *clips.VIDEOS)}
+    ends = ("-masklabel", "-condlabel")
+    return {f"{stem}{end}.png" for end in ends for stem in stems if f"{stem}{end}" in stems}
+
+
+def look_at_masks(paths: Sequence[Path], section: config.Dataset) -> list[Looked]:
+    """What each mask is; `measured` is a `Light`."""
+    return list(look_all(paths, section, light_of))
+
+
 def find_masks(
     section: config.Dataset,
     unmasked_weight: float,
     found: Sequence[tuple[int, Path, Path, Path | None]],
     seen: Sequence[Seen | None],
     report: ScanReport,
+    look: Callable[[Sequence[Path], config.Dataset], Sequence[Looked]] = look_at_masks,
 ) -> list[Mask | None]:
     """The mask of each image; what is wrong with them is in the report.
 
@@ -885,6 +622,7 @@ def find_masks(
         unmasked_weight: as in `scan`.
         found: from `list_folder`, folder by folder.
         seen: what each of them is; None is one that cannot be used.
+        look: tells what each of the mask files is.
     """
     answers: list[Mask | None] = []
     notes: dict[str, list[str]] = defaultdict(list)
@@ -897,7 +635,7 @@ def find_masks(
         elif folder.mask == "alpha":
             answers += _masks_by_opacity(images, folder.path, index, notes, report)
         else:
-            answers += _masks_by_file(images, section, index, notes, report)
+            answers += _masks_by_file(images, section, index, notes, report, look)
     if not unmasked_weight:
         report.problems += [
             f"{path} has a mask that is black all over, and with objective.unmasked_weight = 0 it teaches nothing; "
@@ -925,11 +663,11 @@ def _masks_by_opacity(
         answers.append(None)
         if one is None or one.clip:
             continue
-        if one.opacities is None or one.opacities[0] == 255:
+        if one.opacity is None or one.opacity.least == 255:
             notes["unmasked"].append(str(path))
             continue
-        answers[-1] = Mask(path, one.sha256, alpha=True)
-        if one.opacities[1] <= BLACK:
+        answers[-1] = Mask(path, one.sha256, alpha=True, white=one.opacity.white)
+        if one.opacity.most <= BLACK:
             notes["black"].append(str(path))
     return answers
 
@@ -940,6 +678,7 @@ def _masks_by_file(
     index: int,
     notes: dict[str, list[str]],
     report: ScanReport,
+    look_at: Callable[[Sequence[Path], config.Dataset], Sequence[Looked]],
 ) -> list[Mask | None]:
     folder = section.folders[index]
     if folder.mask_folder:
@@ -950,7 +689,7 @@ def _masks_by_file(
         return [None] * len(images)
     stems = [path.relative_to(root).with_suffix("").as_posix() for root, path, _ in images]
     used = sorted({path for stem in stems for path in files.get(stem, [])})
-    looks = dict(zip(used, look_all(used, section, _brightest), strict=True))
+    looks = dict(zip(used, look_at(used, section), strict=True))
     report.problems += [f"mask {path} cannot be used: {look.error}" for path, look in looks.items() if look.error]
     answers: list[Mask | None] = []
     for stem, (_, path, one) in zip(stems, images, strict=True):
@@ -967,9 +706,9 @@ def _masks_by_file(
                     f"mask {candidates[0]} has {look.width} x {look.height} pixels, another shape than its image's "
                     f"{one.size[0]} x {one.size[1]}; draw it on the image"
                 )
-            if look.measured <= BLACK:
+            if look.measured.most <= BLACK:
                 notes["black"].append(str(path))
-            answers[-1] = Mask(candidates[0], look.sha256)
+            answers[-1] = Mask(candidates[0], look.sha256, white=look.measured.white)
     notes["strange"] += sorted(str(path) for members in files.values() for path in members if path not in looks)
     return answers
 

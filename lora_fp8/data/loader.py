@@ -134,7 +134,7 @@ class Loader:
         buckets: examples by bucket, from `buckets.group`.
         cache: filled with them and with its `prompts`.
         family: image_conditioning and collate are used.
-        section: `[dataset]`: flip, caption_dropout, shuffle_tags and what belongs to it.
+        section: `[dataset]`: flip, caption_dropout, and what makes variants of captions.
         seed: the job's; the same as `prompts` was given.
         batch_size: images per micro-batch over all processes.
     """
@@ -233,7 +233,7 @@ class Loader:
         caption = item.placed.example.caption
         if self._chance("caption_dropout", epoch, item.uid) < self.section.caption_dropout:
             return ""
-        if not self.section.shuffle_tags:
+        if not self.section.varies_captions:
             return caption
         variant = int(self._chance("shuffle_variant", epoch, item.uid) * self.section.caption_variants)
         return caption_variant(caption, variant, self.section, self.seed)

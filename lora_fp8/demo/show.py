@@ -94,9 +94,8 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
     places |= {
         f"dataset.folders.{i}.path": str(FOLDER / folder) for i, folder in enumerate(("dataset", "dataset_plain"))
     }
-    job = config.loads(
-        settings.read_text(encoding="utf-8"), [f"{k}={json.dumps(v)}" for k, v in places.items()], where=settings.name
-    )
+    asked = [config.toml_line(key, value) for key, value in places.items()]
+    job = config.loads(settings.read_text(encoding="utf-8"), asked, where=settings.name)
     started = time.perf_counter()
     result = train.run(job, echo=echo)
     trained = time.perf_counter()

@@ -110,6 +110,20 @@ class Checks:
         if missing:
             why = f", which {self.checkpoint} needs beside it" if self.checkpoint else ""
             raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
+        self.scheduler_config()  # that it can be read; it is needed when everything is encoded
+
+    def _check_vae(self) -> None:
+        """That its statistics are not another model's, where class and config are the same."""
+        files = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model") if self.other_vaes else []
+        for path in files:
+            file = WeightFile(path)
+            means = file.decoded("bn.running_mean").float() if "bn.running_mean" in file.header else torch.empty(0)
+            for model, begin in self.other_vaes.items():
+                if len(means) and torch.allclose(means[: len(begin)], torch.tensor(begin), rtol=0, atol=1e-3):
+                    raise UserError(
+                        f"{path} is {model}'s VAE, whose normalisation is not that of {self.title}: put the vae/ of "
+                        f"{self.title}'s diffusers folder in its place"
+                    )
 
     def _check_unquantized(self) -> None:
         """That no part of the folder was saved with a quantization of diffusers or transformers."""

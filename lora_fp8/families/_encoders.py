@@ -22,7 +22,8 @@ from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint, crea
 from torch import Tensor, nn
 
 from lora_fp8 import config
-from lora_fp8.layouts import text_layer
+from lora_fp8.config import UserError
+from lora_fp8.layouts import first_few, text_layer
 from lora_fp8.precision import Format, name_matches, quantize_
 
 from . import _files, _in_turn
@@ -74,8 +75,12 @@ class Encoders:
         """One of the tokenizers of `text_parts`, or the processor that makes a picture ready for a text encoder: small,
         so it is loaded when first asked for and kept."""
         if name not in self._tokenizers:
-            cls = getattr(transformers, self.text_parts[name])
-            self._tokenizers[name] = cls.from_pretrained(self.folder / name, local_files_only=True)
+            cls, folder = getattr(transformers, self.text_parts[name]), self.folder / name
+            try:
+                self._tokenizers[name] = cls.from_pretrained(folder, local_files_only=True)
+            except Exception as error:  # transformers and tokenizers raise many kinds for files that are not whole
+                why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+                raise UserError(f"{folder} cannot be read ({why}); download it again") from error
         return self._tokenizers[name]
 
     def in_turn(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
@@ -224,7 +229,15 @@ class Encoders:
             _files.read_header(path)
         options |= {"variant": _files.variant(files), "use_safetensors": True, "local_files_only": True}
         with quiet():
-            return cls.from_pretrained(self.folder / name, **options)
+            model, told = cls.from_pretrained(self.folder / name, output_loading_info=True, **options)
+        # transformers fills what is missing with random numbers, and says so where nobody hears it. A language model's
+        # head may be: files leave it out, as nothing here asks for the next word.
+        if lost := sorted(key for key in told["missing_keys"] if not key.startswith("lm_head.")):
+            raise UserError(
+                f"{self.folder / name} has not all weights of a {cls.__name__}: {len(lost)} are missing, "
+                f"{first_few(lost)}; it is another model's, or not whole"
+            )
+        return model
 
     def _config_and_weights(self, name: str, stem: str, *, from_checkpoint: bool = False) -> list[tuple[str, Path]]:
         part = self.folder / name

@@ -59,6 +59,12 @@ def fits(marks: dict[str, Any], native: Header) -> bool:
     return not first or math.prod(native[first][1:]) == native[last][0]
 
 
+def blocks_with(native: Header, name: str) -> list[int]:
+    """Numbers of the blocks that have this tensor, in order; "#" stands for the number in its name."""
+    pattern = re.compile(re.escape(name).replace(r"\#", r"(\d+)"))
+    return sorted(int(found[1]) for key in native if (found := pattern.fullmatch(key)))
+
+
 def is_hub_id(path: str) -> bool:
     """Whether a `model.path` that is nothing on this machine has the form of a Hugging Face id."""
     return bool(_HUB_ID.fullmatch(path)) and not path.endswith(".safetensors")

@@ -1,12 +1,10 @@
 """What FLUX.2 dev and klein have in common: latents, the call of the transformer, and the layout of the original files.
 
-The VAE's latents are cut into patches of 2 x 2, which become channels, and normalised with the running statistics of a
-batch norm that the VAE keeps for it. The blocks' timestep modulation is shared: three linears serve all of them.
+The blocks' timestep modulation is shared: three linears serve all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from lora_fp8 import naming
 
-from ._files import Header
+from ._files import Header, blocks_with
 from .base import Cond, Inputs, ModelFamily
 
 ADAPTER_TARGETS = (
@@ -26,6 +24,8 @@ ADAPTER_TARGETS = (
 )
 KEEP_PRECISE = ("x_embedder", "context_embedder", "time_guidance_embed", "norm_out", "^proj_out")
 LAST_NORM = "norm_out.linear"
+OTHER_VAES = {"Ideogram 4": (0.0198, 0.1015, 0.2969, 0.2719)}
+"""Whose VAE is this one but for the numbers in its batch norm."""
 MODULATION = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
 
 LAYERS = naming.table("""
@@ -64,47 +64,12 @@ LAYERS = naming.table("""
 def sizes(native: Header, head_dim: int) -> dict[str, int]:
     """The entries of config.json in which the released models differ, as a single file has them."""
     width, joint = native["txt_in.weight"]
-    single, double = (
-        len({key.split(".")[1] for key in native if key.startswith(f"{kind}_blocks.")}) for kind in ("single", "double")
-    )
     return {
-        "num_layers": double,
-        "num_single_layers": single,
+        "num_layers": len(blocks_with(native, "double_blocks.#.img_attn.qkv.weight")),
+        "num_single_layers": len(blocks_with(native, "single_blocks.#.linear1.weight")),
         "num_attention_heads": width // head_dim,
         "joint_attention_dim": joint,
     }
-
-
-def normalise(
-    family: ModelFamily,
-    latents_BCHW: Tensor,
-    eps: float | None = None,
-    patches: Callable[[Tensor], Tensor] = Flux2Pipeline._patchify_latents,
-) -> Tensor:
-    """`ModelFamily.normalise`: patches as channels, normalised.
-
-    Args:
-        eps: of the batch norm; None: as the VAE's config has it.
-        patches: how 2 x 2 latents become channels.
-    """
-    mean_1C11, std_1C11 = _statistics(family.vae, eps)
-    return (patches(latents_BCHW) - mean_1C11) / std_1C11
-
-
-def denormalise(
-    family: ModelFamily,
-    latents_BCHW: Tensor,
-    eps: float | None = None,
-    whole: Callable[[Tensor], Tensor] = Flux2Pipeline._unpatchify_latents,
-) -> Tensor:
-    """The inverse of `normalise`; `whole` is that of `patches`."""
-    mean_1C11, std_1C11 = _statistics(family.vae, eps)
-    return whole(latents_BCHW * std_1C11 + mean_1C11)
-
-
-def _statistics(vae: nn.Module, eps: float | None) -> tuple[Tensor, Tensor]:
-    mean_1C11, var_1C11 = (x.view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
-    return mean_1C11, torch.sqrt(var_1C11 + (vae.config.batch_norm_eps if eps is None else eps))
 
 
 def inputs(

@@ -22,8 +22,15 @@ class Latents:
     vae_class: ClassVar[str] = "AutoencoderKL"
     vae_marks: ClassVar[dict[str, Any]] = {"latents_mean": None, "latents_std": None}
     """Entries of the VAE's config.json that `encode_images` counts on; by default no normalisation by channel."""
+    other_vaes: ClassVar[dict[str, tuple[float, ...]]] = {}
+    """Models whose VAE has the same class and config, and how the means in its batch norm begin: refused."""
     patch: ClassVar[int] = 1
     """Latents that one token of the denoiser is wide and high."""
+    patch_channels: ClassVar[str] = "C22"
+    """Order of the channels where the VAE gives 2 x 2 latents to one of the denoiser's, normalised by a batch norm:
+    "C22" has the pixels of a channel side by side, "22C" the channels of a pixel."""
+    batch_norm_eps: ClassVar[float | None] = None
+    """Of that batch norm, where it is not what the VAE's config says."""
     latents_as: ClassVar[str] = "BCHW"
     """How the pipeline passes latents around: "BCHW"; "BCFHW", as a clip of one frame; or "BSD", as a sequence of
     patches, row by row, with the pixels of a patch side by side in each channel."""
@@ -56,12 +63,31 @@ class Latents:
         return self.vae
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """The VAE's latents, of pictures or clips, as the denoiser wants them: by the numbers in the VAE's config."""
-        return normalised(self.vae, latents)
+        """The VAE's latents, of pictures or clips, as the denoiser wants them: by the numbers in the VAE's config, or
+        the running statistics of the batch norm that it keeps for its patches of 2 x 2, which become channels."""
+        if not hasattr(self.vae, "bn"):
+            return normalised(self.vae, latents)
+        mean_1C11, std_1C11 = self._statistics()
+        pixels = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # B C H/2 2 W/2 2
+        order = (0, 1, 3, 5, 2, 4) if self.patch_channels == "C22" else (0, 3, 5, 1, 2, 4)
+        return (pixels.permute(order).flatten(1, 3) - mean_1C11) / std_1C11
 
     def denormalise(self, latents: Tensor) -> Tensor:
         """The inverse of `normalise`."""
-        return denormalised(self.vae, latents)
+        if not hasattr(self.vae, "bn"):
+            return denormalised(self.vae, latents)
+        mean_1C11, std_1C11 = self._statistics()
+        patches = latents * std_1C11 + mean_1C11
+        if self.patch_channels == "C22":
+            pixels = patches.unflatten(1, (-1, 2, 2)).permute(0, 1, 4, 2, 5, 3)
+        else:
+            pixels = patches.unflatten(1, (2, 2, -1)).permute(0, 3, 4, 1, 5, 2)
+        return pixels.flatten(4, 5).flatten(2, 3)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        mean_1C11, var_1C11 = (x.view(1, -1, 1, 1) for x in (self.vae.bn.running_mean, self.vae.bn.running_var))
+        eps = self.vae.config.batch_norm_eps if self.batch_norm_eps is None else self.batch_norm_eps
+        return mean_1C11, torch.sqrt(var_1C11 + eps)
 
     def pack(self, latents_BCHW: Tensor) -> Tensor:
         """Latents as the pipeline passes them around: its `latents=`, what its scheduler steps, its output "latent"."""

@@ -70,12 +70,12 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_TOKENS)
 
 
-def t5_tokenizer() -> T5TokenizerFast:
-    """Unigram over printable ASCII and a few words, as in T5: <pad> 0, </s> 1, <unk> 2."""
+def t5_tokenizer(tokens: int = T5_TOKENS) -> T5TokenizerFast:
+    """Unigram over printable ASCII and a few words, as in T5: <pad> 0, </s> 1, <unk> 2; reads so many tokens."""
     scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     scores += [(f"▁{word}", -3.0) for word in _WORDS if len(word) > 1]
     scores += [(c, -6.0) for c in string.ascii_letters + string.digits + string.punctuation]
-    return T5TokenizerFast(vocab=scores, extra_ids=0, model_max_length=T5_TOKENS)
+    return T5TokenizerFast(vocab=scores, extra_ids=0, model_max_length=tokens)
 
 
 def clip_text(vocab: CLIPTokenizer, *, projection: int | None = None, width: int = 32) -> torch.nn.Module:
@@ -93,6 +93,13 @@ def clip_text(vocab: CLIPTokenizer, *, projection: int | None = None, width: int
         pad_token_id=vocab.pad_token_id,
     )
     return CLIPTextModelWithProjection(settings) if projection else CLIPTextModel(settings)
+
+
+def clip_pair(vocab: CLIPTokenizer, *widths: int) -> dict[str, Any]:
+    """Two CLIP text encoders with projections and their tokenizers, in the pipelines' names."""
+    encoders = [clip_text(vocab, width=width, projection=width) for width in widths]
+    names = ("text_encoder", "text_encoder_2")
+    return dict(zip(names, encoders, strict=True)) | {"tokenizer": vocab, "tokenizer_2": vocab}
 
 
 def t5_text(vocab: T5TokenizerFast, *, width: int = 32) -> T5EncoderModel:

@@ -59,6 +59,13 @@ class Prompts:
     denoiser's config.json, "tokens" is `longest_prompt`, and "tokens+77" a sum."""
     prompts_vary: ClassVar[bool] = False
     """Whether `prompt_embeds` are as long as the prompt. Those of a batch are padded, with a mask beside them."""
+    padded_in_front: ClassVar[bool] = False
+    """Whether the shorter of them are padded in front, and not behind."""
+    chat: ClassVar[tuple[dict[str, Any], ...]] = ()
+    """Messages that the pipeline makes of a prompt, "\0" here, for its tokenizer's chat template; () for none."""
+    end_counts: ClassVar[bool] = False
+    """Whether what that has behind a prompt is always read, as the pipeline refuses what is too long; else that is cut
+    off first."""
     text_arguments: ClassVar[dict[str, str]] = {}
     """Name in `Cond` -> argument of the pipeline's call, where it is another; "mask" for that of a mask. A pipeline for
     prompts that vary takes them in a list if it has none."""
@@ -74,11 +81,23 @@ class Prompts:
 
     def token_limit(self, name: str) -> int:
         """Tokens of a prompt that the encoder of this tokenizer reads, those that mark beginning and end included."""
-        return self.max_sequence_length or self.tokenizer(name).model_max_length
+        limit = self.max_sequence_length or self.tokenizer(name).model_max_length
+        return limit - self.num_tokens(self.around_prompt()[1]) if self.end_counts else limit
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         """What the tokenizers are given for a prompt: the words that the pipeline puts before it, and its own."""
-        return "", prompt
+        return self.around_prompt()[0] if self.chat else "", prompt
+
+    def around_prompt(self) -> tuple[str, str]:
+        """What the template of `chat` has before a prompt, and behind it."""
+        messages, (name, *_) = list(self.chat), self.judge_length_by
+        text = self.tokenizer(name).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        before, _, behind = text.partition("\0")
+        return before, behind
+
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a text, without those that mark beginning and end."""
+        return len(self.tokenizer(self.judge_length_by[0])(text, add_special_tokens=False)["input_ids"])
 
     def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
         """The prompts of which `encode_prompts` cuts off the end. Needs the tokenizers only, which it loads itself."""
@@ -172,7 +191,7 @@ class Prompts:
     # -- who is given it ------------------------------------------------------------------------------------------
     def collate(self, conds: list[Cond]) -> Cond:
         """Unbatched conditionings -> one batch; for `prompts_vary` see `padded`."""
-        batch = padded(conds, "prompt_embeds") if self.prompts_vary else {}
+        batch = padded(conds, "prompt_embeds", self.padded_in_front) if self.prompts_vary else {}
         return batch | {key: torch.stack([cond[key] for cond in conds]) for key in conds[0] if key not in batch}
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
@@ -197,13 +216,16 @@ class Prompts:
         }
 
 
-def padded(conds: Sequence[Cond], name: str) -> Cond:
+def padded(conds: Sequence[Cond], name: str, in_front: bool = False) -> Cond:
     """One entry of several conditionings in a batch, when prompts differ in length.
 
     Returns:
-        `name`: (B, L, ...) with zeros behind the shorter ones; `name`_mask: bool (B, L), True where there is a token.
+        `name`: (B, L, ...) with zeros behind the shorter ones, or `in_front` of them; `name`_mask: bool (B, L), True
+        where there is a token.
     """
     rows = [cond[name] for cond in conds]
     lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
     mask_BL = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-    return {name: nn.utils.rnn.pad_sequence(rows, batch_first=True), f"{name}_mask": mask_BL}
+    side = "left" if in_front else "right"
+    rows_BLD = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    return {name: rows_BLD, f"{name}_mask": mask_BL.flip(1) if in_front else mask_BL}

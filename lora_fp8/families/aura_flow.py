@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lora_fp8 import naming
 from lora_fp8.config import UserError
 
 from . import _files, _llama, _miniature
 from ._files import Header
-from .base import Cond, Inputs, ModelFamily
+from .base import ModelFamily
 
 
 class Family(ModelFamily):
@@ -85,6 +85,7 @@ class Family(ModelFamily):
         modF.1 = norm_out.linear
     """)
     swapped_halves = ("norm_out.linear",)
+    no_adapter = swapped_halves  # a LoRA of the original's is none of diffusers'
     single_file = {
         "has": ("double_layers.0.attn.w1q.weight", "positional_encoding"),
         "in_is_out": ("init_x_linear.weight", "final_linear.weight"),
@@ -100,13 +101,6 @@ class Family(ModelFamily):
         "pos_embed_max_size": 1024,
     }
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        return {
-            "hidden_states": noisy_BCHW,
-            "encoder_hidden_states": cond["prompt_embeds"],
-            "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
-        }
-
     def check_bucket(self, width: int, height: int) -> None:
         side = int(self.denoiser_config().get("pos_embed_max_size", 1024) ** 0.5)
         patch = 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])  # 2 x 2 latents
@@ -115,11 +109,6 @@ class Family(ModelFamily):
                 f"dataset.resolution: this {self.title} has positions for {patch * side} pixels a side, and a bucket "
                 f"is {width} x {height}; set a smaller one, or dataset.buckets = false"
             )
-
-    @classmethod
-    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        # The original gives (shift, scale) there and diffusers (scale, shift): a LoRA of one is none of the other.
-        return {"norm_out.linear"}
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
         return {"pos_embed_max_size": native["positional_encoding"][1]}  # what 0.1 and 0.3 differ in

@@ -1,9 +1,9 @@
 """ModelFamily: what the trainer must know about an architecture. One file in this folder = one subclass named `Family`.
 
-A family states facts (class attributes) and two things only it can know: what its denoiser is called with, and the
-parts of a random miniature of itself for the tests. Everything else is a default, here or in a room beside: `_encoders`
-(VAE and text encoders, from their files), `_latents` (pixels to latents and back), `_prompts` (texts to conditioning),
-and `_checks` (is it this architecture, and whole?).
+A family states facts (class attributes) and two things only it can know: what its denoiser is called with, unless that
+is a fact as well (`denoiser_reads`), and the parts of a random miniature of itself for the tests. Everything else is a
+default, here or in a room beside: `_encoders` (VAE and text encoders, from their files), `_latents` (pixels to latents
+and back), `_prompts` (texts to conditioning), and `_checks` (is it this architecture, and whole?).
 
 Two-phase loading. The cache is filled with the VAE, and then with one text encoder after another (`in_turn`), which
 have all left before the denoiser comes: `empty_denoiser` (built on the meta device, no memory) and `denoiser_tensors`,
@@ -26,7 +26,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -174,7 +174,11 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     native_layers: ClassVar[tuple[naming.Row, ...]] = ()
     """The denoiser's layers in the naming in which the model was first published, and in diffusers': see `naming`."""
     swapped_halves: ClassVar[tuple[str, ...]] = ()
-    """Layers whose rows the original has as (shift, scale) and diffusers as (scale, shift)."""
+    """Layers whose rows the original has as (shift, scale) and diffusers as (scale, shift). "blocks.-1" is the last of
+    the blocks."""
+    no_adapter: ClassVar[tuple[str, ...]] = ()
+    """Layers that get no adapter whoever asks, named as those above: nothing reads their answer, so that they would
+    never learn, or a LoRA of theirs would be another one in the model's original naming."""
     layouts: ClassVar[tuple[str, ...]] = ("kohya", "diffusers")
     """Key layouts that LoRA files of this architecture are written in, the one that most programs read in front."""
     layouts_of_diffusers: ClassVar[tuple[str, ...]] = ("diffusers", "comfy", "kohya")
@@ -202,6 +206,12 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     """Pattern in the name of a single file -> what it is then, where its tensors do not tell: see `caveats`."""
     distilled_advice: ClassVar[str]
     """What to know before training on a model for which `is_distilled`."""
+    distilled_name: ClassVar[str] = ""
+    """Pattern in the path of a distilled model's file or folder, where nothing else tells; see `is_distilled`."""
+    denoiser_reads: ClassVar[dict[str, str]] = {"encoder_hidden_states": "prompt_embeds"}
+    """Argument of the denoiser -> name in `Cond`, where that, `hidden_states` and `timestep` are all its `inputs`."""
+    timestep_unit: ClassVar[int] = 1
+    """What sigma = 1 is as its `timestep`: 1, where the denoiser multiplies by 1000 itself, or 1000."""
     call_options: ClassVar[dict[str, Any]] = {}
     """Arguments that every call of the pipeline needs, such as one frame where it draws videos."""
 
@@ -226,10 +236,10 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         self._header: Header = self._file.header if self._file else {}
         self._check_architecture()
         self._check_complete()
+        self._check_vae()
         self.warnings += self.caveats()
 
     # -- what only the family knows -------------------------------------------------------------------------------
-    @abstractmethod
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         """What the pipeline's loop calls the denoiser with, by name.
 
@@ -238,6 +248,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
             t_B: as the objective draws it: an integer timestep for `Diffusion`, sigma in [0, 1] for `FlowMatching`.
             cond: collated, in the model's dtype where it is not among `exact_cond`. All is on one device.
         """
+        told = {argument: cond[name] for argument, name in self.denoiser_reads.items()}
+        return {"hidden_states": self.pack(noisy_BCHW), "timestep": t_B * self.timestep_unit, **told}
 
     @classmethod
     @abstractmethod
@@ -294,7 +306,7 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
     def is_distilled(self) -> bool:
         """Whether the given model is distilled to few steps without guidance, where there is such a model."""
-        return False
+        return bool(self.distilled_name) and self.is_called(self.distilled_name)
 
     def file_is_called(self, pattern: str) -> bool:
         """Whether the name of the given single file holds this, in any case: of some models nothing else tells."""
@@ -397,14 +409,13 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        """Full names of layers that get no adapter whoever asks: nothing reads their answer, so that they would never
-        learn, or a LoRA of theirs would be another one in the model's original naming."""
-        return set()
+        """Full names of the layers in `no_adapter`."""
+        return _with_last_block(cls.no_adapter, lambda: [name for name, _ in denoiser.named_modules()])
 
     @classmethod
     def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
-        """Layers whose rows the original has as (shift, scale) and diffusers as (scale, shift)."""
-        return set(cls.swapped_halves)
+        """Full names of the layers in `swapped_halves`."""
+        return _with_last_block(cls.swapped_halves, lambda: cls.layer_shapes(denoiser_config))
 
     @classmethod
     def layer_shapes(cls, denoiser_config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
@@ -592,6 +603,18 @@ def _encoding_as_given(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], An
 def _is_component(entry: Any) -> bool:
     """Whether an entry of model_index.json names a part of the pipeline, as [library, class] or [null, null]."""
     return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
+
+
+def _with_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) -> set[str]:
+    """These names, with the number of the last block among `layers` in place of -1."""
+    found = set()
+    for name in names:
+        blocks, counted, layer = name.partition(".-1.")
+        if counted:
+            numbers = (re.match(rf"{re.escape(blocks)}\.(\d+)\.", one) for one in layers())
+            name = f"{blocks}.{max(int(number[1]) for number in numbers if number)}.{layer}"
+        found.add(name)
+    return found
 
 
 @cache

@@ -73,14 +73,11 @@ class Family(ModelFamily):
         "approximator_hidden_dim": 128,
         "approximator_layers": 2,
     }
+    distilled_name = r"chroma[^/]*flash(?![a-z])"  # it has the files of the others
     distilled_advice = (
         "this is Chroma1-Flash by its name, made to draw in few steps without guidance, which plain training "
         "undoes: train on Chroma1-HD and draw with Flash"
     )
-
-    def is_distilled(self) -> bool:
-        # Flash has the files of the others, and nothing but their name tells.
-        return self.is_called(r"chroma[^/]*flash(?![a-z])")
 
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0

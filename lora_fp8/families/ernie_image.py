@@ -20,9 +20,6 @@ from lora_fp8 import naming
 from . import _flux2, _miniature, _mistral
 from .base import Cond, Inputs, ModelFamily
 
-EPS = 1e-5
-"""Of the VAE's batch norm: the pipeline has it written in, config.json says what FLUX.2 was trained with."""
-
 
 class Family(ModelFamily):
     name = "ernie_image"
@@ -34,6 +31,8 @@ class Family(ModelFamily):
     text_shapes = {"prompt_embeds": ("tokens", "text_in_dim")}
     prompts_vary = True
     vae_class = "AutoencoderKLFlux2"
+    other_vaes = _flux2.OTHER_VAES
+    batch_norm_eps = 1e-5  # the pipeline has it written in, config.json says what FLUX.2 was trained with
     adapter_targets = (
         *(f"self_attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"mlp.{layer}" for layer in ("gate_proj", "up_proj", "linear_fc2")),
@@ -82,12 +81,6 @@ class Family(ModelFamily):
 
     def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
         return {"prompt_embeds": pipeline.encode_prompt(prompts, self.device)}  # nothing but a list of them
-
-    def normalise(self, latents: Tensor) -> Tensor:
-        return _flux2.normalise(self, latents, EPS)
-
-    def denormalise(self, latents: Tensor) -> Tensor:
-        return _flux2.denormalise(self, latents, EPS)
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {

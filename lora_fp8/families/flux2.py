@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.pipelines.flux2.pipeline_flux2 import format_input
-from torch import nn
 from transformers import Mistral3ForConditionalGeneration
 
 from . import _flux2, _miniature, _mistral
@@ -33,6 +32,7 @@ class Family(ModelFamily):
     prompt_tokens = 512  # those of the template included
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     vae_class = "AutoencoderKLFlux2"
+    other_vaes = _flux2.OTHER_VAES
     adapter_targets = _flux2.ADAPTER_TARGETS
     keep_precise = _flux2.KEEP_PRECISE
     modulation = _flux2.MODULATION
@@ -50,6 +50,7 @@ class Family(ModelFamily):
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS
     swapped_halves = (_flux2.LAST_NORM,)
+    no_adapter = (_flux2.LAST_NORM,)  # in the original naming its LoRA would be another one
     reference_config = {
         "num_layers": 8,
         "num_single_layers": 48,
@@ -66,7 +67,7 @@ class Family(ModelFamily):
     }
     tiny_config = {**_flux2.TINY, "guidance_embeds": True}
 
-    normalise, denormalise, inputs = _flux2.normalise, _flux2.denormalise, _flux2.inputs
+    inputs = _flux2.inputs
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         # The end is cut off, and with it first what the template has behind the prompt. <s> is counted as a mark.
@@ -74,10 +75,6 @@ class Family(ModelFamily):
         (text,) = tokenizer.apply_chat_template(format_input(["\0"]), tokenize=False)
         before, _, _ = text.partition("\0")
         return before.removeprefix(tokenizer.bos_token), prompt.replace("[IMG]", "")  # as the pipeline does
-
-    @classmethod
-    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        return {_flux2.LAST_NORM}  # in the original naming its LoRA would be another one
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lora_fp8.config import UserError
@@ -29,9 +28,11 @@ class Family(ModelFamily):
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
     text_parts = {"tokenizer": "Qwen2TokenizerFast", "text_encoder": "Qwen3ForCausalLM"}
+    chat = ({"role": "user", "content": "\0"},)
     prompt_tokens = 512  # those of the template included
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     vae_class = "AutoencoderKLFlux2"
+    other_vaes = _flux2.OTHER_VAES
     adapter_targets = _flux2.ADAPTER_TARGETS
     keep_precise = _flux2.KEEP_PRECISE
     modulation = _flux2.MODULATION
@@ -47,6 +48,7 @@ class Family(ModelFamily):
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS
     swapped_halves = (_flux2.LAST_NORM,)
+    no_adapter = (_flux2.LAST_NORM,)  # in the original naming its LoRA would be another one
     config_marks = {"guidance_embeds": False}
     reference_config = {
         "num_layers": 5,
@@ -67,13 +69,7 @@ class Family(ModelFamily):
         "and draw with this model"
     )
 
-    normalise, denormalise, inputs = _flux2.normalise, _flux2.denormalise, _flux2.inputs
-
-    def as_read(self, prompt: str) -> tuple[str, str]:
-        # The end is cut off, and with it first what the template has behind the prompt.
-        message = [{"role": "user", "content": "\0"}]
-        text = self.tokenizer("tokenizer").apply_chat_template(message, tokenize=False)
-        return text.partition("\0")[0], prompt
+    inputs = _flux2.inputs
 
     def is_distilled(self) -> bool:
         named = self.distilled_by_name()
@@ -100,10 +96,6 @@ class Family(ModelFamily):
                 f"{self.folder} gives {given}: set model.components to the FLUX.2 klein of the same size"
             )
         return found
-
-    @classmethod
-    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        return {_flux2.LAST_NORM}  # in the original naming its LoRA would be another one
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:

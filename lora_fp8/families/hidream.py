@@ -162,10 +162,7 @@ class Family(ModelFamily):
         return {
             "scheduler": _miniature.flow_unipc(),
             "vae": _miniature.flux_vae(channels=(8,), attention=False),
-            "text_encoder": _miniature.clip_text(clip, projection=32),
-            "tokenizer": clip,
-            "text_encoder_2": _miniature.clip_text(clip, projection=32),
-            "tokenizer_2": clip,
+            **_miniature.clip_pair(clip, 32, 32),
             "text_encoder_3": _miniature.t5_text(t5),
             "tokenizer_3": t5,
             "text_encoder_4": _llama.text(llama),

@@ -24,37 +24,17 @@ from lora_fp8 import naming
 from lora_fp8.config import UserError
 from lora_fp8.objectives import FlowMatching
 
-from . import _files, _flux2, _miniature, _qwen
-from ._weights import WeightFile
+from . import _flux2, _miniature, _qwen
 from .base import Cond, Inputs, ModelFamily
-
-PATCH = 2
-FLUX2_MEAN = (-0.0676, -0.0715, -0.0753, -0.0745)
-"""How the means in the batch norm of FLUX.2's VAE begin; Ideogram's begin 0.0198, 0.1015, 0.2969, 0.2719."""
-# As Qwen's own, where content is a list of parts.
-_CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 class Flow(FlowMatching):
-    """t as the pipeline places its steps: logit-normal around half the logarithm of the pixels over 512 x 512.
+    """t as the pipeline places its steps: logit-normal around half the logarithm of the pixels over 512 x 512."""
 
-    The pipeline's scale of 1.5 is taken over where `objective.timesteps` is "auto".
-    """
+    deviation = 1.5  # the pipeline's scale
 
-    def shift(self, seq_len: int) -> float:
-        if self.section.shift != "auto":
-            return float(self.section.shift)
+    def model_shift(self, seq_len: int) -> float:
         return math.sqrt(seq_len / 1024)  # 512 x 512 pixels are 1024 tokens
-
-    def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
-        if self.section.timesteps != "auto":
-            return FlowMatching.sample_t(self, generator_per_sample, seq_len)
-        normal_B = torch.cat([torch.randn(1, generator=g) for g in generator_per_sample])
-        return self.warp((1.5 * normal_B).sigmoid(), seq_len)
 
 
 class _Unguided:
@@ -74,8 +54,14 @@ class Family(ModelFamily):
     denoiser_class = "Ideogram4Transformer2DModel"
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Qwen3VLModel"}
     prompt_tokens = 2048  # those of the template included
+    chat = ({"role": "user", "content": [{"type": "text", "text": "\0"}]},)
+    end_counts = True
+    prompts_vary = True
+    padded_in_front = True
     text_shapes = {"prompt_embeds": ("tokens", "llm_features_dim")}
     vae_class = "AutoencoderKLFlux2"
+    other_vaes = {"FLUX.2": (-0.0676, -0.0715, -0.0753, -0.0745)}
+    patch_channels = "22C"
     objective = Flow
     towards_image = True
     adapter_targets = (
@@ -115,23 +101,16 @@ class Family(ModelFamily):
         "mrope_section": (4, 2, 2),
     }
 
-    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        # The pipeline refuses prompts that are too long.
+    def text_answer(self, pipeline: Ideogram4Pipeline, prompts: list[str]) -> dict[str, Any]:
+        # One by one, each in its own length; the pipeline refuses those that are too long.
         lost = {cut.prompt: cut.lost for cut in self.overlong(prompts)}
-        return [{"prompt_embeds": self._encoded(prompt.removesuffix(lost.get(prompt, "")))} for prompt in prompts]
-
-    def _encoded(self, prompt: str) -> Tensor:
-        tokenizer = self.tokenizer("tokenizer")
-        num_tokens = len(tokenizer("".join(self._in_template(prompt)), add_special_tokens=False)["input_ids"])
-        with torch.no_grad():
-            packed_BSD, *_ = self.text_pipeline.encode_prompt([prompt], 1, 1, num_tokens, self.device)
-        return packed_BSD[0, :num_tokens].to(self.dtype, copy=True)
-
-    def _in_template(self, prompt: str) -> tuple[str, str, str]:
-        message = [{"role": "user", "content": [{"type": "text", "text": "\0"}]}]
-        text = self.tokenizer("tokenizer").apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        before, _, after = text.partition("\0")
-        return before, prompt, after
+        before, behind = self.around_prompt()
+        rows = []
+        for prompt in (prompt.removesuffix(lost.get(prompt, "")) for prompt in prompts):
+            num_tokens = self.num_tokens(before + prompt + behind)
+            packed_BSD, *_ = pipeline.encode_prompt([prompt], 1, 1, num_tokens, self.device)
+            rows.append(packed_BSD[0, :num_tokens])
+        return {"prompt_embeds": rows}
 
     def caption_caveats(self, captions: Sequence[str]) -> list[str]:
         written = [caption for caption in captions if caption.strip()]
@@ -143,37 +122,16 @@ class Family(ModelFamily):
             "they are further from what it knows; configs/ideogram4.toml shows the form"
         ]
 
-    def as_read(self, prompt: str) -> tuple[str, str]:
-        return self._in_template(prompt)[:2]
-
-    def token_limit(self, name: str) -> int:
-        _, _, after = self._in_template("")
-        return self.max_sequence_length - len(self.tokenizer(name)(after, add_special_tokens=False)["input_ids"])
-
-    def collate(self, conds: list[Cond]) -> Cond:
-        embeds, lengths = _front_padded([cond["prompt_embeds"] for cond in conds])
-        return {"prompt_embeds": embeds, "prompt_lengths": torch.tensor(lengths)}
-
-    def normalise(self, latents: Tensor) -> Tensor:
-        return _flux2.normalise(self, latents, patches=_patches)
-
-    def denormalise(self, latents: Tensor) -> Tensor:
-        return _flux2.denormalise(self, latents, whole=_whole)
-
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         text_BLD, image_BSC = cond["prompt_embeds"], self.pack(noisy_BCHW)
         (height, width), num_text, num_image = noisy_BCHW.shape[2:], text_BLD.shape[1], image_BSC.shape[1]
-        lengths = cond["prompt_lengths"].tolist()
-        position_ids, segment_ids, indicator = Ideogram4Pipeline._prepare_ids(
-            lengths, height, width, num_text, noisy_BCHW.device
-        )
+        lengths = cond["prompt_embeds_mask"].sum(1).tolist()
+        ids = Ideogram4Pipeline._prepare_ids(lengths, height, width, num_text, noisy_BCHW.device)
         return {
             "hidden_states": nn.functional.pad(image_BSC, (0, 0, num_text, 0)),
             "timestep": (1 - t_B).to(self.dtype),
             "encoder_hidden_states": nn.functional.pad(text_BLD, (0, 0, 0, num_image)),
-            "position_ids": position_ids,
-            "segment_ids": segment_ids,
-            "indicator": indicator,
+            **dict(zip(("position_ids", "segment_ids", "indicator"), ids, strict=True)),
         }
 
     def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
@@ -201,30 +159,17 @@ class Family(ModelFamily):
         ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             if isinstance(prompt, str) or isinstance(prompt[0], str):
                 return encode(prompt, grid_h, grid_w, max_sequence_length, device)
-            text_BLD, lengths = _front_padded(prompt)
-            ids = Ideogram4Pipeline._prepare_ids(lengths, grid_h, grid_w, max_sequence_length, device)
-            return nn.functional.pad(text_BLD, (0, 0, 0, grid_h * grid_w)), *ids
+            (text_LD,) = prompt
+            ids = Ideogram4Pipeline._prepare_ids([len(text_LD)], grid_h, grid_w, max_sequence_length, device)
+            return nn.functional.pad(text_LD[None], (0, 0, 0, grid_h * grid_w)), *ids
 
         pipeline.encode_prompt = encode_or_take
         if pipeline.unconditional_transformer is None:
             pipeline.unconditional_transformer = _Unguided()
 
-    def caveats(self) -> list[str]:
-        for path in _files.weight_files(self.folder / "vae", "diffusion_pytorch_model"):
-            file = WeightFile(path)
-            if "bn.running_mean" in file.header:
-                mean_C = file.decoded("bn.running_mean").float()
-                if torch.allclose(mean_C[: len(FLUX2_MEAN)], torch.tensor(FLUX2_MEAN), rtol=0, atol=1e-3):
-                    raise UserError(
-                        f"{path} is FLUX.2's VAE, whose normalisation is not that of {self.title}: put the vae/ of "
-                        "Ideogram 4's diffusers folder in its place"
-                    )
-        return ModelFamily.caveats(self)
-
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
         tokenizer = _qwen.tokenizer()
-        tokenizer.chat_template = _CHAT
         return {
             "unconditional_transformer": Ideogram4Transformer2DModel(**cls.tiny_config),
             "scheduler": _miniature.flow_euler(),
@@ -232,21 +177,3 @@ class Family(ModelFamily):
             "text_encoder": _qwen.qwen3_vl(tokenizer, layers=36),
             "tokenizer": tokenizer,
         }
-
-
-def _front_padded(rows: list[Tensor]) -> tuple[Tensor, list[int]]:
-    """(B, L, D) with zeros in front of the shorter ones, and their lengths."""
-    lengths = [len(row) for row in rows]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left"), lengths
-
-
-def _patches(latents_BCHW: Tensor) -> Tensor:
-    """2 x 2 patches become channels, those of one pixel side by side; FLUX.2 has those of one channel so."""
-    patches = latents_BCHW.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH))  # B C H/2 2 W/2 2
-    return patches.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
-
-
-def _whole(patches_BCHW: Tensor) -> Tensor:
-    """The inverse of `_patches`."""
-    patches = patches_BCHW.unflatten(1, (PATCH, PATCH, -1))  # B 2 2 C H/2 W/2
-    return patches.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)

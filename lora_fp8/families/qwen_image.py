@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-from torch import nn
 
 from lora_fp8 import naming
 
@@ -53,6 +52,11 @@ class Family(ModelFamily):
     native_layers = naming.table("""
         transformer_blocks.#, img_in, txt_in, txt_norm, time_text_embed, norm_out, proj_out
     """)
+    # What the last block makes of the text is read by nothing.
+    no_adapter = tuple(
+        f"transformer_blocks.-1.{layer}"
+        for layer in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+    )
     computed = {"pos_embed": ("theta", "axes_dim", "scale_rope")}
     # Edit and Layered share the class: they are told a second time, or in place of the text, what they see.
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False, "zero_cond_t": False}
@@ -70,12 +74,6 @@ class Family(ModelFamily):
         return ModelFamily.text_answer(self, pipeline, prompts)
 
     inputs = _qwen.inputs
-
-    @classmethod
-    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        # What the last block makes of the text is read by nothing.
-        last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
-        return {f"{last}.{x}" for x in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")}
 
     def caveats(self) -> list[str]:
         # 2511 has a mark; Edit and 2509 have the very tensors of Qwen-Image.

@@ -52,6 +52,7 @@ class Family(ModelFamily):
     kohya_module = "networks.lora_qwen_image"
     layouts = qwen_image.Family.layouts
     native_layers = qwen_image.Family.native_layers
+    no_adapter = qwen_image.Family.no_adapter
     computed = qwen_image.Family.computed
     config_marks = qwen_image.Family.config_marks
     reference_config = qwen_image.Family.reference_config
@@ -80,10 +81,6 @@ class Family(ModelFamily):
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         (picture,) = control_pictures(cond)
         return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": picture}
-
-    @classmethod
-    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        return qwen_image.Family.without_adapter(denoiser)
 
     @classmethod
     def wake_(cls, denoiser: nn.Module) -> None:

@@ -56,6 +56,7 @@ class Family(ModelFamily):
     kohya_module = "networks.lora_qwen_image"
     layouts = qwen_image.Family.layouts
     native_layers = qwen_image.Family.native_layers
+    no_adapter = qwen_image.Family.no_adapter
     computed = qwen_image.Family.computed
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False}
     reference_config = qwen_image.Family.reference_config
@@ -90,10 +91,6 @@ class Family(ModelFamily):
         if marked or self.file_is_called("25(09|11)"):
             return {"zero_cond_t": marked or self.file_is_called("2511")}
         return {}
-
-    @classmethod
-    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        return qwen_image.Family.without_adapter(denoiser)
 
     @classmethod
     def wake_(cls, denoiser: nn.Module) -> None:

@@ -19,7 +19,7 @@ from lora_fp8 import naming
 from lora_fp8.config import UserError
 
 from . import _gemma, _miniature
-from ._files import Header
+from ._files import Header, blocks_with
 from .base import Cond, Inputs, ModelFamily
 
 CROSS_HEADS = {1152: 16, 2240: 20}
@@ -130,7 +130,7 @@ class Family(ModelFamily):
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
         # What 0.6, 1.6 and 4.8 B, and Sana and Sana 1.5, differ in.
         found = {
-            "num_layers": sum(key.endswith(".cross_attn.kv_linear.weight") for key in native),
+            "num_layers": len(blocks_with(native, "blocks.#.cross_attn.kv_linear.weight")),
             "qk_norm": "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in native else None,
         }
         width = native["x_embedder.proj.weight"][0]

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lora_fp8 import naming
 
 from . import _miniature
-from ._files import Header
-from .base import Cond, Inputs, ModelFamily, TextEncoder
+from ._files import Header, blocks_with
+from .base import Cond, ModelFamily, TextEncoder
 
 
 class Family(ModelFamily):
@@ -41,6 +41,8 @@ class Family(ModelFamily):
     judge_length_by = ("tokenizer_3",)  # the CLIPs read the first 77 tokens of the same prompt, T5 all of it
     prompt_tokens = 256  # trained with 77 and 256 (3.5's model cards)
     text_answers = ("prompt_embeds", "", "pooled_prompt_embeds")
+    denoiser_reads = {"encoder_hidden_states": "prompt_embeds", "pooled_projections": "pooled_prompt_embeds"}
+    timestep_unit = 1000  # as the scheduler counts its training steps
     text_options = {"prompt_2": None, "prompt_3": None}
     text_shapes = {
         "prompt_embeds": ("tokens+77", "joint_attention_dim"),
@@ -63,6 +65,10 @@ class Family(ModelFamily):
     layouts = ("diffusers", "comfy", "kohya")
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)
+    # The norms that end a stream: a LoRA of the original's is none of diffusers'. And nothing follows the text in the
+    # last block, where its queries are for nothing.
+    swapped_halves = ("transformer_blocks.-1.norm1_context.linear", "norm_out.linear")
+    no_adapter = (*swapped_halves, "transformer_blocks.-1.attn.add_q_proj")
     # 3.5 medium; the sizes of the others are read from their files.
     reference_config = {
         "sample_size": 128,
@@ -82,19 +88,17 @@ class Family(ModelFamily):
                 ln_q = norm_q
                 ln_k = norm_k
             x_block.adaLN_modulation.1 = norm1.linear
-            x_block.mlp.fc1 = ff.net.0.proj
-            x_block.mlp.fc2 = ff.net.2
+            x_block.mlp = ff, context_block.mlp = ff_context
+                fc1 = net.0.proj
+                fc2 = net.2
             context_block.attn.qkv = attn.add_q_proj attn.add_k_proj attn.add_v_proj
             context_block.attn.proj = attn.to_add_out
             context_block.attn.ln_q = attn.norm_added_q
             context_block.attn.ln_k = attn.norm_added_k
             context_block.adaLN_modulation.1 = norm1_context.linear
-            context_block.mlp.fc1 = ff_context.net.0.proj
-            context_block.mlp.fc2 = ff_context.net.2
-        t_embedder.mlp.0 = time_text_embed.timestep_embedder.linear_1
-        t_embedder.mlp.2 = time_text_embed.timestep_embedder.linear_2
-        y_embedder.mlp.0 = time_text_embed.text_embedder.linear_1
-        y_embedder.mlp.2 = time_text_embed.text_embedder.linear_2
+        t_embedder.mlp = time_text_embed.timestep_embedder, y_embedder.mlp = time_text_embed.text_embedder
+            0 = linear_1
+            2 = linear_2
         context_embedder
         x_embedder.proj = pos_embed.proj
         pos_embed = pos_embed.pos_embed
@@ -121,6 +125,7 @@ class Family(ModelFamily):
         "dual_attention_layers": (0,),
         "qk_norm": "rms_norm",
     }
+    distilled_name = r"3\.?5[-_. ]?large[-_. ]?turbo"  # which has the files of 3.5 large
     distilled_advice = (
         "Stable Diffusion 3.5 large Turbo is distilled to draw in 4 steps, which plain training undoes: train on "
         "3.5 large and draw with Turbo, or train few steps at a low rate"
@@ -144,64 +149,28 @@ class Family(ModelFamily):
         embeds_BLD = torch.cat([embeds_BLD, before_BLD[:, length:]], dim=1)
         return {**cond, "prompt_embeds": embeds_BLD, "pooled_prompt_embeds": pooled_BD}
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        return {
-            "hidden_states": noisy_BCHW,
-            "timestep": t_B * 1000,  # sigma, as the scheduler's 1000 training steps count it
-            "encoder_hidden_states": cond["prompt_embeds"],
-            "pooled_projections": cond["pooled_prompt_embeds"],
-        }
-
     def usual_guidance(self) -> float:
         medium = self.denoiser_config().get("dual_attention_layers")  # 4.5 is of its model card's example
         return 4.5 if medium and not self.is_distilled() else ModelFamily.usual_guidance(self)
 
-    def is_distilled(self) -> bool:
-        # Turbo has the files of 3.5 large, and nothing but their name tells.
-        return self.is_called(r"3\.?5[-_. ]?large[-_. ]?turbo")
-
-    @classmethod
-    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        # Nothing follows the text in the last block: its queries are for nothing.
-        last = len(denoiser.transformer_blocks) - 1
-        return {f"transformer_blocks.{last}.attn.add_q_proj", *_swapped(last)}
-
-    @classmethod
-    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
-        return set(_swapped(denoiser_config.get("num_layers", cls.reference_config["num_layers"]) - 1))
-
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
         # What 3 medium, 3.5 medium and 3.5 large differ in.
-        blocks = [key.split(".") for key in native if key.startswith("joint_blocks.")]
-        width = native["x_embedder.proj.weight"][0]
         return {
-            "num_layers": 1 + max(int(block[1]) for block in blocks),
-            "num_attention_heads": width // told.get("attention_head_dim", 64),
+            "num_layers": len(blocks_with(native, "joint_blocks.#.x_block.attn.qkv.weight")),
+            "num_attention_heads": native["x_embedder.proj.weight"][0] // told.get("attention_head_dim", 64),
             "caption_projection_dim": native["context_embedder.weight"][0],
-            "dual_attention_layers": sorted({int(block[1]) for block in blocks if block[3] == "attn2"}),
+            "dual_attention_layers": blocks_with(native, "joint_blocks.#.x_block.attn2.qkv.weight"),
             "qk_norm": "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in native else None,
             "pos_embed_max_size": round(native["pos_embed"][1] ** 0.5),
         }
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
-        clip, t5 = _miniature.clip_tokenizer(), _miniature.t5_tokenizer()
-        t5.model_max_length = 112  # more than the CLIPs read of a prompt, as in the model
+        t5 = _miniature.t5_tokenizer(tokens=112)  # more than the CLIPs read of a prompt, as in the model
         return {
             "scheduler": _miniature.flow_euler(shift=3.0),
             "vae": _miniature.vae(scaling_factor=1.5305, shift_factor=0.0609, quant_conv=False),
-            "text_encoder": _miniature.clip_text(clip, width=32, projection=32),
-            "tokenizer": clip,
-            "text_encoder_2": _miniature.clip_text(clip, width=48, projection=48),
-            "tokenizer_2": clip,
+            **_miniature.clip_pair(_miniature.clip_tokenizer(), 32, 48),
             "text_encoder_3": _miniature.t5_text(t5, width=80),
             "tokenizer_3": t5,
         }
-
-
-def _swapped(last: int) -> tuple[str, str]:
-    """The norms that end a stream: the original's give (shift, scale), those of diffusers (scale, shift).
-
-    A LoRA of one is therefore no LoRA of the other, and they get no adapter.
-    """
-    return f"transformer_blocks.{last}.norm1_context.linear", "norm_out.linear"

@@ -18,14 +18,14 @@ import diffusers
 import torch
 from diffusers import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-from torch import Tensor, nn
+from torch import nn
 
 from lora_fp8 import naming
 from lora_fp8.config import UserError
 
 from . import _files, _miniature, _qwen
-from ._files import Header, native_header
-from .base import Cond, Inputs, ModelFamily
+from ._files import Header, blocks_with, native_header
+from .base import Cond, ModelFamily
 
 
 class Family(ModelFamily):
@@ -36,6 +36,7 @@ class Family(ModelFamily):
     denoiser_class = "WanTransformer3DModel"
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "UMT5EncoderModel"}
     prompt_tokens = 512
+    timestep_unit = 1000
     text_shapes = {"prompt_embeds": ("tokens", "text_dim")}
     adapter_targets = (
         *(f"{attn}.{proj}" for attn in ("attn1", "attn2") for proj in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -116,19 +117,12 @@ class Family(ModelFamily):
         ]
         return {"prompt_embeds": torch.stack(rows)}
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        return {
-            "hidden_states": self.pack(noisy_BCHW),
-            "timestep": t_B * 1000,
-            "encoder_hidden_states": cond["prompt_embeds"],
-        }
-
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
         width, _ = native["blocks.0.self_attn.q.weight"]  # 1.3 B and 14 B have the same encoders
         return {
             "num_attention_heads": width // told.get("attention_head_dim", 128),
             "ffn_dim": native["blocks.0.ffn.0.weight"][0],
-            "num_layers": sum(key.endswith(".self_attn.q.weight") for key in native),
+            "num_layers": len(blocks_with(native, "blocks.#.self_attn.q.weight")),
         }
 
     def caveats(self) -> list[str]:

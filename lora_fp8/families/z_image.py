@@ -30,6 +30,7 @@ class Family(ModelFamily):
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen3Model"}
+    chat = ({"role": "user", "content": "\0"},)
     prompt_tokens = 512  # those of the template included
     text_shapes = {"prompt_embeds": ("tokens", "cap_feat_dim")}
     prompts_vary = True
@@ -90,11 +91,6 @@ class Family(ModelFamily):
         "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and draw "
         "with Turbo, or train few steps at a low rate"
     )
-
-    def token_limit(self, name: str) -> int:
-        message = [{"role": "user", "content": "prompt"}]
-        template = self.tokenizer(name).apply_chat_template(message, tokenize=False)
-        return self.max_sequence_length - len(self.tokenizer(name)(template.partition("prompt")[0]).input_ids)
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         pairs = zip(cond["prompt_embeds"], cond["prompt_embeds_mask"], strict=True)

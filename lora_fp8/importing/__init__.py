@@ -6,7 +6,8 @@ file lacks is written too where ours would differ, and listed apart. Nothing is 
 not say becomes a `# TODO` in ours.
 
 One file = one tool: a table (`rules`) of what each of its keys becomes, and a function for what takes more than one key
-to tell (epochs, schedules, folders). The words that all tools share are in `words`.
+to tell (epochs, schedules, folders). What the pages around sd-scripts and musubi-tuner have of it is in `kohya_table`,
+`kohya_data`, `kohya_training` and `kohya_previews`; the words that all tools share are in `words`.
 
 Facts about the other tools are as of their documentation and sources of 2026; each table names the version.
 No torch here.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from lora_fp8.config import UserError
 
-from . import ai_toolkit, diffusion_pipe, kohya, musubi, onetrainer, simpletuner
+from . import ai_toolkit, diffusion_pipe, kohya_ss, lora_scripts, musubi, onetrainer, sd_scripts, simpletuner
 from .base import Draft, Import, Source, Tool, Unfit, hide, read_source
 from .render import problems, report, to_json, to_toml
 
@@ -25,9 +26,9 @@ __all__ = ["TOOLS", "Import", "convert", "import_file", "problems", "recognise",
 TOOLS: dict[str, Tool] = {
     tool.name: tool
     for tool in (
-        kohya.SD_SCRIPTS,
-        kohya.KOHYA_SS,
-        kohya.LORA_SCRIPTS,
+        sd_scripts.TOOL,
+        kohya_ss.TOOL,
+        lora_scripts.TOOL,
         musubi.TOOL,
         diffusion_pipe.TOOL,
         ai_toolkit.TOOL,
@@ -82,5 +83,8 @@ def import_file(path: str | Path, tool: str = "", family: str = "") -> Import:
     if tool and tool not in TOOLS:
         raise UserError(f"--from {tool}: not known; accepted: {', '.join(TOOLS)}")
     source = read_source(Path(path))
-    chosen, why = (TOOLS[tool], f"--from {tool}") if tool else recognise(source)
-    return convert(source, chosen, why, family)
+    try:
+        chosen, why = (TOOLS[tool], f"--from {tool}") if tool else recognise(source)
+        return convert(source, chosen, why, family)
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply") from None

@@ -34,7 +34,7 @@ from .base import (
 PROCESS = "config.process.0."
 NO_VIDEO = words.NO_CLIPS
 NO_CONTROL = "control pictures lie in one folder here: dataset.folders.N.control"
-NO_LOSS = "the loss is the mean squared error, weighted by min_snr_gamma only"
+NO_LOSS = "there is one loss here, objective.loss, weighted by min_snr_gamma only"
 NO_PRESERVE = "no prior is preserved here; caption some pictures of the class without the trigger"
 
 SHORT: dict[str, Rule] = {
@@ -54,7 +54,7 @@ SHORT: dict[str, Rule] = {
     "network.dropout": to("adapter.dropout", number),
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
-    "network.network_kwargs.**": none("the layers of a family are adapted alike; adapter.targets names which"),
+    "network.network_kwargs.**": none("adapter.targets names the layers that are adapted, adapter.ranks their ranks"),
     "network.pretrained_lora_path": to("adapter.init_from", text, words.START),
     "network.transformer_only": idle("only the denoiser is trained here"),
     "network.old_lokr_format": idle("belongs to LoKr"),
@@ -82,7 +82,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.is_reg": JOINT,
     "datasets.*.network_weight": none("every folder counts the same; see repeats", 1, 1.0),
     "datasets.*.loss_multiplier": none("every folder counts the same; see repeats", 1, 1.0),
-    "datasets.*.token_dropout_rate": none("single tags are not dropped here; caption_dropout drops whole captions"),
+    "datasets.*.token_dropout_rate": JOINT,
     "datasets.*.random_triggers": none("a folder has one trigger"),
     "datasets.*.trigger_word": JOINT,
     "datasets.*.cache_latents": always(words.ALWAYS_CACHED),
@@ -125,6 +125,7 @@ SHORT: dict[str, Rule] = {
     "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
     "train.optimizer_params.eps": to("optimizer.eps", number),
     "train.optimizer_params.betas": JOINT,
+    **dict.fromkeys((f"train.optimizer_params.{name}" for name in ("decouple", *words.OF_PRODIGY)), JOINT),
     "train.optimizer_params.**": none("not known to the optimizers here"),
     "train.lr": JOINT,
     "train.unet_lr": JOINT,
@@ -145,7 +146,7 @@ SHORT: dict[str, Rule] = {
     "train.content_or_style_reg": none("the whole range of noise is trained alike", "balanced"),
     "train.min_denoising_steps": none("the whole range of noise is trained"),
     "train.max_denoising_steps": none("the whole range of noise is trained", 1000, 999),
-    "train.loss_type": none("the loss is the mean squared error", "mse"),
+    "train.loss_type": none(words.ONE_LOSS, "mse"),
     "train.ema_config.use_ema": none(words.NO_EMA),
     "train.ema_config.ema_decay": idle("belongs to use_ema"),
     "train.noise_offset": JOINT,
@@ -430,13 +431,14 @@ def _set_folders(draft: Draft) -> None:
     for name, setting, read in (
         ("caption_dropout_rate", "dataset.caption_dropout", number),
         ("shuffle_tokens", "dataset.shuffle_tags", flag),
+        ("token_dropout_rate", "dataset.tag_dropout", number),
         ("flip_x", "dataset.flip", flag),
         ("buckets", "dataset.buckets", flag),
         ("bucket_tolerance", "dataset.bucket_step", whole),
     ):
         words.share(draft, *each(name), setting, read)
     keys, values = each("keep_tokens")
-    if draft.settings.get("dataset.shuffle_tags"):
+    if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
         words.share(draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole)
     draft.none(keys, "means nothing without shuffle_tokens", off=True)
     for key in [one for table in kept for one in (f"{table}caption_ext", f"{table}caption_type")]:
@@ -458,13 +460,16 @@ def _set_training(draft: Draft) -> None:
     accumulate = whole(draft.get(used) or draft.get(key("gradient_accumulation_steps")) or 1)
     draft.mapped([key("gradient_accumulation_steps"), key("gradient_accumulation")], {"train.accumulate": accumulate})
     rate = key("unet_lr") if draft.has(key("unet_lr")) else key("lr")
-    words.set_optimizer(draft, key("optimizer"), [rate], draft.get(rate, number))
+    words.set_optimizer(draft, key("optimizer"), [rate], draft.get(rate, number), least=0.1)
+    prodigy = ("decouple", *words.OF_PRODIGY)
+    words.set_prodigy(draft, {name: key(f"optimizer_params.{name}") for name in prodigy})
     own = key("text_encoder_lr") if draft.has(key("text_encoder_lr")) else key("lr")
     on = words.on(draft.get(key("train_text_encoder")))
     rates = {"CLIP": draft.get(own, number)} if on else {}
     words.set_text_encoders(draft, [key("train_text_encoder")], [key("text_encoder_lr")], rates)
     draft.none([key("lr"), key("unet_lr")], "unet_lr counts for the denoiser", off=True)
-    if not draft.has(key("optimizer_params.eps")) and "adam" in str(draft.get(key("optimizer"))).lower():
+    named = str(draft.get(key("optimizer"))).lower()
+    if not draft.has(key("optimizer_params.eps")) and ("adam" in named or "prodigy" in named):
         draft.set("optimizer.eps", 1e-6, "not in the file: ai-toolkit's own")
         draft._enter("defaults", "train.optimizer_params.eps", 1e-6, "optimizer.eps = 1e-06")
     betas = draft.get(key("optimizer_params.betas"), pair)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lora_fp8 import config
+from lora_fp8 import config, wording
 from lora_fp8.config import UserError
 
 NOTHING = (None, "", (), [], {})
@@ -65,16 +65,21 @@ def number(value: Any) -> float:
     if isinstance(value, bool):
         raise Unfit(f"{value} is not a number")
     try:
-        return float(value)
+        found = float(value)
     except (TypeError, ValueError):
-        raise Unfit(f"{value!r} is not a number") from None
+        raise Unfit(f"{wording.shown(value)} is not a number") from None
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise Unfit("is not a finite number")
+    return found
 
 
 def whole(value: Any) -> int:
     """A whole number, which may be held as text or with a point."""
     found = number(value)
     if found != int(found):
-        raise Unfit(f"{value!r} is not a whole number")
+        raise Unfit(f"{wording.shown(value)} is not a whole number")
     return int(found)
 
 
@@ -82,7 +87,7 @@ def positive(value: Any) -> int:
     """A whole number of at least 1."""
     found = whole(value)
     if found < 1:
-        raise Unfit(f"{value!r} is less than 1")
+        raise Unfit(f"{wording.shown(value)} is less than 1")
     return found
 
 
@@ -91,14 +96,14 @@ def flag(value: Any) -> bool:
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     found = words.get(str(value).strip().lower())
     if found is None:
-        raise Unfit(f"{value!r} is neither true nor false")
+        raise Unfit(f"{wording.shown(value)} is neither true nor false")
     return found
 
 
 def listed(value: Any) -> list[Any]:
     """A list, or one value as a list of it."""
     if isinstance(value, bool | dict):
-        raise Unfit(f"{value!r} is not a list")
+        raise Unfit(f"{wording.shown(value)} is not a list")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -106,7 +111,7 @@ def pair(value: Any) -> tuple[float, float]:
     """Two numbers in a list."""
     found = listed(value)
     if len(found) != 2:
-        raise Unfit(f"{value!r} are not two numbers")
+        raise Unfit(f"{wording.shown(value)} are not two numbers")
     return number(found[0]), number(found[1])
 
 
@@ -251,7 +256,8 @@ def read_source(path: Path) -> Source:
     """Read TOML, JSON, YAML or the command in a script. Raises UserError; its messages quote nothing of the file."""
     content = decoded(path)
     suffix = path.suffix.lower()
-    if re.search(r"\S+\.py\b[\"']?\s+.*--\w", _joined(content)) and suffix not in (".toml", ".json", ".yaml", ".yml"):
+    # Neither this pattern nor that of `_joined` tries a long run from each of its characters: that takes its square.
+    if suffix not in (".toml", ".json", ".yaml", ".yml") and re.search(r"\S\.py\b[\"']?\s+.*--\w", _joined(content)):
         return _read_command(path, content)
     try:
         if suffix == ".json":
@@ -259,7 +265,7 @@ def read_source(path: Path) -> Source:
         if suffix in (".yaml", ".yml"):
             return Source(path, "yaml", yaml.safe_load(content))
         if suffix == ".toml":
-            return Source(path, "toml", tomllib.loads(content))
+            return Source(path, "toml", config.read_toml(content))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except yaml.YAMLError as error:
@@ -269,7 +275,7 @@ def read_source(path: Path) -> Source:
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid TOML: {hide(str(error))}") from None
+        raise UserError(f"{path}: not valid {suffix[1:].upper()}: {hide(str(error))}") from None
     raise UserError(
         f"{path}: expected a .toml, .json, .yaml or .yml file, or a script with the command that starts the training"
     )
@@ -277,7 +283,7 @@ def read_source(path: Path) -> Source:
 
 def _joined(content: str) -> str:
     """A script with its continued lines joined: \\ of sh, ^ of cmd, ` of PowerShell."""
-    return re.sub(r"[ \t]*[\\^`][ \t]*\r?\n[ \t]*", " ", content)
+    return re.sub(r"(?:(?<![ \t])[ \t]+)?[\\^`][ \t]*\r?\n[ \t]*", " ", content)
 
 
 ASSIGNMENTS = {
@@ -443,6 +449,7 @@ class Draft:
         self.shown: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
         self.folders: list[Folder] = []
+        self.assumed: dict[str, tuple[Any, str, str]] = {}
         self.comments: dict[str, list[str]] = {}
         self.lists: dict[str, list[Entry]] = {name: [] for name in ("mapped", "differs", "none", "unknown", "defaults")}
         self.todo: list[str] = []
@@ -506,6 +513,10 @@ class Draft:
         if comment:
             self.comments.setdefault(setting, []).append(comment)
 
+    def assume(self, setting: str, value: Any, key: str, note: str) -> None:
+        """One of our settings that is theirs unless the file says another; `key` is what they call it."""
+        self.assumed[setting] = (value, key, note)
+
     def need(self, setting: str, what: str) -> None:
         """A TODO at one of our settings, in the file and in the report."""
         self.comments.setdefault(setting, []).append(f"TODO: {what}")
@@ -563,6 +574,10 @@ class Draft:
             rule = self.tool.rules.get(key)
             if key not in self.given and rule is not None and rule.to and rule.to not in self.settings:
                 self._account("mapped", key, {rule.to: rule.read(value)}, rule.note)
+        for setting, (value, key, note) in self.assumed.items():
+            if setting not in self.settings:
+                self._enter("defaults", key, value, f"{setting} = {_toml(value)}", note)
+                self.set(setting, value, f"not in the file: {note}")
         if not self.folders:
             self.folders = [Folder("TODO")]
             self.need("dataset.folders", "the folder of your pictures; the file names none")
@@ -571,7 +586,7 @@ class Draft:
             self.settings["schedule.warmup"] = steps - 1
             self.need("schedule.warmup", f"theirs is {warmup} steps, the training {steps}: choose a shorter one")
         if any(folder.trigger_is_caption for folder in self.folders):
-            if all(folder.trigger for folder in self.folders):
+            if all(folder.trigger or folder.regularization for folder in self.folders):
                 self.set("dataset.missing_caption", "trigger", "a folder's words are the captions it lacks, as there")
             else:
                 self.need("dataset.folders", "captions, or a trigger for each and dataset.missing_caption = 'trigger'")

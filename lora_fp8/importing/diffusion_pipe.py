@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = {
     "partition_split": none("each process holds the whole model here"),
     "blocks_to_swap": none(words.NO_SWAP),
     "disable_block_swap_for_eval": idle(),
-    "pseudo_huber_c": none("the loss is the mean squared error"),
+    "pseudo_huber_c": JOINT,
     "eval_datasets": none(NO_EVAL),
     **dict.fromkeys(
         ("eval_every_n_epochs", "eval_every_n_steps", "eval_every_n_examples", "eval_before_first_step")
@@ -107,8 +107,8 @@ RULES: dict[str, Rule] = {
     "model.unet_lr": JOINT,
     "model.text_encoder_1_lr": JOINT,
     "model.text_encoder_2_lr": JOINT,
-    "model.min_t": none("the whole range of noise is trained"),
-    "model.max_t": none("the whole range of noise is trained", 1, 1.0),
+    "model.min_t": to("objective.t_min", number),
+    "model.max_t": to("objective.t_max", number),
     "model.first_frame_conditioning_p": none("no clip is begun with a picture here"),
     "adapter.type": JOINT,
     "adapter.rank": to("adapter.rank", whole),
@@ -122,6 +122,7 @@ RULES: dict[str, Rule] = {
     "optimizer.type": JOINT,
     "optimizer.lr": JOINT,
     "optimizer.betas": JOINT,
+    **dict.fromkeys((f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)), JOINT),
     "optimizer.weight_decay": to("optimizer.weight_decay", number),
     "optimizer.eps": to("optimizer.eps", number),
     "optimizer.stabilize": none("updates are not stabilized beyond Adam's"),
@@ -364,6 +365,10 @@ def _set_length_and_rate(draft: Draft) -> None:
         words.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, 1)
     rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
     words.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
+    if draft.has("pseudo_huber_c"):
+        ours = {"objective.loss": "smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
+        draft.differs("pseudo_huber_c", ours, "theirs rounds the corner at c off, and is half as large")
+    words.set_prodigy(draft, {name: f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
     general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # of SDXL alone it trains them
     own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}

@@ -9,7 +9,7 @@ from typing import Any
 
 from lora_fp8.config import UserError
 
-from . import kohya, words
+from . import kohya_data, kohya_previews, kohya_table, kohya_training, sd_scripts, words
 from .base import (
     JOINT,
     Draft,
@@ -35,7 +35,7 @@ FRAMES_OF_PARTS = "belongs to the other ways of cutting; here a clip's head, mid
 SQUEEZED = "there squeezed into the range, unless preserve_distribution_shape is set; here cut off"
 NO_CONTROL = "control pictures are shown as the model's pipeline shows them, or see dataset.control_resolution"
 
-RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
+RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "dit": JOINT,
     "task": JOINT,
     "model_version": JOINT,
@@ -55,9 +55,9 @@ RULES: dict[str, Rule] = kohya.SD_SCRIPTS_RULES | {
     "vae_spatial_tile_sample_min_size": idle(),
     "vae_cache_cpu": idle(),
     "dit_dtype": none("model.dtype is the dtype of what is not quantized", "bfloat16"),
-    "flash_attn": kohya.SD_SCRIPTS_RULES["sdpa"],
-    "flash3": kohya.SD_SCRIPTS_RULES["sdpa"],
-    "sage_attn": kohya.SD_SCRIPTS_RULES["sdpa"],
+    "flash_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
+    "flash3": kohya_table.SD_SCRIPTS_RULES["sdpa"],
+    "sage_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "block_swap_ring_size": none(words.NO_SWAP),
     "use_pinned_memory_for_block_swap": none(words.NO_SWAP),
     "gradient_checkpointing_cpu_offload": none("activations are recomputed, not moved to main memory"),
@@ -127,9 +127,9 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     if not isinstance(source.data, dict):
         raise UserError(f"{source.path}: expected tables")
     if "datasets" in source.data:
-        yield from kohya.dataset(source.data)
+        yield from kohya_data.dataset(source.data)
         return
-    rows = list(kohya.sections(source.data))
+    rows = list(kohya_data.sections(source.data))
     yield from rows
     for _, key, value in rows:
         if key == "dataset_config" and value:
@@ -137,24 +137,24 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
             if found is None or not found.is_file():
                 draft.refer(key, str(value))
                 continue
-            yield from kohya.dataset(read_source(found).data, PureWindowsPath(str(value)).name)
+            yield from kohya_data.dataset(read_source(found).data, PureWindowsPath(str(value)).name)
 
 
 def combine(draft: Draft) -> None:
     """Everything of a job."""
-    if kohya.only_pictures(draft):
-        kohya.set_only_pictures(draft, tables(draft))
+    if kohya_data.only_pictures(draft):
+        kohya_data.set_only_pictures(draft, tables(draft))
         _set_folders(draft)
         _set_pictures(draft)
         return
     _set_model(draft)
-    kohya.set_network(draft)
-    kohya.set_precision(draft)
+    kohya_training.set_network(draft)
+    kohya_training.set_precision(draft)
     _set_folders(draft)
     _set_pictures(draft)
-    kohya.set_length_and_rate(draft)
-    kohya.set_noise(draft)
-    kohya.set_previews(draft)
+    kohya_training.set_length_and_rate(draft)
+    kohya_training.set_noise(draft)
+    kohya_previews.set_previews(draft)
     words.set_seed(draft, "seed")
     words.set_name(draft, "output_name")
     compiled = words.on(draft.get("compile")) or str(draft.get("dynamo_backend") or "no").lower() not in ("no", "none")
@@ -196,13 +196,13 @@ def _set_folders(draft: Draft) -> None:
         path = draft.get(f"{table}{kind}", text)
         if not path:
             continue
-        repeats = positive(kohya.effective(draft, table, "num_repeats") or 1)
+        repeats = positive(kohya_data.effective(draft, table, "num_repeats") or 1)
         folder = words.look_into(draft, Folder(path, repeats), deep=False)
         draft.mapped(f"{table}{kind}", {}, f"dataset.folders.{len(draft.folders)}.path")
         draft.mapped(f"{table}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
         words.set_control(draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}")
         draft.folders.append(folder)
-    draft.mapped(kohya.everywhere(draft, "num_repeats"), {}, "in each of the folders")
+    draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, "in each of the folders")
     draft.mapped("dataset_config", {}, "read as well" if tables(draft) else "not here")
     if draft.has("dataset_config") and not tables(draft):
         draft.folders = [Folder("TODO")]
@@ -211,16 +211,16 @@ def _set_folders(draft: Draft) -> None:
 
 def _set_pictures(draft: Draft) -> None:
     places = tables(draft)
-    keys, values = kohya.each(draft, "resolution", places)
+    keys, values = kohya_data.each(draft, "resolution", places)
     if any(values):
         words.set_resolution(draft, keys, [value for value in values if value])
     for name, setting, read in (
         ("enable_bucket", "dataset.buckets", flag),
         ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
     ):
-        words.share(draft, *kohya.each(draft, name, places), setting, read)
-    lengths, given = kohya.each(draft, "target_frames", places)
-    parts, ways = kohya.each(draft, "frame_extraction", places)
+        words.share(draft, *kohya_data.each(draft, name, places), setting, read)
+    lengths, given = kohya_data.each(draft, "target_frames", places)
+    parts, ways = kohya_data.each(draft, "frame_extraction", places)
     ways = {str(way) for way in ways if way} or {"head"}
     words.set_clips(
         draft,
@@ -230,7 +230,7 @@ def _set_pictures(draft: Draft) -> None:
         {"head": "head", "chunk": "chunks"}.get(ways.pop()) if len(ways) == 1 else None,
         "of every folder; there a clip gives a piece of each length, here of the longest that fits",
     )
-    keys = kohya.everywhere(draft, "caption_extension")
+    keys = kohya_data.everywhere(draft, "caption_extension")
     if keys and all(str(draft.given[key]).lstrip(".").lower() in ("txt", "caption", "") for key in keys):
         draft.mapped(keys, {}, ".txt and .caption files are read by themselves")
     elif keys:
@@ -249,13 +249,13 @@ def recognise(source: Source) -> str:
         inner = {key.rsplit(".", 1)[-1] for key, _ in flattened(data)}
         marks = inner & {"image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file"}
         return f"[[datasets]] with {sorted(marks)[0]}" if marks else ""
-    keys = {key for _, key, _ in kohya.sections(data)}
+    keys = {key for _, key, _ in kohya_data.sections(data)}
     if "dit" in keys:
         return "dit"
-    module = kohya.module_name(data)
+    module = sd_scripts.module_name(data)
     if "pretrained_model_name_or_path" in keys or "model_train_type" in keys or "data" in data:
         return ""
-    if module in MODULES and module not in kohya.MODULES:
+    if module in MODULES and module not in kohya_training.MODULES:
         return f"network_module = {module}"
     return "network_dim and learning_rate" if module in ("", "lora") and "network_dim" in keys else ""
 

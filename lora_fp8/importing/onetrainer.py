@@ -30,11 +30,11 @@ from .base import (
     whole,
 )
 
-NO_PART = "the layers of a family are adapted alike; adapter.targets names which"
+NO_PART = "adapter.targets names the layers that are adapted, adapter.ranks their ranks"
 NO_EMBEDDING = "no embeddings are trained here"
 NO_OFT = "belongs to OFT"
 NO_LOKR = "belongs to LoKr"
-NO_LOSS = "the loss is the mean squared error, weighted by min_snr_gamma only"
+NO_LOSS = "there is one loss here, objective.loss, weighted by min_snr_gamma only"
 NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
 NO_COLOUR = "colours are not changed here"
 NO_VIDEO = words.NO_CLIPS
@@ -120,7 +120,7 @@ RULES: dict[str, Rule] = {
     "mae_strength": none(NO_LOSS),
     "log_cosh_strength": none(NO_LOSS),
     "huber_strength": none(NO_LOSS),
-    "huber_delta": idle("belongs to huber_strength"),
+    "huber_delta": JOINT,
     "vb_loss_strength": idle("belongs to PixArt"),
     "loss_weight_fn": JOINT,
     "loss_weight_strength": JOINT,
@@ -224,6 +224,7 @@ RULES: dict[str, Rule] = {
     "optimizer.beta1": to("optimizer.beta1", number),
     "optimizer.beta2": to("optimizer.beta2", number),
     "optimizer.eps": to("optimizer.eps", number),
+    **dict.fromkeys((f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)), JOINT),
     "optimizer.stochastic_rounding": idle("optimizer.rounding says how small updates are kept"),
     "optimizer.fused_back_pass": none("gradients are summed in float32 and stepped together here"),
     "optimizer.**": none("not known to the optimizers here"),
@@ -277,7 +278,10 @@ RULES: dict[str, Rule] = {
     "concepts.*.text.enable_tag_shuffling": JOINT,
     "concepts.*.text.keep_tags_count": JOINT,
     "concepts.*.text.tag_delimiter": JOINT,
-    "concepts.*.text.tag_dropout_enable": none("single tags are not dropped here"),
+    "concepts.*.text.tag_dropout_enable": JOINT,
+    "concepts.*.text.tag_dropout_probability": JOINT,
+    "concepts.*.text.tag_dropout_mode": JOINT,
+    "concepts.*.text.tag_dropout_special_tags_mode": JOINT,
     "concepts.*.text.**": idle("belongs to tag dropout and capitals"),
     "concepts.*.text.caps_randomize_enable": none("captions are not changed to capitals here"),
     "concepts.*.image.enable_random_flip": JOINT,
@@ -516,17 +520,19 @@ def _set_folders(draft: Draft) -> None:
         keys, values = each("image.enable_random_flip")
         words.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
         words.share(draft, *each("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
+        _set_tag_dropout(draft, kept)
+        tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
         for name, setting, read in (
             ("text.keep_tags_count", "dataset.keep_tokens", whole),
             ("text.tag_delimiter", "dataset.tag_separator", lambda value: str(value).strip() or " "),
             ("text.text_variations", "dataset.caption_variants", whole),
         ):
             keys, values = each(name)
-            if draft.settings.get("dataset.shuffle_tags"):
+            if tags:
                 words.share(draft, keys, values, setting, read)
             draft.none(keys, "means nothing without tag shuffling", off=True)
         keys, values = each("text_variations")
-        if draft.settings.get("dataset.shuffle_tags"):
+        if tags:
             words.share(draft, keys, values, "dataset.caption_variants", whole)
         draft.none(keys, "means nothing without tag shuffling", off=True)
     dropped = draft.get("text_encoder.dropout_probability", number)
@@ -587,6 +593,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     used = next((key for key in rates if draft.has(key)), "learning_rate")
     name = "optimizer.optimizer" if draft.has("optimizer.optimizer") else "optimizer"
     words.set_optimizer(draft, name, [used], draft.get(used, number), scale)
+    words.set_prodigy(draft, {name: f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)})
     if scale != 1:
         told = f"the rate times the root of {factors[scaler]}"
         draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, told)
@@ -632,13 +639,42 @@ def _set_every(
         return True
     if unit == "EPOCH" and per_epoch:
         told = f"every {count:g} x {per_epoch} steps; steps are counted here, not epochs"
-        draft.differs([key, unit_key], {setting: max(1, round(count * per_epoch))}, f"{told}. {note}" if note else told)
+        draft.differs([key, unit_key], {setting: max(1, round(count * per_epoch))}, f"{told}; {note}" if note else told)
         return True
     draft.none([key, unit_key], f"{setting} counts steps, not {unit.lower()}s; its default was left")
     return False
 
 
+def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
+    """dataset.tag_dropout from the concepts that ask for it."""
+    keys = [f"{t}text.tag_dropout_{key}" for t in tables for key in ("enable", "probability", "mode")]
+    special = [f"{t}text.tag_dropout_special_tags_mode" for t in tables]
+    chances = []
+    for t in tables:
+        on = words.on(draft.get(f"{t}text.tag_dropout_enable"))
+        chances.append(draft.get(f"{t}text.tag_dropout_probability", number) if on else 0.0)
+    modes = {
+        str(draft.get(f"{t}text.tag_dropout_mode") or "FULL")
+        for t, chance in zip(tables, chances, strict=True)
+        if chance
+    }
+    if modes - {"RANDOM"}:
+        draft.none(keys, "each tag is left out by itself here, as with RANDOM")
+    elif modes:
+        words.share(draft, keys, chances, "dataset.tag_dropout", number)
+    draft.none(keys, "off", off=True)
+    chosen = any(str(draft.get(key) or "NONE") != "NONE" for key in special)
+    draft.none(special, "keep_tokens and the trigger word stay here", off=not (modes and chosen))
+
+
 def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
+    parts = {name: draft.get(f"{name}_strength", number) for name in ("mse", "mae", "log_cosh", "huber")}
+    if parts["huber"] and parts["mse"] == 0 and not parts["mae"] and not parts["log_cosh"]:
+        delta = draft.get("huber_delta", number)
+        ours = {"objective.loss": "huber", "objective.huber_delta": 1.0 if delta is None else delta}
+        keys = ["huber_strength", "huber_delta", "mse_strength"]
+        draft.differs(keys, ours, "the same loss, twice as large here")
+    draft.none("huber_delta", "belongs to huber_strength", off=True)
     weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", number)
     if weight == "MIN_SNR_GAMMA":
         words.set_min_snr(draft, "loss_weight_strength", strength or 5.0)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from lora_fp8 import families
+
 from . import words
 from .base import (
     JOINT,
@@ -19,6 +21,7 @@ from .base import (
     flag,
     flattened,
     idle,
+    listed,
     none,
     number,
     positive,
@@ -59,7 +62,7 @@ RULES: dict[str, Rule] = {
     "lycoris_config": JOINT,
     "init_lokr_norm": none("belongs to LoKr"),
     "peft_lora_mode": none(words.NOT_HERE, "standard"),
-    "flux_lora_target": none("the layers of a family are adapted alike; adapter.targets names which"),
+    "flux_lora_target": none("adapter.targets names the layers that are adapted, adapter.ranks their ranks"),
     "fuse_qkv_projections": idle("q, k and v share one quantized input"),
     "controlnet": none("ControlNets are not trained here"),
     "control": none("ControlNets are not trained here"),
@@ -105,9 +108,11 @@ RULES: dict[str, Rule] = {
     ),
     "snr_gamma": JOINT,
     "use_soft_min_snr": none("min_snr_gamma is the only weight here"),
-    "loss_type": none("the loss is the mean squared error", "l2"),
+    **dict.fromkeys(("loss_type", "huber_schedule", "huber_c"), JOINT),
     "noise_offset": none(words.NO_NOISE),
     "noise_offset_probability": idle("belongs to noise_offset"),
+    "offset_noise": none("theirs is for a share of the samples, objective.noise_offset for all of them"),
+    "conditioning_multidataset_sampling": none(NO_CONTROL, "random", "combined"),
     "input_perturbation": none(words.NO_NOISE),
     "input_perturbation_steps": idle("belongs to input_perturbation"),
     "rescale_betas_zero_snr": none("the model's scheduler_config.json says how it noises"),
@@ -441,11 +446,15 @@ def _set_folders(draft: Draft) -> None:
         {m[0] for key in draft.given if (m := re.match(r"data\.\d+\.", key))}, key=lambda key: int(key.split(".")[1])
     )
     kept: list[str] = []
-    masks = {
+    conditioning = {
         str(draft.get(f"{table}id")): table
         for table in tables
-        if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}conditioning_type") == "mask"
+        if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}type") in (None, "local")
     }
+    kinds = {table: str(draft.get(f"{table}conditioning_type")) for table in conditioning.values()}
+    masks = {name: table for name, table in conditioning.items() if kinds[table] == "mask"}
+    edits = draft.family in families.available() and "controls" in families.facts(draft.family)
+    shown = {name: table for name, table in conditioning.items() if edits and kinds[table].startswith("reference")}
     for table in tables:
         own = [key for key in draft.given if key.startswith(table)]
         kind = str(draft.get(f"{table}dataset_type") or "image")
@@ -454,8 +463,11 @@ def _set_folders(draft: Draft) -> None:
         if kind in ("text_embeds", "image_embeds") or disabled:
             draft.none(own, "the backend is off" if disabled else words.OTHER_CACHE, off=True)
             continue
-        if table in masks.values() and draft.get(f"{table}type") in (None, "local"):
+        if table in masks.values():
             draft.mapped(own, {}, "the masks of the backends that name it")
+            continue
+        if table in shown.values():
+            draft.mapped(own, {}, "the control pictures of the backends that name it")
             continue
         if kind != "image" or draft.get(f"{table}type") not in (None, "local") or not path:
             draft.none(own, NO_CLOUD if kind == "image" else "only pictures are trained on here")
@@ -470,9 +482,12 @@ def _set_folders(draft: Draft) -> None:
         if draft.has(f"{table}repeats"):
             told = f"{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them"
             draft.differs(f"{table}repeats", {}, told)
-        if (named := masks.get(str(draft.get(f"{table}conditioning_data")))) and draft.has(f"{named}instance_data_dir"):
-            folder.mask = words.as_mask_folder(draft.get(f"{named}instance_data_dir", text))
-            draft.mapped(f"{table}conditioning_data", {}, f"{at}.mask")
+        names = draft.get(f"{table}conditioning_data", listed) or []
+        named = conditioning.get(str(names[0])) if len(names) == 1 else None
+        if named in (*masks.values(), *shown.values()) and (path := draft.get(f"{named}instance_data_dir", text)):
+            setting = "mask" if named in masks.values() else "control"
+            setattr(folder, setting, words.as_mask_folder(path) if setting == "mask" else path)
+            draft.mapped(f"{table}conditioning_data", {}, f"{at}.{setting}")
         _set_captions(draft, table, folder, at)
         draft.none([f"{table}disabled", f"{table}disable"], "off", off=True)
         draft.folders.append(folder)
@@ -625,6 +640,7 @@ def _set_length_and_rate(draft: Draft) -> None:
 
 def _set_timesteps(draft: Draft) -> None:
     words.set_min_snr(draft, "snr_gamma")
+    words.set_huber(draft)
     keys = ["flow_schedule_shift", "flow_schedule_auto_shift", "flow_sigmoid_scale", "flow_use_uniform_schedule"]
     uniform = words.on(draft.get("flow_use_uniform_schedule"))
     shift: float | str = draft.get("flow_schedule_shift", number) or 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,9 @@ from pathlib import PureWindowsPath
 from typing import Any, get_args
 
 from lora_fp8 import config, families
-from lora_fp8.data.images import CAPTIONS, EXTENSIONS, masked_stem
+from lora_fp8.data.decoding import EXTENSIONS
+from lora_fp8.data.images import CAPTIONS, labelled, masked_stem
+from lora_fp8.rules import LEAST_FACTOR, MOST_LR
 
 from .base import Draft, Folder, Unfit, flag, listed, number, text, whole
 
@@ -332,7 +335,21 @@ ALIKE = {
     "adamwadv": ("adamw", "its additions are not known here"),
     "torchoptimadamw": ("adamw", ""),
     "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
+    "lion": ("lion8bit", "8 bits of state instead of 32"),
+    "bnblion": ("lion8bit", "8 bits of state instead of 32"),
+    "bnblion8bit": ("lion8bit", ""),
+    "bitsandbytesoptimlion8bit": ("lion8bit", ""),
+    "pagedlion8bit": ("lion8bit", "its state is not paged to main memory here"),
+    "bnblion8bitpaged": ("lion8bit", "its state is not paged to main memory here"),
+    "prodigyoptprodigy": ("prodigy", ""),
+    "prodigy8bit": ("prodigy", "32 bits of state instead of 8"),
 }
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "prodigy": {"weight_decay": 0.0, "safeguard_warmup": False, "use_bias_correction": False},
+    "lion8bit": {"weight_decay": 0.0},
+}
+"""What these take where a file is silent, and we do not."""
+OF_PRODIGY = ("d_coef", "safeguard_warmup", "use_bias_correction")
 FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
 
 
@@ -367,7 +384,12 @@ def set_text_encoders(
     if why and not any(draft.has(key) for key in keys):
         draft.notes.append(why)
     rate = next(iter(rates.values()))
-    if not 0 < rate < 1:  # of optimizers that find their own
+    if draft.settings.get("optimizer.name") == "prodigy":
+        if set(rates.values()) == {draft.settings["optimizer.lr"]}:
+            draft.mapped(rate_keys, {}, "Prodigy finds one rate for all that is trained")
+        else:
+            draft.none(rate_keys, "Prodigy finds one rate for all that is trained")
+    elif not 0 < rate < 1:  # of optimizers that find their own
         draft.none(rate_keys, f"{rate:g} is no rate for AdamW; half of optimizer.lr is taken")
     elif len(set(rates.values())) > 1:
         told = ", ".join(f"{name} {value:g}" for name, value in rates.items())
@@ -376,19 +398,24 @@ def set_text_encoders(
         draft.mapped(rate_keys, {"optimizer.text_encoder_lr": rate})
 
 
-def set_optimizer(draft: Draft, name_key: str, rate_keys: Sequence[str], rate: Any, scale: float = 1.0) -> None:
+def set_optimizer(
+    draft: Draft, name_key: str, rate_keys: Sequence[str], rate: Any, scale: float = 1.0, least: float = 0.0
+) -> None:
     """optimizer.name, lr and lr_scale, so that the rate of every step is the other tool's.
 
     Args:
         rate_keys: the keys that the rate came from.
         rate: the rate; None where the file has none and the tool no default.
         scale: what the tool multiplies it by (with the batch size, for example).
+        least: with Prodigy, the tool itself takes 1 for rates below this.
     """
     name = draft.get(name_key, text) or ""
     kind = plain(name)
     own = {plain(word): word for word in accepted("optimizer.name")}
     finds = next((word for word in FINDS_ITS_RATE if word in kind), "")
-    if kind in own:
+    if kind == "prodigy" and draft.tool.name == "SimpleTuner":
+        draft.differs(name_key, {"optimizer.name": kind}, "its authors' package instead of a build of its own")
+    elif kind in own:
         draft.mapped(name_key, {"optimizer.name": own[kind]})
     elif kind in ALIKE:
         ours, note = ALIKE[kind]
@@ -403,6 +430,8 @@ def set_optimizer(draft: Draft, name_key: str, rate_keys: Sequence[str], rate: A
         draft.none(rate_keys, f"{name} finds its rate by itself; AdamW8bit needs one")
         draft.set("optimizer.lr", 1e-4)
         draft.need("optimizer.lr", f"a rate for AdamW8bit; {rate if rate is not None else 'the file'} was {name}'s")
+    elif draft.settings.get("optimizer.name") == "prodigy":
+        _set_factor(draft, rate_keys, rate, least)
     elif rate is None:
         draft.set("optimizer.lr", 1e-4)
         draft.need("optimizer.lr", "the file has no learning rate")
@@ -415,6 +444,40 @@ def set_optimizer(draft: Draft, name_key: str, rate_keys: Sequence[str], rate: A
     draft.set("optimizer.lr_scale", "none" if scale == 1 else float(scale), "the rate is theirs, unscaled")
     if scale != 1:
         draft.comments["optimizer.lr_scale"] = [f"{rate} x {scale:g}: the rate as they scale it"]
+    written = draft.settings.get("optimizer.name", "")
+    for key, value in OWN_DEFAULTS.get(written, {}).items():
+        draft.assume(f"optimizer.{key}", value, key, "the optimizer's own")
+
+
+def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float) -> None:
+    """optimizer.lr of Prodigy: a factor on what it finds."""
+    if rate is None:
+        draft.set("optimizer.lr", 1.0, "Prodigy's own factor")
+    elif rate < least:
+        draft.mapped(rate_keys, {"optimizer.lr": 1.0}, f"theirs takes 1 for rates below {least:g} with Prodigy")
+    elif not LEAST_FACTOR <= rate <= MOST_LR:
+        told = f"with Prodigy it is a factor on the rate that is found, which {rate:g} is not; 1 was written"
+        draft.differs(rate_keys, {"optimizer.lr": 1.0}, told)
+    else:
+        draft.mapped(rate_keys, {"optimizer.lr": rate})
+
+
+def set_prodigy(draft: Draft, keys: Mapping[str, str]) -> None:
+    """Prodigy's own settings, by our names for them, and "decouple"."""
+    for name, key in keys.items():
+        if draft.settings.get("optimizer.name") != "prodigy":
+            draft.none(key, "belongs to Prodigy", off=True)
+        elif name == "decouple":
+            _decoupled(draft, key)
+        elif draft.has(key):
+            draft.mapped(key, {f"optimizer.{name}": draft.get(key, number if name == "d_coef" else flag)})
+
+
+def _decoupled(draft: Draft, key: str) -> None:
+    if on(draft.get(key)):
+        draft.mapped(key, {}, "weight decay is decoupled")
+    else:
+        draft.none(key, "weight decay is decoupled here")
 
 
 OPTIMIZER_ARGUMENTS = {
@@ -423,12 +486,19 @@ OPTIMIZER_ARGUMENTS = {
     "beta1": ("optimizer.beta1", number),
     "beta2": ("optimizer.beta2", number),
 }
+PRODIGY_ARGUMENTS = {
+    "d_coef": ("optimizer.d_coef", number),
+    "safeguard_warmup": ("optimizer.safeguard_warmup", flag),
+    "use_bias_correction": ("optimizer.use_bias_correction", flag),
+}
 
 
 def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
-    """weight_decay, betas and eps out of ["weight_decay=0.1", "betas=0.9,0.99"] or "a=1 b=2"."""
+    """weight_decay, betas, eps and Prodigy's own out of ["weight_decay=0.1", "betas=0.9,0.99"] or "a=1 b=2"."""
     if isinstance(arguments, str):
         arguments = re.split(r"[ ;]+|,(?=\s*[A-Za-z_])", arguments.strip())
+    prodigy = draft.settings.get("optimizer.name") == "prodigy"
+    known = OPTIMIZER_ARGUMENTS | (PRODIGY_ARGUMENTS if prodigy else {})
     settings: dict[str, Any] = {}
     left: list[str] = []
     for argument in listed(arguments):
@@ -437,9 +507,11 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
             if name == "betas":
                 first, second = (number(part) for part in value.strip("()[] ").split(","))
                 settings |= {"optimizer.beta1": first, "optimizer.beta2": second}
-            elif name in OPTIMIZER_ARGUMENTS:
-                setting, read = OPTIMIZER_ARGUMENTS[name]
+            elif name in known:
+                setting, read = known[name]
                 settings[setting] = read(value)
+            elif prodigy and name == "decouple" and on(value):
+                pass  # weight decay always is, here
             elif name:
                 left.append(str(argument))
         except (Unfit, ValueError):
@@ -537,7 +609,8 @@ def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
     if place is None or not place.is_dir():
         return folder
     every = sorted(p for p in place.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
-    every = [p for p in every if not masked_stem(folder.mask, p.name)]
+    labels = {parent / name for parent in {p.parent for p in every} for name in labelled(os.listdir(parent))}
+    every = [p for p in every if p not in labels and not masked_stem(folder.mask, p.name)]
     pictures = every if deep else [p for p in every if p.parent == place]
     if len(pictures) < len(every):
         draft.notes.append(
@@ -575,6 +648,11 @@ def balance_regularization(draft: Draft) -> None:
     if others and wanted and there:
         for folder in others:
             folder.repeats = max(1, round(wanted / 2 / there))
+        if there > wanted // 2:
+            draft.notes.append(
+                f"there are {there} regularization pictures, of which theirs shows the first {wanted // 2} an epoch; "
+                "here all are shown, so that they count more: take some out, or lower their folders' weight"
+            )
 
 
 def weigh_regularization(draft: Draft, key: str) -> None:
@@ -643,12 +721,31 @@ def set_every(
         draft.none(steps_key, "off", off=True)
     if epochs > 0 and per_epoch:
         told = f"every {epochs} x {per_epoch} steps; steps are counted here, not epochs"
-        draft.differs(epochs_key, every(epochs * per_epoch), f"{told}. {note}" if note else told)
+        draft.differs(epochs_key, every(epochs * per_epoch), f"{told}; {note}" if note else told)
     elif epochs > 0:
         draft.none(epochs_key, f"{setting} counts steps, and an epoch's are not known without the pictures")
         draft.todo.append(f"{setting}: theirs is every {epochs} epochs; the default was left")
     elif epochs_key:
         draft.none(epochs_key, "off", off=True)
+
+
+ONE_LOSS = "objective.loss knows mse, huber and smooth_l1"
+
+
+def set_huber(draft: Draft) -> None:
+    """objective.loss and huber_delta from loss_type and huber_c, as kohya's scripts and SimpleTuner have them."""
+    kind = plain(draft.get("loss_type") or "l2")
+    schedule = str(draft.get("huber_schedule") or "snr")
+    more = ["huber_c", "huber_scale", "huber_schedule"]
+    if kind in ("huber", "smoothl1"):
+        delta = (draft.get("huber_c", number) or 0.1) * (draft.get("huber_scale", number) or 1.0)
+        ours = {"objective.loss": "huber" if kind == "huber" else "smooth_l1", "objective.huber_delta": delta}
+        told = "theirs rounds the corner at huber_c off"
+        if schedule != "constant":
+            told = "theirs rounds the corner at huber_c off, and moves it with the noise level"
+        draft.differs(["loss_type", *more], ours, told)
+    draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
+    draft.none(more, "belongs to the Huber loss", off=True)
 
 
 def share(

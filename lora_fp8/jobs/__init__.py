@@ -17,11 +17,10 @@ import re
 import shutil
 import signal
 import threading
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import tomlkit
 
 from .. import config
 from ..config import UserError
@@ -86,7 +85,8 @@ class Queue:
         waiting = [row.id for row in rows if row.phase == "queued"]
         groups = {"launched": 0, "queued": 1, "ended": 2}
         with self._follow:
-            found = [self._view(row, waiting, worker) for row in rows]
+            busy = {row.folder for row in rows if row.phase == "launched"}
+            found = [self._view(row, waiting, worker, row.folder in busy) for row in rows]
             order = {row.id: (groups[row.phase], -row.ended if row.phase == "ended" else 0) for row in rows}
             found.sort(key=lambda job: order[job.id])  # stable: the queue keeps its order
             if shell:
@@ -108,7 +108,8 @@ class Queue:
             else:
                 row = self.store.row(id)
             waiting = [other.id for other in self.store.rows("phase = 'queued'")]
-            return self._view(row, waiting, worker_info(self.home))
+            taken = bool(self.store.rows("phase = 'launched' AND folder = ?", row.folder))
+            return self._view(row, waiting, worker_info(self.home), taken)
 
     def config(self, id: int) -> str:
         """The TOML text that a job was submitted with, all paths absolute; "" for commands."""
@@ -177,8 +178,8 @@ class Queue:
         return self.store.insert(
             name=job.name,
             kind="train",
-            text=config.dumps(job),
-            command="[]",
+            text=(resolved := config.dumps(job)),
+            command=json.dumps(_asked_otherwise(resolved, overrides) if again else []),
             folder=str(run.path),
             cwd="",
             again=int(again),
@@ -196,8 +197,9 @@ class Queue:
             raise UserError(f"{run.path}: is training now")
         # The folder may have been moved or renamed since: where it is now counts.
         place = {"name": run.path.name, "output_dir": str(run.path.parent)}
-        overrides = [f"{key}={tomlkit.item(value).as_string()}" for key, value in place.items()]
+        overrides = [config.toml_line(key, value) for key, value in place.items()]
         overrides += options.pop("overrides", [])
+        config.load(run.config_file, overrides)  # for its messages
         text = run.config_file.read_text(encoding="utf-8")
         return self.submit(text, overrides=overrides, where=str(run.config_file), again=True, **options)
 
@@ -230,7 +232,7 @@ class Queue:
                 raise UserError(f"job {id} is a command and has no settings to override")
             command, *arguments = json.loads(row.command)
             return self.submit_command(command, arguments, folder=Path(row.cwd), name=row.name, **options)
-        given = [f"name={tomlkit.item(self._free_name(Path(row.folder))).as_string()}", *overrides]
+        given = [config.toml_line("name", self.free_name(Path(row.folder))), *overrides]
         return self.submit(row.text, overrides=given, where=f"job {id}", **options)
 
     def rerun(self, id: int) -> int:
@@ -340,9 +342,9 @@ class Queue:
 
     # -- inside
 
-    def _view(self, row: Row, waiting: list[int], worker: Info | None) -> JobView:
+    def _view(self, row: Row, waiting: list[int], worker: Info | None, taken: bool = False) -> JobView:
         place = waiting.index(row.id) + 1 if row.id in waiting else 0
-        return truth.view(row, self.store.folder(row.id), self._follower, place, worker)
+        return truth.view(row, self.store.folder(row.id), self._follower, place, worker, taken)
 
     def _shell_runs(self, rows: list[Row]) -> list[Path]:
         """Run folders in the roots, and beside those of jobs, that no job wrote."""
@@ -418,13 +420,28 @@ class Queue:
             row = self.store.row(id)
         return row
 
-    def _free_name(self, folder: Path) -> str:
+    def free_name(self, folder: Path) -> str:
         """ "zibo" -> "zibo-2", or the next number that neither a folder nor a job has."""
         stem, taken = re.sub(r"-\d{1,4}$", "", folder.name), {row.folder for row in self.store.rows()}
         number = 2
         while (path := folder.with_name(f"{stem}-{number}")).exists() or str(path) in taken:
             number += 1
         return path.name
+
+
+def _asked_otherwise(text: str, overrides: Sequence[str]) -> list[str]:
+    """Arguments of `resume` that say again what these overrides have made of the resolved config in `text`.
+
+    Resuming reads the run folder's own config. Name and place are the folder's.
+    """
+    arguments = []
+    for key in (one.partition("=")[0].strip() for one in overrides):
+        value: Any = tomllib.loads(text)
+        for part in key.split("."):
+            value = value[int(part) if isinstance(value, list) else part]
+        if key not in ("name", "output_dir"):
+            arguments += ["--set", config.toml_line(key, value)]
+    return arguments
 
 
 PATHS = ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from", "preview.controls")

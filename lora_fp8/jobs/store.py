@@ -293,7 +293,7 @@ class StoreError(UserError):
 
 
 def command_of(row: Row) -> list[str]:
-    """A command job's subcommand and its arguments."""
+    """A command job's subcommand and its arguments; of a training those with which it is resumed."""
     return json.loads(row.command)
 
 

@@ -425,13 +425,16 @@ def _crash(row: Row, status: int | None, launch: int | None, found: dict[str, An
 # a job, and a run that no queue knows
 
 
-def view(row: Row, records_folder: Path, follower: Follower, place: int = 0, worker: Any = None) -> JobView:
+def view(
+    row: Row, records_folder: Path, follower: Follower, place: int = 0, worker: Any = None, taken: bool = False
+) -> JobView:
     """A job as it is now.
 
     Args:
         records_folder: where the job's records are (Store.folder).
         place: its place in the queue.
         worker: who launches jobs now (worker.Info), or None.
+        taken: a job is writing into its folder: another one, where this has ended.
     """
     folder = Path(row.folder) if row.folder else None
     step = saved_step(folder) if folder else None
@@ -463,7 +466,9 @@ def view(row: Row, records_folder: Path, follower: Follower, place: int = 0, wor
     )
     if row.phase == "queued":
         return replace(told, sentence=_waiting(row, worker))
-    if row.phase == "ended" and folder and _goes_on_elsewhere(folder):
+    if row.phase == "ended" and taken:  # what goes on there is told once, by the other job
+        told = replace(told, resumable=False)
+    elif row.phase == "ended" and folder and _goes_on_elsewhere(folder):
         now = shell_view(folder, follower)
         return replace(now, id=row.id, created=row.created, attempts=row.attempts, max_attempts=row.max_attempts)
     if row.phase == "ended":

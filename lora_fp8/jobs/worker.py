@@ -319,7 +319,8 @@ class Worker:
         number = len(group.split(","))
         run = Run(Path(row.folder))
         begun = any(run.checkpoints.glob("step-*")) or any(run.export.glob("*.safetensors"))
-        on = ["resume", row.folder] if begun and (row.again or row.attempts) else ["train", self.config_file(row)]
+        resumes = begun and (row.again or row.attempts)
+        on = ["resume", row.folder, *command_of(row)] if resumes else ["train", self.config_file(row)]
         many = ["--multi_gpu", "--main_process_port", "0"] if number > 1 else []
         # A config file of our own: what the user has told `accelerate config` about another program is not for us.
         neutral = attempt / "accelerate.yaml"

@@ -63,8 +63,13 @@ class About:
             *(f"{name}: {text}" for (name, _), text in zip(counted, told, strict=True)),
             *(f"norm {norm:.4g}: {name}" for name, norm in (norms if len(norms) <= 6 else [*norms[:3], *norms[-3:]])),
             f"sha256 {self.hashes['sha256']}, AutoV3 {self.hashes['autov3']}; the header's hash is {right}",
-            *(f"{key} = {value[:200]}" for key, value in sorted(self.metadata.items())),
+            *(_on_a_line(f"{key} = {value[:200]}") for key, value in sorted(self.metadata.items())),
         ]
+
+
+def _on_a_line(text: str) -> str:
+    """What others wrote, as nothing but text: neither lines of its own nor commands to the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def inspect(path: Path) -> About:
@@ -74,7 +79,7 @@ def inspect(path: Path) -> About:
         UserError: not a safetensors file, or an adapter of no kind that is known.
     """
     kind, layers = _layers(path)
-    tensors, metadata = export.read(path)
+    tensors, metadata = export.read_adapter(path, sound=False)
     told = verify.family_told(metadata)
     found = [told] if told else fitting(tensors)
     layout = ""
@@ -107,12 +112,12 @@ def inspect(path: Path) -> About:
 
 def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
     """The kind, and each layer's tensors by the last part of their names, in kohya's words or the others'."""
-    tensors, _ = export.read(path)
+    tensors, _ = export.read_adapter(path, sound=False)
     if not is_other(tensors):
-        named = {module: (pair.a, pair.b) for module, pair in pairs.read(path).pairs.items()}
+        named = {module: (pair.a, pair.b) for module, pair in pairs.read(path, sound=False).pairs.items()}
         return "lora", {module: dict(zip(kinds.PARTS["lora"], pair, strict=True)) for module, pair in named.items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
-    layers = kinds.grouped({_in_our_words(name): tensor for name, tensor in weights.items()})
+    layers = kinds.grouped({layouts.in_our_words(name): tensor for name, tensor in weights.items()})
     found = sorted({kinds.kind_of(parts, module) for module, parts in layers.items()})
     if len(found) > 1:
         raise UserError(f"{path}: holds {' and '.join(kinds.TITLES[kind] for kind in found)} in one file")
@@ -121,14 +126,7 @@ def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
 
 def is_other(tensors: Mapping[str, Tensor]) -> bool:
     """Whether a file is of DoRA, LoKr or LoHa."""
-    return any(_in_our_words(name).endswith(layouts.OTHER_PARTS) for name in tensors)
-
-
-def _in_our_words(name: str) -> str:
-    for theirs, ours in layouts.HALVES.items():
-        if name.endswith(f".{theirs}"):
-            return name.removesuffix(theirs) + ours
-    return name
+    return any(layouts.in_our_words(name).endswith(layouts.OTHER_PARTS) for name in tensors)
 
 
 def _norm(parts: Mapping[str, Tensor]) -> float:
@@ -178,7 +176,7 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
         UserError: not a LoRA of the family, a layout that it has not, or an output that exists.
         RunFailure: a value does not fit the dtype.
     """
-    tensors, metadata = export.read(path)
+    tensors, metadata = export.read_adapter(path)
     other = is_other(tensors)
     held = _common_dtype(tensors) if other else pairs.read(path).dtype
     name = family or verify.family_told(metadata) or _only(fitting(tensors), path)
@@ -214,7 +212,7 @@ def _write_other(
     if path.exists():
         raise UserError(f"{path}: exists already; choose another name with --output")
     held = {name: tensor if name.endswith(export.KEPT_WIDE) else tensor.to(dtype) for name, tensor in tensors.items()}
-    if wrong := sorted(name for name, tensor in held.items() if not torch.isfinite(tensor).all()):
+    if wrong := export.not_finite(held):
         raise RunFailure(f"{export.first_few(wrong)} is not finite in {pairs.short(dtype)}; write it with --dtype fp32")
     kept = {key: value for key, value in metadata.items() if key not in pairs.STALE}
     layers = kinds.grouped({name: tensor for name, tensor in held.items() if not name.endswith(".alpha")})

@@ -160,7 +160,7 @@ def into(
     """
     if output.exists():
         raise UserError(f"{output}: exists already; choose another name with --output")
-    loras = [export.read(path) for path, _ in sources]
+    loras = [export.read_adapter(path) for path, _ in sources]
     known = {families.get(name).kohya_base_version: name for name in families.available()}
     family_name = family_name or known.get(loras[0][1].get("ss_base_model_version", ""), "")
     if not family_name:

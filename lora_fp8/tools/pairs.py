@@ -73,15 +73,18 @@ class Lora:
         return max(pair.rank for pair in self.pairs.values())
 
 
-def read(path: Path) -> Lora:
+def read(path: Path, *, sound: bool = True) -> Lora:
     """Read a LoRA file of any layout that consists of A and B, or down and up.
+
+    Args:
+        sound: as in `export.read_adapter`.
 
     Raises:
         UserError: not a safetensors file, no pairs, half a pair, or an adapter of another kind.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    tensors, metadata = export.read(path)
+    tensors, metadata = export.read_adapter(path, sound=sound)
     halves = next((h for h in HALVES if any(name.endswith(h) for name in tensors)), None)
     if halves is None:
         some = export.first_few(sorted(tensors)) or "no tensor"
@@ -133,7 +136,7 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
             tensors[module + half] = tensor.to(dtype).contiguous()
         if lora.has_alpha:
             tensors[f"{module}.alpha"] = torch.tensor(float(pair.rank))
-    if wrong := sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
+    if wrong := export.not_finite(tensors):
         raise RunFailure(f"{export.first_few(wrong)} is not finite in {short(dtype)}; write it with --dtype fp32")
     ranks = {pair.rank for pair in lora.pairs.values()}
     rank = str(ranks.pop()) if len(ranks) == 1 else "Dynamic"  # kohya's word for ranks that differ
@@ -161,10 +164,12 @@ def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
     """The dtype that `--dtype` names; empty is the default.
 
     Raises:
-        UserError: none of bf16, fp16, fp32.
+        UserError: none of bf16, fp16, fp32; or the default is a dtype that is only read.
     """
     if name and name not in DTYPES:
         raise UserError(f"--dtype {name!r}: accepted are {', '.join(DTYPES)}")
+    if not name and default not in export.SAFETENSORS_DTYPES:
+        raise UserError(f"the file is in {short(default)}, which is not written; say --dtype bf16, fp16 or fp32")
     return DTYPES[name] if name else default
 
 

@@ -97,9 +97,15 @@ def test_a_newcomers_way_to_a_training(language: str, site: Site, visit: Callabl
     other.reload()
     expect(field(other, "new-train-steps")).to_have_value("21")
 
-    # Typed and started at once: what the server is told of the typing comes after the start.
+    # Typed and turned to another view, or started, at once: what the server is told of the typing comes after that.
     opened(other)
     other.evaluate(LATE)
+    field(other, "new-train-steps").press("End")
+    other.keyboard.type("00")
+    view(other, 2)
+    expect(other.locator("#new-toml .cm-content")).to_contain_text("steps = 2100")
+    view(other, 0)
+    opened(other)
     field(other, "new-train-steps").press("End")
     other.keyboard.type("0")
     other.click("#new-start")
@@ -108,7 +114,7 @@ def test_a_newcomers_way_to_a_training(language: str, site: Site, visit: Callabl
     job = queue.job(int(other.url.rpartition("=")[2]))
     kept = config.loads(queue.config(job.id))
     queue.cancel(job.id)
-    assert kept.name == name and kept.train.steps == 210 and kept.adapter.rank == 3 and kept.optimizer.lr == 0.0025
+    assert kept.name == name and kept.train.steps == 21000 and kept.adapter.rank == 3 and kept.optimizer.lr == 0.0025
     folder = Path(kept.dataset.folders[0].path)
     assert folder.is_relative_to(site.home) and {path.name for path in folder.iterdir()} == {
         path.name for path in PICTURES[:24]
@@ -166,6 +172,10 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     view(page, 1)
     expect(page.locator("#set-objective-min_snr_gamma")).to_be_visible()
     expect(page.locator("#set-objective-shift")).to_be_hidden()
+    page.click("#new-reset")
+    expect(problems).not_to_contain_text("xl.safetensors")
+    page.click("#new-back")  # by mistake
+    expect(problems).to_contain_text("xl.safetensors")
     page.click("#new-reset")
 
 

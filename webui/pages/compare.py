@@ -39,8 +39,8 @@ def build(ui: Ui) -> None:
         elem_id="which",
     )
     with gr.Row():
-        amount = gr.Slider(0, 0.99, value=0.9, step=0.01, label=ui.say("run.smooth"))
-        log = gr.Checkbox(label=ui.say("run.log"), value=False)
+        amount = gr.Slider(0, 0.99, value=0.9, step=0.01, label=ui.say("run.smooth"), min_width=240)
+        log = gr.Checkbox(label=ui.say("run.log"), value=False, min_width=160)
         prompt = gr.Dropdown(label=ui.say("run.prompt"), choices=[], elem_id="prompt")
     curves = live.panel(elem_id="curves")
     pictures = live.panel(elem_id="grid")
@@ -193,5 +193,5 @@ def _flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = (" · ".join(map(str, value)) or "–") if isinstance(value, list) else str(value)
     return text if len(text) <= 300 else text[:299] + "…"

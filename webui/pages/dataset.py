@@ -4,8 +4,10 @@
 look; what the doctor says comes from a program of its own that decodes the pictures.
 """
 
+import contextlib
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +17,7 @@ from typing import Any
 import gradio as gr
 
 from lora_fp8 import families
-from lora_fp8.config import UserError
+from lora_fp8.config import UserError, names_a_folder_of_masks
 from lora_fp8.data import buckets, captions, clips
 
 from .. import album as room
@@ -62,7 +64,7 @@ class _Page:
     """The components of one language, and what happens when they are used.
 
     `at` is where somebody is: folder, filters, page of the grid, picked picture, chosen pictures, the caption as it was
-    when it was loaded into the editor, and how clips are cut (frames, fps, clip).
+    when it was loaded into the editor, how clips are cut (frames, fps, clip), and where New training has the masks.
     """
 
     def __init__(self, ui: Ui):
@@ -342,6 +344,22 @@ class _Page:
             name: form.shown(form.settings()[f"dataset.{name}"], values[f"dataset.{name}"]) for name in room.CUT
         }
 
+    def _drafted_mask(self, folder: Path) -> str:
+        """Where New training has the masks of a folder, as in dataset.folders; "" where it names neither."""
+        home = self.ui.place.home
+        try:
+            rows = form.values(Draft(home).text(), home)["dataset.folders"]
+        except UserError:
+            return ""
+        for row in rows if isinstance(rows, list) else []:
+            path, mask = (row.get(name) for name in ("path", "mask")) if isinstance(row, dict) else ("", "")
+            if not (isinstance(path, str) and isinstance(mask, str) and path and mask):
+                continue
+            with contextlib.suppress(UserError):  # New training tells what is wrong with a path
+                if self.ui.path(home / os.path.expanduser(path)) == folder:
+                    return str(self.ui.path(home / os.path.expanduser(mask))) if names_a_folder_of_masks(mask) else mask
+        return ""
+
     def open(self, request: gr.Request) -> list[Any]:
         """The page is opened: the folder that its address names."""
         given = dict(request.query_params).get("folder", "")
@@ -355,10 +373,12 @@ class _Page:
             return [choices, gr.update(visible=False), *held, *nothing]
         try:
             folder = self.ui.path(given)
-            room.album(folder, fresh=True)
+            mask = self._drafted_mask(folder)
+            room.album(folder, fresh=True, mask=mask)
         except UserError as error:
             return [choices, gr.update(visible=False), *held, {}, self._wrong(error), "", "", "", ""]
         at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "", "chosen": [], "loaded": ""}
+        at["mask"] = mask
         return [choices, gr.update(visible=True), *held, *self._shown({**at, "finding": "", "cut": cut}, family, 0)]
 
     def press(self, event: gr.EventData, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
@@ -391,7 +411,9 @@ class _Page:
             elif do == "clear":
                 at |= {"query": "", "finding": "", "showing": "all", "page": 0}
             elif do in ("remove", "rename"):
-                edit = captions.preview(album.folder, [captions.RemoveTag(name)]) if do == "remove" else None
+                edit = None
+                if do == "remove":
+                    edit = captions.preview(album.folder, [captions.RemoveTag(name)], mask=album.mask)
                 said = self._note(self.say("dataset.prepared"))
                 rest = [do, name, "", edit, self._diff(edit) if edit else ""]
         except (UserError, ValueError) as error:
@@ -417,8 +439,8 @@ class _Page:
             lines.append(self.say("new.pictures.refused", lines=told))
         said = self._note(" ".join(lines), wrong=bool(refused))
         if at and str(folder) == at["folder"]:
-            room.album(folder, fresh=True)
-            self._examined(at, folder, family, resolution, again=True)
+            album = room.album(folder, fresh=True, mask=at["mask"])
+            self._examined(at, album, family, resolution, again=True)
             rest = self._shown(at, family, resolution)
         return [None, str(folder) if own and not refused else gr.skip(), said, *rest]
 
@@ -468,7 +490,7 @@ class _Page:
                 only = self._filtered(at, album) if scope == "filter" else [n for n in at["chosen"] if n in album.files]
                 if not only:
                     raise UserError(self.say("dataset.none_chosen"))
-            edit = captions.preview(album.folder, [make(*(first, second)[:count])], only)
+            edit = captions.preview(album.folder, [make(*(first, second)[:count])], only, album.mask)
         except UserError as error:
             return [self._complaint(error), None, ""]
         return [gr.update(visible=False), edit, self._diff(edit)]
@@ -514,20 +536,22 @@ class _Page:
     def examine_again(self, at: dict[str, Any], family: str, resolution: float) -> dict[str, int]:
         """Look at everything once more; what did not change is remembered."""
         if at:
-            self._examined(at, self._album(at).folder, family, resolution, again=True)
+            self._examined(at, self._album(at), family, resolution, again=True)
         return {}
 
     def begin(self, at: dict[str, Any], model: str, kind: str, prompt: str, trigger: str, overwrite: bool) -> list[Any]:
         """Queue the captioning."""
         try:
+            album = self._album(at)
             number = room.submit_captioning(
                 self.ui.place,
-                self._album(at).folder,
+                album.folder,
                 model=model,
                 kind=kind,
                 prompt=prompt,
                 overwrite=overwrite,
                 trigger=trigger,
+                mask=album.mask,
             )
         except UserError as error:
             return [self._complaint(error), gr.skip()]
@@ -548,8 +572,8 @@ class _Page:
             return [gr.skip()] * 6
         told, grid = seen.get("told"), gr.skip()
         try:
-            album = room.seen_last(self.ui.path(at["folder"]))
-            found = self._examined(at, album.folder, family, resolution)
+            album = room.seen_last(self.ui.path(at["folder"]), at["mask"])
+            found = self._examined(at, album, family, resolution)
             if found.report is not None and told != found.begun:
                 told = found.begun
                 if album.videos or found.report["counts"]["clips"]:
@@ -567,21 +591,21 @@ class _Page:
         """The folder that somebody is at, which the page may still use. Raises UserError."""
         if not at.get("folder"):
             raise UserError(self.say("dataset.choose"))
-        return room.album(self.ui.path(at["folder"]))
+        return room.album(self.ui.path(at["folder"]), mask=at["mask"])
 
     def _resolution(self, family: str, given: float) -> int:
         return int(given or 0) or int(families.facts(family)["native_resolution"])
 
     def _examined(
-        self, at: dict[str, Any], folder: Path, family: str, resolution: float, again: bool = False
+        self, at: dict[str, Any], album: room.Album, family: str, resolution: float, again: bool = False
     ) -> room.Examination:
         held = {name: form.read(form.settings()[f"dataset.{name}"], at["cut"][name]) for name in room.CUT}
         settings = room.cutting(family, **held)
         side = self._resolution(family, resolution)
-        return room.examination(self.ui.place, folder, family, side, settings, again)
+        return room.examination(self.ui.place, album.folder, family, side, settings, again, album.mask)
 
     def _reloaded(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
-        album = room.album(Path(at["folder"]), fresh=True)
+        album = room.album(Path(at["folder"]), fresh=True, mask=at["mask"])
         return self._shown({**at, "loaded": album.texts.get(at["picked"], "")}, family, resolution)[:5]
 
     def _shown(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
@@ -614,6 +638,7 @@ class _Page:
         parts = [self.say("dataset.count", count=len(album.files) - videos)]
         parts += [self.say("dataset.videos", count=videos)] if videos else []
         parts += [self.say("dataset.without", count=without)] if without else []
+        parts += [self.say("dataset.masks", count=album.masks, mask=album.mask)] if album.masks else []
         try:
             history = captions.history(album.folder)
         except UserError as error:
@@ -621,7 +646,14 @@ class _Page:
         last = [entry for entry in history if entry.done][-1:]
         parts += [self.say("dataset.last", title=self.ui.tell(entry.title), count=entry.files) for entry in last]
         parts += [self.say("dataset.unreadable", count=len(album.wrong))] if album.wrong else []
-        return f'<p class="dim"><b>{shown(album.folder.name)}</b> · {" · ".join(map(shown, parts))}</p>'
+        told = []
+        if album.masks and not album.given:
+            told.append(self.say("dataset.masks.guessed", count=album.masks, mask=album.mask))
+            told += [self.say("dataset.masks.trained")] if album.mask in pictures.MASKS else []
+        if album.inside:
+            told.append(self.say("dataset.masks.inside", folder=album.inside))
+        notes = f"<p>{shown(' '.join(told))}</p>" if told else ""
+        return f'<p class="dim"><b>{shown(album.folder.name)}</b> · {" · ".join(map(shown, parts))}</p>{notes}'
 
     def _grid(self, at: dict[str, Any], album: room.Album, family: str, resolution: float) -> str:
         names = self._filtered(at, album)
@@ -655,14 +687,14 @@ class _Page:
         """What the report, if there is one, says of each clip: its entry among the pictures, or {"error": line}."""
         if not album.videos and not at["cut"]["frames"]:
             return {}
-        found = self._examined(at, album.folder, family, resolution)
+        found = self._examined(at, album, family, resolution)
         known = {one["file"]: one for one in (found.report or {}).get("pictures", ()) if "seconds" in one}
         return known | {name: {"error": why} for name, why in found.files("unreadable").items() if room.is_video(name)}
 
     def _clip(self, one: dict[str, Any]) -> list[str]:
         """Figures of a clip: seconds, rate, and how many pieces of how many frames are trained."""
-        told = [self.say("dataset.clip.seconds", seconds=f"{one['seconds']:.3g}")]
-        told.append(self.say("dataset.clip.rate", rate=f"{one['fps']:.3g}"))
+        told = [self.say("dataset.clip.seconds", seconds=shows.digits(one["seconds"]))]
+        told.append(self.say("dataset.clip.rate", rate=shows.digits(one["fps"])))
         if one["pieces"]:
             told.append(self.say("dataset.clip.pieces", count=one["pieces"], length=one["length"]))
         return told
@@ -696,7 +728,7 @@ class _Page:
         if name not in album.files:
             return f'<p class="empty">{self.say("dataset.pick")}</p>'
         side = self._resolution(family, resolution)
-        found = self._examined(at, album.folder, family, resolution)
+        found = self._examined(at, album, family, resolution)
         size = next((one for one in (found.report or {}).get("pictures", ()) if one["file"] == name), None)
         crop, told = "", [shown(name)]
         if size is not None:
@@ -792,7 +824,7 @@ class _Page:
         return f'<li>{button} <span class="dim">{shown(detail)}</span></li>'
 
     def _files_of(self, at: dict[str, Any], kind: str, family: str, resolution: float) -> list[str]:
-        return list(self._examined(at, self._album(at).folder, family, resolution).files(kind))
+        return list(self._examined(at, self._album(at), family, resolution).files(kind))
 
     def _buckets(self, found: room.Examination, family: str) -> str:
         if found.report is None:
@@ -825,12 +857,14 @@ class _Page:
             done, total = room.progress(lines)
             bar = f'<div class="bar"><i style="width:{100 * done / total:.0f}%"></i></div>' if total else ""
             told = f"{done} / {total}" if total else ""
-            last = lines[-1] if lines and view.state == "failed" else ""
+            failed = lines and view.state == "failed"
+            last = f'<pre tabindex="0">{shown(lines[-1])}</pre>' if failed else ""
+            name = shown(shows.title(self.ui, view))
             made.append(
-                f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h3>{shown(view.name)}</h3>'
+                f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h3>{name}</h3>'
                 f'{shows.state(self.ui, view)}<span class="dim">{told}</span></div>'
                 f'<p class="said">{shown(shows.sentence(self.ui, view.sentence))}</p>'
-                f"{f'<pre>{shown(last)}</pre>' if last else ''}{bar}{shows.buttons(self.ui, view)}</section>"
+                f"{last}{bar}{shows.buttons(self.ui, view)}</section>"
             )
         return f'<div class="cards">{"".join(made)}</div>'
 

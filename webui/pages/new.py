@@ -14,7 +14,7 @@ from lora_fp8 import config, families
 from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data import clips
 
-from .. import album, bases, form, importer, outlook, pictures, safe, submit, words
+from .. import album, bases, form, importer, outlook, pictures, safe, shows, submit, words
 from ..context import Ui
 from ..draft import Draft
 
@@ -65,7 +65,10 @@ STYLE = """
 .setting :is(.header-table, .virtual-body) {
   table-layout: fixed !important; width: 100% !important; min-width: 640px;
 }
-.setting .header-cell { font-size: 12px; }
+.setting .header-cell { font-size: 12px; text-align: left !important; }
+.setting .header-cell * { word-break: keep-all !important; overflow-wrap: normal !important; }
+.setting :is(.header-cell .cell-menu-button, .toolbar) { display: none !important; } /* sorts and filters: of no use */
+[role="menuitem"][aria-label$=" column"], [role="menuitem"][aria-label*=" column to the "] { display: none !important; }
 .setting .select-all-checkbox { display: none; }
 .setting :is(.header-cell, .body-cell) {
   width: var(--share) !important; min-width: 0 !important; max-width: none !important;
@@ -94,6 +97,8 @@ LISTED = ("preset", "model.path", "model.components")
 WIDE = {"path": 4, "repeats": 1.3, "trigger": 2, "regularization": 2.1, "resolution": 1.6, "weight": 1.1}
 WIDE |= {"control": 3, "mask": 3}
 """Columns of the table of folders that need more room than the others."""
+UNIT = 62
+"""Pixels of a column that needs no more, as its title's longest word has it; a narrow window scrolls the table."""
 
 
 def build(ui: Ui) -> None:
@@ -158,7 +163,7 @@ class _Page:
             elem_id="new-goal",
         )
         gr.Markdown(f"#### {say('new.base')}")
-        with gr.Row():
+        with gr.Row(equal_height=True):
             self.demos = {
                 name: gr.Button(f"{say('new.base.demo')}: {self.families[name]}", size="sm", elem_id=f"new-demo-{name}")
                 for name in bases.demos()
@@ -241,6 +246,8 @@ class _Page:
             )
             self.save = gr.Button(say("new.files.preset_save"), size="sm", elem_id="new-preset-save")
             self.reset = gr.Button(say("new.files.reset"), size="sm", variant="stop", elem_id="new-reset")
+            gr.Markdown(say("new.files.reset_info"), elem_classes="note")
+            self.back = gr.Button(say("new.files.back"), size="sm", visible=False, elem_id="new-back")
 
     def _field(self, view: str, key: str) -> None:
         one = form.settings()[key]
@@ -294,7 +301,7 @@ class _Page:
     # ------------------------------------------------------------------------------------------------------- wiring
 
     def _wire(self, simple: gr.Tab, every: gr.Tab, toml: gr.Tab) -> None:
-        told = [self.summary, self.marks, self.changes, self.seen]
+        told = [self.summary, self.marks, self.changes, self.seen, self.back]
         shown = {"everything": self.everything}
         rows = [self.parts["simple"]["dataset.folders"], self.folder]  # no more, for people type on meanwhile
         views: dict[str, list[Any]] = {
@@ -323,12 +330,22 @@ class _Page:
                 functools.partial(self._demo, name), inputs_kwargs=shown, outputs=[*told, *views["simple"]], **TOLD
             )
         self.code.input(self._write, inputs_kwargs={"text": self.code, **shown}, outputs=told, **QUIET)
+        held = {part.elem_id: part for parts in views.values() for part in parts if part.elem_id in self.keys}
+        tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]  # Gradio fails without their value
+        typed = {"touched": self.touched, **shown, **held}
+        # Of the others only what was touched is sent: a part may hold what is not among its choices, and Gradio refuses
+        # that in words of its own.
+        script = f"""(_, everything, ...values) => {{
+            const ids = {json.dumps(list(held))}, touched = %s;
+            const sent = [...touched, ...{json.dumps(tables)}];
+            return [touched.join(" "), everything, ...values.map((v, i) => sent.includes(ids[i]) ? v : null)];
+        }}"""
         for tab, view in ((simple, "simple"), (every, "all"), (toml, "toml")):
             tab.select(
-                functools.partial(self._open, view),
-                inputs_kwargs=shown,
+                functools.partial(self._turn, view),
+                inputs_kwargs=typed,
                 outputs=[*told, *views[view]],
-                js=OPENING,
+                js=script % "window.leftSettings()",
                 **QUIET,
             ).then(None, js=OPENED)
         everywhere = [part for parts in views.values() for part in parts]
@@ -370,23 +387,15 @@ class _Page:
         self.save.click(
             self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **TOLD
         )
-        self.reset.click(self._reset, inputs_kwargs=shown, outputs=[*told, *everywhere], js=OPENING, **QUIET).then(
-            None, js=OPENED
-        )
-        held = {part.elem_id: part for parts in views.values() for part in parts if part.elem_id in self.keys}
-        tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]  # Gradio fails without their value
-        # Of the others only what was touched is sent: a part may hold what is not among its choices, and Gradio refuses
-        # that in words of its own.
-        script = f"""(_, everything, ...values) => {{
-            const ids = {json.dumps(list(held))}, touched = window.touchedSettings();
-            const sent = [...touched, ...{json.dumps(tables)}];
-            return [touched.join(" "), everything, ...values.map((v, i) => sent.includes(ids[i]) ? v : null)];
-        }}"""
+        for button, what in ((self.reset, self._reset), (self.back, self._bring_back)):
+            button.click(what, inputs_kwargs=shown, outputs=[*told, *everywhere], js=OPENING, **QUIET).then(
+                None, js=OPENED
+            )
         self.start.click(
             self._start,
-            inputs_kwargs={"touched": self.touched, **shown, **held},
+            inputs_kwargs=typed,
             outputs=[self.address, *told],
-            js=script,
+            js=script % "window.touchedSettings()",
             **SLOW,
         )
         self.address.change(None, [self.address], None, js="address => { if (address) location.assign(address); }")
@@ -427,7 +436,7 @@ class _Page:
         known = self._look(path)
         if not bases.fits(known, family):
             self.draft.put("model.family", known.family)
-            gr.Info(self.ui.say("new.base.is_other", title=self.families[known.family]), title=self.ui.say("site.info"))
+            gr.Info(self.ui.say("new.base.is_other", title=self.families[known.family]))
         demo = f"demo_{family}" if path == "demo" else ""
         self._name_presets(bases.demo_presets(), demo if demo in bases.demo_presets() else "")
 
@@ -523,7 +532,7 @@ class _Page:
             path = path / "config.toml" if path.is_dir() else path
             text = importer.decoded(path)
             form.values(text, self.draft.home)  # TOML at all
-            self.draft.write(text)
+            self.draft.replace(text)
 
         return self._guarded(load) | self._open("", everything)
 
@@ -532,7 +541,7 @@ class _Page:
 
         def take() -> None:
             text, told[self.imported] = importer.account(self.ui, Path(file or ""))
-            self.draft.write(text)
+            self.draft.replace(text)
 
         return self._guarded(take) | told | self._open("", everything)
 
@@ -540,39 +549,50 @@ class _Page:
         def save() -> None:
             stem = safe.name(name or "")
             path = bases.save_preset(self.draft.home, stem, self.draft.text())
-            gr.Info(self.ui.say("new.files.preset_saved", name=path.stem), title=self.ui.say("site.info"))
+            gr.Info(self.ui.say("new.files.preset_saved", name=path.stem))
 
         self._guarded(save)
         return {self.parts["all"]["preset"]: gr.update(choices=self._presets())}
 
     def _reset(self, everything: bool) -> dict[Any, Any]:
-        self.draft.write(form.START)
+        self.draft.replace(form.START)
+        return self._open("", everything)
+
+    def _bring_back(self, everything: bool) -> dict[Any, Any]:
+        self.draft.bring_back()
         return self._open("", everything)
 
     def _start(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
-        """Into the queue, as it stands now; the page goes on to the run.
-
-        Args:
-            touched: ids of the parts that were changed in this window: what was typed last may not have become
-                part of the draft yet.
-            held: what each part holds, by its id.
-        """
+        """Into the queue, as it stands now; the page goes on to the run."""
         address: dict[Any, Any] = {}
 
         def start() -> None:
-            for id in (touched or "").split():
-                if id == self.code.elem_id:
-                    self.draft.write(held[id] or "")
-                elif id in held:
-                    key = self.keys[id]
-                    self.draft.put(key, form.read(form.settings()[key], held[id]))
+            self._keep(touched, held)
             text = self.draft.text()
             if not self._findings(text):
                 id = submit.train(self.ui.place, text)
                 address[self.address] = self.ui.link("run", run=str(id))
-                gr.Info(self.ui.say("new.start.queued", id=id), title=self.ui.say("site.info"))
+                gr.Info(self.ui.say("new.start.queued", id=id))
 
         return self._guarded(start) | address | self._tell(everything)
+
+    def _turn(self, view: str, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
+        """To another view of the draft."""
+        return self._guarded(lambda: self._keep(touched, held)) | self._open(view, everything)
+
+    def _keep(self, touched: str, held: dict[str, Any]) -> None:
+        """What was typed last may not have become part of the draft yet.
+
+        Args:
+            touched: ids of the parts that were changed in this window.
+            held: what each part holds, by its id.
+        """
+        for id in (touched or "").split():
+            if id == self.code.elem_id:
+                self.draft.write(held[id] or "")
+            elif id in held:
+                key = self.keys[id]
+                self.draft.put(key, form.read(form.settings()[key], held[id]))
 
     def _tick(self, seen: str) -> tuple[Any, Any]:
         summary = self._summary()
@@ -600,7 +620,7 @@ class _Page:
         try:
             action()
         except UserError as error:
-            gr.Warning(safe.shown(self.ui.tell(str(error))), title=self.ui.say("site.warning"))
+            gr.Warning(safe.shown(self.ui.tell(str(error))))
         return {}
 
     # ------------------------------------------------------------------------------------------------------- telling
@@ -672,6 +692,7 @@ class _Page:
             self.seen: summary,
             self.marks: self._marks(text, findings, everything),
             self.changes: self._changes(text),
+            self.back: gr.update(visible=self.draft.replaced()),
         }
 
     def _findings(self, text: str) -> list[tuple[str, str]]:
@@ -696,13 +717,13 @@ class _Page:
                 found.append((key, self.ui.tell(str(error))))
         found += [(key, line) for key, line in self._wrong_bases(values) if key not in {key for key, _ in found}]
         if "dataset.folders" not in {key for key, _ in found}:
-            counts = [(folder, one) for folder, one, _ in self._counts(values)]
-            for folder, one in counts:
+            counts = self._counts(values)
+            for folder, one, *_ in counts:
                 if not one.files:
                     found.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
             if not told & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
                 found += self._wrong_clips(values, counts)
-            without = sum(one.without_caption for _, one in counts)
+            without = sum(one.without_caption for _, one, *_ in counts)
             if without and values["dataset.missing_caption"] == "error":
                 found.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
         return found
@@ -725,11 +746,11 @@ class _Page:
             yield "model.components", self.ui.say("new.base.components")
 
     def _wrong_clips(
-        self, values: dict[str, Any], counts: list[tuple[Path, pictures.Count]]
+        self, values: dict[str, Any], counts: list[tuple[Path, pictures.Count, int, str]]
     ) -> Iterable[tuple[str, str]]:
         """(setting, line) of videos that the engine will refuse."""
         say, family = self.ui.say, str(values["model.family"])
-        for folder, one in counts:
+        for folder, one, _, mask in counts:
             told = {"folder": folder.name, "count": one.videos}
             if one.videos and not families.traits(family)["clips"]:
                 yield "dataset.folders", say("new.clips.refused", title=self.families[family], **told)
@@ -737,7 +758,7 @@ class _Page:
                 yield "dataset.folders", f"{folder.name}: {self.ui.tell(clips.NEEDED)}"
             elif one.videos and not values["dataset.frames"]:
                 yield "dataset.frames", say("new.clips.unset", **told)
-            elif examined := self._examined(values, folder):
+            elif examined := self._examined(values, folder, mask):
                 short = examined.files("clip_short")
                 damaged = {name: why for name, why in examined.files("unreadable").items() if album.is_video(name)}
                 for key, files in (("dataset.frames", short), ("dataset.folders", damaged)):
@@ -746,17 +767,17 @@ class _Page:
                         what = say(f"dataset.kind.{'clip_short' if files is short else 'unreadable'}")
                         yield key, f"{folder.name}: {what}: {', '.join(lines)}{' …' if len(files) > 4 else ''}"
 
-    def _examined(self, values: dict[str, Any], folder: Path) -> album.Examination | None:
+    def _examined(self, values: dict[str, Any], folder: Path, mask: str) -> album.Examination | None:
         """What is in a folder, which is looked at in a process of its own, where clips may be cut; None elsewhere."""
         cut = album.cutting(str(values["model.family"]), *(values[f"dataset.{name}"] for name in album.CUT))
         if not cut:
             return None
         family, side = str(values["model.family"]), values["dataset.resolution"]
         side = side if isinstance(side, int) else int(families.facts(family)["native_resolution"])
-        now = pictures.count(folder)
+        now = pictures.count(folder, mask)
         again = self.counted.get(folder, now) != now  # files have come or gone since
         self.counted[folder] = now
-        return album.examination(self.ui.place, folder, family, side, cut, again)
+        return album.examination(self.ui.place, folder, family, side, cut, again, mask if "*" in mask else "")
 
     def _told(self, problem: form.Problem) -> str:
         """The line in the page's language, without the key of its setting, which is told by where it stands."""
@@ -790,8 +811,8 @@ class _Page:
         if kind == "file" and not full.is_file():
             raise UserError(f"{safe.shorter(path)}: this is a folder; give a file")
 
-    def _counts(self, values: dict[str, Any]) -> list[tuple[Path, pictures.Count, int]]:
-        """Folder, what is in it, and its repeats."""
+    def _counts(self, values: dict[str, Any]) -> list[tuple[Path, pictures.Count, int, str]]:
+        """Folder, what is in it, its repeats, and where its masks are."""
         rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
         found = []
         for row in rows:
@@ -803,8 +824,8 @@ class _Page:
                 except UserError:
                     continue  # told by the check of paths
                 if folder.is_dir():
-                    mask = row.get("mask")
-                    found.append((folder, pictures.count(folder, mask if isinstance(mask, str) else ""), repeats))
+                    mask = row["mask"] if isinstance(row.get("mask"), str) else ""
+                    found.append((folder, pictures.count(folder, mask), repeats, mask))
         return found
 
     def _summary(self, findings: list[tuple[str, str]] | None = None) -> str:
@@ -823,16 +844,19 @@ class _Page:
         except UserError:
             return parts[0]
         counts = self._counts(values)
-        for folder, one, _ in counts:
+        for folder, one, *_ in counts:
             told = {"folder": folder.name, "count": one.pictures, "without": one.without_caption}
             line = (
                 say("new.clips.count", videos=one.videos, **told) if one.videos else say("new.pictures.count", **told)
             )
             parts.append(f"<p>{shown(line)}</p>")
+            if one.masks:
+                line = say("new.pictures.masks", folder=folder.name, mask=one.mask, count=one.masks)
+                parts.append(f"<p class='wrong'>{shown(line)}</p>")
         skipping = values["dataset.missing_caption"] == "skip"
-        examined = [] if findings else [self._examined(values, folder) for folder, _, _ in counts]
+        examined = [] if findings else [self._examined(values, folder, mask) for folder, *_, mask in counts]
         samples = files = 0
-        for (folder, one, times), found in zip(counts, examined or [None] * len(counts), strict=True):
+        for (folder, one, times, _), found in zip(counts, examined or [None] * len(counts), strict=True):
             if found is None:
                 number = one.files - (one.without_caption if skipping else 0)
             elif found.report is not None:
@@ -860,9 +884,9 @@ class _Page:
                 "new.summary.epochs",
                 samples=reckoned.samples,
                 per_step=reckoned.per_step,
-                steps=f"{reckoned.steps:.4g}",
+                steps=shows.digits(reckoned.steps),
                 total=values["train.steps"],
-                epochs=f"{reckoned.epochs:.3g}",
+                epochs=shows.digits(reckoned.epochs),
             )
             parts.append(f"<p>{shown(line)}</p>")
         if not findings:
@@ -878,7 +902,12 @@ class _Page:
         seconds, run = known
         minutes = seconds * values["train.steps"] / 60
         name, count = ("new.time.minutes", minutes) if minutes < 90 else ("new.time.hours", minutes / 60)
-        return say("new.summary.time", time=say(name, count=f"{max(count, 1):.3g}"), seconds=f"{seconds:.3g}", run=run)
+        return say(
+            "new.summary.time",
+            time=say(name, count=shows.digits(max(count, 1))),
+            seconds=shows.digits(seconds),
+            run=run,
+        )
 
     def _memory(self, text: str) -> list[str]:
         say = self.ui.say
@@ -917,7 +946,10 @@ class _Page:
         wrong: dict[str, list[str]] = {}
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
-        rules += [rule for view in ("new", "set") for rule in _columns(found, everything, view)]
+        for view in ("new", "set"):
+            shares = _shares(found, everything, view)
+            table = f"#{_id(view, 'dataset.folders')} :is(.header-table, .virtual-body)"
+            rules += [*_columns(shares, view), f"{table} {{ min-width: {UNIT * sum(shares.values()):.0f}px; }}"]
         if not everything:
             hidden = [
                 key
@@ -996,20 +1028,25 @@ def _id(prefix: str, key: str) -> str:
     return f"{prefix}-{key.replace('.', '-') or 'job'}"
 
 
-def _columns(found: dict[str, Any], everything: bool, view: str) -> Iterable[str]:
-    """Style for the table of folders in a view ("new" is the simple one, "set" all settings): the room of each column;
-    control pictures only where they are shown to the model, masks not in the simple view, both where one is named."""
+def _shares(found: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
+    """The room of each column of the table of folders in a view ("new" is the simple one, "set" all settings): control
+    pictures only where they are shown to the model, masks not in the simple view, both where one is named."""
     rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
     wanted = {"control": "dataset.control_resolution" not in form.idle(found), "mask": view == "set"}
-    names = [column.name for column in form.settings()["dataset.folders"].columns]
-    shares = {
-        name: WIDE.get(name, 1)
-        for name in names
-        if everything or wanted.get(name, True) or any(isinstance(row, dict) and row.get(name) for row in rows)
+    return {
+        column.name: WIDE.get(column.name, 1)
+        for column in form.settings()["dataset.folders"].columns
+        if everything
+        or wanted.get(column.name, True)
+        or any(isinstance(row, dict) and row.get(column.name) for row in rows)
     }
-    for number, name in enumerate(names, 1):
-        share = f"--share: {100 * shares.get(name, 0) / sum(shares.values()):.1f}%"
-        style = share if name in shares else "display: none !important"
+
+
+def _columns(shares: dict[str, float], view: str) -> Iterable[str]:
+    """Style for each column of the table of folders in a view."""
+    for number, column in enumerate(form.settings()["dataset.folders"].columns, 1):
+        share = f"--share: {100 * shares.get(column.name, 0) / sum(shares.values()):.1f}%"
+        style = share if column.name in shares else "display: none !important"
         yield f'#{_id(view, "dataset.folders")} [aria-colindex="{number}"] {{ {style}; }}'
 
 

@@ -248,7 +248,7 @@ def nobody(ui: Ui, problem: str) -> str:
 def acted(ui: Ui, request: gr.Request, do: str) -> Any:
     """Press a button of this run."""
     try:
-        return runs.notice(watch.act(ui, do, str(dict(request.query_params).get("run", ""))))
+        return runs.pressed(ui, do, str(dict(request.query_params).get("run", "")))
     except UserError as error:
         return runs.notice(ui.tell(str(error)), wrong=True)
 
@@ -272,12 +272,12 @@ def header(ui: Ui, view: JobView, log: Log) -> str:
     if images := facts.data.get("images"):
         about.append(ui.say("run.images", images=shown(images)))
     if trainable := facts.model.get("trainable"):
-        about.append(ui.say("run.trainable", count=f"{trainable / 1e6:.3g}" if _number(trainable) else "?"))
+        about.append(ui.say("run.trainable", count=_counted(trainable) if _number(trainable) else "?"))
     if device := facts.start.get("device"):
         about.append(shown(device))
-    buttons = shows.buttons(ui, view, without=["delete"])  # on the page of all runs, where its name is typed
-    tail = watch.tail(view) if view.state in ("failed", "lost") else []
-    log_ = f'<pre class="tail">{shown(chr(10).join(tail))}</pre>' if tail else ""
+    links = runs.links(ui, view)
+    buttons = shows.buttons(ui, view, without=["delete"], links=links)  # on the page of all runs its name is typed
+    log_ = shows.last_lines(view, watch.tail(view))
     return (
         f'<section class="card"><div class="row"><h3>{shown(view.name)}</h3>{shows.state(ui, view)}'
         f'<span class="dim">{" · ".join(filter(None, about))}</span></div>'
@@ -302,17 +302,17 @@ def _curves_of(ui: Ui, log: Log, version: int, amount: float, logarithmic: bool)
     made = [_wide(chart(ui.say("run.loss"), lines, empty=none, log=logarithmic, x_label=step))]
     if log.validation:
         bands = [
-            Line(ui.say("run.all_bands") if not band else band, groups.points(), number)
+            Line(ui.tell(band) if band else ui.say("run.all_bands"), groups.points(), number)
             for number, (band, groups) in enumerate(sorted(log.validation.items()))
         ]
         made.append(_wide(chart(ui.say("run.validation"), bands, empty=none, log=logarithmic, x_label=step)))
     if not points["loss"]:
         return f'<div class="charts">{made[0]}</div>'
-    for name, colour, scale in (("lr", 2, False), ("grad_norm", 1, logarithmic), ("images_per_s", 5, False)):
+    for name, colour, scale in (("lr", 2, False), ("grad_norm", 1, logarithmic), ("images_per_s", 3, False)):
         found = [Line("", thin(points[name]), colour)]
         made.append(chart(ui.say(f"run.{name}"), found, empty=none, log=scale, x_label=step))
     if any(value > 0 for _, value in points["vram_gb"]):
-        found = [Line("", thin(points["vram_gb"]), 4)]
+        found = [Line("", thin(points["vram_gb"]), 0)]
         made.append(chart(ui.say("run.vram_gb"), found, empty=none, x_label=step))
     return f'<div class="charts">{"".join(made)}</div>'
 
@@ -440,17 +440,8 @@ def one_file(ui: Ui, path: Path, name: Path, report: Any) -> str:
             if report.get("ok") is True
             else f'<b class="wrong">✗ {ui.say("run.not_verified")}</b>'
         )
-        cells = []
-        for check in report["checks"]:
-            kind = str(check.get("name", ""))
-            mark = '<span class="yes">✓</span>' if check.get("ok") else '<span class="wrong">✗</span>'
-            if not check.get("judged", True):
-                mark = '<span class="dim">·</span>'  # a figure that is told and not judged
-            word = ui.say(f"verify.{kind}") if kind in CHECKS else kind
-            cells.append(
-                (mark, shown(word), f'<span class="dim">{shown(ui.tell(str(check.get("detail", ""))))}</span>')
-            )
-        rows = shows.table(("", ui.say("run.check"), ui.say("run.found")), cells)
+        asks = "" if report.get("ok") is True else f'<p class="wrong">{ui.say("run.verify_asks")}</p>'
+        rows = asks + shows.checks(ui, report["checks"])
     link = f'<a class="button" href="{shown(ui.download(path))}" download>{ui.say("run.download")}</a>'
     return (
         f'<section class="card"><div class="row"><h3>{shown(name)}</h3><span class="dim">{about}</span>{verdict}'
@@ -458,19 +449,12 @@ def one_file(ui: Ui, path: Path, name: Path, report: Any) -> str:
     )
 
 
-CHECKS = (
-    *("file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction", "preview", "effect"),
-    *("plain prediction", "plain preview", "merged, unscaled e4m3", "merged, row-scaled e4m3"),
-)
-"""Names of verify's checks that the page has words for."""
-
-
 def log_of(ui: Ui, view: JobView) -> str:
     """What the job printed, the last lines."""
     lines = watch.tail(view)
     if not lines:
         return f'<p class="empty">{ui.say("run.no_log" if isinstance(view.id, int) else "run.shell_log")}</p>'
-    return f'<pre class="tail">{shown(chr(10).join(lines))}</pre>'
+    return f'<pre class="tail" tabindex="0">{shown(chr(10).join(lines))}</pre>'
 
 
 def warnings_of(ui: Ui, log: Log) -> str:
@@ -494,7 +478,7 @@ def config_of(ui: Ui, view: JobView) -> str:
     except OSError:  # the job has not begun: what it was submitted with is what it will have
         text = watch.watch(ui.place).queue.config(view.id) if isinstance(view.id, int) else ""
         link = ""
-    return f'<div class="buttons">{link}</div><pre>{shown(text)}</pre>'
+    return f'<div class="buttons">{link}</div><pre tabindex="0">{shown(text)}</pre>'
 
 
 def links(ui: Ui, head: str, paths: list[Path], base: Path, more: str = "") -> Any:
@@ -524,6 +508,11 @@ def kit_of(ui: Ui, view: JobView, title: str, trigger: str, licence: str, descri
             packed.write(path, Path(out.name) / path.relative_to(out))
     notes = "".join(f"<li>{shown(ui.tell(str(note)))}</li>" for note in told["notes"])
     return links(ui, ui.say("run.kit_made"), [archive], place, f"<ul>{notes}</ul>" if notes else "")
+
+
+def _counted(number: float) -> str:
+    """79,104 or 12.3 M."""
+    return f"{number:,.0f}" if number < 1e6 else f"{shows.digits(number / 1e6)} M"
 
 
 def _number(value: Any) -> bool:

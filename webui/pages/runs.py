@@ -1,5 +1,8 @@
 """The first page: the queue, what runs now, and what has ended."""
 
+import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -7,6 +10,7 @@ import gradio as gr
 from lora_fp8.config import UserError
 from lora_fp8.jobs import ENDED, JobView
 
+from .. import album as room
 from .. import live, shows, watch
 from ..context import Ui
 from ..safe import shown
@@ -71,7 +75,7 @@ def build(ui: Ui) -> None:
                 asked = [gr.update(visible=False), *[gr.skip()] * 3, gr.update(visible=True), about, told]
                 return [line, *asked, page, gr.skip(), gr.skip()]
             else:
-                line = notice(watch.act(ui, do, name))
+                line = pressed(ui, do, name)
         except (UserError, ValueError) as error:
             line = notice(ui.tell(str(error)), wrong=True)
         return [line, *asked, page, board(ui, which, page), {}]
@@ -124,9 +128,20 @@ def build(ui: Ui) -> None:
     )
 
 
-def notice(line: str, wrong: bool = False) -> Any:
-    """What became of the last button, in a panel that is not there before there is something to say."""
-    return gr.update(value=f'<p class="toast{" wrong" if wrong else ""}" role="status">{shown(line)}</p>', visible=True)
+def notice(line: str, wrong: bool = False, go: str = "") -> Any:
+    """What became of the last button, in a panel that is not there before there is something to say.
+
+    Args:
+        go: the address to which the browser goes then.
+    """
+    then = f' data-go="{shown(go)}"' if go else ""
+    kind = " wrong" if wrong else ""
+    return gr.update(value=f'<p class="toast{kind}" role="status"{then}>{shown(line)}</p>', visible=True)
+
+
+def pressed(ui: Ui, do: str, name: str) -> Any:
+    """Do what a button says, and tell what became of it. Raises UserError."""
+    return notice(watch.act(ui, do, name), go=ui.link("new") if do == "edit" else "")
 
 
 def _plain(text: str) -> str:
@@ -146,7 +161,9 @@ def board(ui: Ui, which: str, page: int) -> str:
         return f'<p class="empty">{ui.say("runs.none" if which == "all" else "runs.none_such")} {link}</p>'
     pages = (len(views) - 1) // PER_PAGE + 1
     page = min(page, pages - 1)
-    made = "".join(one_card(ui, view) for view in views[page * PER_PAGE : (page + 1) * PER_PAGE])
+    waiting = any(view.state == "queued" for view in views)
+    news = failures(ui, views) if which == "all" and not page and waiting else ""
+    made = news + "".join(one_card(ui, view) for view in views[page * PER_PAGE : (page + 1) * PER_PAGE])
     turn = ""
     if pages > 1:
         earlier = shows.button("page", ui.say("runs.newer"), to=str(page - 1)) if page else ""
@@ -159,8 +176,47 @@ def board(ui: Ui, which: str, page: int) -> str:
 
 
 def one_card(ui: Ui, view: JobView) -> str:
-    tail = watch.tail(view) if view.state in ("failed", "lost") else []
-    return shows.card(ui, view, watch.base_of(view.folder), tail)
+    tail = watch.tail(view) if view.state in ("failed", "lost") or view.kind != "train" else []
+    if view.command[:1] == ("caption",):
+        done, total = room.progress(tail)
+        view = replace(view, step=done, steps=total)
+        tail = [line for line in tail if not line.startswith("{")]  # events, for programs
+    return shows.card(ui, view, watch.base_of(view.folder), tail, links(ui, view))
+
+
+def links(ui: Ui, view: JobView) -> str:
+    """The LoRA files of a finished run or tool, each to be saved."""
+    if view.state != "done":
+        return ""
+    try:
+        if view.kind == "train":
+            found = sorted((watch.folder_of(ui, view) / "export").glob("*.safetensors"))
+        else:  # a tool that has written a file
+            found = [ui.path(one) for at, one in zip(view.command, view.command[1:], strict=False) if at == "--output"]
+    except UserError:  # it lies where the page may not look
+        return ""
+    made = ""
+    for path in filter(Path.is_file, found):
+        label = ui.say("run.download") if len(found) == 1 else ui.say("runs.download_of", name=path.name)
+        title = f' title="{shown(path.name)}"'
+        made += f'<a class="button main"{title} href="{shown(ui.download(path))}" download>{shown(label)}</a>'
+    return made
+
+
+def failures(ui: Ui, views: list[JobView]) -> str:
+    """One line about what has failed since yesterday, which a long queue would hide."""
+    lately = time.time() - 24 * 3600
+    found = [view for view in views if view.state in ("failed", "lost") and view.ended > lately]
+    if not found:
+        return ""
+    names = [
+        f'<a href="{shown(ui.link("run", run=str(view.id)))}">{shown(view.name)}</a>'
+        if view.kind == "train"
+        else shown(view.name)
+        for view in sorted(found, key=lambda view: -view.ended)[:5]
+    ]
+    more = f" +{len(found) - 5}" if len(found) > 5 else ""
+    return f'<p class="failures">{ui.say("runs.failed")} {" · ".join(names)}{more}</p>'
 
 
 def ordered(views: list[JobView]) -> list[JobView]:

@@ -9,7 +9,7 @@ import gradio as gr
 from lora_fp8 import jobs
 from lora_fp8.config import UserError
 
-from .. import engine, safe, show
+from .. import engine, live, safe, show, shows
 from ..context import Ui
 
 TOOLS = ("inspect", "verify", "convert", "resize", "merge")
@@ -43,7 +43,7 @@ def build(ui: Ui) -> None:
     with gr.Row():
         start = gr.Button(say("tools.start"), variant="primary")
         later = gr.Button(say("tools.later"), visible=False)
-    result = gr.HTML(elem_id="tool-result", padding=False)
+    result = live.panel(elem_id="tool-result", padding=False)
     rows = {row_verify: ("verify",), row_convert: ("convert",), row_resize: ("resize", "merge")}
     rows |= {row_merge: ("merge",), row_output: WRITING}
 
@@ -114,8 +114,13 @@ def arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | None]:
 def _run(ui: Ui, tool: str, **given: Any) -> str:
     line, target = arguments(ui, tool, **given)
     answer = engine.ask(tool, line, MOST_SECONDS, verdicts=tool == "verify")
+    parts = []
+    if tool == "verify":
+        said, kind = ("tools.verify.fine", "yes") if answer["ok"] else ("tools.verify.asks", "wrong")
+        parts = [f'<p class="{kind}">{safe.shown(ui.say(said))}</p>', shows.checks(ui, answer["checks"])]
+        answer = {"file": answer["file"]}  # the checks have said the rest
     titles = {key: ui.say(f"tools.key.{key}") for key in answer if key in KEYS}
-    parts = [show.table(answer, titles)]
+    parts.append(show.table(answer, titles))
     if target is not None:
         link = f'<a href="{safe.shown(ui.download(target))}" download>{safe.shown(target.name)}</a>'
         parts.insert(0, f"<p>{safe.shown(ui.say('tools.written'))} {link}</p>")
@@ -148,7 +153,7 @@ KEYS = frozenset(
         "hashes",
         "output",
     ]
-    + ["layers", "kept", "dropped", "ok", "checks", "measured"]
+    + ["layers", "kept", "dropped"]
 )
 """Keys of the engine's answers that have words of their own (tools.key.*)."""
 

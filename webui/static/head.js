@@ -1,4 +1,4 @@
-// Runs before Gradio's own scripts: app.py puts it at the beginning of the page, with LANGUAGE.
+// Runs before Gradio's own scripts: app.py puts it at the beginning of the page, with LANGUAGE, LOST and GRADIO.
 // Gradio asks the browser for its language ("Drop file here"); here the address decides.
 for (const [name, value] of [["language", LANGUAGE], ["languages", [LANGUAGE]]])
   Object.defineProperty(navigator, name, { get: () => value });
@@ -33,8 +33,42 @@ const mark = () => {
   for (const button of document.querySelectorAll("#site-header [data-theme]"))
     button.setAttribute("aria-pressed", String(button.dataset.theme === theme()));
 };
+// Some of Gradio's words have one language, and its check boxes in tables have no name at all.
+const NAMES = ["aria-label", "title", "placeholder"];
+const TEXTS = ".meta-text, .toast-title";
+const CELLS = "[role=gridcell] input[type=checkbox]:not([aria-label])";
+const translate = (one) => {
+  for (const name of NAMES) {
+    const ours = GRADIO[one.getAttribute(name)];
+    if (ours && !one.closest(".html-container")) one.setAttribute(name, ours);  // what is in there is our own
+  }
+};
+const mend = (node) => {
+  if (node.nodeType === Node.TEXT_NODE) {
+    const [, front, theirs, behind] = node.data.match(/^(\s*)(.*?)((?: \|)?\s*)$/s);
+    if (GRADIO[theirs] && node.parentElement?.closest(TEXTS)) node.data = front + GRADIO[theirs] + behind;
+  }
+  if (node.nodeType !== Node.ELEMENT_NODE) return;
+  translate(node);
+  for (const one of node.querySelectorAll(NAMES.map((name) => `[${name}]`).join())) translate(one);
+  for (const one of node.querySelectorAll(TEXTS)) one.childNodes.forEach(mend);
+  for (const box of node.querySelectorAll(CELLS)) {
+    const column = box.closest("[role=gridcell]").getAttribute("aria-colindex");
+    box.setAttribute("aria-label", box.closest("[role=grid]").querySelector(`th[aria-colindex="${column}"]`).title);
+    box.closest("[role=button]")?.setAttribute("role", "none");  // the box is the button
+  }
+};
+const mended = (records) => {
+  for (const { type, target, addedNodes } of records) {
+    if (type === "attributes") translate(target);
+    else addedNodes.forEach(mend);
+  }
+};
 const start = () => {
   paint();
+  mend(document.body);
+  new MutationObserver(mended).observe(
+    document.body, { childList: true, subtree: true, attributes: true, attributeFilter: NAMES });
   // Gradio draws the header when it is ready, and again later.
   new MutationObserver(mark).observe(document.body, { childList: true, subtree: true });
 };
@@ -111,16 +145,22 @@ window.fetch = async (...given) => {
   }
 };
 
-// Settings that were changed since the view was opened. Start takes their values along: what is typed right before the
-// click may not have reached the server by itself.
-const touched = new Set();
+// Settings that were changed since the view was opened, and when. Start takes their values along, and so does the way
+// to another view: what is typed right before the click may not have reached the server by itself. Another view takes
+// only what was changed just now, as another window may have set it since.
+const touched = new Map();
 for (const kind of ["input", "change", "click"])
   document.addEventListener(kind, (event) => {
     const one = event.target.closest?.(".setting, #new-toml");
-    if (one) touched.add(one.id);
-    else if (kind === "click" && event.target.closest?.("#new-views [role=tab]")) touched.clear();
+    if (one) touched.set(one.id, Date.now());
   });
-window.touchedSettings = () => [...touched];
+window.touchedSettings = () => [...touched.keys()];
+window.leftSettings = () => {
+  const late = [...touched].filter(([, at]) => Date.now() - at < SLOWEST).map(([id]) => id);
+  touched.clear();
+  window.opening();
+  return late;
+};
 
 // While a view waits for what it shall hold, nothing can be typed into it: the answer would take its place. The tabs
 // themselves stay, with the focus on them. Several answers can be on their way: the page's, and that of the tab which

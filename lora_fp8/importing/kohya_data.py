@@ -1,0 +1,258 @@
+"""kohya's pictures: dataset TOML, folders named 10_name, masks, regularization, buckets and captions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import PureWindowsPath
+from typing import Any
+
+from . import words
+from .base import Draft, Folder, flag, flattened, number, positive, text, whole
+
+
+def sections(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(shown, key, value) of a TOML whose section names mean nothing."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from sections(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", name, value
+
+
+def dataset(data: Mapping[str, Any], file: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(shown, key, value) of a dataset TOML."""
+    for key, value in flattened(data):
+        yield f"{file}: {key}" if file else key, key, value
+
+
+def datasets_of(draft: Draft, rows: list[tuple[str, str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    """Those of the dataset TOML that dataset_config names, where it is here."""
+    for _, key, value in rows:
+        if key == "dataset_config" and value:
+            data = draft.refer(key, str(value))
+            if isinstance(data, dict):
+                yield from dataset(data, PureWindowsPath(str(value)).name)
+
+
+def everywhere(draft: Draft, name: str) -> list[str]:
+    """All keys of this name: the argument's, and those of the dataset file."""
+    inside = ("general.", "datasets.")
+    return [key for key in draft.given if key == name or (key.startswith(inside) and key.endswith(f".{name}"))]
+
+
+def subsets(draft: Draft) -> list[str]:
+    """The dataset file's folders, as the beginnings of their keys: datasets.0.subsets.1."""
+    found = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.subsets\.\d+\.", key))}
+    return sorted(found, key=lambda key: [int(part) for part in re.findall(r"\d+", key)])
+
+
+def counting(draft: Draft, subset: str, name: str) -> str:
+    """The key that holds for a folder: its own, its dataset's, [general]'s, or the argument."""
+    outer = ".".join(subset.split(".")[:2]) + "." if subset else ""
+    keys = (f"{subset}{name}", f"{outer}{name}", f"general.{name}")
+    return next((key for key in keys if draft.has(key)), name)
+
+
+def effective(draft: Draft, subset: str, name: str) -> Any:
+    """What holds for a folder, or the tool's default."""
+    return draft.get(counting(draft, subset, name))
+
+
+def each(draft: Draft, name: str, places: list[str]) -> tuple[list[str], list[Any]]:
+    """The keys that hold for the folders, and the value for each. Keys that others override are accounted for."""
+    keys = list(dict.fromkeys(counting(draft, place, name) for place in places or [""]))
+    draft.none([key for key in everywhere(draft, name) if key not in keys], "overridden by a folder's own", off=True)
+    return keys, [effective(draft, place, name) for place in places or [""]]
+
+
+def only_pictures(draft: Draft) -> bool:
+    """Whether the file is a dataset file alone, which says nothing of model and training."""
+    return isinstance(draft.source.data, dict) and isinstance(draft.source.data.get("datasets"), list)
+
+
+def set_only_pictures(draft: Draft, places: list[str]) -> None:
+    """What there is to tell of a dataset file alone, beside folders and sizes."""
+    kept = ("keep_tokens", "enable_bucket", "resolution")
+    draft.defaults = {name: value for name, value in draft.defaults.items() if name in kept}
+    words.set_family(draft, (), "", "the file holds only the pictures: import the training's file with this beside it")
+    words.set_model_path(draft, "pretrained_model_name_or_path")
+    words.share(draft, *each(draft, "batch_size", places), "train.batch_size", whole)
+
+
+def set_folders(draft: Draft) -> None:
+    """dataset.folders from the dataset file, or from the subfolders of train_data_dir."""
+    found = subsets(draft)
+    for subset in found:
+        path = draft.get(f"{subset}image_dir", text)
+        if not path:
+            draft.none(f"{subset}metadata_file", "captions are .txt or .caption files beside the pictures here")
+            continue
+        folder = words.look_into(
+            draft, Folder(path, positive(effective(draft, subset, "num_repeats") or 1)), deep=False
+        )
+        draft.mapped(f"{subset}image_dir", {}, f"dataset.folders.{len(draft.folders)}.path")
+        draft.mapped(f"{subset}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}")
+        tokens = effective(draft, subset, "class_tokens")
+        if words.on(effective(draft, subset, "is_reg")):
+            _regularize(draft, folder, str(tokens or ""))
+        elif tokens:
+            draft.differs(f"{subset}class_tokens", {}, words.caption_by_trigger(folder, str(tokens)))
+        prefix = effective(draft, subset, "caption_prefix")
+        if prefix and not folder.regularization:
+            folder.trigger = str(prefix).strip().rstrip(",").strip()
+        folder.mask = _mask_of(draft, subset, len(draft.folders))
+        draft.folders.append(folder)
+    used = [key for key in everywhere(draft, "is_reg") if words.on(draft.given[key])]
+    draft.differs(used, {}, words.SHOWN_ALIKE)
+    draft.none(everywhere(draft, "is_reg"), "off", off=True)
+    draft.differs(
+        everywhere(draft, "caption_prefix"), {}, "the folder's trigger: put in front only where it is missing"
+    )
+    for name in ("num_repeats", "class_tokens", "dataset_repeats"):
+        draft.mapped(everywhere(draft, name), {}, "in each of the folders")
+    draft.mapped("dataset_config", {}, "read as well" if found else "not here")
+    root = draft.get("train_data_dir", text)
+    if root and found:
+        draft.none("train_data_dir", "dataset_config counts", off=True)
+    elif root:
+        _folders_by_name(draft, root)
+    elif draft.get("dataset_config") and not found:
+        draft.folders = [Folder("TODO")]
+        draft.need("dataset.folders", f"the folders of {draft.get('dataset_config')}, which is not here")
+    others = draft.get("reg_data_dir", text)
+    if others and found:
+        draft.none("reg_data_dir", "dataset_config counts", off=True)
+    elif others:
+        _folders_by_name(draft, others, "reg_data_dir")
+    words.balance_regularization(draft)
+    words.weigh_regularization(draft, "prior_loss_weight")
+    if not found:
+        for number, folder in enumerate(draft.folders):
+            folder.mask = _mask_of(draft, "", number)
+    words.set_unmasked(draft)
+    if any(folder.mask for folder in draft.folders):
+        draft.mapped("masked_loss", {}, "folders with a mask")
+    draft.none([*everywhere(draft, "alpha_mask"), "masked_loss"], "off, or it names no masks", off=True)
+
+
+def _mask_of(draft: Draft, subset: str, number: int) -> str:
+    """Where the masks of a folder's pictures are: in a folder, or in their transparency; "" where they have none."""
+    masks, alpha = (counting(draft, subset, name) for name in ("conditioning_data_dir", "alpha_mask"))
+    if words.on(draft.get("masked_loss")) and (path := draft.get(masks, text)):
+        draft.mapped(masks, {}, f"dataset.folders.{number}.mask")
+        return words.as_mask_folder(path)
+    if words.on(draft.get(alpha)):
+        draft.mapped(alpha, {}, "mask = 'alpha' in each of these folders")
+        return "alpha"
+    return ""
+
+
+def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:
+    """A folder of pictures without the subject."""
+    folder.regularization = True
+    if folder.captionless:
+        given = f" ({words_of_it!r} there)" if words_of_it else ""
+        draft.need("dataset.folders", f"{folder.path}: {folder.captionless} pictures need a caption file{given}")
+
+
+def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> None:
+    """kohya's 10_name class folders: ten repeats, and "name class" as caption of what has none."""
+    place = draft.find(root)
+    separator = "\\" if "\\" in root and "/" not in root else "/"
+    others = key == "reg_data_dir"
+    if place is None or not place.is_dir():
+        draft.folders.append(Folder(root, regularization=others))
+        note = "kohya reads repeats from the names of its subfolders (10_name), and the folder is not here"
+        draft.differs(key, {}, note)
+        draft.need("dataset.folders", "one [[dataset.folders]] for each subfolder: 10_name becomes repeats = 10")
+        return
+    told = []
+    for inner in sorted(p for p in place.iterdir() if p.is_dir()):
+        match = re.match(r"(\d+)_(.*)$", inner.name)
+        if not match:
+            draft.notes.append(f"{root}{separator}{inner.name}: no number in front of its name, so kohya skips it too")
+            continue
+        folder = Folder(f"{root.rstrip('/' + chr(92))}{separator}{inner.name}", max(1, int(match[1])))
+        words.look_into(draft, folder, deep=False)
+        if others:
+            _regularize(draft, folder, match[2])
+        else:
+            words.caption_by_trigger(folder, match[2])
+        told.append(f"{inner.name}: repeats = {folder.repeats}" + (f", trigger {match[2]!r}" if folder.trigger else ""))
+        draft.folders.append(folder)
+    if not told:
+        draft.folders.append(Folder(root, regularization=others))
+        draft.differs(key, {}, "no subfolder is named 10_name there, so kohya would find no pictures")
+        draft.need("dataset.folders", "check the folder and its repeats")
+        return
+    if others:
+        draft.differs(key, {}, words.SHOWN_ALIKE)
+        return
+    draft.differs(
+        key,
+        {},
+        f"repeats are written out here: {'; '.join(told)}. The words behind the number caption pictures without a "
+        "caption there; here `check` asks for a caption or a trigger",
+    )
+
+
+def set_pictures(draft: Draft) -> None:
+    """Sizes, buckets and captions; one value here for all folders."""
+    places = subsets(draft)
+    keys, values = each(draft, "resolution", places)
+    if any(values):
+        words.set_resolution(draft, keys, [value for value in values if value])
+    shared = [
+        ("enable_bucket", "dataset.buckets", flag),
+        ("bucket_reso_steps", "dataset.bucket_step", whole),
+        ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
+        ("flip_aug", "dataset.flip", flag),
+        ("shuffle_caption", "dataset.shuffle_tags", flag),
+        ("caption_dropout_rate", "dataset.caption_dropout", number),
+        ("caption_tag_dropout_rate", "dataset.tag_dropout", number),
+        ("caption_separator", "dataset.tag_separator", text),
+        ("keep_tokens", "dataset.keep_tokens", whole),
+    ]
+    for name, setting, read in shared:
+        tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
+        if name == "keep_tokens" and not tags:
+            draft.none(everywhere(draft, name), "means nothing without shuffle_caption", off=True)
+            continue
+        words.share(draft, *each(draft, name, places), setting, read)
+    note = "theirs also draws one line of a caption with several"
+    words.share(draft, *each(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
+    _set_aspect(draft)
+    for name in ("caption_extension", "caption_extention"):
+        keys = everywhere(draft, name)
+        if all(_reads_captions(draft.given[key]) for key in keys):
+            draft.mapped(keys, {}, ".txt and .caption files are read by themselves")
+        else:
+            draft.none(keys, "captions are .txt or .caption files here; rename yours")
+            draft.todo.append(f"captions end in {draft.given[keys[0]]} there; here in .txt or .caption")
+
+
+def _reads_captions(value: Any) -> bool:
+    return str(value).strip().lower().lstrip(".") in ("txt", "caption")
+
+
+def _set_aspect(draft: Draft) -> None:
+    """dataset.max_aspect: the widest of kohya's buckets, which are all sides between two limits up to the area."""
+    small, large = everywhere(draft, "min_bucket_reso"), everywhere(draft, "max_bucket_reso")
+    side = draft.settings.get("dataset.resolution")
+    if not draft.settings.get("dataset.buckets") or not side:
+        draft.none([*small, *large], "means nothing without buckets", off=True)
+        return
+    if draft.settings.get("dataset.upscale") is False:
+        draft.none([*small, *large], "means nothing with bucket_no_upscale", off=True)
+        return
+    first = (subsets(draft) or [""])[0]
+    narrow = whole(effective(draft, first, "min_bucket_reso") or 256)
+    wide = whole(effective(draft, first, "max_bucket_reso") or 1024)
+    step = draft.settings.get("dataset.bucket_step", 64)
+    tall = min(wide, side * side // narrow // step * step)
+    draft.differs(
+        [*small, *large] or ["min_bucket_reso", "max_bucket_reso"],
+        {"dataset.max_aspect": min(8.0, max(1.0, tall / narrow))},
+        f"the widest bucket there is {tall} x {narrow}; here buckets keep the whole area, and 8 is the limit",
+    )

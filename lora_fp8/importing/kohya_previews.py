@@ -1,0 +1,101 @@
+"""kohya's previews: files of prompts (.txt with flags, .json, .toml), prompts in the settings, or a page's fields."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from . import words
+from .base import Draft, decoded, read_source
+
+PROMPT_FLAGS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "scale", "g": "guide"}
+
+
+def set_previews(draft: Draft) -> None:
+    """preview.* from a prompts file, prompts in the settings, or the page's fields."""
+    fields = ["positive_prompts", "negative_prompts", "sample_width", "sample_height", "sample_cfg", "sample_seed"]
+    fields += ["sample_steps"]
+    keys = [key for key in ("sample_prompts", *fields) if draft.has(key)]
+    pictures: list[dict[str, Any]] = []
+    told: list[str] = []
+    off = draft.has("enable_preview") and not words.on(draft.given["enable_preview"])
+    draft.mapped("enable_preview", {}, "preview.prompts says it")
+    if draft.has("sample_prompts"):
+        pictures, told = read_prompts(draft, str(draft.given["sample_prompts"]))
+    elif draft.has("positive_prompts"):
+        names = ("negative", "width", "height", "scale", "seed", "steps")
+        values = {name: draft.get(key) for name, key in zip(names, fields[1:], strict=True)}
+        pictures = [{"prompt": draft.given["positive_prompts"], **values}]
+    if off:
+        draft.none([*keys, "sample_every_n_steps", "sample_every_n_epochs"], "previews are off", off=True)
+    elif pictures:
+        told += [guide(draft, pictures)]
+        note = "; ".join(dict.fromkeys(filter(None, told)))
+        own = ("prompts", "negative", "width", "height", "guidance", "seed", "steps")
+        by_key = dict(zip(fields, own, strict=True))
+        words.set_previews(draft, {key: by_key.get(key, "") for key in keys}, pictures, note)
+        first = words.on(draft.get("sample_at_first"))
+        draft.mapped("sample_at_first", {"preview.at_start": first})
+        if not draft.has("sample_at_first"):
+            draft.set("preview.at_start", False, f"not in the file: the default of {draft.tool.name}")
+    elif keys:
+        draft.none(keys, "the prompts are not here")
+    draft.none([*fields, "sample_prompts", "sample_at_first"], "no prompts", off=True)
+    if not pictures or off:
+        draft.settings.pop("preview.every", None)
+
+
+def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Prompts of a .txt, .json or .toml file, or of the text itself; and what was told about them."""
+    lines = given.splitlines()
+    if len(lines) == 1 and re.search(r"\.(txt|json|toml)$", given.strip(), re.IGNORECASE):
+        place = draft.find(given.strip())
+        if place is None:
+            draft.notes.append(f"sample_prompts = {given!r} is not here: put it beside {draft.source.path.name}")
+            return [], []
+        if place.suffix.lower() == ".txt":
+            lines = decoded(place).splitlines()
+        else:
+            return _prompt_tables(read_source(place).data), []
+    pictures, left = [], []
+    for line in lines:
+        if line.strip() and not line.lstrip().startswith("#"):
+            picture, unknown = parse_prompt(line)
+            pictures.append(picture)
+            left += unknown
+    return pictures, [f"{', '.join(dict.fromkeys(left))} mean nothing here"] if left else []
+
+
+def parse_prompt(line: str) -> tuple[dict[str, Any], list[str]]:
+    """A line of a sample prompts file and the flags of it that mean nothing here."""
+    head, *flags = re.split(r"\s--(?=[a-z]+\s)", " " + line.strip())
+    picture: dict[str, Any] = {"prompt": head.strip()}
+    left = []
+    for one in flags:
+        name, _, value = one.partition(" ")
+        if name in PROMPT_FLAGS:
+            picture[PROMPT_FLAGS[name]] = value.strip()
+        else:
+            left.append(f"--{name}")
+    return picture, left
+
+
+def _prompt_tables(data: Any) -> list[dict[str, Any]]:
+    """kohya's prompts as tables: a list of them, or [prompt] with [[prompt.subset]]."""
+    if isinstance(data, dict):
+        common = dict(data.get("prompt", {}))
+        data = [{**common, **one} for one in common.pop("subset", [{}])]
+    names = {"negative_prompt": "negative", "sample_steps": "steps", "guidance_scale": "guide"}
+    return [{names.get(key, key): value for key, value in dict(one).items()} for one in data]
+
+
+def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
+    """Choose among --l (classifier-free) and --g (embedded) what our preview.guidance is for this family."""
+    embedded = draft.family in ("flux", "flux_kontext", "flux2")
+    told = ""
+    for picture in pictures:
+        scale, inner = picture.pop("scale", None), picture.pop("guide", None)
+        picture["guidance"] = inner if embedded else scale
+        if embedded and scale not in (None, "1", "1.0", 1, 1.0):
+            told = "--l (classifier-free guidance) is not used for this model here, only --g"
+    return told

@@ -1,0 +1,106 @@
+"""The settings page kohya_ss (JSON), which trains with sd-scripts: other names for some keys. Facts: kohya_ss 26.0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import sd_scripts, words
+from .base import JOINT, Draft, Rule, Source, Tool, flattened, idle, none, parse_options
+from .kohya_data import datasets_of
+from .kohya_table import NO_DROPOUT, NO_PART, SD_SCRIPTS_RULES
+
+PAGE_RULES: dict[str, Rule] = {
+    "sdxl": JOINT,
+    "sd3_checkbox": JOINT,
+    "flux1_checkbox": JOINT,
+    "flux_checkbox": JOINT,
+    "LoRA_type": JOINT,
+    "lr_warmup": JOINT,
+    "additional_parameters": JOINT,
+    "model_list": idle("the page's own list of models"),
+    "save_as_bool": idle("the page's own"),
+    "train_on_input": idle("the page's own"),
+    "unit": none("belongs to DyLoRA", 1),
+    "stop_text_encoder_training": none("text encoders are trained to the end"),
+    "stop_text_encoder_training_pct": none("text encoders are trained to the end"),
+    "noise_offset_type": idle("says which of the noise keys counts"),
+    "no_token_padding": none("captions are padded as the pipeline does"),
+    "LyCORIS_preset": JOINT,
+    "use_wandb": idle(words.LOGGING),
+    "extra_accelerate_launch_args": none("give them to `accelerate launch train_lora.py` yourself"),
+    **dict.fromkeys(("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"), JOINT),
+    **dict.fromkeys(
+        ("bypass_mode", "constrain", "decompose_both", "dora_wd", "factor", "full_matrix", "rescaled", "train_norm")
+        + ("use_cp", "use_scalar", "use_tucker", "rank_dropout_scale"),
+        JOINT,
+    ),
+    **dict.fromkeys(
+        ("conv_block_alphas", "conv_block_dims", "conv_alphas", "conv_dims")
+        + ("block_lr_zero_threshold",)
+        + ("down_lr_weight", "mid_lr_weight", "up_lr_weight", "train_single_block_indices")
+        + ("train_double_block_indices", "img_attn_dim", "img_mlp_dim", "img_mod_dim", "single_dim", "txt_attn_dim")
+        + ("txt_mlp_dim", "txt_mod_dim", "single_mod_dim", "in_dims", "split_qkv", "train_t5xxl"),
+        none(NO_PART),
+    ),
+    "block_dims": none(NO_PART),
+    "block_alphas": none(NO_PART),
+    "rank_dropout": none(NO_DROPOUT),
+    "module_dropout": none(NO_DROPOUT),
+    "conv_dim": JOINT,
+    "conv_alpha": JOINT,
+}
+
+PAGE_NAMES = {
+    "optimizer": "optimizer_type",
+    "max_resolution": "resolution",
+    "flux1_cache_text_encoder_outputs": "cache_text_encoder_outputs",
+    "flux1_cache_text_encoder_outputs_to_disk": "cache_text_encoder_outputs_to_disk",
+    "sdxl_cache_text_encoder_outputs": "cache_text_encoder_outputs",
+    "sd3_cache_text_encoder_outputs": "cache_text_encoder_outputs",
+    "sdxl_no_half_vae": "no_half_vae",
+    "flux1_clip_l": "clip_l",
+    "flux1_t5xxl": "t5xxl",
+    "lora_network_weights": "network_weights",
+    "caption_extention": "caption_extension",
+}
+
+
+def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
+    """The page's fields, then the options in additional_parameters, then the dataset file."""
+    rows = [(key, key, value) for key, value in flattened(draft.source.data)]
+    extra = draft.source.data.get("additional_parameters")
+    if extra:
+        options = parse_options(str(extra).split())
+        rows += [(f"additional_parameters: {name}", name, value) for name, value in options.items()]
+    yield from rows
+    yield from datasets_of(draft, rows)
+
+
+def recognise(source: Source) -> str:
+    """JSON with LoRA_type; older files by two fields that only the page names so."""
+    data = source.data
+    if source.kind != "json" or not isinstance(data, dict):
+        return ""
+    if "LoRA_type" in data:
+        return "LoRA_type, which the page writes"
+    return "max_resolution and train_batch_size" if {"max_resolution", "train_batch_size"} <= data.keys() else ""
+
+
+def combine(draft: Draft) -> None:
+    """As sd-scripts, whose command the page writes."""
+    sd_scripts.combine(draft)
+    draft.mapped("additional_parameters", {}, "read as options of sd-scripts")
+
+
+TOOL = Tool(
+    "kohya_ss",
+    "kohya_ss settings page 26",
+    SD_SCRIPTS_RULES | PAGE_RULES,
+    {"keep_tokens": 0},
+    recognise,
+    flatten,
+    combine,
+    PAGE_NAMES,
+    loose=True,
+)

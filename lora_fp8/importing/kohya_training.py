@@ -1,0 +1,397 @@
+"""kohya's training: model, network, precision, length, rate, timesteps and compilation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import PureWindowsPath
+
+from . import words
+from .base import Draft, Unfit, is_off, listed, number, positive, text, whole
+from .kohya_data import each, subsets
+from .kohya_table import NO_CONV, NO_DROPOUT, NO_LYCORIS, NO_PART, NO_RATIO
+
+SCRIPTS = {
+    "train_network.py": "sd15",
+    "sdxl_train_network.py": "sdxl",
+    "flux_train_network.py": "flux",
+    "sd3_train_network.py": "sd3",
+    "lumina_train_network.py": "lumina2",
+    "hunyuan_image_train_network.py": "hunyuan_image",
+    "anima_train_network.py": "anima",
+}
+
+MODULES = {"lora_flux": "flux", "oft_flux": "flux", "lora_sd3": "sd3", "lora_lumina": "lumina2"} | {
+    "lora_hunyuan_image": "hunyuan_image",
+    "lora_anima": "anima",
+}
+
+TRAIN_TYPES = {
+    "sdlora": "sd15",
+    "sdxllora": "sdxl",
+    "fluxlora": "flux",
+    "chromalora": "chroma",
+    "sd3lora": "sd3",
+    "lumina2lora": "lumina2",
+    "luminalora": "lumina2",
+    "animalora": "anima",
+}
+
+
+def _kind(draft: Draft) -> tuple[str, str, str]:
+    """The architecture, what says so, and the key that does, if one does."""
+    if draft.get("model_train_type"):
+        name = draft.get("model_train_type", text)
+        kind = TRAIN_TYPES.get(words.plain(name), "")
+        why = f"model_train_type = {name!r}" if kind else f"{name!r} trains no LoRA that is known here"
+        return kind, why, "model_train_type"
+    if draft.get("model_type") == "chroma":
+        return "chroma", "model_type = 'chroma'", "model_type"
+    module = str(draft.get("network_module") or "").split(".")[-1]
+    if module in MODULES:
+        return MODULES[module], f"network_module = {module!r}", ""
+    for key, kind in (("flux1_checkbox", "flux"), ("flux_checkbox", "flux"), ("sd3_checkbox", "sd3"), ("sdxl", "sdxl")):
+        if words.on(draft.get(key)):
+            return kind, f"{key} is on", key
+    v2 = words.on(draft.get("v2"))
+    script = draft.source.script
+    if script in SCRIPTS and not (v2 and SCRIPTS[script] == "sd15"):
+        return SCRIPTS[script], script, ""
+    if v2:
+        return "sd2", "v2 is on", "v2"
+    if draft.has("t5xxl") and draft.has("ae"):
+        flux = draft.has("clip_l")
+        return ("flux", "t5xxl, ae and clip_l are FLUX's", "") if flux else ("chroma", "t5xxl and ae, no clip_l", "")
+    if draft.has("sdxl"):
+        return "sd15", "sdxl, v2 and the other families are off", "sdxl"
+    return "", "the file does not say: sd-scripts takes it from the script that is run", ""
+
+
+def set_model(draft: Draft) -> None:
+    """model.family and model.path."""
+    kind, why, key = _kind(draft)
+    path = str(draft.get("pretrained_model_name_or_path") or "")
+    named = words.family_of_name(path)
+    if not kind and named and not draft.family:
+        words.set_family(draft, (), named, "read from the name of the base model")
+        draft.need("model.family", f"{draft.family} was read from the name {PureWindowsPath(path).name!r}: check it")
+    else:
+        words.set_family(draft, key or (), kind, why)
+    keys = ["model_train_type", "model_type", "flux1_checkbox", "flux_checkbox", "sd3_checkbox", "sdxl", "v2"]
+    draft.none(keys, "another family, or another key that says it", off=True)
+    words.set_model_path(draft, "pretrained_model_name_or_path")
+    for key in ("clip_l", "clip_g", "t5xxl", "ae", "gemma2", "text_encoder", "byt5"):
+        draft.none(key, "model.components takes a diffusers folder, not single files of its parts")
+
+
+def set_network(draft: Draft) -> None:
+    """adapter.type, and what belongs to it."""
+    module = str(draft.get("network_module") or "")
+    arguments = draft.get("network_args") or []
+    arguments = arguments.split() if isinstance(arguments, str) else listed(arguments)
+    custom = draft.get("network_args_custom", listed) or []
+    given = dict(str(argument).partition("=")[::2] for argument in [*arguments, *custom])
+    kind = words.plain(draft.get("LoRA_type") or "").removeprefix("kohya").removeprefix("lycoris")
+    lycoris = "lycoris" in module or "lycoris" in words.plain(draft.get("LoRA_type") or "")
+    algorithm = words.plain(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
+    algorithm = algorithm if algorithm not in ("", "standard", "flux1", "sd3", "locon", "lora") else "lora"
+    other = module.split(".")[-1]
+    if not lycoris and other in ("dylora", "oft", "oft_flux", "lora_fa"):
+        algorithm = other
+    decomposed = str(given.get("dora_wd", "")).lower() == "true" or words.on(draft.get("dora_wd"))
+    if algorithm == "lora" or not decomposed:  # of LoKr and LoHa with lengths the lengths have no counterpart
+        given.pop("dora_wd", None)
+    if algorithm == "lora" and decomposed:
+        algorithm = "dora"
+    own = {words.plain(name): name for name in words.accepted("adapter.type")}
+    keys = ["network_module", "LoRA_type", "lycoris_algo"]
+    if algorithm in own:
+        draft.mapped(keys, {"adapter.type": own[algorithm]})
+        draft.set("adapter.type", own[algorithm])
+    else:
+        draft.none(keys, f"there is no {algorithm} here; a LoRA of this rank was written")
+        draft.set("adapter.type", "lora")
+        draft.need("adapter.type", f"{algorithm} has no counterpart: a LoRA learns otherwise; check rank and alpha")
+    if algorithm == "lokr":
+        _set_lokr(draft, given)
+    _set_block_ranks(draft, given, plain=algorithm == "lora" and not lycoris)
+    parts = [f"{name}={value}" for name, value in given.items()]
+    for key in ("network_args", "network_args_custom"):
+        if parts:
+            told = dict.fromkeys(_no_argument(name) for name in given)
+            draft.none(key, f"{', '.join(parts)}: {'; '.join(told)}")
+        else:
+            draft.mapped(key, {}, "says only what [adapter] says")
+    extras = ["conv_dim", "conv_alpha", "factor", "lokr_factor", "decompose_both", "use_tucker", "use_cp", "use_scalar"]
+    extras += ["rescaled", "constrain", "bypass_mode", "full_matrix", "train_norm", "rank_dropout_scale", "dora_wd"]
+    extras += ["LyCORIS_preset", "dropout", "loraplus_lr_ratio", "loraplus_unet_lr_ratio"]
+    extras += ["loraplus_text_encoder_lr_ratio"]
+    plain = not lycoris and kind in ("", "standard", "flux1", "sd3")
+    for key in extras:
+        used = draft.has(key) and not is_off(draft.given[key])
+        if key.startswith("loraplus"):
+            draft.none(key, NO_RATIO, off=not used)
+        elif key in ("conv_dim", "conv_alpha"):
+            # The page keeps them for every kind; only LoCon and LyCORIS use them.
+            page = plain and draft.tool.name != "sd-scripts"
+            draft.none(key, "not used by this kind of LoRA" if page else NO_CONV, off=page or not used)
+        else:
+            draft.none(key, "not used by this kind of LoRA" if plain else NO_LYCORIS, off=plain or not used)
+
+
+def _no_argument(name: str) -> str:
+    """Why an argument of the network has no counterpart."""
+    if name.startswith("conv"):
+        return NO_CONV
+    if name.startswith("loraplus"):
+        return NO_RATIO
+    if name.endswith("dropout"):
+        return NO_DROPOUT
+    return NO_LYCORIS if name in ("factor", "preset", "decompose_both", "use_tucker", "train_norm") else NO_PART
+
+
+UNET_BLOCKS = {
+    **{3 * i + j + 1: f"down_blocks.{i}.attentions.{j}" for i in range(3) for j in range(2)},
+    12: "mid_block",
+    **{3 * i + j + 13: f"up_blocks.{i}.attentions.{j}" for i in range(1, 4) for j in range(3)},
+}
+SDXL_BLOCKS = {
+    **{3 * i + j + 2: f"down_blocks.{i}.attentions.{j}" for i in (1, 2) for j in range(2)},
+    11: "mid_block",
+    **{3 * i + j + 13: f"up_blocks.{i}.attentions.{j}" for i in range(2) for j in range(3)},
+}
+BLOCKS = {"sd15": (25, UNET_BLOCKS), "sd2": (25, UNET_BLOCKS), "sdxl": (23, SDXL_BLOCKS)}
+"""How many numbers block_dims has, and the places in it that have linear layers: the blocks with attention."""
+
+
+def _set_block_ranks(draft: Draft, given: dict[str, str], plain: bool) -> None:
+    """adapter.ranks from block_dims, in the network's arguments or among the page's keys."""
+    paged = [key for key in ("block_dims", "block_alphas") if draft.has(key)]
+    source = given if "block_dims" in given else {key: str(draft.given[key]) for key in paged}
+    if not plain or draft.family not in BLOCKS or "block_dims" not in source:
+        return
+    number_of, blocks = BLOCKS[draft.family]
+    rank, alpha = draft.get("network_dim", whole) or 4, draft.get("network_alpha", number) or 1.0
+    try:
+        dims = [whole(one) for one in source["block_dims"].split(",")]
+        alphas = [number(one) for one in source.get("block_alphas", "").split(",") if one.strip()]
+    except Unfit:
+        return
+    alphas = alphas or [alpha] * number_of
+    used = {name: dims[place] for place, name in blocks.items() if place < len(dims)}
+    if len(dims) != number_of or len(alphas) != number_of or not all(used.values()):
+        return  # a block that is left out has no rank here
+    for key in ("block_dims", "block_alphas"):
+        given.pop(key, None)
+    entries = [f"{name} = {dim}" for name, dim in used.items() if dim != rank]
+    ours = {"adapter.ranks": entries} if entries else {}
+    keys = [*paged] or ["network_args"]
+    scales = {alphas[place] / dims[place] for place in blocks}
+    if all(math.isclose(scale, alpha / rank) for scale in scales):
+        draft.mapped(keys, ours)
+    elif len(scales) == 1:  # of the blocks; text encoders are at network_dim
+        draft.set("adapter.alpha", scales.pop() * rank)
+        draft.differs(keys, ours, "text encoders are scaled as the blocks are")
+    else:
+        draft.differs(keys, ours, "alpha goes with the rank here: all layers are scaled by alpha / rank")
+
+
+def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
+    """What belongs to LoKr alone, taken out of the network's arguments."""
+    keys = [key for key in ("lokr_factor", "factor") if draft.has(key)]
+    factor = given.pop("factor", None) or (draft.get(keys[0]) if keys else -1)
+    draft.mapped(keys, {"adapter.factor": words.lokr_factor(factor)}, "-1 there is 0 here")
+    both = given.pop("decompose_both", "").lower() == "true" or words.on(draft.get("decompose_both"))
+    draft.mapped("decompose_both", {"adapter.decompose_both": both})
+    full = given.pop("full_matrix", "").lower() == "true" or words.on(draft.get("full_matrix"))
+    rank = draft.get("network_dim", whole)
+    if full or (rank or 0) > words.WHOLE_RANK:
+        settings = {"adapter.rank": words.lokr_rank(rank or 1, full)}
+        draft.mapped(["network_dim", "full_matrix"], settings, "whole matrices")
+
+
+def set_precision(draft: Draft) -> None:
+    """model.dtype and quantize.storage."""
+    words.set_dtype(draft, "mixed_precision")
+    if not draft.get("mixed_precision"):
+        draft.notes.append(
+            "the file has no mixed_precision: theirs computes in float32 then, here in bf16 (model.dtype)"
+        )
+    scaled = words.on(draft.get("fp8_scaled"))
+    cast = [key for key in ("fp8_base", "fp8_base_unet") if words.on(draft.get(key))]
+    if scaled:
+        draft.mapped(
+            ["fp8_scaled", *cast],
+            {"quantize.storage": "fp8", "quantize.scale": "1x64"},
+            "a scale for each 64 weights of a row, as there; modulation is held in int8 (quantize.modulation), and "
+            "scale = 'auto', one for each row, takes less and is nearly as exact",
+        )
+    elif cast:
+        draft.differs(
+            cast,
+            {"quantize.storage": "fp8"},
+            "kohya casts every weight without a scale, so that small ones become zero; here each row has a scale. "
+            "quantize.scale = 'none' is the exact equivalent",
+        )
+    else:
+        words.set_storage(draft, (), "bf16", "kohya")
+        draft.comments["quantize.storage"] = ["not quantized there either; 'fp8' would halve the base's memory"]
+    draft.none(["fp8_base", "fp8_base_unet", "fp8_scaled"], "off", off=True)
+
+
+def set_length_and_rate(draft: Draft) -> None:
+    """Steps, batch, rate and schedule; how often something is saved."""
+    batch_keys, inner = each(draft, "batch_size", subsets(draft))
+    outer = draft.get("train_batch_size")
+    if all(inner):
+        draft.none("train_batch_size", "the dataset's batch_size counts", off=True)
+    batch_keys.append("train_batch_size")
+    sizes = {positive(value or outer or 1) for value in inner}
+    batch, processes = max(sizes), positive(draft.get("num_processes") or 1)
+    note = f"over all processes together here: {batch} x {processes}" if processes > 1 else ""
+    if len(sizes) > 1:
+        note = f"one batch size here, the largest of {sorted(sizes)}"
+    (draft.differs if note else draft.mapped)(
+        [*batch_keys, "num_processes"], {"train.batch_size": batch * processes}, note
+    )
+    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = words.steps_per_epoch(draft, batch, accumulate, processes)
+    epochs, steps = whole(draft.get("max_train_epochs") or 0), whole(draft.get("max_train_steps") or 0)
+    if epochs <= 0 and not draft.has("max_train_steps") and draft.get("epoch"):
+        epochs = whole(draft.get("epoch"))
+        words.set_steps_from_epochs(draft, "epoch", epochs, per_epoch, batch)
+    elif epochs > 0:
+        words.set_steps_from_epochs(draft, "max_train_epochs", epochs, per_epoch, batch)
+        draft.none("max_train_steps", "max_train_epochs counts", off=True)
+    elif steps > 0:
+        draft.mapped("max_train_steps", {"train.steps": steps})
+    elif draft.get("epoch"):
+        words.set_steps_from_epochs(draft, "epoch", whole(draft.get("epoch")), per_epoch, batch)
+    draft.none(["epoch", "max_train_epochs", "max_train_steps"], "another key counts", off=True)
+
+    rate_key = "unet_lr" if draft.has("unet_lr") and number(draft.given["unet_lr"]) > 0 else "learning_rate"
+    rate = draft.get(rate_key, number)
+    name_key = "optimizer_type"
+    if not draft.has("optimizer_type"):
+        for key, name in (("use_8bit_adam", "AdamW8bit"), ("use_lion_optimizer", "Lion")):
+            if words.on(draft.get(key)):
+                draft.given[key], name_key = name, key
+    words.set_optimizer(draft, name_key, [rate_key], rate)
+    draft.none(["use_8bit_adam", "use_lion_optimizer"], "off", off=True)
+    if draft.tool.name != "musubi-tuner":
+        _set_text_encoders(draft)
+    draft.none(["learning_rate", "unet_lr"], f"{rate_key} counts for the denoiser", off=True)
+    for key in ("optimizer_args", "optimizer_args_custom"):
+        if draft.has(key):
+            words.set_optimizer_arguments(draft, key, draft.given[key])
+        draft.none(key, "empty", off=True)
+
+    warmup_key, warmup, told = "lr_warmup_steps", draft.get("lr_warmup_steps", number), ""
+    if not warmup and draft.has("lr_warmup"):
+        warmup_key, percent = "lr_warmup", number(draft.given["lr_warmup"])
+        warmup, told = percent / 100, f"{percent:g} % of all steps"
+    for key in ("lr_warmup_steps", "lr_warmup"):
+        if key != warmup_key:
+            draft.none(key, f"{warmup_key} counts", off=True)
+    cycles = "lr_restart_cycles" if draft.has("lr_restart_cycles") else "lr_scheduler_num_cycles"
+    words.set_schedule(
+        draft,
+        "lr_scheduler",
+        warmup_key=warmup_key,
+        warmup=warmup,
+        warmup_note=told,
+        cycles_key=cycles,
+        power_key="lr_scheduler_power",
+        floor_key="lr_scheduler_min_lr_ratio",
+        floor=draft.get("lr_scheduler_min_lr_ratio", number),
+    )
+    draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], "another key counts", off=True)
+
+    words.set_every(draft, "checkpoint.every", "save_every_n_steps", "save_every_n_epochs", per_epoch, words.SAVED)
+    words.set_every(draft, "preview.every", "sample_every_n_steps", "sample_every_n_epochs", per_epoch)
+    draft.none("save_every_n_epochs", "save_every_n_steps counts", off=True)
+
+
+def _set_text_encoders(draft: Draft) -> None:
+    """Theirs trains the CLIPs unless told not to, at learning_rate unless told another."""
+    keys = ["network_train_unet_only"]
+    off = any(words.on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
+    given = [number(one) for one in listed(draft.given["text_encoder_lr"])] if draft.has("text_encoder_lr") else []
+    general = draft.get("learning_rate", number)
+    names = {"sdxl": ("CLIP-L", "CLIP-G"), "sd3": ("CLIP-L", "CLIP-G")}.get(draft.family, ("CLIP",))
+    found = given or ([general] if general else [])
+    rates = {name: found[min(i, len(found) - 1)] for i, name in enumerate(names) if found}
+    left_out = [name for name, rate in rates.items() if not rate]
+    rates = {} if off else {name: rate for name, rate in rates.items() if rate}
+    why = "theirs trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
+    words.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
+
+
+def set_noise(draft: Draft) -> None:
+    """Timesteps, their weights, and the guidance shown while training."""
+    words.set_min_snr(draft, "min_snr_gamma")
+    words.set_noise_offset(draft, "noise_offset")
+    flow = ["timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "training_shift", "weighting_scheme"]
+    flow += ["logit_mean", "logit_std", "model_prediction_type", "guidance_scale"]
+    if not draft.family:
+        draft.none(flow, "depends on the family, which the file does not say")
+        return
+    if draft.family in words.DIFFUSION:
+        draft.none(flow, "means nothing to a model that predicts noise", off=True)
+        return
+    method = str(draft.get("timestep_sampling") or "sigma")
+    scheme = str(draft.get("weighting_scheme") or "uniform")
+    shift_key = "training_shift" if draft.family in ("sd3", "sd35") else "discrete_flow_shift"
+    shift = draft.get(shift_key, number) or 1.0
+    told: list[str] = []
+    if method == "sigma":
+        shape = "logit_normal" if scheme == "logit_normal" else "uniform"
+        if scheme in ("sigma_sqrt", "cosmap", "mode"):
+            told.append(f"weighting_scheme = {scheme} has no counterpart")
+        keys = ["timestep_sampling", "weighting_scheme", shift_key]
+    elif method in ("uniform", "sigmoid"):
+        shape, shift = ("uniform" if method == "uniform" else "logit_normal"), 1.0
+        keys = ["timestep_sampling"]
+    elif method == "shift":
+        shape, keys = "logit_normal", ["timestep_sampling", shift_key]
+    elif method.endswith("_shift"):
+        shape, shift, keys = "logit_normal", "auto", ["timestep_sampling"]
+        told += [] if method == "flux_shift" else [f"{method}: the shift of the model's own scheduler here"]
+    else:
+        shape, shift, keys = "logit_normal", "auto", ["timestep_sampling"]
+        told.append(f"{method} has no counterpart; logit_normal was written")
+        draft.need("objective.timesteps", f"choose one for {method!r}")
+    scale = draft.get("sigmoid_scale", number)
+    if scale not in (None, 1.0) and method not in ("uniform", "sigma"):
+        told.append(f"sigmoid_scale = {scale:g} is always 1 here")
+        keys.append("sigmoid_scale")
+    for key, usual in (("logit_mean", 0.0), ("logit_std", 1.0)):
+        value = draft.get(key, number)
+        if scheme == "logit_normal" and value not in (None, usual):
+            told.append(f"{key} = {value:g} is always {usual:g} here")
+            keys.append(key)
+    words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+    draft.none(flow[:7], f"not used with timestep_sampling = {method}", off=True)
+    prediction = draft.get("model_prediction_type")
+    if prediction == "raw":
+        draft.mapped("model_prediction_type", {}, "the velocity as the model gives it")
+    elif draft.has("model_prediction_type"):
+        draft.none("model_prediction_type", "the model's velocity is trained as it is, which they call raw")
+    elif prediction:
+        draft.notes.append(
+            f"theirs is model_prediction_type = {prediction!r} by default; here it is what they call raw"
+        )
+    if draft.get("guidance_scale") is not None:
+        draft.mapped("guidance_scale", {"objective.guidance": number(draft.get("guidance_scale"))})
+    draft.none("guidance_scale", "empty", off=True)
+
+
+def set_compile(draft: Draft) -> None:
+    """memory.compile from torch_compile or the backend of accelerate."""
+    backend = draft.get("dynamo_backend")
+    compiled = words.on(draft.get("torch_compile"))
+    named = draft.has("dynamo_backend") and str(backend).lower() not in ("no", "none")
+    if compiled or (named and draft.tool.name == "kohya_ss"):
+        draft.differs(
+            ["torch_compile", "dynamo_backend"], {"memory.compile": "blocks"}, "each repeated block is compiled, once"
+        )
+    draft.none(["torch_compile", "dynamo_backend"], "off", off=True)

@@ -1,0 +1,114 @@
+"""lora-scripts (SD-Trainer; TOML presets), which trains with sd-scripts: defaults and a few keys of its own.
+
+Facts: lora-scripts of September 2025.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from typing import Any
+
+from . import sd_scripts, words
+from .base import JOINT, Draft, Rule, Source, Tool, idle, none
+from .kohya_data import sections
+from .kohya_table import NO_PART, SD_SCRIPTS_RULES
+
+LORA_SCRIPTS_RULES: dict[str, Rule] = {
+    "metadata.**": idle("tells about the preset"),
+    "model_train_type": JOINT,
+    "enable_preview": JOINT,
+    "randomly_choice_prompt": none("prompts are drawn in order"),
+    "positive_prompts": JOINT,
+    "negative_prompts": JOINT,
+    "sample_width": JOINT,
+    "sample_height": JOINT,
+    "sample_cfg": JOINT,
+    "sample_seed": JOINT,
+    "sample_steps": JOINT,
+    "network_args_custom": JOINT,
+    "optimizer_args_custom": JOINT,
+    "ui_custom_params": JOINT,
+    "enable_base_weight": none("no LoRA is merged into the base; merge it beforehand"),
+    "enable_block_weights": none(NO_PART),
+    "dylora_unit": none("belongs to DyLoRA"),
+    "lokr_factor": JOINT,
+    "train_norm": JOINT,
+    "dropout": JOINT,
+    "prodigy_d0": none("belongs to Prodigy"),
+    "prodigy_d_coef": JOINT,
+    "down_lr_weight": none(NO_PART),
+    "mid_lr_weight": none(NO_PART),
+    "up_lr_weight": none(NO_PART),
+    "block_lr_zero_threshold": none(NO_PART),
+}
+
+
+def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
+    """A preset's [metadata] and [data], or settings at the top; then those in ui_custom_params."""
+    data = draft.source.data
+    for key, value in data.get("metadata", {}).items():
+        yield f"metadata.{key}", "model_train_type" if key == "train_type" else f"metadata.{key}", value
+    yield from sections({name: value for name, value in data.items() if name != "metadata"})
+    custom = data.get("data", data).get("ui_custom_params")
+    if custom:
+        try:
+            parsed = tomllib.loads(str(custom))
+        except tomllib.TOMLDecodeError:
+            draft.notes.append("ui_custom_params is not TOML and was not read")
+        else:
+            yield from ((f"ui_custom_params: {shown}", key, value) for shown, key, value in sections(parsed))
+
+
+def recognise(source: Source) -> str:
+    """A preset, or a TOML with model_train_type."""
+    data = source.data
+    if source.kind != "toml" or not isinstance(data, dict):
+        return ""
+    if isinstance(data.get("data"), dict) and isinstance(data.get("metadata"), dict):
+        return "a preset with [metadata] and [data]"
+    return "model_train_type" if "model_train_type" in {key for _, key, _ in sections(data)} else ""
+
+
+def combine(draft: Draft) -> None:
+    """As sd-scripts, from the page's own defaults."""
+    if "flux" in str(draft.get("model_train_type")):  # its pages start from other values
+        draft.defaults |= {"network_dim": 2, "network_alpha": 16, "unet_lr": "5e-4", "resolution": "768,768"}
+        draft.defaults |= {"max_train_epochs": 20, "optimizer_type": "PagedAdamW8bit", "bucket_reso_steps": 32}
+        draft.defaults |= {"timestep_sampling": "sigmoid", "discrete_flow_shift": 1.0, "guidance_scale": 1.0}
+        draft.defaults |= {"max_bucket_reso": 2048, "fp8_base": True, "save_precision": "bf16"}
+        draft.defaults |= {"gradient_checkpointing": True, "model_prediction_type": "raw"}
+    sd_scripts.combine(draft)
+    words.set_prodigy(draft, {"d_coef": "prodigy_d_coef"})
+    draft.mapped("ui_custom_params", {}, "read as settings")
+
+
+TOOL = Tool(
+    "lora-scripts",
+    "lora-scripts (SD-Trainer) of September 2025",
+    SD_SCRIPTS_RULES | LORA_SCRIPTS_RULES,
+    {
+        "network_dim": 32,
+        "network_alpha": 32,
+        "unet_lr": "1e-4",
+        "optimizer_type": "AdamW8bit",
+        "lr_scheduler": "cosine_with_restarts",
+        "lr_scheduler_num_cycles": 1,
+        "train_batch_size": 1,
+        "resolution": "512,512",
+        "enable_bucket": True,
+        "bucket_no_upscale": True,
+        "min_bucket_reso": 256,
+        "max_bucket_reso": 1024,
+        "keep_tokens": 0,
+        "max_train_epochs": 10,
+        "gradient_checkpointing": False,
+        "mixed_precision": "bf16",
+        "seed": 1337,
+        "save_precision": "fp16",
+    },
+    recognise,
+    flatten,
+    combine,
+    loose=True,
+)

@@ -1,0 +1,39 @@
+accelerate launch \
+  --mixed_precision bf16 \
+  --num_cpu_threads_per_process 1 \
+  sd-scripts/flux_train_network.py \
+  --pretrained_model_name_or_path "/opt/fluxgym/models/unet/flux1-dev.sft" \
+  --clip_l "/opt/fluxgym/models/clip/clip_l.safetensors" \
+  --t5xxl "/opt/fluxgym/models/clip/t5xxl_fp16.safetensors" \
+  --ae "/opt/fluxgym/models/vae/ae.sft" \
+  --cache_latents_to_disk \
+  --save_model_as safetensors \
+  --sdpa --persistent_data_loader_workers \
+  --max_data_loader_n_workers 2 \
+  --seed 42 \
+  --gradient_checkpointing \
+  --save_precision bf16 \
+  --network_module networks.lora_flux \
+  --network_dim 4 \
+  --optimizer_type adafactor \
+  --optimizer_args "relative_step=False" "scale_parameter=False" "warmup_init=False" \
+  --split_mode \
+  --network_args "train_blocks=single" \
+  --lr_scheduler constant_with_warmup \
+  --max_grad_norm 0.0 \
+  --sample_prompts="/opt/fluxgym/outputs/zibo/prompts.txt" --sample_every_n_steps="100" \
+  --learning_rate 8e-4 \
+  --cache_text_encoder_outputs \
+  --cache_text_encoder_outputs_to_disk \
+  --fp8_base \
+  --highvram \
+  --max_train_epochs 16 \
+  --save_every_n_epochs 4 \
+  --dataset_config "/opt/fluxgym/outputs/zibo/fluxgym_dataset.toml" \
+  --output_dir "/opt/fluxgym/outputs/zibo" \
+  --output_name zibo \
+  --timestep_sampling shift \
+  --discrete_flow_shift 3.1582 \
+  --model_prediction_type raw \
+  --guidance_scale 1 \
+  --loss_type l2
