@@ -1,6 +1,7 @@
 """Page: new. One draft, three views of it: simple, all settings, TOML; beside them what it comes to, and Start."""
 
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -399,9 +400,7 @@ class _Page:
             **SLOW,
         )
         self.address.change(None, [self.address], None, js="address => { if (address) location.assign(address); }")
-        gr.Timer(SECONDS).tick(
-            self._tick, inputs_kwargs={"seen": self.seen}, outputs=[self.summary, self.seen], **QUIET
-        )
+        gr.Timer(SECONDS).tick(self._tick, inputs_kwargs={"seen": self.seen, **shown}, outputs=told, **QUIET)
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -594,9 +593,10 @@ class _Page:
                 key = self.keys[id]
                 self.draft.put(key, form.read(form.settings()[key], held[id]))
 
-    def _tick(self, seen: str) -> tuple[Any, Any]:
-        summary = self._summary()
-        return (gr.skip(), gr.skip()) if summary == seen else (summary, summary)
+    def _tick(self, seen: str, everything: bool) -> dict[Any, Any]:
+        """Whatever is told otherwise than it was: time passes, and of two answers the older may come last."""
+        told = self._tell(everything)
+        return {self.seen: gr.skip()} if told[self.seen] == seen else told
 
     def _search(self, text: str) -> str:
         """Hide what a search does not find."""
@@ -686,13 +686,14 @@ class _Page:
         """Summary, marks beside the settings, and what differs from the defaults."""
         text = self.draft.text()
         findings = self._findings(text)
-        summary = self._summary(findings)
+        summary, marks, changes = self._summary(findings), self._marks(text, findings, everything), self._changes(text)
+        replaced = self.draft.replaced()
         return {
             self.summary: summary,
-            self.seen: summary,
-            self.marks: self._marks(text, findings, everything),
-            self.changes: self._changes(text),
-            self.back: gr.update(visible=self.draft.replaced()),
+            self.marks: marks,
+            self.changes: changes,
+            self.back: gr.update(visible=replaced),
+            self.seen: hashlib.sha256(repr((summary, marks, changes, replaced)).encode()).hexdigest(),
         }
 
     def _findings(self, text: str) -> list[tuple[str, str]]:

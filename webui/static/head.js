@@ -192,3 +192,11 @@ window.opened = () => {
   waiting -= 1;
   if (waiting <= 0) unlock();
 };
+// Gradio tells of another view a moment after the click; what is typed in that moment would be gone, too.
+document.addEventListener("click", (event) => {
+  const tab = event.target.closest?.("#new-views button[role=tab]");
+  if (!tab || tab.ariaSelected === "true") return;
+  lock(true);
+  clearTimeout(openedAt);
+  openedAt = setTimeout(unlock, SLOWEST);
+}, true);
