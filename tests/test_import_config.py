@@ -27,6 +27,7 @@ from PIL import Image
 from lora_fp8 import adapters, cli, config, families, importing, layouts, optim
 from lora_fp8.config import UserError
 from lora_fp8.importing import base, words
+from lora_fp8.objectives import Diffusion, FlowMatching
 
 EXAMPLES = Path(__file__).parent / "data" / "import"
 WRITTEN_FILES = EXAMPLES.parent / "import_written"
@@ -1100,22 +1101,42 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
     assert "network_args" in keys(left_out.no_counterpart) and "ranks" not in settings(left_out)["adapter"]
 
 
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("given", ["constant", "exponential", "snr", ""])
+@pytest.mark.parametrize("kind", ["huber", "smooth_l1"])
+def test_the_huber_loss_of_kohyas_scripts(tmp_path: Path, kind: str, given: str, family: str) -> None:
+    """Ours, built from the import, against the formulas of sd-scripts' source at 16 noise levels."""
+    path = tmp_path / "train.toml"
+    text = f"pretrained_model_name_or_path = 'x'\nloss_type = '{kind}'\nhuber_c = 0.2\nhuber_scale = 1.5\n"
+    path.write_text(text + (f"huber_schedule = '{given}'" if given else ""), encoding="utf-8")
+    made = importing.import_file(path, "sd-scripts", family)
+    schedule, exact = given or "snr", family == "sdxl" or given in ("constant", "exponential")
+    assert "loss_type" in keys(made.mapped if exact else made.differs)
+    section = job_of(made).objective
+    t_B = torch.arange(30, 1000, 60)
+    sigma_B = (1 / diffusers.DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+               .alphas_cumprod[t_B] - 1).sqrt()  # fmt: skip
+    theirs = {"constant": torch.full(t_B.shape, 0.3), "exponential": torch.exp(math.log(0.2) * t_B / 1000) * 1.5}
+    theirs["snr"] = (1 - 0.2) / (1 + sigma_B) ** 2 + 0.2 if family == "sdxl" else theirs["constant"]
+    c_B, error_B = theirs[schedule], torch.linspace(-2, 2, len(t_B))
+    wanted_B = 2 * (torch.sqrt(error_B**2 + c_B**2) - c_B) * (c_B if kind == "huber" else 1)
+    if family == "sdxl":
+        scheduler = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+        objective, times_B = Diffusion(scheduler, section), t_B
+    else:
+        objective, times_B = FlowMatching({}, section), t_B / 1000
+    mine_B = objective.loss(error_B.view(-1, 1, 1, 1), torch.zeros(len(t_B), 1, 1, 1), times_B)
+    torch.testing.assert_close(mine_B, wanted_B, rtol=1e-4, atol=1e-6)
+
+
 def test_losses_and_captions_that_vary(here: Path, tmp_path: Path) -> None:
-    text = "loss_type = 'smooth_l1'\nhuber_schedule = 'constant'\nhuber_c = 0.2\nhuber_scale = 2.0\n"
-    made = kohya(tmp_path, text + "caption_tag_dropout_rate = 0.1\nkeep_tokens = 2\nenable_wildcard = true")
+    made = kohya(tmp_path, "caption_tag_dropout_rate = 0.1\nkeep_tokens = 2\nenable_wildcard = true")
     found = settings(made)
-    assert found["objective"]["loss"] == "smooth_l1" and found["objective"]["huber_delta"] == 0.4
     assert (found["dataset"]["tag_dropout"], found["dataset"]["keep_tokens"], found["dataset"]["wildcards"]) == (
         0.1,
         2,
         True,
     )
-    moving = kohya(tmp_path, "loss_type = 'huber'")
-    assert (
-        settings(moving)["objective"]
-        == {"loss": "huber", "huber_delta": 0.1} | settings(kohya(tmp_path, ""))["objective"]
-    )
-    assert "moves it with the noise level" in next(entry.note for entry in moving.differs if entry.key == "loss_type")
     path = tmp_path / "concepts.json"
     concepts = json.loads((here / "onetrainer_concepts.json").read_text(encoding="utf-8"))
     drop = {"tag_dropout_enable": True, "tag_dropout_mode": "RANDOM", "tag_dropout_probability": 0.3}

@@ -366,8 +366,8 @@ def _set_length_and_rate(draft: Draft) -> None:
     rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
     words.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
     if draft.has("pseudo_huber_c"):
-        ours = {"objective.loss": "smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
-        draft.differs("pseudo_huber_c", ours, "theirs rounds the corner at c off, and is half as large")
+        ours = {"objective.loss": "pseudo_smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
+        draft.differs("pseudo_huber_c", ours, "the same loss, twice as large here")
     words.set_prodigy(draft, {name: f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
     general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # of SDXL alone it trains them

@@ -729,21 +729,33 @@ def set_every(
         draft.none(epochs_key, "off", off=True)
 
 
-ONE_LOSS = "objective.loss knows mse, huber and smooth_l1"
+ONE_LOSS = "objective.loss knows mse, and huber and smooth_l1 with a sharp or a round corner"
 
 
 def set_huber(draft: Draft) -> None:
-    """objective.loss and huber_delta from loss_type and huber_c, as kohya's scripts and SimpleTuner have them."""
+    """objective.loss and its delta from loss_type and huber_c, as kohya's scripts and SimpleTuner have them."""
     kind = plain(draft.get("loss_type") or "l2")
-    schedule = str(draft.get("huber_schedule") or "snr")
     more = ["huber_c", "huber_scale", "huber_schedule"]
-    if kind in ("huber", "smoothl1"):
-        delta = (draft.get("huber_c", number) or 0.1) * (draft.get("huber_scale", number) or 1.0)
-        ours = {"objective.loss": "huber" if kind == "huber" else "smooth_l1", "objective.huber_delta": delta}
-        told = "theirs rounds the corner at huber_c off"
-        if schedule != "constant":
-            told = "theirs rounds the corner at huber_c off, and moves it with the noise level"
-        draft.differs(["loss_type", *more], ours, told)
+    flow = bool(draft.family) and draft.family not in DIFFUSION
+    if kind in ("huber", "smoothl1") and flow and draft.tool.name == "simpletuner":
+        draft.none(["loss_type", *more], "theirs trains flow-matching models with the squared error all the same")
+    elif kind in ("huber", "smoothl1"):
+        schedule = str(draft.get("huber_schedule") or "snr")
+        delta = 0.1 if draft.get("huber_c") is None else draft.get("huber_c", number)
+        scale = 1.0 if draft.get("huber_scale") is None else draft.get("huber_scale", number)
+        ours = {"objective.loss": "pseudo_huber" if kind == "huber" else "pseudo_smooth_l1"}
+        if schedule == "constant":
+            draft.mapped(["loss_type", *more], ours | {"objective.huber_delta": delta * scale})
+        elif schedule == "exponential":
+            ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
+            draft.mapped(["loss_type", *more], ours | ({"objective.huber_scale": scale} if scale != 1 else {}))
+        elif schedule == "snr" and not flow:
+            draft.none("huber_scale", "means nothing with huber_schedule = snr", off=True)
+            ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
+            draft.mapped(["loss_type", *more], ours)
+        else:
+            told = f"huber_schedule = {schedule} is for no flow-matching model, there or here; constant was written"
+            draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, told)
     draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
     draft.none(more, "belongs to the Huber loss", off=True)
 
