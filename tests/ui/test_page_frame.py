@@ -123,7 +123,9 @@ def test_every_page_fits_a_phone_and_is_accessible(
             accessible_in_both_themes(page, language)
     one.die()
     page.set_content(guard._form(language, "/", words.say(language, "login.wrong")))
-    accessible(page, language)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        accessible(page, language)
 
 
 def test_the_language_switch_keeps_the_page_and_its_question(visit: Callable[..., Page]) -> None:
