@@ -218,7 +218,7 @@ SHORT: dict[str, Rule] = {
     "sample.guidance_scale": JOINT,
     "sample.sample_steps": JOINT,
     "sample.guidance_rescale": none("guidance is not rescaled here"),
-    "sample.num_frames": none("preview.frames is the length of previews, of wan and hunyuan_video", 1),
+    "sample.num_frames": none("preview.frames is the length of previews, of wan, hunyuan_video and ltx_video", 1),
     "sample.fps": idle(NO_VIDEO),
     "sample.format": idle("previews are .png"),
     "sample.ext": idle("previews are .png"),
@@ -259,7 +259,7 @@ ARCHITECTURES = {
     "wan21": "wan",
     "wan2214b": "wan",
     "wan225b": "wan",
-    "ltx2": "ltx",
+    "ltx2": "ltx2",
 }
 
 

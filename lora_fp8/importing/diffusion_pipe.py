@@ -171,7 +171,7 @@ MODELS = {
     "wan": "wan",
     "hunyuan-video": "hunyuan_video",
     "hunyuan_image": "hunyuan_image",
-    "ltx-video": "ltx",
+    "ltx-video": "ltx_video",
 }
 
 

@@ -303,7 +303,7 @@ FAMILIES = {
     "anima": "anima",
     "ernie": "ernie_image",
     "wan": "wan",
-    "ltxvideo": "ltx",
+    "ltxvideo": "ltx_video",
 }
 BASES = {
     ("flux", ""): "black-forest-labs/FLUX.1-dev",

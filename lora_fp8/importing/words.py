@@ -46,7 +46,7 @@ FULL_STRENGTH = "the LoRA trains at full strength on every folder"
 NO_EMA = "no moving average of the weights is kept here"
 START = "its rank must be adapter.rank"
 NO_SWAP = "here a share of the frozen weights may wait in main memory instead: memory.offload"
-NO_CLIPS = "clips are trained of wan and hunyuan_video only: dataset.frames"
+NO_CLIPS = "clips are trained of wan, hunyuan_video and ltx_video only: dataset.frames"
 SAVED = "the LoRA files of that step, and a checkpoint to go on from"
 NO_SPREAD = "frames are never spread over a whole clip here, which would make it move faster; see dataset.frames"
 NO_SAMPLER = "previews are drawn with the model's own scheduler"
@@ -75,7 +75,8 @@ FAMILY_NAMES = {
     "anima": ("anima",),
     "ernie_image": ("ernie_image", "ernie"),
     "wan": ("wan",),
-    "ltx": ("ltx",),
+    "ltx_video": ("ltx_video",),
+    "ltx2": ("ltx2",),
     "hunyuan_video": ("hunyuan_video",),
     "hunyuan_image": ("hunyuan_image",),
 }
