@@ -183,7 +183,7 @@ class _Begin:
 
 
 def _head(language: str) -> str:
-    script = (STATIC / "head.js").read_text(encoding="utf-8")
+    script = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("ask.js", "head.js"))
     theirs = [texts for key, texts in words.catalogue().items() if key.startswith("gradio.")]
     given = {
         "LANGUAGE": language,

@@ -5,14 +5,15 @@ not to what a tab had seen, so that two tabs that set different settings both ha
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lora_fp8.run import atomic_write
 
 from . import form
 
-_writing = threading.Lock()
+_writing = threading.RLock()
 
 
 class Draft:
@@ -29,6 +30,12 @@ class Draft:
             return self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
             return form.START
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this lasts, nobody else changes a draft."""
+        with _writing:
+            yield
 
     def write(self, text: str) -> str:
         """Replace the whole text."""

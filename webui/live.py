@@ -40,6 +40,16 @@ new MutationObserver(() => {
   if (goal === element) element.tabIndex = -1;
   goal.focus();
 }).observe(element, {subtree: true, childList: true, attributes: true, characterData: true});
+// What became of a button may name a page to go to.
+const go = () => {
+  const told = element.querySelector('[data-go]');
+  if (!told) return;
+  const address = told.dataset.go;
+  delete told.dataset.go;  // who comes back stays
+  location.assign(address);
+};
+new MutationObserver(go).observe(element, {subtree: true, childList: true, attributes: true});
+go();
 """
 SLIDER = """
 element.addEventListener('input', event => {
@@ -56,22 +66,24 @@ element.addEventListener('load', event => {  // two clips that move begin togeth
 }, true);
 """
 ASKED = """async () => {
-  let question;
-  for (let turn = 0; turn < 20 && !question; turn++) {  // it is drawn a moment after the answer
+  const from = document.activeElement;
+  if (!['force', 'kill', 'delete'].includes(from?.dataset.do)) return;
+  for (let turn = 0; turn < 200; turn++) {  // it is drawn a moment after the answer
+    const question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());
+    if (question) {
+      window.asking = {...from.dataset};
+      return question.querySelector('input, textarea, button').focus();
+    }
     await new Promise(done => setTimeout(done, 25));
-    question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());
-    const told = document.querySelector('.toast[data-go]');
-    if (told) return location.assign(told.dataset.go);
+    if (document.activeElement !== from && document.activeElement !== document.body) return;
   }
-  if (!question || question.contains(document.activeElement)) return;
-  window.asking = {...document.activeElement?.dataset};
-  question.querySelector('input, textarea, button').focus();
 }"""
-"""Goes to the question that a button has opened, for who has no pointer; or to the page that its answer names."""
+"""Goes to the question that a button has opened, for who has no pointer."""
 ANSWERED = """async () => {
-  await new Promise(done => setTimeout(done, 100));
   const {do: what, id} = window.asking || {};
-  if (!what || [...document.querySelectorAll('.ask')].some(one => one.checkVisibility())) return;
+  const open = () => [...document.querySelectorAll('.ask')].some(one => one.checkVisibility());
+  for (let turn = 0; turn < 200 && open(); turn++) await new Promise(done => setTimeout(done, 25));
+  if (!what || open() || document.activeElement !== document.body) return;
   const all = [...document.querySelectorAll('[data-do]')].filter(one => one.dataset.id === id);
   const next = all.find(one => one.dataset.do === what) || all[0] || document.querySelector('.card a[href], [data-do]');
   next?.focus();

@@ -211,10 +211,9 @@ def _set_folders(draft: Draft) -> None:
 
 def _set_pictures(draft: Draft) -> None:
     places = tables(draft)
-    named = [place for place in places if draft.has(f"{place}image_directory") or draft.has(f"{place}video_directory")]
-    keys, values = kohya_data.each(draft, "resolution", named)
+    keys, values = kohya_data.each(draft, "resolution", places)
     if any(values):
-        words.set_resolutions(draft, keys, values)
+        words.set_resolution(draft, keys, [value for value in values if value])
     for name, setting, read in (
         ("enable_bucket", "dataset.buckets", flag),
         ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),

@@ -6,6 +6,7 @@ look; what the doctor says comes from a program of its own that decodes the pict
 
 import contextlib
 import difflib
+import json
 import math
 import os
 import re
@@ -46,6 +47,11 @@ OPERATIONS: dict[str, tuple[int, Callable[..., captions.Operation]]] = {
 }
 PROGRESS = gr.Progress()  # Gradio looks for it among the defaults
 SHOWING = ("all", "uncaptioned", "chosen")
+NOW: dict[str, Any] = live.quiet(queue=False)
+"""Of what changes where somebody is: one after the other, as ask.js has it, so that a button acts on what is shown."""
+OPENING = "(...inputs) => { window.opening(); return inputs; }"
+OPENED = "() => window.opened()"
+"""Around what may put another caption into the editor."""
 GO = "(folder) => { location.search = '?' + new URLSearchParams({folder: folder || ''}); }"
 
 
@@ -63,8 +69,9 @@ def panel(**given: Any) -> gr.HTML:
 class _Page:
     """The components of one language, and what happens when they are used.
 
-    `at` is where somebody is: folder, filters, page of the grid, picked picture, chosen pictures, the caption as it was
-    when it was loaded into the editor, how clips are cut (frames, fps, clip), and where New training has the masks.
+    `at` is where somebody is: folder, filters, page of the grid, picked picture, chosen pictures, captions that were
+    typed and not saved, how clips are cut (frames, fps, clip), and where New training has the masks. `editing` is kept
+    in the browser, beside the editor: whose caption that is, and its text as it was loaded.
     """
 
     def __init__(self, ui: Ui):
@@ -74,6 +81,7 @@ class _Page:
     def lay_out(self) -> None:
         say = self.say
         self.at, self.edit, self.seen = gr.State({}), gr.State(None), gr.State({})
+        self.editing = gr.Textbox(visible="hidden", elem_id="dataset-editing")
         self.family = gr.Dropdown(
             [(title, name) for name, title in self.families.items()],
             value="sdxl",
@@ -89,6 +97,7 @@ class _Page:
             elem_id="dataset-resolution",
             render=False,
         )
+        self.tags = panel(elem_id="dataset-tags", render=False)
         self.here = {"at": self.at, "family": self.family, "resolution": self.resolution}
         self.cut = {name: self._setting(f"dataset.{name}") for name in room.CUT}
         with gr.Row():
@@ -119,7 +128,7 @@ class _Page:
             with gr.Tab(say("dataset.tab.pictures"), id="pictures"):
                 self._lay_out_pictures()
             with gr.Tab(say("dataset.tab.tags"), id="tags"):
-                self.tags = panel(elem_id="dataset-tags")
+                self.tags.render()
             with gr.Tab(say("dataset.tab.findings"), id="findings"):
                 with gr.Row():
                     self.family.render()
@@ -133,26 +142,26 @@ class _Page:
                 self.buckets = panel(elem_id="dataset-buckets")
             with gr.Tab(say("dataset.tab.caption"), id="caption"):
                 self._lay_out_captioning()
-        shown_ = [self.head, self.grid, self.view, self.caption, self.tags]
-        self.everything = [self.at, *shown_]
         opened = [self.folder, self.tabs, self.family, self.cutting, *self.cut.values(), *self.everything]
-        gr.on([live.opened()], self.open, outputs=opened, **live.quiet())
+        live.opened()(self.open, outputs=opened, js=OPENING, **NOW).then(None, js=OPENED)
         go.click(None, inputs=[self.folder], js=GO, api_visibility="private")
         self.folder.select(None, inputs=[self.folder], js=GO, api_visibility="private")
         for clickable in (self.grid, self.view, self.tags, self.findings, self.head):
             clickable.click(
                 self.press,
-                inputs_kwargs=self.here,
+                inputs_kwargs=self.here | self.editor,
                 outputs=[self.said, *self.everything, self.operation, self.first, self.second, self.edit, self.changes],
-                **live.quiet(),
-            )
+                js=OPENING,
+                trigger_mode="multiple",  # each click counts
+                **NOW,
+            ).then(None, js=OPENED)
         address = gr.Textbox(visible="hidden", elem_id="dataset-address")
         self.drop.upload(
             self.take_in,
             inputs_kwargs=self.here | {"files": self.drop, "name": self.new_set},
-            outputs=[self.drop, address, self.said, self.at, self.head, self.grid, self.view, self.caption, self.tags],
+            outputs=[self.drop, address, self.said],
             **live.quiet(show_progress="minimal", show_progress_on=[self.drop]),
-        )
+        ).then(**self.afterwards)
         address.change(None, inputs=[address], js=GO, api_visibility="private")
         timer = gr.Timer(live.SECONDS)
         gr.on(
@@ -160,26 +169,24 @@ class _Page:
             self.paint,
             inputs_kwargs=self.here | {"seen": self.seen},
             outputs=[self.findings, self.buckets, self.job, self.view, self.grid, self.seen],
-            queue=False,
             trigger_mode="always_last",
-            **live.quiet(),
+            **NOW,
         )
-        self.family.input(self.takes_clips, inputs=[self.family], outputs=[self.cutting], queue=False, **live.quiet())
+        self.family.input(self.takes_clips, inputs=[self.family], outputs=[self.cutting], **NOW)
         for part in self.cut.values():
             for event in (part.submit, part.blur) if isinstance(part, gr.Textbox) else (part.input,):
                 event(
                     self.recut,
                     inputs_kwargs={"at": self.at, **self.cut},
                     outputs=[self.at],
-                    queue=False,
                     trigger_mode="always_last",
-                    **live.quiet(),
+                    **NOW,
                 )
         again.click(
             self.examine_again,
             inputs_kwargs=self.here,
             outputs=[self.seen],
-            **live.quiet(),
+            **NOW,
         )
 
     def _lay_out_pictures(self) -> None:
@@ -226,49 +233,52 @@ class _Page:
                 undo = gr.Button(say("dataset.undo"), elem_id="dataset-undo", size="md")
                 redo = gr.Button(say("dataset.redo"), elem_id="dataset-redo", size="md")
             self.changes = panel(elem_id="dataset-changes")
-        shown_ = [self.head, self.grid, self.view, self.caption]
         for event in (self.query.submit, self.query.blur, self.showing.input):
             event(
                 self.narrow,
                 inputs_kwargs=self.here | {"query": self.query, "showing": self.showing},
                 outputs=[self.at, self.grid],
-                **live.quiet(),
+                **NOW,
             )
-        self._after = [self.said, self.at, *shown_]
+        self.editor = {"caption": self.caption, "editing": self.editing}
+        self.everything = [self.at, self.head, self.grid, self.view, self.tags, *self.editor.values()]
+        # What takes long and tells how far it is needs the queue; what is shown then comes in its turn.
+        self.afterwards = {"fn": self.reload, "inputs_kwargs": self.here | self.editor, **NOW}
+        self.afterwards["outputs"] = self.everything
         for button, step in ((save, 0), (following, 1)):
             button.click(
                 partial(self.save, step),
-                inputs_kwargs=self.here | {"caption": self.caption},
-                outputs=self._after,
-                **live.quiet(),
-            )
+                inputs_kwargs=self.here | self.editor,
+                outputs=[self.said, *self.everything],
+                js=OPENING,
+                **NOW,
+            ).then(None, js=OPENED)
         self.operation.change(
             lambda name: [gr.update(visible=OPERATIONS[name][0] > number) for number in range(2)],
             self.operation,
             [self.first, self.second],
-            queue=False,
-            **live.quiet(),
+            **NOW,
         )
         given = {"at": self.at, "operation": self.operation, "first": self.first, "second": self.second}
         look.click(
             self.preview,
             inputs_kwargs=given | {"scope": self.scope},
             outputs=[self.said, self.edit, self.changes],
-            **live.quiet(),
+            **NOW,
         )
         apply.click(
             self.apply,
-            inputs_kwargs=self.here | {"edit": self.edit},
-            outputs=[*self._after, self.edit, self.changes],
+            inputs_kwargs={"at": self.at, "edit": self.edit},
+            outputs=[self.said, self.edit, self.changes],
             **live.quiet(show_progress="full", show_progress_on=[self.changes]),
-        )
+        ).then(**self.afterwards)
         for button, what in ((undo, captions.undo), (redo, captions.redo)):
             button.click(
                 partial(self.step, what),
-                inputs_kwargs=self.here,
-                outputs=self._after,
+                inputs_kwargs={"at": self.at},
+                outputs=[self.said],
                 **live.quiet(show_progress="full", show_progress_on=[self.changes]),
-            )
+            ).then(**self.afterwards)
 
     def _lay_out_captioning(self) -> None:
         say = self.say
@@ -291,7 +301,7 @@ class _Page:
         overwrite = gr.Checkbox(label=say("dataset.auto.overwrite"), value=False)
         begin = gr.Button(say("dataset.auto.begin"), variant="primary", elem_id="auto-begin", size="md")
         self.job = panel(elem_id="dataset-job")
-        self.job.click(self.press_job, outputs=[self.said], **live.quiet())
+        self.job.click(self.press_job, outputs=[self.said], **NOW)
         begin.click(
             self.begin,
             inputs_kwargs={
@@ -303,7 +313,7 @@ class _Page:
                 "overwrite": overwrite,
             },
             outputs=[self.said, self.seen],
-            **live.quiet(),
+            **NOW,
         )
 
     def _setting(self, key: str) -> Any:
@@ -369,33 +379,41 @@ class _Page:
         held = [family, self.takes_clips(family), *cut.values()]
         if not given:
             empty = self.say("dataset.none" if not offered else "dataset.choose")
-            nothing = [{}, f'<p class="empty">{shown(empty)}</p>', "", "", "", ""]
+            nothing = [{}, f'<p class="empty">{shown(empty)}</p>', "", "", "", "", ""]
             return [choices, gr.update(visible=False), *held, *nothing]
         try:
             folder = self.ui.path(given)
             mask = self._drafted_mask(folder)
             room.album(folder, fresh=True, mask=mask)
         except UserError as error:
-            return [choices, gr.update(visible=False), *held, {}, self._wrong(error), "", "", "", ""]
-        at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "", "chosen": [], "loaded": ""}
-        at["mask"] = mask
-        return [choices, gr.update(visible=True), *held, *self._shown({**at, "finding": "", "cut": cut}, family, 0)]
+            return [choices, gr.update(visible=False), *held, {}, self._wrong(error), "", "", "", "", ""]
+        at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "", "chosen": []}
+        at |= {"mask": mask, "finding": "", "cut": cut, "unsaved": {}}
+        return [choices, gr.update(visible=True), *held, *self._shown(at, family, 0), *self._into_editor("", "", "")]
 
-    def press(self, event: gr.EventData, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
+    def press(
+        self, event: gr.EventData, at: dict[str, Any], family: str, resolution: float, caption: str, editing: str
+    ) -> list[Any]:
         """A button in the grid, a tag or a finding."""
         told = live.clicked(event)
         do, name = told.get("do", ""), told.get("name", "")
         rest = [gr.skip()] * 5
-        said = gr.update(visible=False)
+        said, editor = gr.update(visible=False), [gr.skip()] * 2
         try:
             album = self._album(at)
             at = dict(at)
             if do == "page":
                 at["page"] = max(0, int(told.get("to", "0")))
             elif do in ("pick", "look") and name in album.files:
-                at |= {"picked": name, "loaded": "" if name in album.wrong else album.reread(name)}
                 if do == "look":
                     said = self._note(self.say("dataset.looked", file=name))
+                left, was = _edited(editing)
+                at["unsaved"] = _without(at["unsaved"], left)
+                if left in album.files and not _same(caption, was):
+                    at["unsaved"][left] = (was, caption)
+                    if left != name:
+                        said = self._note(self.say("dataset.unsaved", file=left))
+                at["picked"], editor = name, self._into_editor(name, *self._waiting(at, album, name))
             elif do == "choose" and name in album.files:
                 at["chosen"] = [one for one in at["chosen"] if one != name] + [name] * (name not in at["chosen"])
             elif do == "choose_all":
@@ -417,14 +435,13 @@ class _Page:
                 said = self._note(self.say("dataset.prepared"))
                 rest = [do, name, "", edit, self._diff(edit) if edit else ""]
         except (UserError, ValueError) as error:
-            return [self._complaint(error), *([gr.skip()] * 6), *rest]
-        return [said, *self._shown(at, family, resolution), *rest]
+            return [self._complaint(error), *([gr.skip()] * len(self.everything)), *rest]
+        return [said, *self._shown(at, family, resolution), *editor, *rest]
 
     def take_in(
         self, at: dict[str, Any], family: str, resolution: float, files: list[str] | None, name: str
     ) -> list[Any]:
         """Pictures were dropped: into the open folder, or into a set of the page's own, which is then opened."""
-        rest = [gr.skip()] * 6
         try:
             if not name.strip() and not at:
                 raise UserError(self.say("dataset.upload.where"))
@@ -432,7 +449,7 @@ class _Page:
             folder = own or self._album(at).folder
             count, refused = pictures.take_in(files or [], folder)
         except UserError as error:
-            return [None, gr.skip(), self._complaint(error), *rest]
+            return [None, gr.skip(), self._complaint(error)]
         lines = [self.say("new.pictures.taken", count=count, folder=folder.name)]
         if refused:
             told = "; ".join(map(self.ui.tell, refused[:8])) + (" …" if len(refused) > 8 else "")
@@ -441,8 +458,7 @@ class _Page:
         if at and str(folder) == at["folder"]:
             album = room.album(folder, fresh=True, mask=at["mask"])
             self._examined(at, album, family, resolution, again=True)
-            rest = self._shown(at, family, resolution)
-        return [None, str(folder) if own and not refused else gr.skip(), said, *rest]
+        return [None, str(folder) if own and not refused else gr.skip(), said]
 
     def narrow(self, at: dict[str, Any], family: str, resolution: float, query: str, showing: str) -> list[Any]:
         """The search or the choice of what is shown has changed."""
@@ -451,18 +467,20 @@ class _Page:
         at = {**at, "query": query, "showing": showing, "page": 0, "finding": ""}
         return [at, self._grid(at, self._album(at), family, resolution)]
 
-    def save(self, step: int, at: dict[str, Any], family: str, resolution: float, caption: str) -> list[Any]:
+    def save(
+        self, step: int, at: dict[str, Any], family: str, resolution: float, caption: str, editing: str
+    ) -> list[Any]:
         """Write the editor's caption, and go on to the next picture."""
-        skipped = [gr.skip()] * 5
+        name, loaded = _edited(editing)
         try:
             album = self._album(at)
-            name = at.get("picked", "")
             if name not in album.files:
                 raise UserError(self.say("dataset.pick_first"))
-            if album.reread(name) != at["loaded"]:
-                at = {**at, "loaded": album.texts[name]}
+            at = {**at, "picked": name, "unsaved": _without(at["unsaved"], name)}
+            if album.reread(name) != loaded:
                 complaint = self._note(self.say("dataset.changed_meanwhile", file=name), wrong=True)
-                return [complaint, *self._shown(at, family, resolution)[:5]]
+                text = album.texts[name]
+                return [complaint, *self._shown(at, family, resolution), *self._into_editor(name, text, text)]
             edit = captions.assign(album.folder, {album.files[name]: caption}, f"caption of {name}")
             if edit.problems:
                 raise UserError(edit.problems[0])
@@ -473,12 +491,24 @@ class _Page:
             names = self._filtered(at, album)
             if step and name in names and names.index(name) + 1 < len(names):
                 name = names[names.index(name) + 1]
-            at = {**at, "picked": name, "loaded": "" if name in album.wrong else album.reread(name)}
+            at["picked"], editor = name, self._into_editor(name, *self._waiting(at, album, name))
             if name in names:
                 at["page"] = names.index(name) // PER_PAGE
         except UserError as error:
-            return [self._complaint(error), *skipped]
-        return [said, *self._shown(at, family, resolution)[:5]]
+            return [self._complaint(error), *([gr.skip()] * len(self.everything))]
+        return [said, *self._shown(at, family, resolution), *editor]
+
+    def reload(self, at: dict[str, Any], family: str, resolution: float, caption: str, editing: str) -> list[Any]:
+        """Show what many captions are now. What was typed in the editor and not saved stays there."""
+        name, was = _edited(editing)
+        try:
+            album = room.album(self._album(at).folder, fresh=True, mask=at["mask"])
+            editor = [gr.skip()] * 2
+            if name in album.files and _same(caption, was):
+                editor = self._into_editor(name, album.texts[name], album.texts[name])
+            return [*self._shown(at, family, resolution), *editor]
+        except UserError:  # told by what was done before
+            return [gr.skip()] * len(self.everything)
 
     def preview(self, at: dict[str, Any], operation: str, first: str, second: str, scope: str) -> list[Any]:
         """Show what an edit of many would do."""
@@ -495,14 +525,7 @@ class _Page:
             return [self._complaint(error), None, ""]
         return [gr.update(visible=False), edit, self._diff(edit)]
 
-    def apply(
-        self,
-        at: dict[str, Any],
-        family: str,
-        resolution: float,
-        edit: captions.Edit | None,
-        progress: gr.Progress = PROGRESS,
-    ) -> list[Any]:
+    def apply(self, at: dict[str, Any], edit: captions.Edit | None, progress: gr.Progress = PROGRESS) -> list[Any]:
         """Do what was previewed."""
         try:
             if edit is None or not edit.changes:
@@ -510,28 +533,21 @@ class _Page:
             folder = self._album(at).folder
             entry = captions.apply(folder, edit, told=self._counting(progress))
         except UserError as error:
-            return [self._complaint(error), *([gr.skip()] * 5), None, ""]
-        said = self._note(self.say("dataset.applied", count=entry.files))
-        return [said, *self._reloaded(at, family, resolution), None, ""]
+            return [self._complaint(error), None, ""]
+        return [self._note(self.say("dataset.applied", count=entry.files)), None, ""]
 
     def _counting(self, progress: gr.Progress) -> Callable[[int, int], Any]:
         return lambda done, total: progress((done, total), unit=self.say("dataset.captions"))
 
     def step(
-        self,
-        what: Callable[..., captions.Entry],
-        at: dict[str, Any],
-        family: str,
-        resolution: float,
-        progress: gr.Progress = PROGRESS,
-    ) -> list[Any]:
+        self, what: Callable[..., captions.Entry], at: dict[str, Any], progress: gr.Progress = PROGRESS
+    ) -> dict[str, Any]:
         """Undo or redo."""
         try:
             entry = what(self._album(at).folder, told=self._counting(progress))
         except UserError as error:
-            return [self._complaint(error), *([gr.skip()] * 5)]
-        key = "dataset.redone" if entry.done else "dataset.undone"
-        return [self._note(self.say(key, count=entry.files)), *self._reloaded(at, family, resolution)]
+            return self._complaint(error)
+        return self._note(self.say("dataset.redone" if entry.done else "dataset.undone", count=entry.files))
 
     def examine_again(self, at: dict[str, Any], family: str, resolution: float) -> dict[str, int]:
         """Look at everything once more; what did not change is remembered."""
@@ -604,17 +620,20 @@ class _Page:
         side = self._resolution(family, resolution)
         return room.examination(self.ui.place, album.folder, family, side, settings, again, album.mask)
 
-    def _reloaded(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
-        album = room.album(Path(at["folder"]), fresh=True, mask=at["mask"])
-        return self._shown({**at, "loaded": album.texts.get(at["picked"], "")}, family, resolution)[:5]
-
     def _shown(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
-        """at, head, grid, view, caption, tags"""
+        """at, head, grid, view, tags"""
         album = self._album(at)
-        caption = gr.update(value=at["loaded"], interactive=bool(at["picked"]))
-        view = self._view(at, album, family, resolution)
-        grid = self._grid(at, album, family, resolution)
-        return [at, self._head(album), grid, view, caption, self._tags(at, album)]
+        view, grid = (show(at, album, family, resolution) for show in (self._view, self._grid))
+        return [at, self._head(album), grid, view, self._tags(at, album)]
+
+    def _waiting(self, at: dict[str, Any], album: room.Album, name: str) -> tuple[str, str]:
+        """The caption of a picture as it was loaded, and as it stood in the editor when it was left."""
+        text = "" if name in album.wrong else album.reread(name)
+        return at["unsaved"].get(name, (text, text))
+
+    def _into_editor(self, name: str, loaded: str, text: str) -> list[Any]:
+        """The editor with this text for the caption of a picture, which is `loaded` now, and whose it is."""
+        return [gr.update(value=text, interactive=bool(name)), json.dumps([name, loaded])]
 
     def _filtered(self, at: dict[str, Any], album: room.Album) -> list[str]:
         """Names that the filters let through. "[tag]" in the search is a tag, other words are parts of name or text."""
@@ -861,7 +880,7 @@ class _Page:
             last = f'<pre tabindex="0">{shown(lines[-1])}</pre>' if failed else ""
             name = shown(shows.title(self.ui, view))
             made.append(
-                f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h2>{name}</h2>'
+                f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h3>{name}</h3>'
                 f'{shows.state(self.ui, view)}<span class="dim">{told}</span></div>'
                 f'<p class="said">{shown(shows.sentence(self.ui, view.sentence))}</p>'
                 f"{last}{bar}{shows.buttons(self.ui, view)}</section>"
@@ -877,6 +896,21 @@ class _Page:
 
     def _wrong(self, error: Exception) -> str:
         return f'<p class="wrong" role="status">{shown(self.ui.tell(str(error)))}</p>'
+
+
+def _edited(editing: str) -> tuple[str, str]:
+    """The picture whose caption is in the editor, and the text that was loaded; "" and "" where there is none."""
+    name, loaded = json.loads(editing or '["", ""]')
+    return str(name), str(loaded)
+
+
+def _without(unsaved: dict[str, Any], name: str) -> dict[str, Any]:
+    return {one: texts for one, texts in unsaved.items() if one != name}
+
+
+def _same(typed: str, loaded: str) -> bool:
+    """Whether nothing was typed; a browser has line ends of its own."""
+    return typed.strip().splitlines() == loaded.strip().splitlines()
 
 
 def _marked(before: str, after: str) -> str:

@@ -123,7 +123,8 @@ class _Page:
         say = self.ui.say
         gr.HTML(STYLE, elem_classes="style-only")
         self.marks, self.found = (gr.HTML(elem_classes="style-only") for _ in range(2))
-        self.seen = gr.State("")
+        # What the window holds, and not what it was last sent: it says so itself.
+        self.seen = gr.Textbox(visible="hidden", elem_id="new-seen")
         self.address = gr.Textbox(visible="hidden", elem_id="new-address")
         self.touched = gr.Textbox(visible="hidden", elem_id="new-touched")
         with gr.Row():
@@ -155,7 +156,7 @@ class _Page:
 
     def _simple(self) -> None:
         say = self.ui.say
-        gr.Markdown(f"## {say('new.goal')}")
+        gr.Markdown(f"#### {say('new.goal')}")
         self.goal = gr.Radio(
             [*((say(f"new.goal.{name}"), name) for name in GOALS), (say("new.goal.none"), "")],
             label=say("new.goal"),
@@ -163,7 +164,7 @@ class _Page:
             container=False,
             elem_id="new-goal",
         )
-        gr.Markdown(f"## {say('new.base')}")
+        gr.Markdown(f"#### {say('new.base')}")
         with gr.Row(equal_height=True):
             self.demos = {
                 name: gr.Button(f"{say('new.base.demo')}: {self.families[name]}", size="sm", elem_id=f"new-demo-{name}")
@@ -174,7 +175,7 @@ class _Page:
         self._field("simple", "model.path")
         self._field("simple", "model.components")
         self.base_note = gr.HTML(elem_classes="note")
-        gr.Markdown(f"## {say('new.pictures')}")
+        gr.Markdown(f"#### {say('new.pictures')}")
         with gr.Row():
             with gr.Column(min_width=260):
                 kinds = [*pictures.TAKEN]
@@ -200,7 +201,7 @@ class _Page:
         with gr.Row(elem_id="new-clips"):
             for key in CLIPS:
                 self._field("simple", key)
-        gr.Markdown(f"## {say('new.card')}")
+        gr.Markdown(f"#### {say('new.card')}")
         cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
         self.card = gr.Radio(
             [*cards, (say("new.card.none"), "")],
@@ -209,7 +210,7 @@ class _Page:
             container=False,
             elem_id="new-card",
         )
-        gr.Markdown(f"## {say('new.length')}")
+        gr.Markdown(f"#### {say('new.length')}")
         for key in ("train.steps", "name", "preview.prompts"):
             self._field("simple", key)
 
@@ -225,7 +226,7 @@ class _Page:
             title = words.label(self.ui.language, key)
             text = words.meaning(self.ui.language, key, form.sections()[section]).strip()
             with gr.Column(elem_id=_id("section", section), elem_classes="setting-group"):
-                gr.Markdown(f"## {title}{f' `[{section}]`' if section else ''}\n{text}")
+                gr.Markdown(f"#### {title}{f' `[{section}]`' if section else ''}\n{text}")
                 members = [one for one in form.settings().values() if one.section == section]
                 for one in (one for one in members if one.kind == "table"):
                     self._field("all", one.key)
@@ -240,9 +241,7 @@ class _Page:
             )
             self.load = gr.Button(say("new.files.load_button"), size="sm")
             gr.Markdown(say("new.files.import_info"), elem_classes="note")
-            self.foreign = gr.File(
-                label=say("new.files.import"), file_count="multiple", height=130, elem_id="new-import"
-            )
+            self.foreign = gr.File(label=say("new.files.import"), file_count="single", height=130, elem_id="new-import")
             self.imported = gr.HTML()
             self.preset_name = gr.Textbox(
                 label=say("new.files.preset_name"), info=say("new.files.preset_info"), elem_id="new-preset-name"
@@ -382,7 +381,7 @@ class _Page:
         ).then(None, js=OPENED)
         self.foreign.upload(
             self._import,
-            inputs_kwargs={"files": self.foreign, **shown},
+            inputs_kwargs={"file": self.foreign, **shown},
             outputs=[self.foreign, self.imported, *told, *everywhere],
             js=OPENING,
             **SLOW,
@@ -390,8 +389,9 @@ class _Page:
         self.save.click(
             self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **TOLD
         )
+        once = QUIET | {"trigger_mode": "once"}  # brought back twice is where it was
         for button, what in ((self.reset, self._reset), (self.back, self._bring_back)):
-            button.click(what, inputs_kwargs=shown, outputs=[*told, *everywhere], js=OPENING, **QUIET).then(
+            button.click(what, inputs_kwargs=shown, outputs=[*told, *everywhere], js=OPENING, **once).then(
                 None, js=OPENED
             )
         self.start.click(
@@ -418,9 +418,8 @@ class _Page:
             elif key == "model.path":
                 self._recognise()
 
-        before = self.draft.text()
-        told = self._guarded(put) | self._tell(everything)
-        return told | (self._painted(view, before, but=key) if repaint else {})
+        done = self._done(put)
+        return self._tell(everything) | (self._painted(view, done, but=key) if repaint else {})
 
     def _settle_base(self, before: str, after: str) -> None:
         """Another architecture: a base that was chosen from the old one's list is not one of the new one's."""
@@ -456,14 +455,13 @@ class _Page:
             self.draft.put("model.path", "demo")
             self._recognise()
 
-        before = self.draft.text()
-        return self._guarded(choose) | self._tell(everything) | self._painted("simple", before)
+        done = self._done(choose)
+        return self._tell(everything) | self._painted("simple", done)
 
     def _choose(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
         """A goal or a card: the one of these presets that is laid under the draft."""
-        before = self.draft.text()
-        told = self._guarded(lambda: self._name_presets(names, name)) | self._tell(everything)
-        return told | self._painted("simple", before)
+        done = self._done(lambda: self._name_presets(names, name))
+        return self._tell(everything) | self._painted("simple", done)
 
     def _name_presets(self, among: tuple[str, ...], name: str) -> None:
         """Name this preset instead of the others of its kind; demo presets come last, for they win."""
@@ -537,11 +535,11 @@ class _Page:
 
         return self._guarded(load) | self._open("", everything)
 
-    def _import(self, files: list[str] | None, everything: bool) -> dict[Any, Any]:
+    def _import(self, file: str | None, everything: bool) -> dict[Any, Any]:
         told = {self.imported: "", self.foreign: None}
 
         def take() -> None:
-            text, told[self.imported] = importer.account(self.ui, map(Path, files or []))
+            text, told[self.imported] = importer.account(self.ui, Path(file or ""))
             self.draft.replace(text)
 
         return self._guarded(take) | told | self._open("", everything)
@@ -625,17 +623,24 @@ class _Page:
             gr.Warning(safe.shown(self.ui.tell(str(error))))
         return {}
 
+    def _done(self, action: Callable[[], None]) -> tuple[str, str]:
+        """Do it as `_guarded`; the draft before and after, with nothing between that was typed meanwhile."""
+        with self.draft.alone():
+            before = self.draft.text()
+            self._guarded(action)
+            return before, self.draft.text()
+
     # ------------------------------------------------------------------------------------------------------- telling
 
-    def _painted(self, view: str, before: str | None = None, but: str = "") -> dict[Any, Any]:
+    def _painted(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
         """What every part of a view holds now; nothing where the text is not TOML.
 
         Args:
-            before: the draft as it was; parts are left alone whose value has not changed since, for somebody may be
-                typing there.
+            done: the draft before and after what was done; parts are left alone whose value that has not changed, for
+                somebody may be typing there.
             but: a setting whose part is left alone.
         """
-        text = self.draft.text()
+        before, text = done or (None, self.draft.text())
         if view == "toml":
             return {self.code: text}
         try:

@@ -140,9 +140,8 @@ def build(ui: Ui) -> None:
         redrawn,
         inputs_kwargs={"amount": amount, "log": log},
         outputs=[curves],
-        queue=False,
         trigger_mode="always_last",
-        **live.quiet(),
+        **live.quiet(queue=False),
     )
 
     def press(request: gr.Request, event: gr.EventData) -> list[Any]:
@@ -150,17 +149,21 @@ def build(ui: Ui) -> None:
         do = told.get("do", "")
         if do in ("force", "kill"):
             name = str(dict(request.query_params).get("run", ""))
-            return [gr.update(visible=False), gr.update(visible=True), watch.question(ui, do, name), do, gr.skip()]
-        return [acted(ui, request, do), *[gr.skip()] * 3, header_now(ui, request)]
+            try:
+                asked = watch.question(ui, do, name)
+            except UserError as error:
+                return [runs.notice(ui.tell(str(error)), wrong=True), *[gr.skip()] * 5]
+            return [gr.update(visible=False), gr.update(visible=True), asked, do, *[gr.skip()] * 2]
+        return [acted(ui, request, do), *[gr.skip()] * 3, header_now(ui, request), {}]
 
-    pressed = head.click(press, outputs=[said, confirm, question, how, head], queue=False, **live.quiet())
-    pressed.then(None, js=live.ASKED)
+    now = live.quiet(queue=False)  # one after the other, as ask.js has it
+    head.click(press, outputs=[said, confirm, question, how, head, seen], **now).then(None, js=live.ASKED)
 
     def forced(request: gr.Request, do: str) -> list[Any]:
-        return [acted(ui, request, do), gr.update(visible=False), header_now(ui, request)]
+        return [acted(ui, request, do), gr.update(visible=False), header_now(ui, request), {}]
 
-    ended = force.click(forced, inputs_kwargs={"do": how}, outputs=[said, confirm, head], queue=False, **live.quiet())
-    kept = keep.click(lambda: gr.update(visible=False), outputs=[confirm], queue=False, **live.quiet())
+    ended = force.click(forced, inputs_kwargs={"do": how}, outputs=[said, confirm, head, seen], **now)
+    kept = keep.click(lambda: gr.update(visible=False), outputs=[confirm], **now)
     for answered in (ended, kept):
         answered.then(None, js=live.ANSWERED)
 
@@ -179,7 +182,7 @@ def build(ui: Ui) -> None:
         inputs_kwargs={"left": left, "right": right, "prompt": prompt, "moving": moving},
         outputs=[pair],
         trigger_mode="always_last",
-        **live.quiet(concurrency_limit=1),  # in turn: the last answer must be that to all of the menus
+        **now,
     )
 
     def choose(event: gr.EventData) -> list[Any]:
@@ -188,7 +191,7 @@ def build(ui: Ui) -> None:
             return [gr.skip(), gr.skip()]
         return [int(told["step"]), int(told["prompt"])]
 
-    grid.click(choose, outputs=[right, prompt], **live.quiet())
+    grid.click(choose, outputs=[right, prompt], **now)
 
     def write(request: gr.Request, step: int | None, layout: str, dtype: str) -> Any:
         try:
@@ -279,7 +282,7 @@ def header(ui: Ui, view: JobView, log: Log) -> str:
     buttons = shows.buttons(ui, view, without=["delete"], links=links)  # on the page of all runs its name is typed
     log_ = shows.last_lines(view, watch.tail(view))
     return (
-        f'<section class="card"><div class="row"><h2>{shown(view.name)}</h2>{shows.state(ui, view)}'
+        f'<section class="card"><div class="row"><h3>{shown(view.name)}</h3>{shows.state(ui, view)}'
         f'<span class="dim">{" · ".join(filter(None, about))}</span></div>'
         f"{shows.said(ui, view)}{shows.bar(view)}{shows.figures(ui, view)}{log_}{buttons}</section>"
     )

@@ -80,12 +80,12 @@ def build(ui: Ui) -> None:
             line = notice(ui.tell(str(error)), wrong=True)
         return [line, *asked, page, board(ui, which, page), {}]
 
+    now = live.quiet(queue=False)  # one after the other, as ask.js has it
     cards.click(
         press,
         inputs_kwargs={"which": which, "page": page},
         outputs=[said, confirm, question, typed, with_run, sure, which_end, doomed, page, cards, seen],
-        queue=False,
-        **live.quiet(),
+        **now,
     ).then(None, js=live.ASKED)
 
     def end_it(told: dict[str, str], which: str, page: int) -> list[Any]:
@@ -99,10 +99,9 @@ def build(ui: Ui) -> None:
         end_it,
         inputs_kwargs={"told": doomed, "which": which, "page": page},
         outputs=[said, sure, cards, seen],
-        queue=False,
-        **live.quiet(),
+        **now,
     )
-    not_ended = not_now.click(lambda: gr.update(visible=False), outputs=[sure], **live.quiet())
+    not_ended = not_now.click(lambda: gr.update(visible=False), outputs=[sure], **now)
 
     def delete(told: dict[str, str], typed: str, with_run: bool, which: str, page: int) -> list[Any]:
         try:
@@ -115,16 +114,16 @@ def build(ui: Ui) -> None:
         delete,
         inputs_kwargs={"told": doomed, "typed": typed, "with_run": with_run, "which": which, "page": page},
         outputs=[said, confirm, cards, seen],
-        **live.quiet(),
+        **now,
     )
-    kept = keep.click(lambda: gr.update(visible=False), outputs=[confirm], **live.quiet())
+    kept = keep.click(lambda: gr.update(visible=False), outputs=[confirm], **now)
     for answered in (ended, not_ended, deleted, kept):
         answered.then(None, js=live.ANSWERED)
     which.input(
         lambda which: [board(ui, which, 0), 0, {}],
         inputs_kwargs={"which": which},
         outputs=[cards, page, seen],
-        **live.quiet(),
+        **now,
     )
 
 

@@ -20,20 +20,20 @@ TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KE
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "gradio")
 GIB = 2**30
 EXAMPLES = {"root": "~/pictures", "models": "~/models"}
-QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
+QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
 
 
 def build(ui: Ui) -> None:
     """Lay the page out."""
     say, place = ui.say, ui.place
-    gr.Markdown(f"## {say('place.folders')}\n\n{say('place.folders.about')}")
+    gr.Markdown(f"### {say('place.folders')}\n\n{say('place.folders.about')}")
     roots = _Folders(ui, "root", lambda: place.added, place.add_root, place.remove_root, lambda: _roots(ui))
-    gr.Markdown(f"## {say('place.models')}\n\n{say('place.models.about')}")
+    gr.Markdown(f"### {say('place.models')}\n\n{say('place.models.about')}")
     models = _Folders(ui, "models", lambda: place.models, place.add_models, place.remove_models, lambda: _models(ui))
-    gr.Markdown(f"## {say('place.language')}\n\n{say('place.language.about')}")
-    gr.Markdown(f"## {say('place.secrets')}\n\n{say('place.secrets.about')}")
+    gr.Markdown(f"### {say('place.language')}\n\n{say('place.language.about')}")
+    gr.Markdown(f"### {say('place.secrets')}\n\n{say('place.secrets.about')}")
     secrets = gr.HTML(padding=False)
-    gr.Markdown(f"## {say('place.about')}")
+    gr.Markdown(f"### {say('place.about')}")
     about = gr.HTML(elem_id="about", padding=False)
     for one in (roots, models):
         one.wire([roots, models])
@@ -88,18 +88,21 @@ class _Folders:
                     self.do[what](text or "")
             except UserError as caught:
                 error = str(caught)
-            mine = error and {"error": error, "text": text or ""}
-            return [part for one in all_ for part in one.listed(**(mine if one is self and mine else {}))]
+            mine = self.listed(error, done=what == "add" and not error)
+            # What is typed or chosen beside the other list is somebody's next step.
+            others = {one: [one.told(), *[gr.skip()] * (len(one.shown) - 1)] for one in all_}
+            return [part for parts in (others | {self: mine}).values() for part in parts]
 
         gr.on([self.add.click, self.path.submit], partial(changed, "add"), self.path, outputs, **QUIET)
         self.remove.click(partial(changed, "remove"), self.removing, outputs, **QUIET)
 
-    def listed(self, error: str = "", text: str = "") -> list[Any]:
-        """What its parts hold now, in the order of `shown`."""
+    def listed(self, error: str = "", done: bool = False) -> list[Any]:
+        """What its parts hold now, in the order of `shown`; what is typed stays unless that was `done`."""
         added = [str(path) for path in self.added()]
         said = f'<p class="wrong" role="alert">{safe.shown(self.ui.tell(error))}</p>' if error else ""
         offered = gr.update(choices=added, value=added[0] if added else None)
-        return [self.told(), gr.update(value=said, visible=bool(said)), text, offered, gr.update(visible=bool(added))]
+        typed = "" if done else gr.skip()
+        return [self.told(), gr.update(value=said, visible=bool(said)), typed, offered, gr.update(visible=bool(added))]
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

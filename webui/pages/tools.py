@@ -42,7 +42,7 @@ def build(ui: Ui) -> None:
         dtype = gr.Dropdown([(value or say("tools.dtype.same"), value) for value in DTYPES], label=say("tools.dtype"))
     with gr.Row():
         start = gr.Button(say("tools.start"), variant="primary")
-        later = gr.Button(say("tools.later"), visible=False)
+        later = gr.Button(say("tools.later"), visible=False, elem_id="tools-later")
     result = live.panel(elem_id="tool-result", padding=False)
     rows = {row_verify: ("verify",), row_convert: ("convert",), row_resize: ("resize", "merge")}
     rows |= {row_merge: ("merge",), row_output: WRITING}
@@ -70,7 +70,7 @@ def build(ui: Ui) -> None:
     tool.change(choose, tool, [about, file, later, *rows], show_progress="hidden", queue=False, **quiet)
     start.click(now, inputs_kwargs=given, outputs=result, concurrency_limit=2, trigger_mode="once", **quiet)
     later.click(queued, inputs_kwargs=given, outputs=result, concurrency_limit=None, trigger_mode="once", **quiet)
-    gr.on([file.focus], lambda: gr.update(choices=found(ui)), None, file, show_progress="hidden", **quiet)
+    gr.on([file.focus], lambda: gr.update(choices=found(ui)), None, file, show_progress="hidden", queue=False, **quiet)
 
 
 def found(ui: Ui) -> list[str]:

@@ -1,4 +1,4 @@
-// Runs before Gradio's own scripts: app.py puts it at the beginning of the page, with LANGUAGE, LOST and GRADIO.
+// Runs before Gradio's own scripts: app.py puts it at the beginning of the page, behind ask.js, with LANGUAGE and GRADIO.
 // Gradio asks the browser for its language ("Drop file here"); here the address decides.
 for (const [name, value] of [["language", LANGUAGE], ["languages", [LANGUAGE]]])
   Object.defineProperty(navigator, name, { get: () => value });
@@ -98,52 +98,16 @@ const told = (event) => {
 document.addEventListener("input", told);
 document.addEventListener("compositionend", told);
 
+// Who clicks twice means it once: the second click would queue a second job, or take the first one back.
+const ONCE = "[data-do=rerun], [data-do=resume], #new-start, #new-back, #auto-begin, #tools-later, #kit";
+document.addEventListener("click", (event) => {
+  if (event.detail > 1 && event.target.closest?.(ONCE)) event.stopImmediatePropagation();
+}, true);
+
 // The open list of a menu scrolls, and Tab would stop at it; it closes then, and the focus is nowhere.
 document.addEventListener("keydown", (event) => {
   if (event.key === "Tab") for (const list of document.querySelectorAll("[role=listbox]")) list.tabIndex = -1;
 }, true);
-
-// Where the page's program has ended, say so in the page's language (Gradio tells it in English), and open the page
-// anew as soon as it answers: whatever it answers, for it may ask for the password again.
-const send = window.fetch.bind(window);
-const answers = async () => {
-  try {
-    await send("/icon.svg", { cache: "no-store", signal: AbortSignal.timeout(5000) });
-    return true;
-  } catch {
-    return false;
-  }
-};
-const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
-let leaving = false;
-let asking = false;
-window.addEventListener("pagehide", () => { leaving = true; });
-window.addEventListener("pageshow", () => { leaving = false; });
-const suspect = async () => {
-  if (asking) return;
-  asking = true;
-  const since = new Date().toLocaleTimeString(LANGUAGE);
-  await pause(300);
-  if (!leaving && !(await answers())) {
-    const bar = document.createElement("p");
-    bar.id = "lost";
-    bar.setAttribute("role", "alert");
-    bar.textContent = LOST.replace("{time}", since);
-    document.body.prepend(bar);
-    document.body.classList.add("lost");
-    while (!(await answers())) await pause(500);
-    location.reload();
-  }
-  asking = false;
-};
-window.fetch = async (...given) => {
-  try {
-    return await send(...given);
-  } catch (error) {
-    if (error instanceof TypeError) suspect();  // not AbortError: that was meant
-    throw error;
-  }
-};
 
 // Settings that were changed since the view was opened, and when. Start takes their values along, and so does the way
 // to another view: what is typed right before the click may not have reached the server by itself. Another view takes
@@ -162,17 +126,17 @@ window.leftSettings = () => {
   return late;
 };
 
-// While a view waits for what it shall hold, nothing can be typed into it: the answer would take its place. The tabs
-// themselves stay, with the focus on them. Several answers can be on their way: the page's, and that of the tab which
-// Gradio selects while it draws; the last one unlocks.
-const SLOWEST = 15000;  // ms; an answer that never comes must not lock the form for ever
+// While a view, or the editor of a caption, waits for what it shall hold, nothing can be typed into it: the answer would
+// take its place. The tabs themselves stay, with the focus on them. Several answers can be on their way: the page's, and
+// that of the tab which Gradio selects while it draws; the last one unlocks.
+const LOCKED = "#new-views [role=tabpanel], #dataset-caption";
 let waiting = 0;
 let openedAt;
 let left;  // what had the focus when its panel was locked, which takes the focus away
 const lock = (on) => {
   const now = document.activeElement;
-  if (on && now?.closest("#new-views [role=tabpanel]")) left = now;
-  for (const panel of document.querySelectorAll("#new-views [role=tabpanel]")) panel.inert = on;
+  if (on && now?.closest(LOCKED)) left = now;
+  for (const panel of document.querySelectorAll(LOCKED)) panel.inert = on;
   if (on) return;
   if (document.activeElement === document.body) left?.focus();
   left = undefined;

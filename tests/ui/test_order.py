@@ -1,0 +1,224 @@
+"""The page's state is true whatever the order in which answers come: they are held back here until told."""
+
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Page, Route, expect
+
+from lora_fp8 import jobs
+from tests.ui.conftest import Site
+from tests.ui.test_form_path import opened, view
+from webui import form, words
+from webui.draft import Draft
+
+expect.set_options(timeout=20_000)  # machines that test are busy
+CAPTIONS = {"a": "a ball", "b": "a box", "c": "a star"}
+ASKED = """() => {
+  const real = window.fetch;
+  window.asked = [];
+  window.fetch = (url, given) => { window.asked.push(String(given?.body)); return real(url, given); };
+}"""
+"""Keeps what Gradio asks for, whether it is sent at once or not."""
+END_LATE = """(() => {
+  const real = window.fetch;
+  const late = new Promise((done) => { window.end = done; });
+  window.fetch = async (...given) => {
+    const answer = await real(...given);
+    if (!(given[0]?.url ?? String(given[0])).includes("/queue/data")) return answer;
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    const pull = async (out) => {
+      const { done, value } = await reader.read();
+      if (done) return out.close();
+      for (const event of value.split(/(?<=\\n\\n)/)) {
+        if (event.includes("close_stream")) { window.ends = true; await late; }
+        out.enqueue(new TextEncoder().encode(event));
+      }
+    };
+    return new Response(new ReadableStream({ pull }), answer);
+  };
+})()"""
+"""Holds back the end of the stream of answers until `end` is called; `ends`: it has come."""
+
+
+SECOND = {"bubbles": True, "detail": 2}
+"""What makes a click the second of two."""
+
+
+class Held:
+    """Holds back the answer to the question in which `part` stands, after the server has given it."""
+
+    def __init__(self, page: Page, part: str):
+        self.page, self.part = page, part
+        self.held: list[tuple[Route, object]] = []
+        page.evaluate(ASKED)
+        page.route("**/gradio_api/run/**", self._hold)
+
+    def _hold(self, route: Route) -> None:
+        if self.part in (route.request.post_data or "") and not self.held:
+            self.held.append((route, route.fetch()))
+        else:
+            route.continue_()
+
+    def wait(self) -> None:
+        """Until the answer is held."""
+        while not self.held:
+            self.page.evaluate("new Promise(requestAnimationFrame)")
+
+    def asked(self, part: str) -> None:
+        """Until the page has asked for another thing, and had time for an answer that does not wait for this one."""
+        self.page.wait_for_function("part => window.asked.some((one) => one.includes(part))", arg=part)
+        self.page.evaluate("fetch('/icon.svg').then((answer) => answer.text())")
+
+    def release(self) -> None:
+        """Let it come."""
+        [(route, answer)] = self.held
+        route.fulfill(response=answer)
+
+
+@pytest.fixture
+def pictures(site: Site, request: pytest.FixtureRequest) -> Path:
+    folder = site.root / request.node.name
+    folder.mkdir()
+    for name, text in CAPTIONS.items():
+        Image.new("RGB", (64, 64), "red").save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def captions_in(folder: Path) -> dict[str, str]:
+    return {path.stem: path.read_text() for path in folder.glob("*.txt")}
+
+
+def picked(page: Page, name: str) -> None:
+    page.locator(f'#dataset-grid [data-do=pick][data-name="{name}.png"]').click()
+
+
+def test_the_editor_shows_the_picture_that_was_picked_last(visit: Callable[..., Page], pictures: Path) -> None:
+    page = visit(f"dataset?folder={quote(str(pictures))}")
+    editor = page.locator("#dataset-caption textarea")
+    expect(page.locator("#dataset-grid .thumb")).to_have_count(3)
+    held = Held(page, '"b.png"')
+    picked(page, "b")
+    held.wait()
+    picked(page, "c")
+    held.asked('"c.png"')
+    assert page.locator("#dataset-caption").evaluate("one => one.inert"), "nothing can be typed that would be lost"
+    held.release()
+    expect(page.locator("#dataset-view img")).to_have_attribute("alt", "c.png")
+    expect(editor).to_have_value(CAPTIONS["c"])
+    expect(page.locator("#dataset-grid .picked button").first).to_have_attribute("data-name", "c.png")
+    editor.fill("mine")
+    page.click("#dataset-save")
+    expect(page.locator("#dataset-said")).to_contain_text("c.png")
+    assert captions_in(pictures) == CAPTIONS | {"c": "mine"}
+
+
+def test_save_writes_the_caption_of_the_picture_that_is_shown(visit: Callable[..., Page], pictures: Path) -> None:
+    page = visit(f"dataset?folder={quote(str(pictures))}")
+    editor = page.locator("#dataset-caption textarea")
+    picked(page, "a")
+    expect(editor).to_have_value(CAPTIONS["a"])
+    editor.fill("mine")
+    held = Held(page, '"b.png"')
+    picked(page, "b")
+    held.wait()  # the server is at b, the page is not
+    page.click("#dataset-save")
+    held.asked('"mine"')
+    held.release()
+    expect(page.locator("#dataset-said")).to_contain_text("Saved: a.png")
+    assert captions_in(pictures) == CAPTIONS | {"a": "mine"}
+
+
+def test_a_caption_that_was_typed_is_not_lost(visit: Callable[..., Page], pictures: Path) -> None:
+    page = visit(f"dataset?folder={quote(str(pictures))}")
+    editor, said = page.locator("#dataset-caption textarea"), page.locator("#dataset-said")
+    picked(page, "a")
+    expect(editor).to_have_value(CAPTIONS["a"])
+    editor.fill("typed")
+    page.locator("#dataset-grid .tick").nth(1).click()
+    expect(page.locator("#dataset-grid .chosen")).to_have_count(1)
+    expect(editor).to_have_value("typed")
+    page.locator("#dataset-first textarea, #dataset-first input").first.fill("zibo")
+    page.click("#dataset-preview")
+    expect(page.locator("#dataset-changes")).to_contain_text("zibo")
+    page.click("#dataset-apply")
+    expect(page.locator("#dataset-grid .thumb").first).to_contain_text("zibo, a ball")
+    expect(editor).to_have_value("typed")
+    page.click("#dataset-undo")
+    expect(page.locator("#dataset-grid .thumb").first).not_to_contain_text("zibo")
+    picked(page, "b")
+    expect(editor).to_have_value(CAPTIONS["b"])
+    expect(said).to_contain_text("Not saved: what you typed for a.png")
+    picked(page, "a")
+    expect(editor).to_have_value("typed")
+    page.click("#dataset-next")
+    expect(editor).to_have_value(CAPTIONS["b"])
+    assert captions_in(pictures) == CAPTIONS | {"a": "typed"}
+
+
+def test_an_answer_of_the_queue_comes_though_its_stream_was_just_closed(visit: Callable[..., Page]) -> None:
+    page = visit("tools")
+    page.add_init_script(END_LATE)
+    page.reload()
+    field, result = page.get_by_label("LoRA file"), page.locator("#tool-result .wrong")
+    field.fill("/etc/one.safetensors")
+    field.press("Enter")
+    page.click("text=Do it now")
+    expect(result).to_contain_text("one.safetensors")
+    page.wait_for_function("window.ends")
+    field.fill("/etc/two.safetensors")
+    field.press("Enter")
+    with page.expect_response("**/queue/join**"):
+        page.click("text=Do it now")
+    page.evaluate("window.end()")
+    expect(result).to_contain_text("two.safetensors")
+
+
+def test_two_clicks_do_it_once(site: Site, visit: Callable[..., Page]) -> None:
+    queue = jobs.Queue(site.home)
+    text = 'name = "twice"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
+    id = queue.submit(text.format(site.root / "runs"), gpus="77")  # of a group that is not there: it waits
+    queue.cancel(id)
+    page = visit()
+    known = {job.id for job in queue.view(shell=False)}
+    rerun = page.locator(f'[data-job="{id}"] [data-do=rerun]')
+    rerun.click()
+    expect(page.locator("#said")).to_contain_text("twice")
+    rerun.dispatch_event("click", SECOND)
+    page.get_by_label(words.say("en", "runs.kind.ended")).check()
+    [made] = [job.id for job in queue.view(shell=False) if job.id not in known]
+    expect(page.locator(f'[data-job="{made}"]')).to_have_count(0)  # by an answer that came after
+    assert [job.id for job in queue.view(shell=False) if job.id not in known] == [made]
+    queue.cancel(made)
+
+    Draft(site.home).write('name = "kept"\n')
+    page = visit("new")
+    opened(page)
+    page.locator("#new-files").get_by_role("button").first.click()
+    page.click("#new-reset")
+    name = page.locator("#new-name textarea, #new-name input").first
+    expect(name).not_to_have_value("kept")
+    page.click("#new-back")
+    expect(name).to_have_value("kept")
+    opened(page)
+    page.dispatch_event("#new-back", "click", SECOND)
+    view(page, 2)
+    expect(page.locator("#new-toml .cm-content")).to_contain_text('name = "kept"')
+    Draft(site.home).write(form.START)
+
+
+def test_what_is_typed_on_settings_stays(visit: Callable[..., Page], tmp_path: Path) -> None:
+    page = visit("settings")
+    paths = {kind: page.locator(f"#{kind}-path textarea, #{kind}-path input").first for kind in ("root", "models")}
+    expect(page.locator("#about")).to_contain_text("gradio 6.")
+    paths["models"].fill("/somewhere/else")
+    paths["root"].fill(str(tmp_path))
+    page.click("#root-add")
+    expect(page.locator("#roots")).to_contain_text(str(tmp_path))
+    expect(paths["root"]).to_have_value("")
+    expect(paths["models"]).to_have_value("/somewhere/else")
+    page.click("#root-remove")
+    expect(page.locator("#roots")).not_to_contain_text(str(tmp_path))
