@@ -14,6 +14,8 @@ order is a function of (seed, epoch), the position of the step, and every random
 keyed by what it is for.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -30,6 +32,8 @@ from .config import Job, UserError
 from .run import RunFailure, sync_folder, write_synced
 
 SCHEMA = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a disk without room."""
 NAME = re.compile(r"step-(\d{6,})$")
 
 
@@ -55,11 +59,16 @@ class Checkpoint:
 
 def save(
     folder: Path, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], state: dict[str, Any], keep: int
-) -> Path:
+) -> tuple[Path, list[str]]:
     """Write the bundle of `state["step"]`, verify it, then prune to the newest `keep`.
 
+    Where the disk is full, the oldest bundles go before it and not after it, as long as a whole one is left.
+
+    Returns:
+        Where it is, and a line for each bundle that went so.
+
     Raises:
-        RunFailure: the disk refused (the previous bundles are untouched).
+        RunFailure: the disk refused (the newest bundle before it is untouched).
     """
     final = folder / f"step-{state['step']:06d}"
     staged = folder / f".tmp-{final.name}-{os.getpid()}"
@@ -70,33 +79,33 @@ def save(
     }
     manifest = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files["manifest.json"] = json.dumps(manifest, indent=1, sort_keys=True).encode()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir()
-        for name, data in files.items():
-            with write_synced(staged / name) as file:
-                file.write(data)
-        sync_folder(staged)
-        if final.exists():  # a rerun of this step: `latest` would have resumed from it, had it been whole
-            shutil.rmtree(final)
-        os.rename(staged, final)
-        sync_folder(folder)
-    except OSError as error:
-        shutil.rmtree(staged, ignore_errors=True)
-        free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0
-        need = sum(map(len, files.values())) / 2**20
-        raise RunFailure(
-            f"{final}: the checkpoint could not be written ({error.strerror}); it needs {need:.1f} MiB, "
-            f"{free:.1f} MiB are free; {_before(final)}"
-        ) from None
+    gone: list[str] = []
+    while True:
+        try:
+            _write(staged, final, files)
+            break
+        except OSError as error:
+            shutil.rmtree(staged, ignore_errors=True)
+            spare = _spare(final) if error.errno in FULL else None
+            if spare is not None:
+                with contextlib.suppress(OSError):
+                    _remove(spare)
+                if not spare.exists():
+                    gone.append(f"the disk is full: {spare.name} was removed before {final.name} was saved")
+                    continue
+            free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0
+            need = sum(map(len, files.values())) / 2**20
+            raise RunFailure(
+                f"{final}: the checkpoint could not be written ({error.strerror}); it needs {need:.1f} MiB, "
+                f"{free:.1f} MiB are free; {_before(final)}"
+            ) from None
     if problem := _broken(final):
         raise RunFailure(f"{final}: what was read back is not what was written ({problem}); {_before(final)}")
     try:
         _prune(folder, keep)
     except OSError as error:
         raise RunFailure(f"{final} is saved, but older checkpoints could not be removed ({error.strerror})") from None
-    return final
+    return final, gone
 
 
 def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -138,6 +147,16 @@ def read(path: Path) -> Checkpoint:
 def newest(folder: Path) -> Path | None:
     """The bundle with the highest step, whole or not, or None."""
     return next(iter(_candidates(folder)), None)
+
+
+def count(folder: Path) -> int:
+    """How many bundles there are, whole or not."""
+    return len(_candidates(folder))
+
+
+def step_of(path: Path) -> int:
+    """The step of a bundle, by its name."""
+    return int(path.name.removeprefix("step-"))
 
 
 # What a run may not change when it goes on, and what of the rest does not tell how it trains: where things are (a run
@@ -260,13 +279,40 @@ def _prune(folder: Path, keep: int) -> None:
     whole = 0
     for path in _candidates(folder):
         if whole >= keep:
-            # Renamed first: a kill in the middle of removing leaves a hidden folder, not half a bundle.
-            doomed = folder / f".tmp-{path.name}-old"
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(path)
         elif _broken(path) is None:
             whole += 1
+
+
+def _write(staged: Path, final: Path, files: dict[str, bytes]) -> None:
+    """Files into a hidden folder, and that into its place."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir()
+    for name, data in files.items():
+        with write_synced(staged / name) as file:
+            file.write(data)
+    sync_folder(staged)
+    if final.exists():  # a rerun of this step: `latest` would have resumed from it, had it been whole
+        shutil.rmtree(final)
+    os.rename(staged, final)
+    sync_folder(final.parent)
+
+
+def _spare(final: Path) -> Path | None:
+    """The oldest bundle, if a whole one is left without it."""
+    others = [path for path in _candidates(final.parent) if path != final]
+    *newer, oldest = others or [None]
+    return oldest if any(_broken(path) is None for path in newer) else None
+
+
+def _remove(path: Path) -> None:
+    """Remove a bundle. Raises OSError where its name stays."""
+    # Renamed first: a kill in the middle of removing leaves a hidden folder, not half a bundle.
+    doomed = path.with_name(f".tmp-{path.name}-old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

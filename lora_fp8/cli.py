@@ -122,7 +122,7 @@ def check(
         report = images.scan(job.dataset, controls, job.preview, clip_rate, job.objective.unmasked_weight)
         problems += report.problems
         lines += images.describe(report)
-        for look in (_look_at_base, _look_at_sizes):
+        for look in (_look_at_places, _look_at_base, _look_at_sizes):
             try:
                 lines += look(job, report)
             except config.UserError as error:
@@ -228,6 +228,19 @@ def precision(
     print(json.dumps(found.to_json(), ensure_ascii=False, indent=1) if as_json else "\n".join(found.lines()))
 
 
+def _look_at_places(job: Any, report: Any) -> list[str]:
+    """Whether the folders that training writes into can be written. Raises UserErrors."""
+    from . import config, disk
+
+    run = Path(os.path.expanduser(job.output_dir)) / job.name
+    places = {"output_dir": run, "dataset.cache_dir": Path(os.path.expanduser(job.dataset.cache_dir))}
+    found = {f"{key} = {str(place)!r}": disk.unwritable(place) for key, place in places.items()}
+    problems = [f"{where}: cannot be written ({why}); name another folder" for where, why in found.items() if why]
+    if problems:
+        raise config.UserErrors(problems)
+    return []
+
+
 def _look_at_base(job: Any, report: Any) -> list[str]:
     """Find the base model, read its headers, ask its tokenizers what captions lose, and look at what it is to learn as:
     layers, layouts and the file to go on from. Raises UserError."""
@@ -239,21 +252,22 @@ def _look_at_base(job: Any, report: Any) -> list[str]:
     _files.locate(base.path, base.components, base.revision, family=base.family, parts=())
     if report.problems:
         return []  # told before torch is loaded, which takes seconds
-    import torch
 
     from . import config, prepare
     from .data.cache import dataset_captions, truncation_warnings
     from .resume import start_values
 
-    family = get(base.family)(base, device="cpu", dtype=torch.bfloat16)
+    family = get(base.family)(base, device="cpu", dtype=prepare.DTYPES[base.dtype])
     texts = list(dict.fromkeys([*dataset_captions(report.examples, job.dataset, job.seed), *job.preview.prompts]))
     warnings = [*family.warnings, *truncation_warnings(family.overlong(texts), len(texts))]
     problems: list[str] = []
-    for refuse in (
-        lambda: prepare.plan(job, family),
-        lambda: prepare.carried(prepare.resolve_auto(job, type(family)), family),
-        lambda: start_values(job, family),
-    ):
+
+    def room() -> None:
+        resolved = prepare.carried(prepare.resolve_auto(job, type(family)), family)
+        if not problems:
+            warnings.extend(prepare.look_at_disks(resolved, family, report.examples))
+
+    for refuse in (lambda: prepare.plan(job, family), lambda: start_values(job, family), room):
         try:
             refuse()
         except config.UserError as error:

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, dry, memory, optim, precision
+from . import adapters, disk, dry, memory, optim, precision, writes
 from .config import Job
 from .data.buckets import Bucket, named
 from .data.cache import Cache
 from .dry import META
 from .families.base import ModelFamily
 from .precision import stream
-from .prepare import DTYPES, carried, place, preview_prompts, resolve_auto, scan, split, volume
+from .prepare import DTYPES, carried, place, preview_prompts, resolve_auto, run_folder, scan, split
 from .text_encoders import Adapted, checkpoint_, inject_
 from .wording import digits
+from .writes import volume
 
 GIB = 2**30
-FILE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass
@@ -62,6 +62,10 @@ class Estimate:
     """what encoding will add to the cache's disk"""
     file_bytes: dict[str, int]
     """size of each exported file, by its layout"""
+    checkpoint_bytes: int
+    """one of those that lie side by side"""
+    writes: list[disk.Need]
+    """what comes into which folder from now on"""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -83,7 +87,8 @@ class Estimate:
         return None if self.peaks["train"] is None else max(peaks)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"held_bytes": self.held_bytes, "peaks": self.peaks, "peak_bytes": self.peak_bytes}
+        told = {"held_bytes": self.held_bytes, "peaks": self.peaks, "peak_bytes": self.peak_bytes}
+        return asdict(self) | told | {"writes": [need.to_json() for need in self.writes]}
 
     def lines(self) -> list[str]:
         def gib(num: int | None) -> str:
@@ -105,7 +110,10 @@ class Estimate:
         found.append("           beside these, the CUDA context and torch's reserve take 0.5 to 1.5 GiB")
         found.append(f"cache      {gib(self.cache_bytes)} on disk still to be encoded")
         sizes = ", ".join(f"{layout} {size / 2**20:.1f} MiB" for layout, size in self.file_bytes.items())
-        return [*found, f"file       {sizes}", *(f"note: {text}" for text in self.notes)]
+        found.append(f"file       {sizes}; a checkpoint {disk.amount(self.checkpoint_bytes)}")
+        sizes = ", ".join(f"{need.what} {disk.amount(need.likely)}" for need in self.writes)
+        problems, warnings = disk.shortages(self.writes)
+        return [*found, f"disk       {sizes}", *(f"note: {text}" for text in [*self.notes, *warnings, *problems])]
 
 
 def estimate(job: Job, family: ModelFamily) -> Estimate:
@@ -153,7 +161,9 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
             step += sum(_text_step(encoder, num) for encoder in encoders_trained.values())
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
     everything = sum(_nbytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
-    cond_bytes = sum(math.prod(shape) for shape in cond_shapes.values()) * DTYPES[job.model.dtype].itemsize
+    drawn, away = preview_prompts(job, store)
+    texts = list(dict.fromkeys([*store.prompts([*placed, *held_placed], job.seed), *drawn, *away]))
+    cached = writes.of_cache(store, store.missing([*placed, *held_placed], texts), min(buckets))
     estimated = Estimate(
         pictures=len(examples),
         held_out=len(held_out),
@@ -170,8 +180,10 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
         vae_bytes=family.vae_bytes(),
         vae_encode_bytes=vae_encode,
         vae_decode_bytes=vae_decode,
-        cache_bytes=_cache_bytes(job, store, [*placed, *held_placed], latents, heaviest, cond_bytes),
-        file_bytes={layout: num_trained * FILE_BYTES[job.export.dtype] for layout in job.export.formats},
+        cache_bytes=cached.likely,
+        file_bytes=writes.file_bytes(job, named),
+        checkpoint_bytes=writes.checkpoint_bytes(job, named),
+        writes=[*writes.of_run(job, named, run_folder(job)), cached],
         notes=[*notes, *plan.warnings],
     )
     text, train = estimated.text_bytes, estimated.peaks["train"]
@@ -276,22 +288,6 @@ def _step(
         notes.append(f"what a step takes is not known before it is tried: {error}; training tries it before step 1")
         return None
     return tally.most
-
-
-def _cache_bytes(
-    job: Job, store: Cache, placed: list[Any], latents: tuple[int, ...] | None, heaviest: Any, cond_bytes: int
-) -> int:
-    """Of what is not in the cache yet; the longest prompt stands for every caption."""
-    drawn, away = preview_prompts(job, store)
-    missing = store.missing(placed, list(dict.fromkeys([*store.prompts(placed, job.seed), *drawn, *away])))
-    whole = volume(store.family, heaviest)
-    per_pixel = 0.0 if latents is None else math.prod(latents) * store.dtype.itemsize / whole
-    pixels = sum(volume(store.family, one.bucket) for one, _ in missing.images)
-    pixels += sum(math.prod(shown.size) for shown, _ in missing.controls)
-    # A mask is one channel of one frame's latents.
-    per_area = 0.0 if latents is None else math.prod(latents[-2:]) * store.dtype.itemsize / math.prod(heaviest[:2])
-    masks = sum(math.prod(one.placement.bucket_wh) for one, _ in missing.masks)
-    return round(pixels * per_pixel + masks * per_area) + len(missing.captions) * cond_bytes
 
 
 def _nbytes(tensor: Tensor) -> int:

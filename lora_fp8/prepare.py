@@ -6,6 +6,7 @@ The encoders are loaded, used and freed before the denoiser arrives, so that the
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, config, exchange, kinds, layouts, memory, optim, precision, text_encoders
+from . import adapters, config, disk, exchange, kinds, layouts, memory, optim, precision, text_encoders, writes
 from .config import Job, UserError, UserErrors
 from .data import buckets as bucketing
 from .data import images, permutation
@@ -37,6 +38,7 @@ from .objectives import Objective
 from .processes import Processes
 from .run import Run, Stopped
 from .text_encoders import Adapted, TextEncoders
+from .writes import volume
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -73,6 +75,11 @@ class Loaded:
     def adapted(self) -> nn.Module:
         """All that has adapters, for `adapters`."""
         return self.denoiser if self.text is None else Adapted(self.denoiser, self.text.encoders)
+
+
+def run_folder(job: Job) -> Path:
+    """Where the job's run is, or will be."""
+    return Path(os.path.expanduser(job.output_dir)) / job.name
 
 
 def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
@@ -215,6 +222,11 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     # Every process encodes its share; entries are whole or absent, so that one made twice does no harm.
     texts = list(dict.fromkeys([*store.prompts([*placed, *held_placed], job.seed), *drawn, *away]))
     mine = processes.share([*placed, *held_placed]), processes.share(texts)
+    needs = processes.gather(writes.of_cache(store, store.missing(*mine), min(buckets)))
+    if processes.is_main:
+        written = writes.of_run(job, writes.trained(job, family), run.path, processes.world)
+        for line in disk.require([*written, *needs]):
+            run.log_event("warning", text=line)
     report = store.fill(*mine, log=_every_two_seconds(run))
     told = processes.gather(report)
     run.log_event("cache", **{key: sum(getattr(one, key) for one in told) for key in ("encoded", "reused", "bytes")})
@@ -250,6 +262,22 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
         preview_texts=(job.preview.prompts, guided_away),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
     )
+
+
+def look_at_disks(job: Job, family: ModelFamily, examples: list[images.Example]) -> list[str]:
+    """Whether what this job will write has room, asked before it starts; lines to warn with. The job is resolved.
+
+    Raises:
+        UserErrors: a disk has too little.
+    """
+    examples, held_out = split(job, examples)
+    buckets = place(job, examples)
+    placed = [one for found in (buckets, place(job, held_out)) for members in found.values() for one in members]
+    store = Cache(Path(job.dataset.cache_dir), family, job.dataset, DTYPES[job.model.dtype])
+    drawn, away = preview_prompts(job, store)
+    missing = store.missing(placed, list(dict.fromkeys([*store.prompts(placed, job.seed), *drawn, *away])))
+    written = writes.of_run(job, writes.trained(job, family), run_folder(job))
+    return disk.require([*written, writes.of_cache(store, missing, min(buckets))])
 
 
 def preview_prompts(job: Job, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
@@ -427,12 +455,6 @@ def _fingerprint(one: bucketing.Placed, weight: float) -> list[Any]:
     facts += [example.frames] if example.frames else []
     facts += [f"mask {example.mask.sha256} {example.mask.alpha}"] if example.mask else []
     return [*facts, f"weight {weight:g}"] if weight != 1 else facts
-
-
-def volume(family: ModelFamily, bucket: bucketing.Bucket) -> int:
-    """Pixels of a bucket, those of a clip as often as its latents have frames: what memory and tokens go by."""
-    width, height, *frames = bucket
-    return width * height * math.prod(map(family.latent_frames, frames))
 
 
 def _pixels(store: Cache, items: list[Item]) -> int:

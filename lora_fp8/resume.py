@@ -60,7 +60,9 @@ def save_checkpoint(
         "threads": torch.get_num_threads(),
     }
     content |= checkpoint.remember(job, family.base_identity(), data.fingerprint)
-    path = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=job.checkpoint.keep)
+    path, gone = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=job.checkpoint.keep)
+    for line in gone:
+        run.log_event("warning", text=line)
     run.log_event("checkpoint", step=state.step, path=str(path.relative_to(run.path)))
 
 

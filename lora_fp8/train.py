@@ -17,7 +17,6 @@ import contextlib
 import errno
 import hashlib
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -28,14 +27,26 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from . import adapters, config, families, memory, optim, precision, sample, validate
+from . import adapters, checkpoint, config, families, memory, optim, precision, sample, validate
 from .config import Job, UserError, UserErrors
 from .data.loader import Batch
 from .families.base import ModelFamily
 from .finish import Result, export_folder, finish, write_files
 from .measure import moved_layers
 from .objectives import Objective
-from .prepare import DTYPES, Data, Loaded, cache, carried, load, plan, preview_conditioning, resolve_auto, scan
+from .prepare import (
+    DTYPES,
+    Data,
+    Loaded,
+    cache,
+    carried,
+    load,
+    plan,
+    preview_conditioning,
+    resolve_auto,
+    run_folder,
+    scan,
+)
 from .processes import Elsewhere, Gradients, Processes
 from .resume import State, last_good, same_step, save_checkpoint, start_values, take_up
 from .run import Run, RunFailure, Stopped, StopSignal
@@ -60,7 +71,7 @@ def run(
     processes = Processes()
     stop = StopSignal()
     processes.undisturbed = stop.held
-    folder = Path(os.path.expanduser(job.output_dir)) / job.name
+    folder = run_folder(job)
     with stop.watching():
         try:
             return _stages(job, folder, resume, progress, echo, processes, stop)
@@ -240,6 +251,7 @@ def fit(
     denoiser, optimizer, steps = loaded.denoiser, loaded.optimizer, job.train.steps
     exchange, first = loaded.exchange, state.step + 1
     gradients = exchange.gradients
+    full: OSError | None = None  # the disk has no room for the log
     stop.at_once = None
 
     def draw(step: int) -> None:
@@ -277,7 +289,7 @@ def fit(
                 num_samples,
                 loss=loss_sum,
                 failed=failure is not None,
-                stop=stop.requested or (processes.is_main and run.requested("stop")),
+                stop=stop.requested or full is not None or (processes.is_main and run.requested("stop")),
                 save=processes.is_main and run.requested("save"),
                 preview=processes.is_main and run.requested("preview"),
             )
@@ -306,16 +318,21 @@ def fit(
             bar.update()
             bar.set_postfix(loss=f"{loss:.4f}", lr=f"{rate:.2e}", refresh=False)
             if step % job.train.log_every == 0 or step == steps:
-                run.log_event(
-                    "step",
-                    step=step,
-                    loss=loss,
-                    lr=rate,
-                    **({"lr_text_encoder": rate * optimizer.text_ratio} if loaded.text else {}),
-                    grad_norm=norm,
-                    images_per_s=round(num_samples / seconds, 3),
-                    vram_gb=round(memory.peak_gib(processes.device), 3),
-                )
+                try:
+                    run.log_event(
+                        "step",
+                        step=step,
+                        loss=loss,
+                        lr=rate,
+                        **({"lr_text_encoder": rate * optimizer.text_ratio} if loaded.text else {}),
+                        grad_norm=norm,
+                        images_per_s=round(num_samples / seconds, 3),
+                        vram_gb=round(memory.peak_gib(processes.device), 3),
+                    )
+                except OSError as error:
+                    if error.errno not in checkpoint.FULL:
+                        raise
+                    full = error  # what was learned is saved first: all stop after the next step
 
             # every so often, on request, when stopping and at the end: a checkpoint to resume from
             if sums["save"] or sums["stop"] or step % job.checkpoint.every == 0 or step == steps:
@@ -344,6 +361,8 @@ def fit(
             # when asked: stop at this boundary
             if sums["stop"] and step < steps:
                 with stage(run, processes):
+                    if full is not None:
+                        raise full
                     raise Stopped(f"saved at step {step}; `lora-fp8 resume {run.path}` goes on")
 
 
@@ -416,7 +435,7 @@ def in_words(run: Run, device: torch.device) -> Iterator[None]:
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         room = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (*checkpoint.FULL, errno.EFBIG):
             # The disk that is full; the folder itself may be what has gone.
             full = Path(error.filename or run.path).resolve()
             there = next(path for path in (full, *full.parents) if path.exists())

@@ -26,7 +26,7 @@ def content(step: int) -> tuple[dict, dict, dict]:
 
 
 def save(folder, step, keep=2):
-    return checkpoint.save(folder, *content(step), keep=keep)
+    return checkpoint.save(folder, *content(step), keep=keep)[0]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_no_checkpoint_at_all_is_not_an_error(tmp_path):
 
 def test_the_same_content_gives_the_same_bytes(tmp_path, tree_hash):
     content_once = content(2)
-    hashes = [tree_hash(checkpoint.save(tmp_path / name, *content_once, keep=2)) for name in "ab"]
+    hashes = [tree_hash(checkpoint.save(tmp_path / name, *content_once, keep=2)[0]) for name in "ab"]
     assert hashes[0] == hashes[1]
 
 

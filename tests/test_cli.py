@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors
@@ -267,7 +268,7 @@ def test_training_refuses_the_same_five_before_it_makes_a_run(
 
 
 def test_check_finds_what_would_stop_the_training_later(
-    ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path
+    ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = job_file()
     assert ask("check", path).code == 0
@@ -285,6 +286,20 @@ def test_check_finds_what_would_stop_the_training_later(
         assert answer.code == 2 and words in answer.err, (override, answer)
         report = json.loads(ask("check", path, "--set", override, "--json").out)
         assert not report["ok"] and any(words in line for line in report["problems"])
+    # Where it would write: tried, and nothing is left behind.
+    (tmp_path / "taken").write_text("a file", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    lost = ("output_dir", "dataset.cache_dir")
+    places = ask("check", path, *(part for key in lost for part in ("--set", f"{key}={tmp_path / 'taken' / 'deeper'}")))
+    assert places.code == 2 and places.err.count("cannot be written") == 2 and all(key in places.err for key in lost)
+    assert sorted(tmp_path.rglob("*")) == before
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        for command in ("check", "train"):
+            answer = ask(command, path)
+            assert answer.code == 2 and "the disk has no room for this job" in answer.err, answer
+        answer = ask("estimate", path)
+        assert answer.code == 0 and "\nnote: " in answer.out and "the disk has no room for this job" in answer.out
     # What training refuses before it encodes anything, all of it at once.
     more = (
         "adapter.init_from=none.safetensors",

@@ -11,6 +11,7 @@ import threading
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
@@ -19,7 +20,7 @@ from PIL import Image
 
 from lora_fp8 import config, families, jobs
 from lora_fp8.config import UserError
-from webui import album, bases, form, importer, outlook, pictures, shows
+from webui import album, bases, form, importer, outlook, pictures, shows, words
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import dataset, new
@@ -379,7 +380,7 @@ def test_time_is_that_of_the_newest_run_of_the_family(tmp_path: Path) -> None:
     assert outlook.pace([tmp_path], "sdxl") is None
 
 
-def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path) -> None:
+def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = 'preset = ["demo_sd15"]\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\n'
     text = base + f'path = "{DEMO / "dataset"}"\n'
     estimates = outlook.Estimates(tmp_path)
@@ -392,6 +393,14 @@ def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path) -> Non
     assert found["pictures"] == 16 and found["peak_bytes"] > found["base_bytes"] > 1e6 and found["file_bytes"]
     assert estimates.of(text.replace("[model]", 'name = "y"\n[model]')) == found, "no name changes it"
     assert not list((tmp_path / "drafts").glob("tmp*")), "nothing is left behind"
+
+    assert outlook.room(found) == ([], [])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 << 20))
+    (problem,), _ = outlook.room(found)
+    assert f"{tmp_path / 'runs'}" in problem and "5.0 MiB are free" in problem and "of checkpoints" in problem
+    assert words.tell("zh-CN", problem).count("MiB") == problem.count("MiB") and "检查点" in words.tell(
+        "zh-CN", problem
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- draft

@@ -175,14 +175,28 @@ def test_what_the_trainer_warns_of_has_its_chinese() -> None:
     for name in ("resume", "prepare", "sample", "validate", "checkpoint", "objectives", "precision/plan"):
         tree = ast.parse((engine / f"{name}.py").read_text(encoding="utf-8"))
         found |= {_filled(one) for one in ast.walk(tree) if isinstance(one, ast.Constant | ast.JoinedStr)}
-    begun = re.compile(r"\S.* ha[sd] no effect: .|no preview at step 7|changed since.*: 7|the held-out loss.* finite$")
+    begun = re.compile(
+        r"\S.* ha[sd] no effect: .|no preview at step 7|changed since.*: 7|the held-out loss.* finite$|the disk is .* 7"
+    )
     found = {line for line in found if begun.match(line)}
     assert len(found) > 15
     assert [line for line in found if not CHINESE.search(words.tell("zh-CN", line))] == []
 
 
 ENDINGS = (
-    *("resume", "checkpoint", "train", "run", "prepare", "processes", "memory", "measure", "finish", "captioner"),
+    *(
+        "disk",
+        "resume",
+        "checkpoint",
+        "train",
+        "run",
+        "prepare",
+        "processes",
+        "memory",
+        "measure",
+        "finish",
+        "captioner",
+    ),
     *("data/images", "data/decoding", "data/buckets", "data/cache", "data/loader", "data/clips", "text_encoders"),
     *("objectives", "optim"),
     *("adapters", "families/_checks", "families/_encoders", "families/_files", "families/_weights", "families/base"),
@@ -209,6 +223,7 @@ PARTS = {
     "text": "has no control picture b.png (or another extension) in c",
     "foreign": "vae/config.json says scaling_factor = 1, expected 2",
     "kind": "mask",
+    "parts": "1 MiB of checkpoints; 2 MiB of LoRA files; 3 MiB of previews; 4 MiB of cached pictures and captions",
 }
 SAID = {
     "{kind} folder {root} {what}": "mask folder /a is a file, not a folder",

@@ -2,11 +2,11 @@
 
 5    cli  train_lora.py  scripts
 4.5  demo.show            4    train            3.5  prepare  finish  (resume, measure above them)
-3    memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader
+3    memory sample checkpoint export verify text_encoders processes exchange writes data.cache data.loader
 2    families/*             1.5  importing.*
 1    objectives precision adapters kinds optim layouts data.{images,decoding,colour,buckets,captions,...}
      demo.pictures demo.measure
-0    settings rules wording config locks run jobs, the list of families and their files
+0    settings rules wording config locks run disk jobs, the list of families and their files
      (standard library, pydantic, tomlkit: no torch)
 """
 
@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
-    0.0: "lora_fp8 settings rules wording config locks run families families._files demo "
+    0.0: "lora_fp8 settings rules wording config locks run disk families families._files demo "
     "jobs jobs.procs jobs.store jobs.truth jobs.worker jobs.keeper",
     1.0: "naming objectives adapters kinds optim layouts precision precision.formats precision.quantized "
     "precision.matmul precision.kernels precision.stream "
@@ -38,7 +38,7 @@ LAYERS = {
     + "".join(
         f" families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("_[!_]*.py") if path.stem != "_files"
     ),
-    3.0: "dry memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader",
+    3.0: "dry memory sample checkpoint export verify text_encoders processes exchange data.cache data.loader writes",
     3.25: "captioner tools tools.pairs tools.files tools.resize tools.merge tools.extract kit",
     3.5: "prepare finish",
     3.625: "resume validate",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_fp8 import config, jobs
+from lora_fp8 import config, disk, jobs
 from lora_fp8.config import UserError
 from lora_fp8.run import Run
 
@@ -79,6 +79,14 @@ def pace(folders: Iterable[Path], family: str) -> tuple[float, str] | None:
         if len(steps) >= 3 and steps[-1]["step"] > steps[0]["step"]:
             return (steps[-1]["t"] - steps[0]["t"]) / (steps[-1]["step"] - steps[0]["step"]), path.parent.name
     return None
+
+
+def room(found: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Of an estimate: lines for what the disks have no room for, and for what they may lack.
+
+    What is free is asked now: the estimate may be from before something was deleted.
+    """
+    return disk.shortages(map(disk.Need.from_json, found["writes"]))
 
 
 @dataclass

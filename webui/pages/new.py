@@ -898,7 +898,12 @@ class _Page:
             )
             parts.append(f"<p>{shown(line)}</p>")
         if not findings:
-            parts += [f"<p>{shown(line)}</p>" for line in (self._time(values), *self._memory(text))]
+            known = self.estimates.of(text)
+            parts += [f"<p>{shown(line)}</p>" for line in (self._time(values), *self._memory(known))]
+            if isinstance(known, dict):
+                problems, warnings = outlook.room(known)
+                parts += [f"<p class='wrong'>{shown(self.ui.tell(line))}</p>" for line in problems]
+                parts += [f"<p>{shown(self.ui.tell(line))}</p>" for line in warnings]
         return "".join(parts)
 
     def _time(self, values: dict[str, Any]) -> str:
@@ -917,9 +922,9 @@ class _Page:
             run=run,
         )
 
-    def _memory(self, text: str) -> list[str]:
+    def _memory(self, known: dict[str, Any] | str | None) -> list[str]:
+        """What the engine answered."""
         say = self.ui.say
-        known = self.estimates.of(text)
         if known is None:
             return [say("new.summary.estimating")]
         if isinstance(known, str):
