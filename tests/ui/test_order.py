@@ -222,3 +222,23 @@ def test_what_is_typed_on_settings_stays(visit: Callable[..., Page], tmp_path: P
     expect(paths["models"]).to_have_value("/somewhere/else")
     page.click("#root-remove")
     expect(page.locator("#roots")).not_to_contain_text(str(tmp_path))
+
+
+def test_what_a_choice_may_change_waits_for_its_answer(site: Site, visit: Callable[..., Page]) -> None:
+    Draft(site.home).write(form.START)
+    page = visit("new")
+    opened(page)
+    steps = page.locator("#new-train-steps")
+    held = Held(page, "no such part")  # all that is asked without the queue goes on
+    late: list[Route] = []
+    page.route("**/queue/join**", lambda route: late.append(route))
+    page.locator("#new-goal label", has_text=words.say("en", "new.goal.style")).click()
+    held.asked('"style"')
+    expect(steps).to_have_attribute("inert", "")
+    expect(page.locator("#new-goal[inert], #new-goal [inert]")).to_have_count(0)
+    expect(steps.locator("input, textarea").first).not_to_have_value("2000")
+    [route] = late
+    route.continue_()
+    expect(steps.locator("input, textarea").first).to_have_value("2000")
+    opened(page)
+    Draft(site.home).write(form.START)

@@ -314,23 +314,31 @@ class _Page:
         for view, parts in self.parts.items():
             for key, part in parts.items():
                 repaint = key in ("preset", "model.family", "model.path", "model.components")
-                part.input(
+                changed = part.input(
                     functools.partial(self._change, view, key, repaint),
                     inputs_kwargs={"held": part, **shown},
                     outputs=[*told, *(views[view] if repaint else [])],
+                    js=_opening(part.elem_id) if repaint else None,
                     **(TOLD if repaint else QUIET),
                 )
+                if repaint:
+                    changed.then(None, js=OPENED)
         for part, names in ((self.goal, GOALS), (self.card, bases.cards())):
             part.input(
                 functools.partial(self._choose, tuple(names)),
                 inputs_kwargs={"name": part, **shown},
                 outputs=[*told, *views["simple"]],
+                js=_opening(),
                 **TOLD,
-            )
+            ).then(None, js=OPENED)
         for name, button in self.demos.items():
             button.click(
-                functools.partial(self._demo, name), inputs_kwargs=shown, outputs=[*told, *views["simple"]], **TOLD
-            )
+                functools.partial(self._demo, name),
+                inputs_kwargs=shown,
+                outputs=[*told, *views["simple"]],
+                js=_opening(),
+                **TOLD,
+            ).then(None, js=OPENED)
         self.code.input(self._write, inputs_kwargs={"text": self.code, **shown}, outputs=told, **QUIET)
         held = {part.elem_id: part for parts in views.values() for part in parts if part.elem_id in self.keys}
         tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]  # Gradio fails without their value
@@ -1030,6 +1038,11 @@ class _Page:
 
     def _sources(self) -> list[tuple[str, str]]:
         return [(label, str(path)) for label, path in bases.configs(self.ui.place.roots)]
+
+
+def _opening(id: str = "") -> str:
+    """Around what may change other settings than that of this part: they are locked until the answer is there."""
+    return f"(...inputs) => {{ window.opening({json.dumps(id)}); return inputs; }}"
 
 
 def _ids(prefix: str, keys: Iterable[str]) -> str:

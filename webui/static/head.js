@@ -133,10 +133,12 @@ const LOCKED = "#new-views [role=tabpanel], #dataset-caption";
 let waiting = 0;
 let openedAt;
 let left;  // what had the focus when its panel was locked, which takes the focus away
-const lock = (on) => {
+const lock = (on, but) => {
+  const fields = [...document.querySelectorAll("#new-views .setting")].filter((one) => !on || one.id !== but);
+  const parts = [...(on && but !== undefined ? [] : document.querySelectorAll(LOCKED)), ...fields];
   const now = document.activeElement;
-  if (on && now?.closest(LOCKED)) left = now;
-  for (const panel of document.querySelectorAll(LOCKED)) panel.inert = on;
+  if (on && parts.some((one) => one.contains(now))) left = now;
+  for (const one of parts) one.inert = on;
   if (on) return;
   if (document.activeElement === document.body) left?.focus();
   left = undefined;
@@ -146,9 +148,10 @@ const unlock = () => {
   waiting = 0;
   lock(false);
 };
-window.opening = () => {
+// `but`: the setting, or "" for none, whose change may change other settings: the tabs and what was used stay open.
+window.opening = (but) => {
   waiting += 1;
-  lock(true);
+  lock(true, but);
   clearTimeout(openedAt);
   openedAt = setTimeout(unlock, SLOWEST);
 };
