@@ -17,7 +17,12 @@ STYLE = (Path(__file__).parent / "runs.css").read_text(encoding="utf-8")
 CLICKS = """
 element.addEventListener('click', event => {
   const button = event.target.closest('[data-do]');
-  if (button && !button.disabled) trigger('click', {...button.dataset});
+  if (!button || button.disabled) return;
+  const data = {...button.dataset}, what = JSON.stringify(data);
+  window.pressed = (window.pressed || []).filter(one => Date.now() - one.at < 15000);  // an answer may never come
+  if (window.pressed.some(one => one.what === what)) return;
+  window.pressed.push({what, at: Date.now()});
+  trigger('click', data);
 });
 // Gradio patches by place: the button that has the focus may become another's, or go. The focus stays with what it was
 // on; where that has gone, it goes to the next button of the same job, or to the first of the panel, or to the panel.
@@ -102,6 +107,13 @@ def panel(**given: Any) -> gr.HTML:
 def clicked(event: gr.EventData) -> dict[str, str]:
     """The data-* attributes of the button that was pressed: {"do": "stop", "id": "12"}. They come from the browser."""
     return {str(key): str(value) for key, value in dict(event._data or {}).items()}
+
+
+def on_press(panel: gr.HTML, do: Callable[..., Any], then: str = "", **given: Any) -> None:
+    """Bind what the buttons in a panel do. Each press counts and comes in its turn (static/ask.js), but for another one
+    of the same button while its answer is on the way. `then`: JavaScript, a function, for when the answer is there."""
+    pressed = panel.click(do, trigger_mode="multiple", **quiet(queue=False), **given)
+    pressed.then(None, js=f"async () => {{ window.pressed.shift(); {then and f'await ({then})();'} }}")
 
 
 def quiet(**given: Any) -> dict[str, Any]:

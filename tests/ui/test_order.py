@@ -242,3 +242,23 @@ def test_what_a_choice_may_change_waits_for_its_answer(site: Site, visit: Callab
     expect(steps.locator("input, textarea").first).to_have_value("2000")
     opened(page)
     Draft(site.home).write(form.START)
+
+
+def test_each_button_counts_while_another_waits_for_its_answer(site: Site, visit: Callable[..., Page]) -> None:
+    queue = jobs.Queue(site.home)
+    text = 'name = "n{}"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
+    ids = [queue.submit(text.format(n, site.root / "runs"), gpus="77") for n in range(2)]
+    page = visit()
+    one, other = (page.locator(f'[data-job="{id}"]') for id in ids)
+    expect(other).to_be_visible()
+    held = Held(page, '"sooner"')
+    one.locator("[data-do=sooner]").click()
+    held.wait()
+    other.locator("[data-do=cancel]").click()
+    one.locator("[data-do=sooner]").click()  # no answer yet: again?
+    held.asked('"cancel"')
+    held.release()
+    expect(other.locator(".state")).to_have_text(words.say("en", "state.cancelled"))
+    expect(one.locator(".figures")).to_contain_text(words.say("en", "runs.priority"))
+    queue.cancel(ids[0])
+    assert queue.job(ids[0]).priority == 1

@@ -147,14 +147,14 @@ class _Page:
         go.click(None, inputs=[self.folder], js=GO, api_visibility="private")
         self.folder.select(None, inputs=[self.folder], js=GO, api_visibility="private")
         for clickable in (self.grid, self.view, self.tags, self.findings, self.head):
-            clickable.click(
+            live.on_press(
+                clickable,
                 self.press,
+                OPENED,
                 inputs_kwargs=self.here | self.editor,
                 outputs=[self.said, *self.everything, self.operation, self.first, self.second, self.edit, self.changes],
                 js=OPENING,
-                trigger_mode="multiple",  # each click counts
-                **NOW,
-            ).then(None, js=OPENED)
+            )
         address = gr.Textbox(visible="hidden", elem_id="dataset-address")
         self.drop.upload(
             self.take_in,
@@ -301,7 +301,7 @@ class _Page:
         overwrite = gr.Checkbox(label=say("dataset.auto.overwrite"), value=False)
         begin = gr.Button(say("dataset.auto.begin"), variant="primary", elem_id="auto-begin", size="md")
         self.job = panel(elem_id="dataset-job")
-        self.job.click(self.press_job, outputs=[self.said], **NOW)
+        live.on_press(self.job, self.press_job, outputs=[self.said])
         begin.click(
             self.begin,
             inputs_kwargs={

@@ -157,7 +157,7 @@ def build(ui: Ui) -> None:
         return [acted(ui, request, do), *[gr.skip()] * 3, header_now(ui, request), {}]
 
     now = live.quiet(queue=False)  # one after the other, as ask.js has it
-    head.click(press, outputs=[said, confirm, question, how, head, seen], **now).then(None, js=live.ASKED)
+    live.on_press(head, press, live.ASKED, outputs=[said, confirm, question, how, head, seen])
 
     def forced(request: gr.Request, do: str) -> list[Any]:
         return [acted(ui, request, do), gr.update(visible=False), header_now(ui, request), {}]
@@ -191,7 +191,7 @@ def build(ui: Ui) -> None:
             return [gr.skip(), gr.skip()]
         return [int(told["step"]), int(told["prompt"])]
 
-    grid.click(choose, outputs=[right, prompt], **now)
+    live.on_press(grid, choose, outputs=[right, prompt])
 
     def write(request: gr.Request, step: int | None, layout: str, dtype: str) -> Any:
         try:

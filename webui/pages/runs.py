@@ -81,12 +81,13 @@ def build(ui: Ui) -> None:
         return [line, *asked, page, board(ui, which, page), {}]
 
     now = live.quiet(queue=False)  # one after the other, as ask.js has it
-    cards.click(
+    live.on_press(
+        cards,
         press,
+        live.ASKED,
         inputs_kwargs={"which": which, "page": page},
         outputs=[said, confirm, question, typed, with_run, sure, which_end, doomed, page, cards, seen],
-        **now,
-    ).then(None, js=live.ASKED)
+    )
 
     def end_it(told: dict[str, str], which: str, page: int) -> list[Any]:
         try:
