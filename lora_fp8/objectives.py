@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
-from torch.nn import functional as F
 
 from lora_fp8 import config
 from lora_fp8.config import UserError
@@ -87,29 +86,61 @@ class Objective(ABC):
         """Weighted mean error of each sample over C, H and W, computed in float32. -> (B,)
 
         `kind` is the error of each value, by default `objective.loss`: "mse" its square; "huber" twice torch's
-        huber_loss, and "smooth_l1" twice its smooth_l1_loss, so that the first is the square below huber_delta, and
+        huber_loss, and "smooth_l1" twice its smooth_l1_loss, so that the first is the square below the delta, and
         the second grows as 2 |e| above it (Huber 1964; the factor is that of kohya's and diffusers' scripts).
+        "pseudo_huber" is 2 d (sqrt(e^2 + d^2) - d), and "pseudo_smooth_l1" that divided by d: what those scripts
+        call huber and smooth_l1 (Charbonnier et al. 1997; sd-scripts, `conditional_loss`). d is `delta`.
 
         With masks, 0 to 1, an error counts from `unmasked_weight` outside to 1 inside. The mean is over all of the
         picture still: the smaller the part that is trained, the less the sample counts.
         """
         pred_BCHW, target_BCHW, kind = pred_BCHW.float(), target_BCHW.float(), kind or self.section.loss
-        delta = self.section.huber_delta
-        if kind == "huber":
-            errors_BCHW = 2 * F.huber_loss(pred_BCHW, target_BCHW, reduction="none", delta=delta)
-        elif kind == "smooth_l1":
-            errors_BCHW = 2 * F.smooth_l1_loss(pred_BCHW, target_BCHW, reduction="none", beta=delta)
+        errors_BCHW = pred_BCHW - target_BCHW
+        if kind == "mse":
+            errors_BCHW = errors_BCHW.square()
         else:
-            errors_BCHW = (pred_BCHW - target_BCHW).square()
+            delta_B = self.delta(t_B).to(errors_BCHW)
+            errors_BCHW = _robust(errors_BCHW, delta_B.view(-1, *[1] * (errors_BCHW.ndim - 1)), kind)
         if mask_BHW is not None:
             counts_BHW = 1 - (1 - self.section.unmasked_weight) * (1 - mask_BHW)
             batch, *between, height, width = errors_BCHW.shape
             errors_BCHW = errors_BCHW * counts_BHW.view(batch, *[1] * len(between), height, width)
         return errors_BCHW.flatten(1).mean(1) * self.weight(t_B).to(errors_BCHW.device)
 
+    def delta(self, t_B: Tensor) -> Tensor:
+        """The error from which a Huber loss counts in proportion, by `huber_schedule` and each sample's noise. -> (B,)
+
+        "exponential" is huber_scale * huber_delta^(share of all noise), "snr" is of diffusion models alone; both as
+        sd-scripts has them (`get_huber_threshold_if_needed`).
+        """
+        delta, schedule = self.section.huber_delta, self.section.huber_schedule
+        if schedule == "constant":
+            return torch.full(t_B.shape, delta, dtype=torch.float32, device=t_B.device)
+        if schedule == "exponential":
+            return self.section.huber_scale * delta ** self.share(t_B).float()
+        return self._delta_by_snr(t_B)
+
+    def _delta_by_snr(self, t_B: Tensor) -> Tensor:
+        raise NotImplementedError("a flow-matching model has no such ratio; rules.py refuses it")
+
+    @abstractmethod
+    def share(self, t_B: Tensor) -> Tensor:
+        """t as a share of all noise, 0 (clean) to 1. -> (B,)"""
+
     def unused_settings(self) -> list[str]:
         """One sentence per setting of the section that has no effect here; the trainer warns with them."""
         return []
+
+
+def _robust(errors: Tensor, delta: Tensor, kind: str) -> Tensor:
+    """The losses of `Objective.loss` that grow in proportion for large errors; `delta` broadcasts."""
+    size = errors.abs()
+    if kind == "huber":
+        return torch.where(size < delta, size.square(), delta * (2 * size - delta))
+    if kind == "smooth_l1":
+        return torch.where(size < delta, size.square() / delta, 2 * size - delta)
+    rounded = 2 * (torch.hypot(size, delta) - delta)
+    return rounded * delta if kind == "pseudo_huber" else rounded
 
 
 def _is_flow(scheduler_config: dict[str, Any]) -> bool:
@@ -173,6 +204,14 @@ class Diffusion(Objective):
         if self.prediction_type == "v_prediction":
             return self.scheduler.get_velocity(latents_BCHW, noise_BCHW, t_B.to(latents_BCHW.device))
         return noise_BCHW
+
+    def share(self, t_B: Tensor) -> Tensor:
+        return t_B / self.num_timesteps
+
+    def _delta_by_snr(self, t_B: Tensor) -> Tensor:
+        """(1 - huber_delta) / (1 + sigma)^2 + huber_delta, where sigma^2 = 1 / SNR."""
+        delta = self.section.huber_delta
+        return (1 - delta) / (1 + self.snr(t_B).rsqrt()).square() + delta
 
     def snr(self, t_B: Tensor) -> Tensor:
         """Signal-to-noise ratio abar_t / (1 - abar_t). -> (B,) float32"""
@@ -280,6 +319,9 @@ class FlowMatching(Objective):
 
     def at_level(self, level: float) -> tuple[Tensor, str]:
         return torch.tensor([level]), f"t = {level:g}"
+
+    def share(self, t_B: Tensor) -> Tensor:
+        return t_B
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         t_B111 = t_B.to(latents_BCHW).view(-1, *[1] * (latents_BCHW.ndim - 1))

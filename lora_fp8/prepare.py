@@ -421,8 +421,7 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found += [f"dataset.{key} has no effect: dataset.frames is empty, no clip is trained on" for key in given]
     if job.dataset.control_resolution != "auto" and not any(folder.control for folder in job.dataset.folders):
         found.append("dataset.control_resolution has no effect: no folder has control pictures")
-    if job.objective.loss == "mse" and job.objective.huber_delta != config.Objective().huber_delta:
-        found.append("objective.huber_delta has no effect: objective.loss is 'mse'")
+    found += _unused_huber(job.objective)
     masked, weight = any(folder.mask for folder in job.dataset.folders), job.objective.unmasked_weight
     if not masked and weight != config.Objective().unmasked_weight:
         found.append("objective.unmasked_weight has no effect: no folder has masks")
@@ -431,6 +430,16 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
     if not job.preview.prompts and job.preview.every:
         found.append("preview.every has no effect: preview.prompts is empty")
     return found
+
+
+def _unused_huber(section: config.Objective) -> list[str]:
+    usual, names = config.Objective(), ("huber_delta", "huber_schedule", "huber_scale")
+    given = [key for key in names if getattr(section, key) != getattr(usual, key)]
+    if section.loss == "mse":
+        return [f"objective.{key} has no effect: objective.loss is 'mse'" for key in given]
+    if "huber_scale" in given and section.huber_schedule != "exponential":
+        return [f"objective.huber_scale has no effect: objective.huber_schedule is {section.huber_schedule!r}"]
+    return []
 
 
 def _every_two_seconds(run: Run) -> Callable[[int, int], None]:

@@ -62,6 +62,12 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
             say(key, text, "model.family", "dataset.folders", "preview.prompts", "preview.controls")
         for key, text in _clip_contradictions(job):
             say(key, text, "model.family")
+        if job.objective.loss != "mse" and job.objective.huber_schedule == "snr":
+            from .families import traits
+
+            if traits(job.model.family)["objective"] != "Diffusion":
+                text = "'snr' needs a diffusion model's signal-to-noise ratio; use 'exponential' or 'constant'"
+                say("objective.huber_schedule", text, "model.family", "objective.loss")
     if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
         # A folder for regularization can have none: its pictures without captions are told one by one.
         if any(not folder.trigger and not folder.regularization for folder in job.dataset.folders):

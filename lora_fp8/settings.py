@@ -49,6 +49,7 @@ CLIPS: dict[str, tuple[Any, ...]] = {"family.clips": (True,)}
 DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
 FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
 PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
+HUBER: dict[str, tuple[Any, ...]] = {"objective.loss": ("huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1")}
 TAGGED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout": ()}
 VARIED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout | dataset.wildcards": ()}
 MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
@@ -367,16 +368,30 @@ class Schedule(Section):
 class Objective(Section):
     """What the denoiser is asked to predict, and at which noise levels."""
 
-    loss: Literal["mse", "huber", "smooth_l1"] = setting(
+    loss: Literal["mse", "huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1"] = setting(
         "mse",
-        "How an error counts: by its square; huber, smooth_l1: large ones in proportion, so that they pull less.",
+        "How an error counts: by its square; huber, smooth_l1: large ones in proportion, so that they pull less; "
+        "pseudo_: with a round corner, as kohya's huber and smooth_l1.",
     )
     huber_delta: float = setting(
         0.1,
         "The error of a value from which huber and smooth_l1 count in proportion; noise has a deviation of 1.",
         gt=0,
         le=100,
-        when={"objective.loss": ("huber", "smooth_l1")},
+        when=HUBER,
+    )
+    huber_schedule: Literal["constant", "exponential", "snr"] = setting(
+        "constant",
+        "huber_delta by the noise: the same; exponential: from huber_scale on a clean picture to huber_delta times "
+        "that; snr: from 1 to huber_delta by the signal-to-noise ratio, of diffusion models.",
+        when=HUBER,
+    )
+    huber_scale: float = setting(
+        1.0,
+        "What huber_schedule = 'exponential' is multiplied by.",
+        gt=0,
+        le=100,
+        when=HUBER | {"objective.huber_schedule": ("exponential",)},
     )
     min_snr_gamma: float = setting(
         0.0, "Min-SNR loss weighting (Hang et al. 2023) for diffusion models; 0 is off.", ge=0, when=DIFFUSION

@@ -162,6 +162,14 @@ def test_one_mistake_is_one_line(text: str, words: str) -> None:
     assert len(found) == 1 and words in found[0], found
 
 
+def test_a_flow_has_no_huber_schedule_by_the_signal_to_noise_ratio() -> None:
+    text = LEAST + "objective = {loss = 'huber', huber_schedule = 'snr'}"
+    assert not problems(text)
+    [found] = problems(text.replace("sd15", "flux"))
+    assert found.startswith("objective.huber_schedule: 'snr' needs a diffusion model's signal-to-noise ratio")
+    assert not problems(text.replace("sd15", "flux").replace("'huber'", "'mse'"))
+
+
 def test_a_folder_for_regularization_needs_no_trigger() -> None:
     folders = "dataset.folders=[{path='p', trigger='zibo'}, {path='q', regularization=true}]"
     assert problems(LEAST, folders, "dataset.missing_caption=trigger") == []

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import gradio as gr
 import pytest
 from PIL import Image
 
-from lora_fp8 import config, families, jobs
+from lora_fp8 import config, families, importing, jobs
 from lora_fp8.config import UserError
 from webui import album, bases, form, importer, outlook, pictures, shows, words
 from webui.context import Place, Ui
@@ -328,22 +329,85 @@ def test_settings_of_another_trainer_become_the_draft(tmp_path: Path) -> None:
         'pretrained_model_name_or_path = "m"\nnetwork_module = "networks.lora"\nnetwork_dim = 7\n<x>=1\n'[:-6]
     )
     ui = Ui("zh-CN", Place(tmp_path / "home"))
-    text, account = importer.account(ui, file)
+    text, account = importer.account(ui, [file])
     assert tomllib.loads(text)["adapter"]["rank"] == 7
     assert "network_dim" in account and "已导入" in account
     # What its remarks say, each in Chinese though several stand in one line; what was not found; what was assumed.
     shutil.copy(EXAMPLES / "sd_scripts_flux.toml", file)
-    _, account = importer.account(ui, file)
+    _, account = importer.account(ui, [file])
     assert (
         "注意</strong>" in account
-        and "请把它放在 k.toml 旁边" in account
+        and "请把它和 k.toml 放在一起" in account
         and "按 sd-scripts 0.10 的默认值填写" in account
     )
     (tmp_path / "prompts.txt").write_text("a cat --s 20 --l 4\na dog --s 30\n")
-    assert "只用 --g；这里所有预览共用一个 steps" in importer.account(ui, file)[1]
+    both = [tmp_path / "prompts.txt", file]
+    assert "只用 --g；这里所有预览共用一个 steps" in importer.account(ui, both)[1]
     file.write_text("a = 1\n")
     with pytest.raises(UserError):
-        importer.account(ui, file)
+        importer.account(ui, [file])
+
+
+TOGETHER = (
+    ("sd_scripts_flux.toml", "sd_scripts_dataset.toml", "prompts.txt"),
+    ("fluxgym_train.sh", "fluxgym_dataset.toml", "prompts.txt"),
+    ("musubi_qwen.toml", "musubi_dataset.toml"),
+    ("diffusion_pipe_flux.toml", "diffusion_pipe_dataset.toml"),
+    ("onetrainer_sdxl.json", "onetrainer_concepts.json", "onetrainer_samples.json"),
+    ("simpletuner_sdxl.json", "simpletuner_backend.json", "simpletuner_lycoris.json"),
+)
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
+def test_files_that_settings_refer_to_come_with_them(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Uploads lie in a folder each and come in any order; what is made of them is what the command makes."""
+    apart = []
+    for name in reversed([*names, "kohya_ss_readme.txt"]):
+        apart.append(tmp_path / f"upload of {name}" / name)
+        apart[-1].parent.mkdir()
+        apart[-1].write_bytes((EXAMPLES / name).read_bytes() if name in names else b"nothing of this\n")
+    text, account = importer.account(Ui("en", Place(tmp_path / "home")), apart)
+    expected = importing.import_file(EXAMPLES / names[0]).settings
+    expected.pop("output_dir", None)  # theirs is not the page's to write to
+    assert tomllib.loads(text) == expected
+    read = re.search(r"<p>Read with it: (.*?)</p>", account)
+    assert read and sorted(read[1].split(", ")) == sorted(names[1:])
+    unused = f"Not used: kohya_ss_readme.txt: {names[0]} does not name it"
+    assert unused in account and account.count("Not used") == 1 and str(tmp_path) not in account
+
+
+BOMB = b"a: &a [x, x]\n" + b"".join(b"%c: &%c [%s]\n" % (c, c, b"*%c, " % (c - 1) * 9) for c in range(98, 112))
+"""A file of YAML of half a kilobyte that stands for more values than a memory holds."""
+
+
+def test_files_beside_settings_are_text_and_of_one_training(tmp_path: Path) -> None:
+    def file(name: str, content: bytes) -> Path:
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
+    ui = Ui("zh-CN", Place(tmp_path / "home"))
+    main = file("k.toml", b'pretrained_model_name_or_path = "m"\nnetwork_dim = 7\nnetwork_module = "networks.lora"\n')
+    strange = [
+        file("binary.txt", b"\xff\xd8\xff\xe0 a picture"),
+        file("broken.json", b'{"a": '),
+        file("large.txt", b"x" * (importer.LARGEST + 1)),
+        file("bomb.yaml", BOMB),
+        (tmp_path / "other" / "k.toml"),
+    ]  # fmt: skip
+    strange[-1].parent.mkdir()
+    strange[-1].write_bytes(main.read_bytes())
+    told = dict(re.findall(r"未使用：(.*?)：(.*?)</p>", importer.account(ui, [main, *strange])[1]))
+    assert told.keys() == {one.name for one in strange}
+    reasons = {"binary.txt": "不是 UTF-8", "broken.json": "JSON", "large.txt": "超过配置文件的上限"}
+    reasons |= {"bomb.yaml": "没有提到它", "k.toml": "同名"}
+    assert [name for name, reason in reasons.items() if reason not in told[name]] == []
+    with pytest.raises(UserError, match="100000 values"):
+        importer.account(ui, [strange[3]])
+    other = file("o.toml", main.read_bytes())
+    with pytest.raises(UserError, match=r"k\.toml, o\.toml: each is a training of its own"):
+        importer.account(ui, [main, other])
+    with pytest.raises(UserError, match="21 files"):
+        importer.account(ui, [main] * 21)
 
 
 # ------------------------------------------------------------------------------------------------------------- outlook

@@ -27,6 +27,7 @@ from PIL import Image
 from lora_fp8 import adapters, cli, config, families, importing, layouts, optim
 from lora_fp8.config import UserError
 from lora_fp8.importing import base, words
+from lora_fp8.objectives import Diffusion, FlowMatching
 
 EXAMPLES = Path(__file__).parent / "data" / "import"
 WRITTEN_FILES = EXAMPLES.parent / "import_written"
@@ -438,7 +439,9 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "tag_separator": ",",
             "caption_variants": 10,
             "folders": [
+                {"path": "pictures/10_zibo cat", "repeats": 5, "resolution": 512},
                 {"path": "pictures/10_zibo cat", "repeats": 5},
+                {"path": "pictures/plain", "resolution": 512, "mask": "pictures/masks"},
                 {"path": "pictures/plain", "mask": "pictures/masks"},
             ],
         },
@@ -604,7 +607,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     ),
     "kohya_ss_flux.json": (
         "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
-        "wandb_api_key|max_grad_norm|clip_l|t5xxl|ae|huggingface_token",
+        "wandb_api_key|max_grad_norm|clip_l|t5xxl|ae|huggingface_token|save_every_n_epochs",
     ),
     "lora_scripts_preset.toml": ("data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
     "lora_scripts_sd.toml": (
@@ -626,7 +629,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     ),
     "diffusion_pipe_flux.toml": (
         "model.transformer_dtype|micro_batch_size_per_gpu|epochs|optimizer.type|save_every_n_epochs"
-        "|diffusion_pipe_dataset.toml: resolutions|diffusion_pipe_dataset.toml: min_ar"
+        "|diffusion_pipe_dataset.toml: min_ar"
         "|diffusion_pipe_dataset.toml: max_ar|diffusion_pipe_dataset.toml: num_ar_buckets",
         "checkpoint_every_n_minutes|blocks_to_swap",
     ),
@@ -1100,22 +1103,117 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
     assert "network_args" in keys(left_out.no_counterpart) and "ranks" not in settings(left_out)["adapter"]
 
 
-def test_losses_and_captions_that_vary(here: Path, tmp_path: Path) -> None:
-    text = "loss_type = 'smooth_l1'\nhuber_schedule = 'constant'\nhuber_c = 0.2\nhuber_scale = 2.0\n"
-    made = kohya(tmp_path, text + "caption_tag_dropout_rate = 0.1\nkeep_tokens = 2\nenable_wildcard = true")
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize("given", ["constant", "exponential", "snr", ""])
+@pytest.mark.parametrize("kind", ["huber", "smooth_l1"])
+def test_the_huber_loss_of_kohyas_scripts(tmp_path: Path, kind: str, given: str, family: str) -> None:
+    """Ours, built from the import, against the formulas of sd-scripts' source at 16 noise levels."""
+    path = tmp_path / "train.toml"
+    text = f"pretrained_model_name_or_path = 'x'\nloss_type = '{kind}'\nhuber_c = 0.2\nhuber_scale = 1.5\n"
+    path.write_text(text + (f"huber_schedule = '{given}'" if given else ""), encoding="utf-8")
+    made = importing.import_file(path, "sd-scripts", family)
+    schedule, exact = given or "snr", family == "sdxl" or given in ("constant", "exponential")
+    assert "loss_type" in keys(made.mapped if exact else made.differs)
+    section = job_of(made).objective
+    t_B = torch.arange(30, 1000, 60)
+    sigma_B = (1 / diffusers.DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+               .alphas_cumprod[t_B] - 1).sqrt()  # fmt: skip
+    theirs = {"constant": torch.full(t_B.shape, 0.3), "exponential": torch.exp(math.log(0.2) * t_B / 1000) * 1.5}
+    theirs["snr"] = (1 - 0.2) / (1 + sigma_B) ** 2 + 0.2 if family == "sdxl" else theirs["constant"]
+    c_B, error_B = theirs[schedule], torch.linspace(-2, 2, len(t_B))
+    wanted_B = 2 * (torch.sqrt(error_B**2 + c_B**2) - c_B) * (c_B if kind == "huber" else 1)
+    if family == "sdxl":
+        scheduler = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+        objective, times_B = Diffusion(scheduler, section), t_B
+    else:
+        objective, times_B = FlowMatching({}, section), t_B / 1000
+    mine_B = objective.loss(error_B.view(-1, 1, 1, 1), torch.zeros(len(t_B), 1, 1, 1), times_B)
+    torch.testing.assert_close(mine_B, wanted_B, rtol=1e-4, atol=1e-6)
+
+
+def test_each_folder_keeps_its_resolution_and_weight(here: Path, tmp_path: Path) -> None:
+    """As kohya's documents advise: one folder in several datasets, of a size each."""
+    sets = "".join(
+        f"[[datasets]]\nresolution = {side}\n[[datasets.subsets]]\nimage_dir = 'a'\nnum_repeats = {n}\n"
+        for n, side in enumerate((512, 768, "[1024, 1024]"), 1)
+    )
+    (tmp_path / "set.toml").write_text(sets, encoding="utf-8")
+    made = kohya(tmp_path, f"dataset_config = '{(tmp_path / 'set.toml').as_posix()}'\nresolution = '640,640'")
+    folders = [{"path": "a", "resolution": 512}, {"path": "a", "repeats": 2, "resolution": 768}]
+    folders += [{"path": "a", "repeats": 3}]
+    assert settings(made)["dataset"]["folders"] == folders and settings(made)["dataset"]["resolution"] == 1024
+    assert not [key for key in keys(made.differs) if "resolution" in key]
+    data = read(here / "ai_toolkit_sdxl.yaml")
+    sets = data["config"]["process"][0]["datasets"]
+    before = len(settings(importing.import_file(here / "ai_toolkit_sdxl.yaml"))["dataset"]["folders"])
+    sets[0]["loss_multiplier"] = 0.25
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    found = settings(importing.import_file(tmp_path / "a.yaml"))["dataset"]["folders"]
+    weighed = [folder.get("weight", 1.0) for folder in found]
+    assert len(found) == before and weighed[:2] == [0.25, 0.25] and 0.25 not in weighed[2:]  # the first, at two sizes
+    concepts = [{"path": "a", "loss_weight": 0.5}, {"path": "b", "image": {"enable_resolution_override": True,
+                 "resolution_override": "640"}}]  # fmt: skip
+    (tmp_path / "c.json").write_text(json.dumps(concepts), encoding="utf-8")
+    page = read(here / "onetrainer_sdxl.json") | {"concept_file_name": str(tmp_path / "c.json")}
+    (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
+    data = settings(importing.import_file(tmp_path / "page.json"))["dataset"]
+    assert data["folders"] == [{"path": "a", "weight": 0.5}, {"path": "b", "resolution": 640}]
+    assert data["resolution"] == 1024
+
+
+def test_of_two_intervals_one_is_told(tmp_path: Path) -> None:
+    """kohya's previews heed the epochs alone; its files are saved at both."""
+    folder = tmp_path / "3_cat"
+    folder.mkdir()
+    for i in range(4):
+        Image.new("RGB", (8, 8)).save(folder / f"{i}.png")
+    text = f"train_data_dir = '{tmp_path.as_posix()}'\nsample_prompts = 'a cat'\n"
+    for name in ("sample", "save"):
+        text += f"{name}_every_n_steps = 5\n{name}_every_n_epochs = 2\n"
+    made = kohya(tmp_path, text)
     found = settings(made)
-    assert found["objective"]["loss"] == "smooth_l1" and found["objective"]["huber_delta"] == 0.4
+    assert found["preview"]["every"] == 2 * 3 * 4 and found["checkpoint"]["every"] == 5
+    lost = {entry.key for entry in made.no_counterpart if not entry.off}
+    assert "save_every_n_epochs" in lost and not lost & {"sample_every_n_steps", "sample_every_n_epochs"}
+
+
+@pytest.mark.parametrize(("chosen", "offset"), [("Original", 0.05), ("Multires", None), ("", 0.05)])
+def test_the_pages_choice_of_noise_counts(here: Path, tmp_path: Path, chosen: str, offset: float | None) -> None:
+    page = read(here / "kohya_ss_sdxl.json") | {"noise_offset": 0.05, "multires_noise_iterations": 6}
+    page |= {"noise_offset_type": chosen}
+    (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
+    made = importing.import_file(tmp_path / "page.json")
+    assert settings(made).get("objective", {}).get("noise_offset") == offset
+    lost = {entry.key for entry in made.no_counterpart if not entry.off}
+    assert ("multires_noise_iterations" in lost) == (chosen != "Original")
+
+
+@pytest.mark.parametrize(("shift", "kind"), [(1.0, "UNIFORM"), (3.0, "UNIFORM"), (3.0, "LOGIT_NORMAL")])
+def test_onetrainers_range_of_noise(here: Path, tmp_path: Path, shift: float, kind: str) -> None:
+    page = read(here / "onetrainer_chroma.json") | {"min_noising_strength": 0.2, "max_noising_strength": 0.5}
+    page |= {"timestep_distribution": kind, "timestep_shift": shift, "dynamic_timestep_shifting": False}
+    (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
+    made = importing.import_file(tmp_path / "page.json")
+    section = job_of(made).objective
+    if kind != "UNIFORM":
+        assert {"min_noising_strength", "max_noising_strength"} <= keys(made.differs)
+        return
+    generator = torch.Generator().manual_seed(0)
+    theirs = 200 + 300 * torch.rand(20000, generator=generator)  # ModelSetupNoiseMixin._get_timestep_discrete
+    theirs = shift * theirs / ((shift - 1) * theirs + 1000)
+    drawn = FlowMatching({}, section).sample_t([torch.Generator().manual_seed(i) for i in range(4000)], 1024)
+    for share in (0.02, 0.25, 0.5, 0.75, 0.98):
+        assert drawn.quantile(share).item() == pytest.approx(theirs.quantile(share).item(), abs=0.01)
+
+
+def test_losses_and_captions_that_vary(here: Path, tmp_path: Path) -> None:
+    made = kohya(tmp_path, "caption_tag_dropout_rate = 0.1\nkeep_tokens = 2\nenable_wildcard = true")
+    found = settings(made)
     assert (found["dataset"]["tag_dropout"], found["dataset"]["keep_tokens"], found["dataset"]["wildcards"]) == (
         0.1,
         2,
         True,
     )
-    moving = kohya(tmp_path, "loss_type = 'huber'")
-    assert (
-        settings(moving)["objective"]
-        == {"loss": "huber", "huber_delta": 0.1} | settings(kohya(tmp_path, ""))["objective"]
-    )
-    assert "moves it with the noise level" in next(entry.note for entry in moving.differs if entry.key == "loss_type")
     path = tmp_path / "concepts.json"
     concepts = json.loads((here / "onetrainer_concepts.json").read_text(encoding="utf-8"))
     drop = {"tag_dropout_enable": True, "tag_dropout_mode": "RANDOM", "tag_dropout_probability": 0.3}

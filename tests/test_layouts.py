@@ -175,6 +175,11 @@ COMFYUI = {
         | {"single_blocks.#.linear1", "single_blocks.#.linear2"},
         20 * 8 + 40 * 2,
     ),
+    "ltx_video": (
+        {f"transformer_blocks.#.{attn}.to_{x}" for attn in ("attn1", "attn2") for x in ("q", "k", "v", "out.0")}
+        | {"transformer_blocks.#.ff.net.0.proj", "transformer_blocks.#.ff.net.2"},
+        28 * 10,
+    ),
     "hidream": (
         {
             f"{kind}_stream_blocks.#.block.{x}"
@@ -283,7 +288,7 @@ AUTO = {
     **dict.fromkeys(("sd15", "sd2", "sdxl"), ["kohya"]),
     **dict.fromkeys(("flux", "flux_kontext", "chroma"), ["diffusers", "kohya"]),
     **dict.fromkeys(("flux2", "flux2_klein", "qwen_image", "krea2", "ernie_image", "anima", "wan"), ["comfy"]),
-    **dict.fromkeys(("ideogram4", "hunyuan_video", "qwen_image_edit", "qwen_image_edit_plus"), ["comfy"]),
+    **dict.fromkeys(("ideogram4", "hunyuan_video", "ltx_video", "qwen_image_edit", "qwen_image_edit_plus"), ["comfy"]),
     "lumina2": ["comfy", "diffusers"],
     **dict.fromkeys(("sd3", "z_image", "hidream", "sana", "aura_flow"), ["diffusers"]),
 }
@@ -299,8 +304,9 @@ MODULES = {
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), "networks.lora_qwen_image"),
     **{"z_image": "networks.lora_zimage", "krea2": "networks.lora_krea2", "ideogram4": "networks.lora_ideogram4"},
     "ernie_image": "networks.lora_ernie_image",
-    # sd-scripts' lora.py is for Stable Diffusion, musubi-tuner's for HunyuanVideo; neither trains the other three
-    **dict.fromkeys(("sd15", "sd2", "sdxl", "hunyuan_video", "sana", "hidream", "aura_flow"), "networks.lora"),
+    # sd-scripts' lora.py is for Stable Diffusion, musubi-tuner's for HunyuanVideo; neither trains the other four
+    **dict.fromkeys(("sd15", "sd2", "sdxl", "hunyuan_video", "ltx_video"), "networks.lora"),
+    **dict.fromkeys(("sana", "hidream", "aura_flow"), "networks.lora"),
 }
 """The files in networks/ of kohya's two trainers: what they write into `ss_network_module`."""
 

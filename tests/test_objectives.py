@@ -203,6 +203,36 @@ def test_the_loss_is_one_float32_mean_per_sample(objective):
         torch.testing.assert_close(small, torch.full_like(small, scale), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
+def test_the_huber_schedules_are_those_of_sd_scripts(schedule: str) -> None:
+    """Each sample by itself, in plain numbers, with the alphas of diffusers' DDIM scheduler."""
+    abar, c, scale = DDIMScheduler(**SD).alphas_cumprod.tolist(), 0.2, 1.5
+    pred, target = pair()
+    t_B = torch.tensor([37, 871])
+    for kind, torchs in (("huber", "huber_loss"), ("smooth_l1", "smooth_l1_loss"), ("pseudo_huber", ""),
+                         ("pseudo_smooth_l1", "")):  # fmt: skip
+        section = config.Objective(loss=kind, huber_delta=c, huber_schedule=schedule, huber_scale=scale)
+        loss_B = Diffusion(SD, section).loss(pred, target, t_B)
+        for i, t in enumerate(t_B.tolist()):
+            sigma = math.sqrt((1 - abar[t]) / abar[t])
+            d = {"constant": c, "exponential": scale * math.exp(math.log(c) * t / 1000)}.get(
+                schedule, (1 - c) / (1 + sigma) ** 2 + c
+            )
+            error = (pred[i] - target[i]).double()
+            if torchs:
+                judge = getattr(torch.nn.functional, torchs)
+                wanted = 2 * judge(error, torch.zeros_like(error), **{"delta" if kind == "huber" else "beta": d})
+            else:
+                wanted = 2 * ((error**2 + d**2).sqrt() - d).mean() * (d if kind == "pseudo_huber" else 1)
+            assert loss_B[i].item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_a_flow_has_the_exponential_huber_schedule_by_its_own_time() -> None:
+    section = config.Objective(loss="pseudo_huber", huber_delta=0.2, huber_schedule="exponential")
+    delta_B = FlowMatching(FLUX, section).delta(torch.tensor([0.0, 0.5, 1.0]))
+    torch.testing.assert_close(delta_B, torch.tensor([1.0, 0.2**0.5, 0.2]))
+
+
 def test_the_noise_offset_is_one_normal_number_for_each_channel_of_a_sample():
     _, noise = pair()
     objective = Diffusion(SD, config.Objective(noise_offset=0.1))

@@ -16,7 +16,7 @@ from test_families import make, write_header
 from lora_fp8 import config, families, naming
 from lora_fp8.families._files import PREFIXES
 
-NAMED = ("lumina2", "sana", "hidream", "wan", "hunyuan_video")
+NAMED = ("lumina2", "sana", "hidream", "wan", "hunyuan_video", "ltx_video")
 """Families whose table says all of a published file."""
 
 BESIDE = {
@@ -25,7 +25,7 @@ BESIDE = {
 }
 """Tensors of the published files that no network of diffusers has."""
 
-JUDGED = ("lumina2", "sana", "hidream", "wan", "hunyuan_video")
+JUDGED = ("lumina2", "sana", "hidream", "wan", "hunyuan_video", "ltx_video")
 """Families whose single files diffusers converts by names and rows."""
 
 

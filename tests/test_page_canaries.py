@@ -254,6 +254,35 @@ def test_what_is_typed_into_any_field_stays_text(site: Site) -> None:
     assert new == {"data/set/.lora_fp8_captions.jsonl"}, "written where nothing belongs"  # captions can be undone
 
 
+def test_an_import_reads_what_came_with_it_and_nothing_outside(site: Site) -> None:
+    foreign, secret = site.folder / "foreign", "the words of somebody else"
+    (foreign / "7_hidden name").mkdir(parents=True)
+    (foreign / "prompts.txt").write_text(secret, encoding="utf-8")
+    (foreign / "data.toml").write_text(
+        f'[[datasets]]\n[[datasets.subsets]]\nimage_dir = "{secret}"\n', encoding="utf-8"
+    )
+    theirs = 'network_module = "networks.lora"\npretrained_model_name_or_path = "m"\n'
+    theirs += 'sample_prompts = "{0}/prompts.txt"\ndataset_config = "{0}/data.toml"\nreg_data_dir = "{0}"\n'
+    call = site.find("new-import", "upload")
+    (id,) = [id for id in call["inputs"] if site.parts[id]["type"] == "file"]
+
+    def imported(*files: tuple[str, str]) -> str:
+        sent = [("files", (name, text.encode())) for name, text in files]
+        paths = site.client.post("/en/gradio_api/upload", files=sent).json()
+        given = [{"path": path, "meta": {"_type": "gradio.FileData"}} for path in paths]
+        return json.dumps(site.call(call, {id: given}))  # type: ignore[dict-item]
+
+    for way in (str(foreign), "../" * 12 + str(foreign)[1:], os.path.relpath(foreign)):
+        told = imported(("k.toml", theirs.format(way)))
+        assert "networks.lora" in told and secret not in told and "hidden name" not in told, way
+    told = imported(("k.toml", theirs.format(foreign)), ("prompts.txt", secret))
+    assert secret in told and "Read with it: prompts.txt" in told
+    inside = site.folder / "data" / "settings"
+    inside.mkdir()
+    (inside / "prompts.txt").write_text(secret, encoding="utf-8")
+    assert secret in imported(("k.toml", theirs.format(inside)))
+
+
 def _take(tables: dict[str, Any], key: str) -> bool:
     """Take a setting out. -> whether it was there"""
     section, _, name = key.rpartition(".")

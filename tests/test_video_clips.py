@@ -287,8 +287,9 @@ def test_who_takes_no_clips_says_so(tmp_path):
     (asked,) = images.scan(section(tmp_path), clip_rate=16).problems
     assert "set dataset.frames to the lengths" in asked
     text = "[model]\nfamily='{}'\npath='x'\n[dataset]\nfolders=[{{path='x'}}]\nframes={}\n[preview]\nframes={}"
+    every = re.escape(" | ".join(FAMILIES))
     for family, lengths, drawn, lines in (
-        ("sdxl", [1], 5, [r"dataset.frames: .* draws pictures; .*: hunyuan_video \| wan$", "preview.frames: "]),
+        ("sdxl", [1], 5, [rf"dataset.frames: .* draws pictures; .*: {every}$", "preview.frames: "]),
         ("wan", [16, 33], 1, ["dataset.frames: .* takes clips of 1, 5, 9 ... frames; got 16, near is 17"]),
         ("hunyuan_video", [5, 5], 8, ["preview.frames: .*near is 9", "dataset.frames: names a length twice"]),
     ):
@@ -366,15 +367,17 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
-    """A step inside the real pipeline, of two prompts and 9 frames that are not square, asked again through `predict`;
-    and what its scheduler ends with, decoded here, is the clip that it draws."""
+    """A step inside the real pipeline, of two prompts and frames that are not square, three of latents, asked again
+    through `predict`; and what its scheduler ends with, decoded here, is the clip that it draws."""
     Family = families.get(name)
     model = config.Model(family=name, path=str(tiny(name)))
     family = Family(model, device="cpu", dtype=torch.float32)
     load_encoders(family)
     pipeline = getattr(diffusers, Family.pipeline_class).from_pretrained(tiny(name), local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
-    assert Family.clips[0] == pipeline.vae_scale_factor_temporal
+    names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+    assert [Family.clips[0]] == [getattr(pipeline, name) for name in names if hasattr(pipeline, name)]
+    num_frames = 1 + 2 * Family.clips[0]
     seen = []
     step = type(pipeline.scheduler).step
 
@@ -387,7 +390,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
     height, width = Family.tiny_hw
     drawn = pipeline(
         prompt=PROMPTS,
-        **{**Family.call_options, "num_frames": 9, "height": height, "width": width},
+        **{**Family.call_options, "num_frames": num_frames, "height": height, "width": width},
         **family.guidance_inputs(1.0),
         max_sequence_length=family.max_sequence_length,
         num_inference_steps=3,
@@ -395,20 +398,22 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
         output_type="pt",
     ).frames
     cond = family.collate(family.encode_prompts(PROMPTS))
+    latent_hw = family.encode_images(torch.zeros(1, 3, height, width)).shape[-2:]
     with torch.no_grad():
-        noisy, expected, _ = seen[1]
-        assert noisy.ndim == 5 and noisy.shape[0] == 2 and noisy.shape[2] == family.latent_frames(9) == 3
+        noisy, expected, _ = (family.unpack(packed, tuple(latent_hw)) for packed in seen[1])
+        assert torch.equal(family.pack(noisy), seen[1][0])
+        assert noisy.ndim == 5 and noisy.shape[0] == 2 and noisy.shape[2] == family.latent_frames(num_frames) == 3
         assert noisy.shape[-2] != noisy.shape[-1]
         told = pipeline.scheduler.timesteps[1] / pipeline.scheduler.config.num_train_timesteps
         answer = family.predict(pipeline.transformer, noisy, told.float().expand(2), cond)
     torch.testing.assert_close(answer, expected, rtol=1e-3, atol=1e-5)
-    latents = seen[-1][2]
+    latents = family.unpack(seen[-1][2], tuple(latent_hw))
     pixels = family.decode_latents(latents)
-    assert pixels.shape == (2, 3, 9, height, width)
+    assert pixels.shape == (2, 3, num_frames, height, width)
     torch.testing.assert_close((pixels / 2 + 0.5).clamp(0, 1), drawn.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
     # Encoding is decoding's inverse: nothing but what diffusers' VAE does to a clip happens to it.
-    clip = torch.rand(1, 3, 9, height, width, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    clip = torch.rand(1, 3, num_frames, height, width, generator=torch.Generator().manual_seed(1)) * 2 - 1
     encoded = family.encode_images(clip)
     assert encoded.shape == latents[:1].shape
     with torch.no_grad():

@@ -137,6 +137,10 @@ FLIPS = {
     "schedule.min_lr": Flip("0.5", ("tensors", "rates"), under=("schedule.name=cosine",)),
     "objective.loss": Flip("huber", TRAINING, ("rates", "samples")),
     "objective.huber_delta": Flip("0.5", TRAINING, ("rates", "samples"), ("objective.loss=smooth_l1",)),
+    "objective.huber_schedule": Flip("exponential", TRAINING, ("rates", "samples"), ("objective.loss=huber",)),
+    "objective.huber_scale": Flip(
+        "0.2", TRAINING, ("rates", "samples"), ("objective.loss=pseudo_huber", "objective.huber_schedule=exponential")
+    ),
     "objective.min_snr_gamma": Flip("1.0", TRAINING, ("rates", "samples")),
     "objective.noise_offset": Flip("0.5", TRAINING, ("rates", "samples")),
     "objective.unmasked_weight": Flip(
@@ -674,6 +678,8 @@ def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch:
         ("sd15", ("optimizer.eps=1e-6", "optimizer.name=lion8bit")),
         ("sd15", ("optimizer.d_coef=2.0",)),
         ("sd15", ("objective.huber_delta=1.0",)),
+        ("sd15", ("objective.huber_schedule=snr",)),
+        ("sd15", ("objective.huber_scale=2.0", "objective.loss=huber", "objective.huber_schedule=snr")),
         ("sd15", ("schedule.cycles=2",)),
         ("sd15", ("train.gradient_exchange=fp8",)),
         ("sd15", ("model.revision=v2",)),

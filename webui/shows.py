@@ -161,7 +161,7 @@ def card(ui: Ui, view: JobView, base: str, tail: Sequence[str], links: str = "")
     name = shown(title(ui, view))
     name = f'<a href="{shown(address)}">{name}</a>' if view.kind == "train" or "/dataset" in address else name
     return (
-        f'<section class="card {shown(view.state)}" data-job="{shown(view.id)}"><div class="row"><h3>{name}</h3>'
+        f'<section class="card {shown(view.state)}" data-job="{shown(view.id)}"><div class="row"><h2>{name}</h2>'
         f"{state(ui, view)}"
         f'<span class="dim">{about}</span></div>{said(ui, view)}'
         f"{bar(view)}{figures(ui, view)}{last_lines(view, tail)}{buttons(ui, view, links=links)}</section>"

@@ -33,7 +33,7 @@ class Latents:
     """Of that batch norm, where it is not what the VAE's config says."""
     latents_as: ClassVar[str] = "BCHW"
     """How the pipeline passes latents around: "BCHW"; "BCFHW", as a clip of one frame; or "BSD", as a sequence of
-    patches, row by row, with the pixels of a patch side by side in each channel."""
+    patches, row by row and of clips frame by frame, with the pixels of a patch side by side in each channel."""
 
     @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
@@ -94,18 +94,19 @@ class Latents:
         if self.latents_as == "BCFHW":
             return as_clip(latents_BCHW)
         if self.latents_as == "BSD":
-            patches = latents_BCHW.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # B C H/p p W/p p
-            return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+            clip = as_clip(latents_BCHW)
+            patches = clip.unflatten(4, (-1, self.patch)).unflatten(3, (-1, self.patch))  # B C F H/p p W/p p
+            return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
         return latents_BCHW
 
     def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        """The inverse of `pack`. -> BCHW"""
+        """The inverse of `pack`. -> BCHW, of several frames BCFHW"""
         if self.latents_as == "BCFHW":
             return as_picture(packed)
         if self.latents_as == "BSD":
             rows, columns = (side // self.patch for side in latent_hw)
-            patches = packed.unflatten(2, (-1, self.patch, self.patch)).unflatten(1, (rows, columns))
-            return patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+            patches = packed.unflatten(2, (-1, self.patch, self.patch)).unflatten(1, (-1, rows, columns))
+            return as_picture(patches.permute(0, 4, 1, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4))
         return packed
 
     def seq_len(self, latent_hw: tuple[int, ...]) -> int:

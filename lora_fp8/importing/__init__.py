@@ -13,6 +13,7 @@ Facts about the other tools are as of their documentation and sources of 2026; e
 No torch here.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from lora_fp8.config import UserError
@@ -69,13 +70,16 @@ def convert(source: Source, tool: Tool, why: str, family: str = "") -> Import:
     return draft.finish()
 
 
-def import_file(path: str | Path, tool: str = "", family: str = "") -> Import:
+def import_file(
+    path: str | Path, tool: str = "", family: str = "", reach: Callable[[Path], bool] | None = None
+) -> Import:
     """The whole way from a file to our settings.
 
     Args:
         path: TOML, JSON, YAML, or a shell or batch script with the command that starts the training.
         tool: a name in `TOOLS`; empty looks at the file.
         family: our name of the architecture; empty takes it from the file.
+        reach: whether a file or folder that it refers to may be looked at; all may where nothing is given.
 
     Raises:
         UserError: the file cannot be read, is of no known tool, or could be of several.
@@ -83,6 +87,7 @@ def import_file(path: str | Path, tool: str = "", family: str = "") -> Import:
     if tool and tool not in TOOLS:
         raise UserError(f"--from {tool}: not known; accepted: {', '.join(TOOLS)}")
     source = read_source(Path(path))
+    source.reach = reach or source.reach
     try:
         chosen, why = (TOOLS[tool], f"--from {tool}") if tool else recognise(source)
         return convert(source, chosen, why, family)

@@ -35,6 +35,7 @@ PROCESS = "config.process.0."
 NO_VIDEO = words.NO_CLIPS
 NO_CONTROL = "control pictures lie in one folder here: dataset.folders.N.control"
 NO_LOSS = "there is one loss here, objective.loss, weighted by min_snr_gamma only"
+NO_RANGE = "counts places in its own list of noise levels; see objective.t_min and t_max"
 NO_PRESERVE = "no prior is preserved here; caption some pictures of the class without the trigger"
 
 SHORT: dict[str, Rule] = {
@@ -80,8 +81,8 @@ SHORT: dict[str, Rule] = {
     "datasets.*.buckets": JOINT,
     "datasets.*.bucket_tolerance": JOINT,
     "datasets.*.is_reg": JOINT,
-    "datasets.*.network_weight": none("every folder counts the same; see repeats", 1, 1.0),
-    "datasets.*.loss_multiplier": none("every folder counts the same; see repeats", 1, 1.0),
+    "datasets.*.network_weight": none(words.FULL_STRENGTH, 1, 1.0),
+    "datasets.*.loss_multiplier": JOINT,
     "datasets.*.token_dropout_rate": JOINT,
     "datasets.*.random_triggers": none("a folder has one trigger"),
     "datasets.*.trigger_word": JOINT,
@@ -144,8 +145,8 @@ SHORT: dict[str, Rule] = {
     "train.linear_timesteps2": JOINT,
     "train.content_or_style": none("the whole range of noise is trained alike", "balanced"),
     "train.content_or_style_reg": none("the whole range of noise is trained alike", "balanced"),
-    "train.min_denoising_steps": none("the whole range of noise is trained"),
-    "train.max_denoising_steps": none("the whole range of noise is trained", 1000, 999),
+    "train.min_denoising_steps": none(NO_RANGE),
+    "train.max_denoising_steps": none(NO_RANGE, 1000, 999),
     "train.loss_type": none(words.ONE_LOSS, "mse"),
     "train.ema_config.use_ema": none(words.NO_EMA),
     "train.ema_config.ema_decay": idle("belongs to use_ema"),
@@ -217,7 +218,7 @@ SHORT: dict[str, Rule] = {
     "sample.guidance_scale": JOINT,
     "sample.sample_steps": JOINT,
     "sample.guidance_rescale": none("guidance is not rescaled here"),
-    "sample.num_frames": none("preview.frames is the length of previews, of wan and hunyuan_video", 1),
+    "sample.num_frames": none("preview.frames is the length of previews, of wan, hunyuan_video and ltx_video", 1),
     "sample.fps": idle(NO_VIDEO),
     "sample.format": idle("previews are .png"),
     "sample.ext": idle("previews are .png"),
@@ -258,7 +259,7 @@ ARCHITECTURES = {
     "wan21": "wan",
     "wan2214b": "wan",
     "wan225b": "wan",
-    "ltx2": "ltx",
+    "ltx2": "ltx2",
 }
 
 
@@ -384,8 +385,10 @@ def _set_folders(draft: Draft) -> None:
         key=lambda table: int(table.split(".")[-2]),
     )
     kept, largest = [], 0
+    named: list[range] = []  # the folders of each
     for table in tables:
         kept.append(table)
+        named.append(range(0))
         name = f"{table}folder_path" if draft.has(f"{table}folder_path") else f"{table}dataset_path"
         path = draft.get(name, text)
         if not path:
@@ -413,10 +416,14 @@ def _set_folders(draft: Draft) -> None:
             largest = max(largest, sides[-1])
         else:
             draft.folders.append(folder)
+        named[-1] = range(len(draft.folders) - max(1, len(sides)), len(draft.folders))
     draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
     _set_unmasked_weight(draft, kept)
     words.balance_regularization(draft)
     words.weigh_regularization(draft, f"{PROCESS}train.reg_weight")
+    for table, own in zip(kept, named, strict=True):
+        for i in own:
+            words.weigh(draft, f"{table}loss_multiplier", draft.folders[i], f"dataset.folders.{own[0]}")
 
     def each(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]

@@ -33,6 +33,8 @@ SECRET_ASSIGNMENT = re.compile(
     re.IGNORECASE,
 )
 HIDDEN = "(not shown)"
+MOST_VALUES = 100_000
+"""Of a settings file; a few lines of YAML may stand for more than a memory holds."""
 
 
 class Unfit(Exception):
@@ -227,6 +229,7 @@ class Source:
         data: what it holds; for a command, the options by name.
         script: of a command, the Python file that it runs.
         notes: what was left out while reading.
+        reach: whether a file or folder that it refers to may be looked at; a path outside is as if nothing were there.
     """
 
     path: Path
@@ -234,6 +237,7 @@ class Source:
     data: Any
     script: str = ""
     notes: list[str] = field(default_factory=list)
+    reach: Callable[[Path], bool] = lambda path: True
 
 
 def decoded(path: Path) -> str:
@@ -263,7 +267,10 @@ def read_source(path: Path) -> Source:
         if suffix == ".json":
             return Source(path, "json", json.loads(content))
         if suffix in (".yaml", ".yml"):
-            return Source(path, "yaml", yaml.safe_load(content))
+            data = yaml.safe_load(content)
+            if not _countable([data], MOST_VALUES):
+                raise UserError(f"{path}: more than {MOST_VALUES} values, too many for a settings file")
+            return Source(path, "yaml", data)
         if suffix == ".toml":
             return Source(path, "toml", config.read_toml(content))
     except json.JSONDecodeError as error:
@@ -279,6 +286,19 @@ def read_source(path: Path) -> Source:
     raise UserError(
         f"{path}: expected a .toml, .json, .yaml or .yml file, or a script with the command that starts the training"
     )
+
+
+def _countable(values: Iterable[Any], most: int) -> bool:
+    """Whether there are at most so many values in each other; an alias of YAML counts each time that it is named."""
+    waiting = list(values)
+    for _ in range(most):
+        if not waiting:
+            return True
+        one = waiting.pop()
+        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        if len(waiting) > most:
+            return False
+    return not waiting
 
 
 def _joined(content: str) -> str:
@@ -403,6 +423,13 @@ class Import:
     defaults: list[Entry]
     todo: list[str]
     notes: list[str]
+    files: list[Path] = field(default_factory=list)
+    """Files that this one refers to, and that were found."""
+
+    @property
+    def only_pictures(self) -> bool:
+        """Whether it is a dataset file alone, which says nothing of a training."""
+        return not self.settings.keys() & {"adapter", "optimizer", "schedule"}
 
 
 @dataclass
@@ -454,6 +481,7 @@ class Draft:
         self.lists: dict[str, list[Entry]] = {name: [] for name in ("mapped", "differs", "none", "unknown", "defaults")}
         self.todo: list[str] = []
         self.notes = list(source.notes)
+        self.files: list[Path] = []
         self.done: set[str] = set()
         for shown, key, value in tool.flatten(self):
             key = tool.aliases.get(key, key)
@@ -485,17 +513,20 @@ class Draft:
         """A file or folder that the file refers to: as given, seen from the file, or by its name beside it."""
         beside = self.source.path.parent
         name = PureWindowsPath(path).name
+        found = None
         try:
             for candidate in (Path(path).expanduser(), beside / path):
-                if name and candidate.exists():
-                    return candidate
+                if found is None and name and self.source.reach(candidate) and candidate.exists():
+                    found = candidate
             # The folders of another machine are not these, but a settings file may have come along.
-            if name and (beside / name).is_file():
+            if found is None and name and self.source.reach(beside / name) and (beside / name).is_file():
                 self.notes.append(f"{path} is not here; {name} beside {self.source.path.name} was read instead")
-                return beside / name
+                found = beside / name
+            if found is not None and found.is_file() and found not in self.files:
+                self.files.append(found)
         except (OSError, ValueError, RuntimeError):  # a path that no file system takes
             return None
-        return None
+        return found
 
     def refer(self, key: str, path: str) -> Any:
         """The content of a settings file that this one refers to, or None with a note when it is not here."""
@@ -605,6 +636,7 @@ class Draft:
             self.lists["defaults"],
             self.todo,
             self.notes,
+            self.files,
         )
 
     def _apply(self, key: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import PureWindowsPath
 from typing import Any
 
@@ -170,7 +171,7 @@ MODELS = {
     "wan": "wan",
     "hunyuan-video": "hunyuan_video",
     "hunyuan_image": "hunyuan_image",
-    "ltx-video": "ltx",
+    "ltx-video": "ltx_video",
 }
 
 
@@ -282,6 +283,7 @@ def _set_adapter(draft: Draft) -> None:
 
 def _set_folders(draft: Draft) -> None:
     found = sorted({m[0] for key in draft.given if (m := re.match(r"data\.directory\.\d+\.", key))})
+    values: list[Any] = []  # the resolution of each of our folders
     for table in found:
         path = draft.get(f"{table}path", text)
         if not path:
@@ -299,7 +301,12 @@ def _set_folders(draft: Draft) -> None:
         prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
         if prefix:
             folder.trigger = prefix.strip().rstrip(",").strip()
-        draft.folders.append(folder)
+        own = f"{table}resolutions" if draft.has(f"{table}resolutions") else "data.resolutions"
+        given = draft.get(own, listed) or [None]
+        if len(given) > 1:
+            draft.mapped(own, {}, "the folder once for each, as there")
+        values += given
+        draft.folders += [replace(folder) for _ in given]
     words.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
     draft.differs(keys, {}, "the folder's trigger: put in front only where it is missing")
@@ -307,10 +314,9 @@ def _set_folders(draft: Draft) -> None:
     if draft.has("dataset") and not found:
         draft.folders = [Folder("TODO")]
         draft.need("dataset.folders", f"the folders of {draft.get('dataset')}, which is not here")
-    sizes = [key for key in ["data.resolutions", *draft.keys("data.directory.*.resolutions")] if draft.has(key)]
-    values = [one for key in sizes for one in draft.get(key, listed)]
-    if values:
-        words.set_resolution(draft, sizes, values)
+    if any(values):
+        sizes = ["data.resolutions", *draft.keys("data.directory.*.resolutions")]
+        words.set_resolutions(draft, sizes, values)
     lengths = ["data.frame_buckets", *draft.keys("data.directory.*.frame_buckets")]
     part = str(draft.get("video_clip_mode") or "single_beginning")
     words.set_clips(
@@ -366,8 +372,8 @@ def _set_length_and_rate(draft: Draft) -> None:
     rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
     words.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
     if draft.has("pseudo_huber_c"):
-        ours = {"objective.loss": "smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
-        draft.differs("pseudo_huber_c", ours, "theirs rounds the corner at c off, and is half as large")
+        ours = {"objective.loss": "pseudo_smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
+        draft.differs("pseudo_huber_c", ours, "the same loss, twice as large here")
     words.set_prodigy(draft, {name: f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
     general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # of SDXL alone it trains them
@@ -399,10 +405,9 @@ def _set_length_and_rate(draft: Draft) -> None:
 
 
 def _steps_per_epoch(draft: Draft, samples_per_step: int) -> int | None:
-    """Theirs shows each picture at each resolution, and drops what does not fill a step."""
+    """Theirs shows each picture at each resolution, as our folders say, and drops what does not fill a step."""
     count = words.samples(draft)
-    resolutions = len(draft.get("data.resolutions", listed) or [1])
-    return max(1, count * resolutions // samples_per_step) if count else None
+    return max(1, count // samples_per_step) if count else None
 
 
 def _batch(draft: Draft) -> tuple[int, list[str]]:

@@ -200,9 +200,9 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
 def set_pictures(draft: Draft) -> None:
     """Sizes, buckets and captions; one value here for all folders."""
     places = subsets(draft)
-    keys, values = each(draft, "resolution", places)
+    keys, values = each(draft, "resolution", [place for place in places if draft.has(f"{place}image_dir")])
     if any(values):
-        words.set_resolution(draft, keys, [value for value in values if value])
+        words.set_resolutions(draft, keys, values)
     shared = [
         ("enable_bucket", "dataset.buckets", flag),
         ("bucket_reso_steps", "dataset.bucket_step", whole),

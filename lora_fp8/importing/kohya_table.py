@@ -108,7 +108,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "bucket_reso_steps": JOINT,
     "bucket_no_upscale": JOINT,
     "resize_interpolation": none("pictures are resized with Lanczos"),
-    "network_multiplier": none("every folder counts the same; see repeats", 1, 1.0),
+    "network_multiplier": none(words.FULL_STRENGTH, 1, 1.0),
     "shuffle_caption": JOINT,
     "keep_tokens": JOINT,
     "caption_separator": JOINT,

@@ -307,8 +307,8 @@ def set_length_and_rate(draft: Draft) -> None:
     draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], "another key counts", off=True)
 
     words.set_every(draft, "checkpoint.every", "save_every_n_steps", "save_every_n_epochs", per_epoch, words.SAVED)
-    words.set_every(draft, "preview.every", "sample_every_n_steps", "sample_every_n_epochs", per_epoch)
-    draft.none("save_every_n_epochs", "save_every_n_steps counts", off=True)
+    preview = ("preview.every", "sample_every_n_steps", "sample_every_n_epochs")
+    words.set_every(draft, *preview, per_epoch, epochs_count=True)
 
 
 def _set_text_encoders(draft: Draft) -> None:
@@ -329,7 +329,7 @@ def _set_text_encoders(draft: Draft) -> None:
 def set_noise(draft: Draft) -> None:
     """Timesteps, their weights, and the guidance shown while training."""
     words.set_min_snr(draft, "min_snr_gamma")
-    words.set_noise_offset(draft, "noise_offset")
+    _set_offset(draft)
     flow = ["timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "training_shift", "weighting_scheme"]
     flow += ["logit_mean", "logit_std", "model_prediction_type", "guidance_scale"]
     if not draft.family:
@@ -383,6 +383,19 @@ def set_noise(draft: Draft) -> None:
     if draft.get("guidance_scale") is not None:
         draft.mapped("guidance_scale", {"objective.guidance": number(draft.get("guidance_scale"))})
     draft.none("guidance_scale", "empty", off=True)
+
+
+def _set_offset(draft: Draft) -> None:
+    """The noise's offset, unless the page's choice between that and multires noise says the other."""
+    chosen = words.plain(draft.get("noise_offset_type") or "")
+    if chosen and chosen != "original":
+        keys = ["noise_offset", "noise_offset_random_strength", "adaptive_noise_scale"]
+        draft.none(keys, f"not used with noise_offset_type = {draft.get('noise_offset_type')}", off=True)
+    else:
+        words.set_noise_offset(draft, "noise_offset")
+    if chosen == "original":
+        keys = ["multires_noise_iterations", "multires_noise_discount"]
+        draft.none(keys, "not used with noise_offset_type = Original", off=True)
 
 
 def set_compile(draft: Draft) -> None:

@@ -211,9 +211,10 @@ def _set_folders(draft: Draft) -> None:
 
 def _set_pictures(draft: Draft) -> None:
     places = tables(draft)
-    keys, values = kohya_data.each(draft, "resolution", places)
+    named = [place for place in places if draft.has(f"{place}image_directory") or draft.has(f"{place}video_directory")]
+    keys, values = kohya_data.each(draft, "resolution", named)
     if any(values):
-        words.set_resolution(draft, keys, [value for value in values if value])
+        words.set_resolutions(draft, keys, values)
     for name, setting, read in (
         ("enable_bucket", "dataset.buckets", flag),
         ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),

@@ -139,8 +139,8 @@ RULES: dict[str, Rule] = {
     "force_v_prediction": none("the model's scheduler_config.json says what it predicts"),
     "force_epsilon_prediction": none("the model's scheduler_config.json says what it predicts"),
     "timestep_distribution": JOINT,
-    "min_noising_strength": none("the whole range of noise is trained"),
-    "max_noising_strength": none("the whole range of noise is trained", 1, 1.0),
+    "min_noising_strength": JOINT,
+    "max_noising_strength": JOINT,
     "noising_weight": JOINT,
     "noising_bias": JOINT,
     "timestep_shift": JOINT,
@@ -301,7 +301,7 @@ RULES: dict[str, Rule] = {
     "concepts.*.image.**": idle("belongs to a change of colours or angles"),
     "concepts.*.validation_concept": none(NO_VALIDATION),
     "concepts.*.type": JOINT,
-    "concepts.*.loss_weight": none("every folder counts the same; see repeats", 1, 1.0),
+    "concepts.*.loss_weight": JOINT,
     "concepts.*.image_variations": none("one crop of each picture is cached", 1),
     "concepts.*.text_variations": JOINT,
     "concepts.*.name": idle("the concept's name"),
@@ -505,6 +505,7 @@ def _set_folders(draft: Draft) -> None:
             draft.todo.append(f"{at}: captions come from {source!r} there; here from .txt files beside the pictures")
         for name in ("type", "enabled"):
             draft.mapped(f"{table}{name}", {}, "on")
+        words.weigh(draft, f"{table}loss_weight", folder, at)
         draft.folders.append(folder)
     draft.mapped(["concept_file_name"], {}, "read as well" if tables else "not here")
     _set_masks(draft)
@@ -539,13 +540,24 @@ def _set_folders(draft: Draft) -> None:
     if dropped:
         draft.mapped("text_encoder.dropout_probability", {"dataset.caption_dropout": dropped})
     draft.none("text_encoder.dropout_probability", "off", off=True)
-    own = [f"{t}image.resolution_override" for t in kept if words.on(draft.get(f"{t}image.enable_resolution_override"))]
-    sizes = [str(draft.get("resolution") or ""), *(str(draft.given[key]) for key in own)]
-    values = [one.strip() for size in sizes for one in size.split(",") if one.strip()]
-    if values:
-        words.set_resolution(draft, ["resolution", *own], values)
+    _set_resolutions(draft, kept)
     switches = [f"{table}image.enable_resolution_override" for table in kept]
     draft.none([*switches, *(f"{table}image.resolution_override" for table in kept)], "resolution counts", off=True)
+
+
+def _set_resolutions(draft: Draft, tables: list[str]) -> None:
+    """Those of the concepts that have their own, and the others'; of several in one text the largest."""
+    general, own = "resolution", {}
+    for table in tables:
+        if words.on(draft.get(f"{table}image.enable_resolution_override")):
+            own[table] = f"{table}image.resolution_override"
+    sizes = {key: re.split(r"\s*,\s*", str(draft.get(key) or "").strip()) for key in [general, *own.values()]}
+    if several := [size for key in sizes for size in sizes[key] if len(sizes[key]) > 1 and size]:
+        words.set_resolution(draft, list(sizes), several)
+    elif values := [sizes[own.get(table, general)][0] for table in tables]:
+        words.set_resolutions(draft, list(sizes), values)
+    elif sizes[general][0]:
+        words.set_resolution(draft, [general], sizes[general])
 
 
 def _set_text_encoders(draft: Draft, scale: float) -> None:
@@ -697,7 +709,8 @@ def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
         value = draft.get(key, number)
         if value and kind != "UNIFORM":
             told.append(f"{key} = {value:g} is always 0 here")
-    if draft.family in words.DIFFUSION and kind != "UNIFORM":
+    _set_range(draft, kind, shift)
+    if draft.family in words.DIFFUSION and (kind != "UNIFORM" or shift != 1):
         draft.none(keys, "noise levels are drawn uniformly here for a model that predicts noise")
     words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
     draft.none(keys, "off", off=True)
@@ -705,6 +718,24 @@ def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
     if draft.has(guidance):
         draft.mapped(guidance, {"objective.guidance": number(draft.given[guidance])})
     draft.none([f"{other}.guidance_scale" for other in PARTS], "another part", off=True)
+
+
+def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
+    """objective.t_min and t_max; theirs are ends of the range before it is shifted."""
+    for key, setting, end in (
+        ("min_noising_strength", "objective.t_min", 0),
+        ("max_noising_strength", "objective.t_max", 1),
+    ):
+        level = draft.get(key, number)
+        if level is None or level == end:
+            draft.none(key, "the whole range", off=True)
+        elif kind != "UNIFORM":
+            draft.differs(key, {setting: level}, "there the distribution is squeezed into the range; here cut off")
+        elif shift == "auto":
+            draft.differs(key, {setting: level}, "there before the shift, which changes with the size; here after it")
+        else:
+            moved = shift * level / (1 + (shift - 1) * level)
+            draft.mapped(key, {setting: round(moved, 6)}, "" if shift == 1 else "after the shift")
 
 
 def _set_memory(draft: Draft, part: str) -> None:

@@ -303,7 +303,7 @@ FAMILIES = {
     "anima": "anima",
     "ernie": "ernie_image",
     "wan": "wan",
-    "ltxvideo": "ltx",
+    "ltxvideo": "ltx_video",
 }
 BASES = {
     ("flux", ""): "black-forest-labs/FLUX.1-dev",
@@ -556,7 +556,7 @@ def _set_sizes(draft: Draft, tables: list[str]) -> None:
         if kind == "pixel":
             told.append("the shorter side there, the side of a square of the same area here")
     if sides:
-        words.set_resolution(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(told)))
+        words.set_resolutions(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(told)))
     kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
     draft.mapped(kinds, {}, "dataset.resolution is the side of the square with the training area")
     draft.none("resolution", "the backends say it", off=True)

@@ -33,6 +33,7 @@ MASK_AREA = (
     "theirs divides the loss by the mask's area, so that a small mask counts as much as a large one; ours does not"
 )
 OUTSIDE = "what is outside of a mask counts nothing there"
+NO_WEIGHT = "a folder's weight is above 0 here: take the folder out instead"
 NO_REG = (
     "the base's own answers are not trained on here, nor counted in an epoch; pictures with captions of their own can "
     "be a folder with regularization = true"
@@ -41,10 +42,11 @@ SHOWN_ALIKE = (
     "a folder with regularization = true; there they are shown as often as the others, here each `repeats` times an "
     "epoch, chosen to come to the same where the pictures are here"
 )
+FULL_STRENGTH = "the LoRA trains at full strength on every folder"
 NO_EMA = "no moving average of the weights is kept here"
 START = "its rank must be adapter.rank"
 NO_SWAP = "here a share of the frozen weights may wait in main memory instead: memory.offload"
-NO_CLIPS = "clips are trained of wan and hunyuan_video only: dataset.frames"
+NO_CLIPS = "clips are trained of wan, hunyuan_video and ltx_video only: dataset.frames"
 SAVED = "the LoRA files of that step, and a checkpoint to go on from"
 NO_SPREAD = "frames are never spread over a whole clip here, which would make it move faster; see dataset.frames"
 NO_SAMPLER = "previews are drawn with the model's own scheduler"
@@ -73,7 +75,8 @@ FAMILY_NAMES = {
     "anima": ("anima",),
     "ernie_image": ("ernie_image", "ernie"),
     "wan": ("wan",),
-    "ltx": ("ltx",),
+    "ltx_video": ("ltx_video",),
+    "ltx2": ("ltx2",),
     "hunyuan_video": ("hunyuan_video",),
     "hunyuan_image": ("hunyuan_image",),
 }
@@ -668,6 +671,20 @@ def weigh_regularization(draft: Draft, key: str) -> None:
         draft.mapped(key, {}, "the weight of the folders for regularization")
 
 
+def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
+    """The weight of one folder's pictures in the loss.
+
+    Args:
+        at: our folder, such as "dataset.folders.0".
+    """
+    weight = draft.get(key, number)
+    if weight is not None and weight <= 0:
+        draft.none(key, NO_WEIGHT)
+    elif weight is not None:
+        folder.weight *= weight
+        draft.mapped(key, {}, f"{at}.weight")
+
+
 def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
     """Optimizer steps of one epoch as kohya's trainers count them; None when the pictures are not here.
 
@@ -703,19 +720,30 @@ def set_every(
     epochs_key: str,
     per_epoch: int | None,
     note: str = "",
+    *,
+    epochs_count: bool = False,
 ) -> None:
-    """checkpoint.every (and with it export.every) or preview.every from steps, or from epochs by counting."""
+    """checkpoint.every (and with it export.every) or preview.every from steps, or from epochs by counting.
+
+    Args:
+        epochs_count: whether a tool that is given both heeds the epochs alone; otherwise it does both.
+    """
 
     def every(steps: int) -> dict[str, int]:
         return {setting: steps} | ({"export.every": steps} if setting == "checkpoint.every" else {})
 
     steps = whole(draft.get(steps_key) or 0) if steps_key else 0
     epochs = whole(draft.get(epochs_key) or 0) if epochs_key else 0
+    if steps > 0 and epochs > 0 and epochs_count:
+        draft.none(steps_key, f"{epochs_key} counts", off=True)
+        steps = 0
     if steps > 0:
         account = draft.differs if note else draft.mapped
         account(steps_key, every(steps), note)
-        if epochs_key:
-            draft.none(epochs_key, f"{steps_key} counts", off=True)
+        if epochs > 0:
+            draft.none(epochs_key, f"theirs does both; here one interval, that of {steps_key}")
+        elif epochs_key:
+            draft.none(epochs_key, "off", off=True)
         return
     if steps_key:
         draft.none(steps_key, "off", off=True)
@@ -729,21 +757,33 @@ def set_every(
         draft.none(epochs_key, "off", off=True)
 
 
-ONE_LOSS = "objective.loss knows mse, huber and smooth_l1"
+ONE_LOSS = "objective.loss knows mse, and huber and smooth_l1 with a sharp or a round corner"
 
 
 def set_huber(draft: Draft) -> None:
-    """objective.loss and huber_delta from loss_type and huber_c, as kohya's scripts and SimpleTuner have them."""
+    """objective.loss and its delta from loss_type and huber_c, as kohya's scripts and SimpleTuner have them."""
     kind = plain(draft.get("loss_type") or "l2")
-    schedule = str(draft.get("huber_schedule") or "snr")
     more = ["huber_c", "huber_scale", "huber_schedule"]
-    if kind in ("huber", "smoothl1"):
-        delta = (draft.get("huber_c", number) or 0.1) * (draft.get("huber_scale", number) or 1.0)
-        ours = {"objective.loss": "huber" if kind == "huber" else "smooth_l1", "objective.huber_delta": delta}
-        told = "theirs rounds the corner at huber_c off"
-        if schedule != "constant":
-            told = "theirs rounds the corner at huber_c off, and moves it with the noise level"
-        draft.differs(["loss_type", *more], ours, told)
+    flow = bool(draft.family) and draft.family not in DIFFUSION
+    if kind in ("huber", "smoothl1") and flow and draft.tool.name == "simpletuner":
+        draft.none(["loss_type", *more], "theirs trains flow-matching models with the squared error all the same")
+    elif kind in ("huber", "smoothl1"):
+        schedule = str(draft.get("huber_schedule") or "snr")
+        delta = 0.1 if draft.get("huber_c") is None else draft.get("huber_c", number)
+        scale = 1.0 if draft.get("huber_scale") is None else draft.get("huber_scale", number)
+        ours = {"objective.loss": "pseudo_huber" if kind == "huber" else "pseudo_smooth_l1"}
+        if schedule == "constant":
+            draft.mapped(["loss_type", *more], ours | {"objective.huber_delta": delta * scale})
+        elif schedule == "exponential":
+            ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
+            draft.mapped(["loss_type", *more], ours | ({"objective.huber_scale": scale} if scale != 1 else {}))
+        elif schedule == "snr" and not flow:
+            draft.none("huber_scale", "means nothing with huber_schedule = snr", off=True)
+            ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
+            draft.mapped(["loss_type", *more], ours)
+        else:
+            told = f"huber_schedule = {schedule} is for no flow-matching model, there or here; constant was written"
+            draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, told)
     draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
     draft.none(more, "belongs to the Huber loss", off=True)
 
@@ -773,28 +813,51 @@ def share(
     (draft.differs if told else draft.mapped)(keys, {setting: common}, "; ".join(told))
 
 
+def side_of(value: Any) -> tuple[int, str]:
+    """The side of the square with the area of a side, "w,h" or [w, h], and what there is to tell of it."""
+    parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
+    numbers = [whole(part) for part in parts]
+    if not numbers or min(numbers) <= 0 or len(numbers) > 2:
+        raise Unfit(f"{value!r} is no resolution")
+    side = math.sqrt(numbers[0] * numbers[-1])
+    if side == int(side):
+        return int(side), ""
+    rounded = max(64, round(side / 64) * 64)
+    return rounded, f"{value} is an area of {side:.1f} squared; here the side of a square, {rounded}"
+
+
 def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
     """dataset.resolution, the side of the square with the training area, from sides, "w,h" or [w, h].
 
     Several resolutions become the largest, which is told.
     """
-    sides: list[float] = []
-    for value in values:
-        parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
-        numbers = [whole(part) for part in parts]
-        if not numbers or min(numbers) <= 0 or len(numbers) > 2:
-            raise Unfit(f"{value!r} is no resolution")
-        sides.append(math.sqrt(numbers[0] * numbers[-1]))
-    side = max(sides)
+    found = [side_of(value) for value in values]
+    side, rounded = max(found)
     told = [note] if note else []
-    if len(set(sides)) > 1:
-        told.append(f"one resolution here, the largest; theirs were {', '.join(f'{one:g}' for one in sides)}")
-    if side != int(side):
-        rounded = max(64, round(side / 64) * 64)
-        told.append(f"{values[0]} is an area of {side:.1f} squared; here the side of a square, {rounded}")
-        side = rounded
+    if len(set(found)) > 1:
+        told.append(f"one resolution here, the largest; theirs were {', '.join(str(one) for one, _ in found)}")
+    told += [rounded] if rounded else []
     account = draft.differs if told else draft.mapped
-    account(keys, {"dataset.resolution": int(side)}, "; ".join(told))
+    account(keys, {"dataset.resolution": side}, "; ".join(told))
+
+
+def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
+    """dataset.resolution, the largest, and that of each folder which has another.
+
+    Args:
+        values: as `set_resolution`'s, one for each of `draft.folders`; None where nothing is said.
+    """
+    if len(values) != len(draft.folders) or len(set(map(str, values))) == 1:
+        set_resolution(draft, keys, [value for value in values if value], note)
+        return
+    found = [side_of(value) if value else None for value in values]
+    largest = max(one for one in found if one)[0]
+    for folder, one in zip(draft.folders, found, strict=True):
+        folder.resolution = one[0] if one and one[0] != largest else 0
+    rounded = [one[1] for one in found if one and one[1]]
+    told = "; ".join(dict.fromkeys([*([note] if note else []), *rounded]))
+    account = draft.differs if told else draft.mapped
+    account(keys, {"dataset.resolution": largest}, told or "the largest, and folders that have another say so")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -132,8 +132,16 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     # Another trainer's settings; they become a preset, and the preset is used in a form begun anew.
     theirs = site.root / "theirs.toml"
     theirs.write_text('pretrained_model_name_or_path = "m"\nnetwork_module = "networks.lora"\nnetwork_dim = 7\n')
-    page.set_input_files("#new-import input[type=file]", theirs)
-    expect(page.locator("#new-files")).to_contain_text("network_dim")
+    theirs.write_text(theirs.read_text() + 'sample_prompts = "D:\\\\lora\\\\my prompts.txt"\n')
+    prompts, other = site.root / "my prompts.txt", site.root / "notes.txt"
+    prompts.write_text("a red barn --s 9\n")
+    other.write_text("nothing\n")
+    page.set_input_files("#new-import input[type=file]", [prompts, theirs, other])
+    told = page.locator("#new-files")
+    expect(told).to_contain_text("network_dim")
+    expect(told).to_contain_text("一并读取：my prompts.txt")
+    expect(told).to_contain_text("notes.txt：theirs.toml 中没有提到它")
+    expect(field(page, "new-preview-prompts")).to_have_value("a red barn")
     field(page, "new-preset-name").fill("theirs")
     page.click("#new-preset-save")
     expect(page.get_by_text("已存为 theirs")).to_be_visible()

@@ -26,8 +26,13 @@ DEMO = Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/dataset"
 AXE = {
     "resultTypes": ["violations"],
     "runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]},
+    "rules": {name: {"enabled": True} for name in ("heading-order", "page-has-heading-one", "empty-heading")},
 }
-"""What WCAG 2.1 AA asks and axe-core can see: contrast, names, roles, languages, the use of ARIA."""
+"""What WCAG 2.1 AA asks and axe-core can see: contrast, names, roles, languages, the use of ARIA; and an outline."""
+COLOURS = {"resultTypes": ["violations"], "runOnly": {"type": "rule", "values": ["color-contrast"]}}
+SETTLED = """() => Promise.all(document.getAnimations().filter((one) => one instanceof CSSTransition)
+  .map((one) => one.finished.catch(() => null)))"""
+"""Until no colour is on its way to another."""
 THEIRS = {("nested-interactive", "toast-header"): "a message's head folds it, and holds the button that closes it"}
 """(rule of axe, part of its element's HTML) that Gradio gets wrong and that cannot be mended from outside, and why."""
 LATIN = """() => [...document.querySelectorAll("[title], [aria-label], [placeholder]")]
@@ -39,23 +44,37 @@ LATIN = """() => [...document.querySelectorAll("[title], [aria-label], [placehol
 
 def accessible(page: Page, language: str, part: str | None = None) -> None:
     """What stands in this part now has names, contrast and the page's language."""
-    found = Axe().run(page, part, AXE).response["violations"]
-    wrong = [
+    assert wrong(page, part, AXE) == []
+    labels = {texts.get(language) for texts in words.named().values()}  # "beta2" in Chinese, too
+    assert language == "en" or set(page.evaluate(LATIN)) <= labels
+
+
+def wrong(page: Page, part: str | None, rules: dict[str, object]) -> list[tuple[str, str, str]]:
+    """(rule, HTML, what is wrong) of what axe-core finds."""
+    return [
         (one["id"], node["html"][:300], node["failureSummary"])
-        for one in found
+        for one in Axe().run(page, part, rules).response["violations"]
         for node in one["nodes"]
         if not any(one["id"] == rule and part in node["html"] for rule, part in THEIRS)
     ]
-    assert wrong == []
-    labels = {texts.get(language) for texts in words.named().values()}  # "beta2" in Chinese, too
-    assert language == "en" or set(page.evaluate(LATIN)) <= labels
+
+
+def accessible_in_both_themes(page: Page, language: str) -> None:
+    """All rules in the theme that is on, which is told apart by its colours alone from the other."""
+    accessible(page, language)
+    dark = page.evaluate("document.body.classList.contains('dark')")
+    for theme in ("light", "dark") if dark else ("dark", "light"):
+        page.click(f"[data-theme={theme}]")
+        page.evaluate(SETTLED)
+        if (theme == "dark") != dark:
+            assert wrong(page, None, COLOURS) == [], theme
 
 
 @pytest.mark.parametrize("language", words.LANGUAGES)
 def test_every_page_fits_a_phone_and_is_accessible(
     site: Site, visit: Callable[..., Page], picture_of: Callable, language: str
 ) -> None:
-    """In the one language light, in the other dark: each page with something on it, in each of its tabs."""
+    """Each page with something on it, in each of its tabs, in both themes."""
     one = Trainer(site.root / "runs" / f"a {language} run")
     picture_of_it = one.folder / "samples/step-000000-0.png"
     picture_of_it.parent.mkdir()
@@ -97,14 +116,16 @@ def test_every_page_fits_a_phone_and_is_accessible(
                         raise
             message.get_by_role("button").last.click()
             expect(message).to_have_count(0)  # it goes after ten seconds anyway, and is pale while it does
-        accessible(page, language)
+        accessible_in_both_themes(page, language)
         for tab in page.locator("[role=tab][aria-selected=false]:visible").all_inner_texts():
             page.get_by_role("tab", name=tab, exact=True).locator("visible=true").click()
             page.wait_for_timeout(500)
-            accessible(page, language)
+            accessible_in_both_themes(page, language)
     one.die()
     page.set_content(guard._form(language, "/", words.say(language, "login.wrong")))
-    accessible(page, language)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        accessible(page, language)
 
 
 def test_the_language_switch_keeps_the_page_and_its_question(visit: Callable[..., Page]) -> None:

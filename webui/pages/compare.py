@@ -171,7 +171,7 @@ def settings_of(ui: Ui, chosen: list[tuple[JobView, Log]]) -> str:
             rows.append([f"{shown(label)}<br><code>{shown(name)}</code>" if label != name else shown(name), *cells])
     if not rows:
         return f'<p class="empty">{ui.say("compare.same")}</p>'
-    return f"<h3>{ui.say('compare.differs')}</h3>" + shows.table(
+    return f"<h2>{ui.say('compare.differs')}</h2>" + shows.table(
         ["", *(shown(name_of(view)) for view, _ in chosen)], rows
     )
 

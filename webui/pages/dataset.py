@@ -880,7 +880,7 @@ class _Page:
             last = f'<pre tabindex="0">{shown(lines[-1])}</pre>' if failed else ""
             name = shown(shows.title(self.ui, view))
             made.append(
-                f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h3>{name}</h3>'
+                f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h2>{name}</h2>'
                 f'{shows.state(self.ui, view)}<span class="dim">{told}</span></div>'
                 f'<p class="said">{shown(shows.sentence(self.ui, view.sentence))}</p>'
                 f"{last}{bar}{shows.buttons(self.ui, view)}</section>"

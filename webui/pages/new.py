@@ -156,7 +156,7 @@ class _Page:
 
     def _simple(self) -> None:
         say = self.ui.say
-        gr.Markdown(f"#### {say('new.goal')}")
+        gr.Markdown(f"## {say('new.goal')}")
         self.goal = gr.Radio(
             [*((say(f"new.goal.{name}"), name) for name in GOALS), (say("new.goal.none"), "")],
             label=say("new.goal"),
@@ -164,7 +164,7 @@ class _Page:
             container=False,
             elem_id="new-goal",
         )
-        gr.Markdown(f"#### {say('new.base')}")
+        gr.Markdown(f"## {say('new.base')}")
         with gr.Row(equal_height=True):
             self.demos = {
                 name: gr.Button(f"{say('new.base.demo')}: {self.families[name]}", size="sm", elem_id=f"new-demo-{name}")
@@ -175,7 +175,7 @@ class _Page:
         self._field("simple", "model.path")
         self._field("simple", "model.components")
         self.base_note = gr.HTML(elem_classes="note")
-        gr.Markdown(f"#### {say('new.pictures')}")
+        gr.Markdown(f"## {say('new.pictures')}")
         with gr.Row():
             with gr.Column(min_width=260):
                 kinds = [*pictures.TAKEN]
@@ -201,7 +201,7 @@ class _Page:
         with gr.Row(elem_id="new-clips"):
             for key in CLIPS:
                 self._field("simple", key)
-        gr.Markdown(f"#### {say('new.card')}")
+        gr.Markdown(f"## {say('new.card')}")
         cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
         self.card = gr.Radio(
             [*cards, (say("new.card.none"), "")],
@@ -210,7 +210,7 @@ class _Page:
             container=False,
             elem_id="new-card",
         )
-        gr.Markdown(f"#### {say('new.length')}")
+        gr.Markdown(f"## {say('new.length')}")
         for key in ("train.steps", "name", "preview.prompts"):
             self._field("simple", key)
 
@@ -226,7 +226,7 @@ class _Page:
             title = words.label(self.ui.language, key)
             text = words.meaning(self.ui.language, key, form.sections()[section]).strip()
             with gr.Column(elem_id=_id("section", section), elem_classes="setting-group"):
-                gr.Markdown(f"#### {title}{f' `[{section}]`' if section else ''}\n{text}")
+                gr.Markdown(f"## {title}{f' `[{section}]`' if section else ''}\n{text}")
                 members = [one for one in form.settings().values() if one.section == section]
                 for one in (one for one in members if one.kind == "table"):
                     self._field("all", one.key)
@@ -241,7 +241,9 @@ class _Page:
             )
             self.load = gr.Button(say("new.files.load_button"), size="sm")
             gr.Markdown(say("new.files.import_info"), elem_classes="note")
-            self.foreign = gr.File(label=say("new.files.import"), file_count="single", height=130, elem_id="new-import")
+            self.foreign = gr.File(
+                label=say("new.files.import"), file_count="multiple", height=130, elem_id="new-import"
+            )
             self.imported = gr.HTML()
             self.preset_name = gr.Textbox(
                 label=say("new.files.preset_name"), info=say("new.files.preset_info"), elem_id="new-preset-name"
@@ -389,7 +391,7 @@ class _Page:
         ).then(None, js=OPENED)
         self.foreign.upload(
             self._import,
-            inputs_kwargs={"file": self.foreign, **shown},
+            inputs_kwargs={"files": self.foreign, **shown},
             outputs=[self.foreign, self.imported, *told, *everywhere],
             js=OPENING,
             **SLOW,
@@ -543,11 +545,11 @@ class _Page:
 
         return self._guarded(load) | self._open("", everything)
 
-    def _import(self, file: str | None, everything: bool) -> dict[Any, Any]:
+    def _import(self, files: list[str] | None, everything: bool) -> dict[Any, Any]:
         told = {self.imported: "", self.foreign: None}
 
         def take() -> None:
-            text, told[self.imported] = importer.account(self.ui, Path(file or ""))
+            text, told[self.imported] = importer.account(self.ui, map(Path, files or []))
             self.draft.replace(text)
 
         return self._guarded(take) | told | self._open("", everything)

@@ -282,7 +282,7 @@ def header(ui: Ui, view: JobView, log: Log) -> str:
     buttons = shows.buttons(ui, view, without=["delete"], links=links)  # on the page of all runs its name is typed
     log_ = shows.last_lines(view, watch.tail(view))
     return (
-        f'<section class="card"><div class="row"><h3>{shown(view.name)}</h3>{shows.state(ui, view)}'
+        f'<section class="card"><div class="row"><h2>{shown(view.name)}</h2>{shows.state(ui, view)}'
         f'<span class="dim">{" · ".join(filter(None, about))}</span></div>'
         f"{shows.said(ui, view)}{shows.bar(view)}{shows.figures(ui, view)}{log_}{buttons}</section>"
     )

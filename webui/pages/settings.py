@@ -26,14 +26,14 @@ QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden",
 def build(ui: Ui) -> None:
     """Lay the page out."""
     say, place = ui.say, ui.place
-    gr.Markdown(f"### {say('place.folders')}\n\n{say('place.folders.about')}")
+    gr.Markdown(f"## {say('place.folders')}\n\n{say('place.folders.about')}")
     roots = _Folders(ui, "root", lambda: place.added, place.add_root, place.remove_root, lambda: _roots(ui))
-    gr.Markdown(f"### {say('place.models')}\n\n{say('place.models.about')}")
+    gr.Markdown(f"## {say('place.models')}\n\n{say('place.models.about')}")
     models = _Folders(ui, "models", lambda: place.models, place.add_models, place.remove_models, lambda: _models(ui))
-    gr.Markdown(f"### {say('place.language')}\n\n{say('place.language.about')}")
-    gr.Markdown(f"### {say('place.secrets')}\n\n{say('place.secrets.about')}")
+    gr.Markdown(f"## {say('place.language')}\n\n{say('place.language.about')}")
+    gr.Markdown(f"## {say('place.secrets')}\n\n{say('place.secrets.about')}")
     secrets = gr.HTML(padding=False)
-    gr.Markdown(f"### {say('place.about')}")
+    gr.Markdown(f"## {say('place.about')}")
     about = gr.HTML(elem_id="about", padding=False)
     for one in (roots, models):
         one.wire([roots, models])

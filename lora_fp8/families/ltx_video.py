@@ -1,0 +1,167 @@
+"""LTX-Video 0.9.0 and 0.9.1: a DiT of 2 B parameters on latents of a 32nd of the sides and an eighth of the frames.
+
+HaCohen et al. 2024, "LTX-Video: Realtime Video Latent Diffusion". Each of the latents, of 128 channels, is a token;
+T5-XXL reads the prompt, and cross-attention masks what the prompt was padded with. Positions are in pixels and in
+seconds, so that the denoiser is told how fast a clip runs. From 0.9.1 on the autoencoder's decoder takes the last step
+of denoising, and is told a timestep of its own.
+
+0.9.5 and later have another autoencoder and count the time of the frames after the first from their beginning, not
+their end: diffusers draws them with a pipeline of its own (LTXConditionPipeline), and they are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLLTXVideo, LTXPipeline
+from torch import Tensor, nn
+
+from lora_fp8 import naming
+from lora_fp8.config import UserError
+
+from . import _files, _miniature
+from ._latents import as_clip, as_picture
+from .base import Cond, Inputs, ModelFamily
+
+PIXELS = 32
+"""Height and width of one of the latents in pixels."""
+DECODED_AT = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
+"""What the model's makers draw with where the decoder takes the last step: its timestep, and the noise added before."""
+
+
+class Family(ModelFamily):
+    name = "ltx_video"
+    title = "LTX-Video"
+    example_base = "Lightricks/LTX-Video"
+    pipeline_class = "LTXPipeline"
+    denoiser_class = "LTXVideoTransformer3DModel"
+    text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "T5EncoderModel"}
+    prompt_tokens = 128
+    text_answers = ("prompt_embeds", "mask")
+    text_arguments = {"mask": "prompt_attention_mask"}
+    text_shapes = {"prompt_embeds": ("tokens", "caption_channels")}
+    prompts_vary = True
+    adapter_targets = (
+        *(f"{attn}.{proj}" for attn in ("attn1", "attn2") for proj in ("to_q", "to_k", "to_v", "to_out.0")),
+        *("ff.net.0.proj", "ff.net.2"),
+    )
+    keep_precise = ("^proj_in", "time_embed", "caption_projection", "^proj_out")
+    bucket_multiple = 32
+    latents_as = "BSD"
+    native_resolution = 640  # about the area of 768 x 512
+    default_guidance = 3.0
+    clips = (8, 25)
+    vae_class = "AutoencoderKLLTXVideo"
+    modelspec_architecture = "ltx-video"
+    kohya_base_version = "ltx-video"
+    kohya_naming = ""
+    layouts = ("comfy", "diffusers")
+    call_options = {"num_frames": 1, "frame_rate": 25, **DECODED_AT}
+    reference_config = {"num_layers": 28}
+    native_layers = naming.table("""
+        patchify_proj = proj_in
+        adaln_single = time_embed
+        caption_projection, scale_shift_table, proj_out
+        transformer_blocks.#
+            attn1, attn2
+                q_norm = norm_q
+                k_norm = norm_k
+        transformer_blocks.#
+    """)
+    tiny_hw = (64, 96)
+    # LTX-2 has the same blocks and hears beside; those of 13 B have 48.
+    single_file = {
+        "has": ("adaln_single.linear.weight", "transformer_blocks.0.attn2.q_norm.weight"),
+        "in_is_out": ("patchify_proj.weight", "proj_out.weight"),
+        "lacks": ("audio_", "av_ca_", "transformer_blocks.28."),
+    }
+    tiny_config = {
+        "in_channels": 8,
+        "out_channels": 8,
+        "num_attention_heads": 4,
+        "attention_head_dim": 16,
+        "cross_attention_dim": 64,
+        "caption_channels": 32,
+        "num_layers": 2,
+    }
+
+    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        num_frames, height, width = as_clip(noisy_BCHW).shape[2:]
+        frames, rate = self.clips
+        return {
+            "hidden_states": self.pack(noisy_BCHW),
+            "timestep": t_B * 1000,
+            "encoder_hidden_states": cond["prompt_embeds"],
+            "encoder_attention_mask": cond["prompt_embeds_mask"],
+            "num_frames": num_frames,
+            "height": height,
+            "width": width,
+            "rope_interpolation_scale": (frames / rate, PIXELS, PIXELS),
+        }
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        return as_picture(LTXPipeline._normalize_latents(as_clip(latents), *self._numbers()))
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        return as_picture(LTXPipeline._denormalize_latents(as_clip(latents), *self._numbers()))
+
+    def _numbers(self) -> tuple[Tensor, Tensor, float]:
+        # Its weights hold them, not its config.
+        return self.vae.latents_mean, self.vae.latents_std, self.vae.config.scaling_factor
+
+    @torch.no_grad()
+    def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
+        vae = self._loaded_vae("decode_latents")
+        latents = as_clip(self.denormalise(latents_BCHW.to(self.device, torch.float32)))
+        told_B = None
+        if vae.config.timestep_conditioning:
+            told_B = torch.full((len(latents),), DECODED_AT["decode_timestep"], device=latents.device)
+        return as_picture(vae.decode(latents, told_B, return_dict=False)[0])
+
+    def caveats(self) -> list[str]:
+        told = ModelFamily.caveats(self)
+        if not self.checkpoint:
+            return told
+        # diffusers tells the versions by the same tensors; files without the autoencoder have their name only.
+        newer = self._header.get("vae.encoder.conv_out.conv.weight", ())[1:2] == (2048,)
+        if newer or self.file_is_called(r"0[._]9[._][5-9]"):
+            raise UserError(
+                f"{self.checkpoint} is LTX-Video 0.9.5 or later, whose autoencoder and positions in time are others; "
+                "give 0.9.0 or 0.9.1"
+            )
+        beside = bool(_files.read_json(self.folder / "vae" / "config.json").get("timestep_conditioning"))
+        inside = "vae.decoder.last_scale_shift_table" in self._header
+        if "vae.encoder.conv_out.conv.weight" in self._header and inside != beside:
+            told.append(
+                f"{self.checkpoint.name} holds another autoencoder than {self.folder}, and it is the latter's that "
+                "is used: for the former's put its vae/ there"
+            )
+        return told
+
+    @classmethod
+    def tiny_parts(cls) -> dict[str, Any]:
+        tokenizer = _miniature.t5_tokenizer()
+        vae = AutoencoderKLLTXVideo(
+            latent_channels=8,
+            block_out_channels=(8, 8, 8, 8),
+            decoder_block_out_channels=(8, 8, 8, 8),
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+            scaling_factor=0.8,
+        )
+        vae.latents_mean.normal_()
+        vae.latents_std.uniform_(0.5, 2.0)
+        return {
+            "tokenizer": tokenizer,
+            "text_encoder": _miniature.t5_text(tokenizer),
+            "vae": vae,
+            "scheduler": _miniature.flow_euler(
+                use_dynamic_shifting=True,
+                base_shift=0.95,
+                max_shift=2.05,
+                base_image_seq_len=1024,
+                max_image_seq_len=4096,
+                shift_terminal=0.1,
+            ),
+        }
