@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 from torch import Tensor
 
@@ -261,17 +262,37 @@ def _before(final: Path) -> str:
     return f"the newest before it, {whole.name}, is intact" if whole else "nothing was saved before it"
 
 
+KINDS = {"step": int, "optimizer": dict, "pinned": dict, "settings": dict, "data": str}
+"""What is always in a state.json."""
+MAY_BE = {"base": str, "compute": str, "moved": list}
+
+
 def _read(path: Path) -> Checkpoint:
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    """A bundle whose hashes agree.
+
+    Raises:
+        RunFailure: they are of something else than a checkpoint of this version.
+    """
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+    except ValueError as error:
+        raise RunFailure(f"{path / 'state.json'} cannot be read as JSON ({error})") from None
+    if not isinstance(state, dict):
+        raise RunFailure(f"{path / 'state.json'} should hold a JSON object, but holds a {type(state).__name__}")
     if state.get("schema") != SCHEMA:
         raise RunFailure(f"{path}: written by another version (schema {state.get('schema')}, this one reads {SCHEMA})")
-    load = safetensors.torch.load
-    return Checkpoint(
-        path,
-        load((path / "adapter.safetensors").read_bytes()),
-        load((path / "optimizer.safetensors").read_bytes()),
-        state,
-    )
+    wrong = [key for key, kind in KINDS.items() if type(state.get(key)) is not kind]
+    wrong += [key for key, kind in MAY_BE.items() if type(state.get(key, kind())) is not kind]
+    if wrong or state["step"] < 0 or not all(isinstance(line, str) for line in state.get("moved", [])):
+        what = ", ".join(wrong) or "step or moved"
+        raise RunFailure(f"{path / 'state.json'} is not what a checkpoint has, though its hash agrees: {what}")
+    tensors = []
+    for name in ("adapter.safetensors", "optimizer.safetensors"):
+        try:
+            tensors.append(safetensors.torch.load((path / name).read_bytes()))
+        except safetensors.SafetensorError as error:
+            raise RunFailure(f"{path / name} is not a safetensors file ({error})") from None
+    return Checkpoint(path, *tensors, state)
 
 
 def _prune(folder: Path, keep: int) -> None:

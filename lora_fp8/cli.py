@@ -259,15 +259,16 @@ def _look_at_base(job: Any, report: Any) -> list[str]:
 
     family = get(base.family)(base, device="cpu", dtype=prepare.DTYPES[base.dtype])
     texts = list(dict.fromkeys([*dataset_captions(report.examples, job.dataset, job.seed), *job.preview.prompts]))
-    warnings = [*family.warnings, *truncation_warnings(family.overlong(texts), len(texts))]
+    warnings = list(family.warnings)
     problems: list[str] = []
 
     def room() -> None:
         resolved = prepare.carried(prepare.resolve_auto(job, type(family)), family)
         if not problems:
+            warnings.extend(truncation_warnings(family.overlong(texts), len(texts)))
             warnings.extend(prepare.look_at_disks(resolved, family, report.examples))
 
-    for refuse in (lambda: prepare.plan(job, family), lambda: start_values(job, family), room):
+    for refuse in (family.check_parts, lambda: prepare.plan(job, family), lambda: start_values(job, family), room):
         try:
             refuse()
         except config.UserError as error:

@@ -122,6 +122,7 @@ def estimate(job: Job, family: ModelFamily) -> Estimate:
     Raises:
         UserErrors: something is wrong with the pictures or the settings.
     """
+    family.check_parts()
     job = carried(resolve_auto(job, type(family)), family)
     found = scan(job, type(family))
     examples, held_out = split(job, found.require())

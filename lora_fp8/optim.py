@@ -296,6 +296,15 @@ class AdapterOptimizer:
                 raise config.UserError(
                     f"the checkpoint's optimizer does not fit: {key} is {given}, expected {expected}"
                 )
+        counts = meta.get("steps")
+        if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
+            raise config.UserError("the checkpoint's optimizer does not fit: steps are not whole numbers by name")
+        estimates = meta.get("estimates")
+        if self.name == "prodigy" and not (
+            isinstance(estimates, dict) and all(isinstance(estimates.get(key), int | float) for key in ESTIMATES)
+        ):
+            names = ", ".join(ESTIMATES)
+            raise config.UserError(f"the checkpoint's optimizer does not fit: it lacks {names} of Prodigy")
         states: dict[str, dict[str, Any]] = {name: {} for name in self.params}
         masters: dict[str, Tensor] = {}
         shared: dict[str, Tensor] = {}

@@ -100,6 +100,7 @@ def _stages(
         text = precision.problem(job.quantize, processes.device, processes.world)
         if text := text or memory.problem(job.memory, processes.device):
             raise UserError(text)
+        family.check_parts()
         plan(job, family)
         job = carried(resolve_auto(job, Family), family)
         scanned = scan(job, Family)

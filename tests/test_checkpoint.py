@@ -22,7 +22,8 @@ def content(step: int) -> tuple[dict, dict, dict]:
     adapter = {"b.lora_A.weight": torch.full((3, 5), float(step), dtype=torch.bfloat16)}
     adapter["b.lora_B.weight"] = torch.arange(15.0).view(5, 3).T + step  # not contiguous
     optimizer = {"b.lora_A.weight/state1": torch.arange(4096, dtype=torch.uint8) + step, "qmap1": torch.rand(256)}
-    return adapter, optimizer, {"step": step, "optimizer": {"steps": {"b": step}}, "pinned": {"seed": 3}}
+    state = {"step": step, "optimizer": {"steps": {"b": step}}, "pinned": {"seed": 3}, "settings": {}}
+    return adapter, optimizer, state | {"base": "b", "data": "d"}
 
 
 def save(folder, step, keep=2):

@@ -9,9 +9,11 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import diffusers
 import torch
 from diffusers.loaders.single_file_utils import infer_diffusers_model_type
 
+from lora_fp8 import config
 from lora_fp8.config import UserError, UserErrors
 
 from . import UNKNOWN, _files, available, describe, get
@@ -111,6 +113,25 @@ class Checks:
             why = f", which {self.checkpoint} needs beside it" if self.checkpoint else ""
             raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
         self.scheduler_config()  # that it can be read; it is needed when everything is encoded
+
+    def _check_scheduler(self) -> None:
+        """That the scheduler's config describes a noising process, and a sampler of diffusers."""
+        path, told = self.folder / "scheduler" / "scheduler_config.json", self.scheduler_config()
+        class_name = told.get("_class_name")
+        scheduler_class = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
+        if scheduler_class is None:
+            raise UserError(f"{path}: diffusers has no scheduler named {class_name!r}")
+        _files.built(scheduler_class, path, told)
+        one_BCHW = torch.ones(1, 1, 1, 1)
+        try:
+            objective = self.objective(told, config.Objective())
+            for tokens in (256, 4096):
+                t_B = objective.sample_t([torch.Generator().manual_seed(0)], tokens)
+                noised = objective.add_noise(one_BCHW, one_BCHW, t_B)
+                if not torch.isfinite(noised).all():
+                    raise ValueError("what is noised is not finite")
+        except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError, NotImplementedError) as error:
+            raise UserError(f"{path} does not describe how pictures are noised ({_files.in_short(error)})") from error
 
     def _check_vae(self) -> None:
         """That its statistics are not another model's, where class and config are the same."""

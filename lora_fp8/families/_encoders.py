@@ -22,12 +22,13 @@ from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint, crea
 from torch import Tensor, nn
 
 from lora_fp8 import config
-from lora_fp8.config import UserError
+from lora_fp8.config import UserError, UserErrors
 from lora_fp8.layouts import first_few, text_layer
 from lora_fp8.precision import Format, name_matches, quantize_
 
 from . import _files, _in_turn
 
+MOST_TOKENS = 1 << 20
 TEXT_PRECISE = ("lm_head", "text_projection", "visual")
 """Name parts of the layers of text encoders that are not quantized: outputs, which are small or unused."""
 
@@ -59,17 +60,39 @@ class Encoders:
         cls = getattr(diffusers, self.vae_class)
         prefix = self._vae_prefix()
         if prefix:
-            vae = cls.from_config(cls.load_config(self.folder / "vae"))
+            vae = _files.built(cls, self.folder / "vae" / "config.json")
             vae.load_state_dict(self._convert_vae(prefix, dict(vae.config)))  # copies, and so widens to float32
         else:
-            vae = self._from_pretrained(cls, "vae", "diffusion_pytorch_model", dtype=torch.float32)
+            vae = self._from_pretrained(cls, "diffusion_pytorch_model", "vae", dtype=torch.float32)
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
     def empty_vae(self) -> nn.Module:
         """The VAE on the meta device: all shapes, no memory."""
         cls = getattr(diffusers, self.vae_class)
         with torch.device("meta"):
-            return cls.from_config(cls.load_config(self.folder / "vae")).eval().requires_grad_(False)
+            return _files.built(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
+
+    def check_parts(self) -> None:
+        """That scheduler, VAE, tokenizers and text encoders are whole, and of one model: as they will be loaded, but by
+        their configs and headers, without a weight being read. What a single file holds is seen when it is loaded.
+
+        Raises:
+            UserErrors: all that cannot be used, a line each.
+        """
+        tokenizers = [partial(self._check_limit, name) for name in self.text_parts if self._is_tokenizer(name)]
+        encoders = [
+            partial(self._from_pretrained, *self._text_class(name), name, device_map="meta")
+            for name in self._text_encoders()
+            if not self._has_text(name)
+        ]
+        problems = []
+        for look in (self._check_scheduler, self._check_vae_sizes, *tokenizers, *encoders):
+            try:
+                look()
+            except UserError as error:
+                problems += getattr(error, "problems", [str(error)])
+        if problems:
+            raise UserErrors(list(dict.fromkeys(problems))) if len(set(problems)) > 1 else UserError(problems[0])
 
     def tokenizer(self, name: str) -> Any:
         """One of the tokenizers of `text_parts`, or the processor that makes a picture ready for a text encoder: small,
@@ -79,8 +102,7 @@ class Encoders:
             try:
                 self._tokenizers[name] = cls.from_pretrained(folder, local_files_only=True)
             except Exception as error:  # transformers and tokenizers raise many kinds for files that are not whole
-                why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-                raise UserError(f"{folder} cannot be read ({why}); download it again") from error
+                raise UserError(f"{folder} cannot be read ({_files.in_short(error)}); download it again") from error
         return self._tokenizers[name]
 
     def in_turn(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
@@ -215,7 +237,7 @@ class Encoders:
         if self._has_text(name):
             encoder = self._convert_text(cls, name)
         else:
-            encoder = self._from_pretrained(cls, name, stem, dtype=self.dtype)
+            encoder = self._from_pretrained(cls, stem, name, dtype=self.dtype)
         if storage != "none":
             # T5 names its `wo` here, which transformers itself holds in float32 beside float16 only.
             encoder._keep_in_fp32_modules = ()
@@ -223,13 +245,50 @@ class Encoders:
             return encoder.to(self.device).eval()
         return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
 
-    def _from_pretrained(self, cls: Any, name: str, stem: str, **options: Any) -> Any:
+    def _check_vae_sizes(self) -> None:
+        """That the VAE's config describes one, and its own file."""
+        self.empty_vae()
+        if not self._vae_prefix():
+            cls = getattr(diffusers, self.vae_class)
+            self._from_pretrained(cls, "diffusion_pytorch_model", "vae", device_map="meta")
+
+    def _check_limit(self, name: str) -> None:
+        """That this tokenizer can be read, and tells how many tokens are read, where nothing else does."""
+        tokenizer = self.tokenizer(name)
+        limit = getattr(tokenizer, "model_max_length", 1)  # a processor has none
+        fits = isinstance(limit, int | float) and limit > 0
+        # Where its config does not say, transformers has a number of thirty digits.
+        if fits and "CLIP" in self.text_parts[name]:
+            fits = limit <= MOST_TOKENS
+        elif fits and name in self.judge_length_by:
+            fits = self.token_limit(name) <= MOST_TOKENS
+        if not fits:
+            raise UserError(
+                f"{self.folder / name / 'tokenizer_config.json'} does not say how many tokens the text encoder reads "
+                f"(model_max_length is {limit!r}); download it again"
+            )
+
+    def _from_pretrained(self, cls: Any, stem: str, name: str, **options: Any) -> Any:
         files = _files.weight_files(self.folder / name, stem)
         for path in files:
             _files.read_header(path)
         options |= {"variant": _files.variant(files), "use_safetensors": True, "local_files_only": True}
-        with quiet():
-            model, told = cls.from_pretrained(self.folder / name, output_loading_info=True, **options)
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # those are told below
+        try:
+            with quiet():
+                model, told = cls.from_pretrained(self.folder / name, **options)
+        except Exception as error:  # diffusers and transformers raise many kinds for what does not fit together
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None):
+                raise  # the machine's
+            raise UserError(
+                f"{self.folder / name} cannot be loaded as a {cls.__name__} ({_files.in_short(error)}); its config.json"
+                " is not whole, or is of another version"
+            ) from error
+        if other := sorted(str(one if isinstance(one, str) else one[0]) for one in told["mismatched_keys"]):
+            raise UserError(
+                f"{self.folder / name} has weights of other sizes than its config.json says: {len(other)} differ, "
+                f"{first_few(other)}; it is another model's, or the config is"
+            )
         # transformers fills what is missing with random numbers, and says so where nobody hears it. A language model's
         # head may be: files leave it out, as nothing here asks for the next word.
         if lost := sorted(key for key in told["missing_keys"] if not key.startswith("lm_head.")):

@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -93,6 +94,35 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} should hold a JSON object, but holds a {type(content).__name__}")
     return content
+
+
+def in_short(error: Exception) -> str:
+    """The kind of an error of a library, and what it says first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}{lines and ': ' or ''}{' '.join(lines)[:200]}"
+
+
+def built(cls: Any, path: Path, told: dict[str, Any] | None = None) -> Any:
+    """What diffusers makes of a config: `cls.from_config`.
+
+    Args:
+        path: its file.
+        told: its entries, where they are not that file's alone.
+
+    Raises:
+        UserError: an entry makes no sense.
+    """
+    told = read_json(path) if told is None else told
+    for key, parameter in inspect.signature(cls.__init__).parameters.items():
+        # Not all of these are looked at when it is made.
+        if parameter.annotation in (int, float) and isinstance(told.get(key), str | list | dict):
+            raise UserError(f"{path} says {key} = {told[key]!r}, which should be a number")
+    try:
+        return cls.from_config(told)
+    except Exception as error:  # diffusers checks few entries, and fails in many ways
+        if isinstance(error, MemoryError):
+            raise
+        raise UserError(f"{path} does not describe a {cls.__name__} ({in_short(error)})") from error
 
 
 def read_header(path: Path) -> Header:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lora_fp8 import naming
 
-from . import _anima, _miniature, _qwen
+from . import _anima, _files, _miniature, _qwen
 from ._files import checkpoint_prefix
 from ._prompts import Overlong
 from .base import Cond, Inputs, ModelFamily
@@ -138,7 +138,7 @@ class Family(ModelFamily):
 
     def _convert_text(self, cls: Any, name: str) -> nn.Module:
         prefix = f"{checkpoint_prefix(self._header)}{CONDITIONER}."
-        conditioner = cls.from_config(cls.load_config(self.folder / name))
+        conditioner = _files.built(cls, self.folder / name / "config.json")
         conditioner.load_state_dict({k.removeprefix(prefix): t for k, t in self._tensors_with(prefix).items()})
         return conditioner
 

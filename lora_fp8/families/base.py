@@ -493,8 +493,11 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
     def empty_denoiser(self) -> nn.Module:
         """The denoiser on the meta device: all shapes, no memory."""
+        path, told = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
-            denoiser = getattr(diffusers, self.denoiser_class).from_config(self.denoiser_config())
+            denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
+        if empty := [name for name, parameter in denoiser.named_parameters() if not parameter.numel()]:
+            raise UserError(f"{path} does not describe a {self.denoiser_class}: {empty[0]} would have no values")
         for name, arguments in self.computed.items():
             lost = getattr(denoiser, name)
             told = [getattr(lost, argument, denoiser.config.get(argument)) for argument in arguments]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lora_fp8 import naming
 
-from . import _flux, _miniature
+from . import _files, _flux, _miniature
 from .base import Cond, Inputs, ModelFamily
 
 
@@ -107,8 +107,9 @@ class Family(ModelFamily):
         pipeline._prepare_attention_mask = lambda **given: _as_bool(extended(**given))
 
     def empty_denoiser(self) -> nn.Module:
+        path, told = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
-            denoiser = getattr(diffusers, self.denoiser_class).from_config(self.denoiser_config())
+            denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
         # A table of its own that the constructor computes: no file holds it.
         lost = denoiser.time_text_embed
         denoiser.time_text_embed = type(lost)(lost.time_proj.num_channels, len(lost.mod_proj))
