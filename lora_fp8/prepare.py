@@ -189,14 +189,22 @@ def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example
     return trained, list(kept.values())
 
 
-def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Run, processes: Processes) -> Data:
+def cache(
+    job: Job,
+    family: ModelFamily,
+    examples: list[images.Example],
+    run: Run,
+    processes: Processes,
+    written: Sequence[disk.Need] = (),
+) -> Data:
     """Encode every picture and caption that is not in the cache yet; the encoders leave before the denoiser arrives.
 
     Args:
         examples: all of the dataset; `split` is made here.
+        written: what comes onto the disks beside it; those of the main process are asked.
 
     Raises:
-        UserError: see `split`. Stopped: somebody asked for it. RunFailure: see `Cache.fill`.
+        UserError: see `split`; or a disk has no room. Stopped: somebody asked for it. RunFailure: see `Cache.fill`.
     """
     if job.train.batch_size % processes.world:
         raise UserError(
@@ -224,7 +232,6 @@ def cache(job: Job, family: ModelFamily, examples: list[images.Example], run: Ru
     mine = processes.share([*placed, *held_placed]), processes.share(texts)
     needs = processes.gather(writes.of_cache(store, store.missing(*mine), min(buckets)))
     if processes.is_main:
-        written = writes.of_run(job, writes.trained(job, family), run.path, processes.world)
         for line in disk.require([*written, *needs]):
             run.log_event("warning", text=line)
     report = store.fill(*mine, log=_every_two_seconds(run))

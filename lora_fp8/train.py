@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from . import adapters, checkpoint, config, families, memory, optim, precision, sample, validate
+from . import adapters, checkpoint, config, families, memory, optim, precision, sample, validate, writes
 from .config import Job, UserError, UserErrors
 from .data.loader import Batch
 from .families.base import ModelFamily
@@ -119,7 +119,9 @@ def _stages(
             for text in scanned.warnings:
                 run.log_event("warning", text=text)
             with stage(run, processes):
-                data = cache(job, family, scanned.examples, run, processes)
+                named = writes.trained(job, family) if processes.is_main else []
+                written = writes.of_run(job, named, run.path, processes.world)
+                data = cache(job, family, scanned.examples, run, processes, written)
                 _stop_if_asked(run, stop)
             with stage(run, processes):
                 moved = moved_layers(job, family, data, run, processes, resume)

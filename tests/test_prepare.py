@@ -35,7 +35,7 @@ class Rank:
 
     def gather(self, mine):
         self.mine = mine
-        return [mine, self.other or mine]
+        return [mine, self.other if isinstance(self.other, type(mine)) else mine]
 
 
 def cached(job, run, processes):
