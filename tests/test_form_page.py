@@ -74,7 +74,19 @@ def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> No
         return {name for name, style in zip(columns, styles, strict=True) if "none" in style}
 
     assert hidden("sdxl") == {"control"} and hidden("flux_kontext") == hidden("sdxl", 'control = "c"') == set()
-    assert hidden("flux_kontext", view="new") == {"mask"} and hidden("flux_kontext", 'mask = "m"', "new") == set()
+    rare = {"regularization", "weight", "resolution", "mask"}  # in the simple view where one is set
+    assert hidden("flux_kontext", view="new") == rare
+    assert hidden("flux_kontext", 'mask = "m"', "new") == rare - {"mask"}
+    assert hidden("flux_kontext", "weight = 0.5", "new") == rare - {"weight"}
+
+
+def test_the_empty_row_below_the_folders_is_no_folder() -> None:
+    table = form.settings()["dataset.folders"]
+    empty = [form.shown(column, column.default) for column in table.columns]
+    row = ["/a", *empty[1:]]
+    assert form.read(table, [row, empty]) == [{"path": "/a"}]
+    changed = ["", "3", *empty[2:]]  # a folder whose name is still to come
+    assert form.read(table, [row, changed])[1] == {"path": "", "repeats": 3}
 
 
 def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) -> None:

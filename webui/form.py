@@ -201,7 +201,7 @@ def read(setting: Setting, held: Any) -> Any:
 def _row(setting: Setting, cells: Any) -> Tables:
     """One row of a table without what is at its default; {} for an empty row."""
     found = {one.name: (one, read(one, cell)) for one, cell in zip(setting.columns, cells, strict=False)}
-    if all(value in ("", None) for _, value in found.values()):
+    if all(value in ("", None) or same(value, one.default) for one, value in found.values()):
         return {}
     # An emptied cell of a number means its default; what must be given is shown as missing by the check.
     return {

@@ -11,6 +11,8 @@ from playwright.sync_api import Page, expect
 from lora_fp8 import config, jobs
 from tests.test_form_page import SDXL, write_header
 from tests.ui.conftest import Site
+from webui import form
+from webui.draft import Draft
 
 expect.set_options(timeout=20_000)  # machines that test are busy
 PICTURES = sorted((Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/dataset").glob("*"))
@@ -185,6 +187,47 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     page.click("#new-back")  # by mistake
     expect(problems).to_contain_text("xl.safetensors")
     page.click("#new-reset")
+
+
+@pytest.mark.parametrize("phone", [False, True])
+def test_folders_are_shown_whole_and_changed_where_they_stand(
+    site: Site, visit: Callable[..., Page], phone: bool
+) -> None:
+    """Control pictures and masks have no room beside the other columns: then each folder is a block."""
+    row = f'[[dataset.folders]]\npath = "{site.root}"\ncontrol = "{site.root}/{"long " * 20}"\nmask = "m"\n'
+    draft = Draft(site.home)
+    draft.write(f'[model]\nfamily = "flux_kontext"\npath = "a/b"\n{row}{row}')
+    page = visit("new", language="zh-CN", phone=phone)
+
+    def held(masks: list[str]) -> None:
+        """Wait until the draft has folders with these masks."""
+        for _ in range(200):
+            found = [row.get("mask") for row in form.values(draft.text())["dataset.folders"]]
+            if found == masks:
+                return
+            page.wait_for_timeout(100)
+        assert found == masks
+
+    opened(page)
+    for number, name in enumerate(("new", "set")):
+        view(page, number)
+        table = page.locator(f"#{name}-dataset-folders")
+        mask = table.locator("[role=gridcell][aria-colindex='8']")
+        expect(mask.first).to_be_visible()
+        box = table.locator(".virtual-table-viewport")
+        assert box.evaluate("one => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight + 1")
+        title = mask.first.evaluate("one => getComputedStyle(one, '::before').content")
+        assert title == '"蒙版"'
+        mask.nth(1).dblclick()
+        written = mask.nth(1).locator("textarea")
+        expect(written).to_be_focused()
+        written.fill(f"{name}-masks")
+        written.press("Enter")
+        held(["m", f"{name}-masks"])  # and no row of nothing
+    mask.nth(1).locator(".cell-menu-button").click()
+    page.get_by_role("menuitem", name="删除行").click()
+    held(["m"])
+    draft.write(form.START)
 
 
 def test_what_is_wrong_in_toml_is_told_and_harms_nothing(visit: Callable[..., Page]) -> None:

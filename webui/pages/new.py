@@ -63,18 +63,19 @@ STYLE = """
 }
 .setting code { font-size: 11px; color: var(--body-text-color) !important; }
 .setting:last-child:has(textarea[rows="3"]) { grid-column: 1 / -1; }
-.setting :is(.header-table, .virtual-body) {
-  table-layout: fixed !important; width: 100% !important; min-width: 640px;
-}
+.setting:has(> .table-container) { container-type: inline-size; }
+.setting :is(.header-table, .virtual-body) { table-layout: fixed !important; width: 100% !important; }
 .setting .header-cell { font-size: 12px; text-align: left !important; }
 .setting .header-cell * { word-break: keep-all !important; overflow-wrap: normal !important; }
-.setting :is(.header-cell .cell-menu-button, .toolbar) { display: none !important; } /* sorts and filters: of no use */
+/* Sorts and filters, of no use; and what selects a row or column, which a second click on a cell would hit. */
+.setting :is(.header-cell .cell-menu-button, .toolbar, .selection-button) { display: none !important; }
 [role="menuitem"][aria-label$=" column"], [role="menuitem"][aria-label*=" column to the "] { display: none !important; }
 .setting .select-all-checkbox { display: none; }
 .setting :is(.header-cell, .body-cell) {
   width: var(--share) !important; min-width: 0 !important; max-width: none !important;
   flex: 0 0 var(--share) !important; font-family: var(--font) !important;
 }
+.setting [data-editable]:empty::before { color: var(--body-text-color-subdued); }
 .setting > .container { height: auto !important; }
 .setting::after { display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: #b91c1c; }
 .dark .setting::after { color: #f87171; }
@@ -96,10 +97,26 @@ STYLE = """
 LISTED = ("preset", "model.path", "model.components")
 """Settings whose parts offer what other settings allow."""
 WIDE = {"path": 4, "repeats": 1.3, "trigger": 2, "regularization": 2.1, "resolution": 1.6, "weight": 1.1}
-WIDE |= {"control": 3, "mask": 3}
+PATH = 3
+WIDE |= {"control": PATH, "mask": PATH}
 """Columns of the table of folders that need more room than the others."""
 UNIT = 62
-"""Pixels of a column that needs no more, as its title's longest word has it; a narrow window scrolls the table."""
+"""Pixels of a column that needs no more, as its title's longest word has it."""
+STACKED = """@container (max-width: {width}px) {{
+  {table} .virtual-table-viewport {{ max-height: none !important; }}
+  {table} .header-table {{ position: absolute; visibility: hidden; }}
+  {table} .virtual-row {{ flex-wrap: wrap; border-bottom: 1px solid var(--border-color-primary); }}
+  {table} .body-cell {{ display: block; width: auto !important; flex: 1 1 88px !important; border: 0 !important; }}
+  {table} .body-cell::before {{
+    display: block; padding: 6px 8px 0; font-size: 12px; color: var(--body-text-color-subdued);
+  }}
+  {table} .cell-wrap {{ height: auto !important; min-height: 30px !important; padding: 0 8px 4px; }}
+  {table} .virtual-row:has([aria-colindex="1"] [data-editable]:empty) [aria-colindex]:not([aria-colindex="1"]) {{
+    display: none;
+  }}
+  {cells}
+}}"""
+"""The table of folders where its columns have no room: each folder a block, each cell below its title."""
 
 
 def build(ui: Ui) -> None:
@@ -195,6 +212,7 @@ class _Page:
                 )
                 self.add = gr.Button(say("new.pictures.add"), size="sm", elem_id="new-add")
         self._field("simple", "dataset.folders")
+        gr.Markdown(say("new.pictures.columns"), elem_classes="note")
         self.taken = gr.HTML(elem_id="new-taken")
         self._field("simple", "dataset.trigger")
         self._field("simple", "dataset.missing_caption")
@@ -230,8 +248,19 @@ class _Page:
                 members = [one for one in form.settings().values() if one.section == section]
                 for one in (one for one in members if one.kind == "table"):
                     self._field("all", one.key)
+                    gr.HTML(self._meanings(one))
                 for one in (one for one in members if one.kind != "table"):
                     self._field("all", one.key)
+
+    def _meanings(self, table: form.Setting) -> str:
+        """What the columns of a table mean, folded up."""
+        language = self.ui.language
+        told = (
+            (words.label(language, one.key), words.meaning(language, one.key, one.description)) for one in table.columns
+        )
+        rows = "".join(f"<tr><th>{safe.shown(title)}</th><td>{safe.shown(text)}</td></tr>" for title, text in told)
+        summary = safe.shown(self.ui.say("new.pictures.meanings"))
+        return f"<details><summary>{summary}</summary><table class='facts'>{rows}</table></details>"
 
     def _files(self) -> None:
         say = self.ui.say
@@ -970,9 +999,7 @@ class _Page:
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
         for view in ("new", "set"):
-            shares = _shares(found, everything, view)
-            table = f"#{_id(view, 'dataset.folders')} :is(.header-table, .virtual-body)"
-            rules += [*_columns(shares, view), f"{table} {{ min-width: {UNIT * sum(shares.values()):.0f}px; }}"]
+            rules += self._table(_shares(found, everything, view), view)
         if not everything:
             hidden = [
                 key
@@ -990,6 +1017,20 @@ class _Page:
                 ids = f"#{_id('set', key)}::after, #{_id('new', key)}::after"
                 rules.append(f"{ids} {{ content: {_css_text(chr(10).join(lines))}; }}")
         return f"<style>{' '.join(rules)}</style>" if rules else ""
+
+    def _table(self, shares: dict[str, float], view: str) -> Iterable[str]:
+        """Style for the table of folders in a view: its columns, or blocks where it is too narrow for them."""
+        yield from _columns(shares, view)
+        table, cells = f"#{_id(view, 'dataset.folders')}", []
+        for number, column in enumerate(form.settings()["dataset.folders"].columns, 1):
+            cell = f'{table} .body-cell[aria-colindex="{number}"]'
+            cells.append(f"{cell}::before {{ content: {_css_text(words.label(self.ui.language, column.key))}; }}")
+            if WIDE.get(column.name, 1) >= PATH:
+                cells.append(f"{cell} {{ flex-basis: 100% !important; }}")
+        empty = f'{table} .body-cell[aria-colindex="1"] [data-editable]:empty::before'
+        yield f"{empty} {{ content: {_css_text(self.ui.say('new.pictures.row'))}; }}"
+        width = round(UNIT * sum(shares.values())) - 1
+        yield STACKED.format(table=table, width=width, cells=" ".join(cells))
 
     def _changes(self, text: str) -> str:
         say = self.ui.say
@@ -1058,15 +1099,16 @@ def _id(prefix: str, key: str) -> str:
 
 def _shares(found: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
     """The room of each column of the table of folders in a view ("new" is the simple one, "set" all settings): control
-    pictures only where they are shown to the model, masks not in the simple view, both where one is named."""
+    pictures only where they are shown to the model, in the simple view the first three, each where one is set."""
     rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
-    wanted = {"control": "dataset.control_resolution" not in form.idle(found), "mask": view == "set"}
+    wanted = dict.fromkeys(("regularization", "weight", "resolution", "mask"), view == "set")
+    wanted |= {"control": "dataset.control_resolution" not in form.idle(found)}
     return {
         column.name: WIDE.get(column.name, 1)
         for column in form.settings()["dataset.folders"].columns
         if everything
         or wanted.get(column.name, True)
-        or any(isinstance(row, dict) and row.get(column.name) for row in rows)
+        or any(isinstance(row, dict) and row.get(column.name, column.default) != column.default for row in rows)
     }
 
 
