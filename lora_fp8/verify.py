@@ -621,6 +621,10 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     return tensors if whole else None
 
 
+def _figure(error: float) -> str:
+    return f"{error:.2e}" if error else "0"
+
+
 def _pairs(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
     renamed = {n.replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): t for n, t in weights.items()}
@@ -676,7 +680,9 @@ def _check_delta(
     tolerance = max(DELTA_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     error = report.measure("delta_error", errors[worst])
     where = f" in {worst}" if error > 0 else ""
-    report.add("delta", error <= tolerance, f"relative error {error:.2e} at worst{where} (allowed {tolerance:.0e})")
+    report.add(
+        "delta", error <= tolerance, f"relative error {_figure(error)} at worst{where} (allowed {tolerance:.0e})"
+    )
 
 
 def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: Report) -> None:
@@ -699,7 +705,7 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
         with _scaled(encoders, 1 + step):
             allowed = max(allowed, MARGIN * gap(ask(), cond))
         why = f": {MARGIN} times what the last bit of the adapter changes"
-    report.add("text", error <= allowed, f"conditioning: relative error {error:.2e} (allowed {allowed:.1e}{why})")
+    report.add("text", error <= allowed, f"conditioning: relative error {_figure(error)} (allowed {allowed:.1e}{why})")
     with _scaled(encoders, 0.0):
         effect = report.measure("text_effect", gap(ask(), cond))
     report.add("text effect", True, f"without the adapter the conditioning is {effect:.1%} off", judged=False)
@@ -716,7 +722,7 @@ def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: floa
         allowed = max(allowed, MARGIN * floor)
         why = f": {MARGIN} times what the last bit of the adapter changes"
         report.measure("prediction_floor", floor)
-    report.add("prediction", error <= allowed, f"relative error {error:.2e} {where} (allowed {allowed:.1e}{why})")
+    report.add("prediction", error <= allowed, f"relative error {_figure(error)} {where} (allowed {allowed:.1e}{why})")
     with _scaled(denoiser, 0.0):
         effect = report.measure("effect", relative_error(predict(family, denoiser, probe), answer))
     report.add("effect", True, f"without the adapter the prediction is {effect:.1%} off", judged=False)
@@ -835,7 +841,7 @@ def _measure_plain(
     if probe is not None:
         answer = predict(family, getattr(pipeline, family.denoiser_name), probe)
         error = report.measure("plain_prediction_error", relative_error(answer, probe.prediction_BCHW))
-        report.add("plain prediction", True, f"relative gap {error:.2e} on the base as published", judged=False)
+        report.add("plain prediction", True, f"relative gap {_figure(error)} on the base as published", judged=False)
     if previews is not None:
         worst = report.measure("plain_preview_psnr", preview_psnr(previews, pipeline))
         report.add("plain preview", True, f"{_told(worst)} on the base as published", judged=False)

@@ -223,12 +223,12 @@ def moment(seconds: float) -> str:
 
 
 def size(number: float) -> str:
-    """1.3 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
+    """1.3 MiB, as estimates and drivers count memory."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 999.5:
             return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{digits(number)} TB"
+        number /= 1024
+    return f"{digits(number)} TiB"
 
 
 def read_json(path: Path) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.ui.test_form_path import opened
+from webui.pages import settings
 
 BASE = Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/base/sd15"
 
@@ -53,3 +54,13 @@ def test_a_tool_tells_what_is_wrong_in_the_pages_language(visit: Callable[..., P
     field.press("Enter")
     page.click("text=Do it now" if language == "en" else "text=立即执行")
     expect(page.locator("#tool-result .wrong")).to_contain_text(told)
+
+
+def test_where_models_come_from_is_told_without_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, host in (
+        ("", "huggingface.co"),
+        ("https://me:secret@mirror.example/hub", "mirror.example"),
+        ("http://[x", "HF_ENDPOINT"),
+    ):
+        monkeypatch.setenv("HF_ENDPOINT", given)
+        assert settings._hub_host() == host

@@ -184,7 +184,7 @@ class _Page:
         gr.Markdown(f"## {say('new.base')}")
         with gr.Row(equal_height=True):
             self.demos = {
-                name: gr.Button(f"{say('new.base.demo')}: {self.families[name]}", size="sm", elem_id=f"new-demo-{name}")
+                name: gr.Button(say("new.base.demo", title=self.families[name]), size="sm", elem_id=f"new-demo-{name}")
                 for name in bases.demos()
             }
         gr.Markdown(say("new.base.demo_help"), elem_classes="note")

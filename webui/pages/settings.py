@@ -7,6 +7,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import gradio as gr
 import psutil
@@ -153,6 +154,15 @@ def _hub_home() -> Path:
     return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
 
 
+def _hub_host() -> str:
+    """Where huggingface_hub asks; never a name and password that stand in the address."""
+    given = os.environ.get("HF_ENDPOINT")
+    try:
+        return urlsplit(given).hostname or "HF_ENDPOINT" if given else "huggingface.co"
+    except ValueError:  # not an address: jobs will say so
+        return "HF_ENDPOINT"
+
+
 def _about(ui: Ui) -> str:
     say, home = ui.say, ui.place.home
     libraries = [_version(name) for name in LIBRARIES]
@@ -166,6 +176,7 @@ def _about(ui: Ui) -> str:
             (say("place.libraries"), ", ".join(libraries)),
             (say("place.machine"), say("place.machine.value", system=system, cores=os.cpu_count(), memory=memory)),
             (say("place.cards"), "; ".join(cards) or say("place.cards.none")),
+            (say("place.hub"), say("place.hub.value", host=_hub_host())),
             (say("place.home"), str(home)),
             (say("place.disk"), say("place.disk.value", free=disk.free / GIB, total=disk.total / GIB)),
         ]
