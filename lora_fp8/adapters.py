@@ -15,18 +15,18 @@ peft wraps the layers, adds the small matrices and does LoRA's forward pass; wha
 * One pass. Where a frozen layer multiplies with the Triton kernels, they add its LoRA in their last pass over the
   result (`FusedLora`); everywhere else peft does.
 * Targets. A target that matches nothing is an error, not a smaller adapter; so is an entry of `ranks`.
-* Ranks. Layers may differ in theirs (`section.ranks`); all are scaled by `section.alpha / section.rank`.
+* Ranks. Layers may differ in theirs (`section.ranks`); all are scaled by `section.alpha / section.rank`. A layer of
+  rank 0 has no adapter.
 
 What the kinds compute, and where they come from: `kinds`.
 """
 
 import contextlib
-import difflib
 import hashlib
 import math
 import re
 import warnings as python_warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ from torch.nn import functional as F
 
 from . import config, kinds
 from .precision import FrozenLinear, frozen_layers
-from .precision.names import name_matches
+from .precision.names import by_name, hint
 
 ADAPTER = "default"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -178,7 +178,7 @@ def inject(
     setting = "adapter.targets" if section.targets else "targets"
     names, notes = _match(denoiser, list(section.targets or targets), setting)
     rank_of, told = ranks(section, names)
-    notes += told
+    notes, names = notes + told, list(rank_of)
     for name in names:
         layer = denoiser.get_submodule(name)
         is_conv = isinstance(layer, nn.Conv2d)
@@ -211,22 +211,19 @@ def inject(
 
 
 def ranks(section: config.Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """The rank of each of these layers, and warnings. The first entry of `section.ranks` that means a layer counts.
+    """The rank of each of these layers that gets an adapter, and warnings.
+
+    The first entry of `section.ranks` that means a layer counts; rank 0 leaves the layer as it is.
 
     Raises:
-        config.UserError: an entry that means none of them.
+        config.UserError: an entry that means none of them, or no layer is left.
     """
-    found: dict[str, int] = {}
-    notes = []
-    for entry, rank in filter(None, map(config.parse_rank, section.ranks)):  # the config has checked them
-        meant = [name for name in names if name_matches(name, entry)]
-        if not meant:
-            near = _hint(entry.removeprefix("^"), names)
-            raise config.UserError(f"adapter.ranks: {entry!r} matches no layer that is adapted; {near}")
-        if all(name in found for name in meant):
-            notes.append(f"adapter.ranks: {entry!r} adds nothing: the entries before it name all of its layers")
-        found |= {name: rank for name in meant if name not in found}
-    return {name: found.get(name, section.rank) for name in names}, notes
+    entries = filter(None, map(config.parse_rank, section.ranks))  # the config has checked them
+    found, notes = by_name("adapter.ranks", entries, names)
+    of_all = {name: found.get(name, section.rank) for name in names}
+    if names and not any(of_all.values()):
+        raise config.UserError("adapter.ranks: leaves no layer to train; give one a rank above 0")
+    return {name: rank for name, rank in of_all.items() if rank}, notes
 
 
 def _wrap(denoiser: nn.Module, section: config.Adapter, rank_of: dict[str, int]) -> None:
@@ -388,26 +385,12 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
         matched = {name for name in adaptable if f".{name}".endswith(f".{target}")}
         if not matched:
             raise config.UserError(
-                f"{setting}: {target!r} matches no layer that can be adapted; {_hint(target, adaptable)}"
+                f"{setting}: {target!r} matches no layer that can be adapted; {hint(target, adaptable)}"
             )
         if matched <= chosen:
             notes.append(f"{setting}: {target!r} adds nothing: the targets before it name all of its layers")
         chosen |= matched
     return [name for name in adaptable if name in chosen], notes
-
-
-def _hint(target: str, adaptable: Iterable[str]) -> str:
-    ends: dict[str, None] = {}  # every ending of every name that starts with a word, shortest first
-    for length in (1, 2, 3, 4):
-        for name in adaptable:
-            parts = name.split(".")[-length:]
-            if not parts[0].isdigit():
-                ends[".".join(parts)] = None
-    inside = [end for end in ends if f".{end}.".startswith(f".{target}.")]  # "to_out" is a list: mean "to_out.0"
-    near = inside[:3] or difflib.get_close_matches(target, ends, n=3)
-    return (
-        f"did you mean {' or '.join(map(repr, near))}?" if near else f"layers here end in {', '.join(list(ends)[:8])}"
-    )
 
 
 def _drawn(part: str, shape: torch.Size, seed: int, name: str) -> Tensor:

@@ -179,6 +179,7 @@ PINNED = (
     "adapter.text_encoder",
     "optimizer.name",
     "optimizer.rounding",
+    "optimizer.d0",
     "seed",
 )
 WATCHED = (

@@ -18,7 +18,7 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
-from .rules import contradictions, parse_override, parse_rank
+from .rules import contradictions, parse_factor, parse_override, parse_rank
 from .settings import (
     MAX_SEED,
     SCALES,
@@ -73,6 +73,7 @@ __all__ = [
     "loads",
     "names_a_folder_of_masks",
     "parse_override",
+    "parse_factor",
     "parse_rank",
     "preset_names",
     "read_toml",

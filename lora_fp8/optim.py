@@ -25,13 +25,14 @@ The state is tensors by name and a JSON-able dict, with which a resumed run goes
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import config
+from .precision.names import by_name
 
 AUTO_FP8_FACTOR = 1.4
 AUTO_LR = {"adamw8bit": 1e-4, "adamw": 1e-4, "lion8bit": 2e-5, "prodigy": 1.0}
@@ -69,6 +70,15 @@ def text_encoder_lr(section: config.Optimizer) -> float:
     if section.name == "prodigy":
         return lr(section) * lr_factor(section, "none")
     return lr(section) / 2 if section.text_encoder_lr == "auto" else float(section.text_encoder_lr)
+
+
+def lr_factors(section: config.Optimizer, names: Sequence[str]) -> tuple[dict[str, float], list[str]]:
+    """The factor on the rate of those of these layers, or parameters of layers, that have one; and warnings.
+
+    Raises:
+        config.UserError: an entry of `optimizer.lrs` that means none of them.
+    """
+    return by_name("optimizer.lrs", filter(None, map(config.parse_factor, section.lrs)), names)
 
 
 def beta2(section: config.Optimizer) -> float:
@@ -199,10 +209,19 @@ class AdapterOptimizer:
             direct = param.dtype == torch.float32 or section.rounding == "nearest"
             self._stepped[name] = param if direct else nn.Parameter(param.detach().to(torch.float32))
         self.text_ratio = text_encoder_lr(section) / self.base_lr if of_text else 0.0
-        groups = [{"params": [one for name, one in self._stepped.items() if name not in of_text], "ratio": 1.0}]
-        if of_text:
-            groups.append({"params": [self._stepped[name] for name in of_text], "ratio": self.text_ratio})
-        self._optimizer = _make(section, groups, self.base_lr)
+        factors, _ = lr_factors(section, [name for name in self.params if name not in of_text])
+        groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+        for name, one in self._stepped.items():
+            ratio = self.text_ratio if name in of_text else factors.get(name, 1.0)
+            # LoRA+ (Hayou et al. 2024): the matrix that begins at zero learns faster.
+            ratio *= section.loraplus_lr_ratio if name.endswith(".lora_B.weight") else 1.0
+            groups.setdefault((name in of_text, ratio), []).append(one)
+        # The denoiser's before the text encoders', whatever their order: Prodigy sums over them as they come.
+        by_ratio = [
+            {"params": params, "ratio": ratio}
+            for (_, ratio), params in sorted(groups.items(), key=lambda one: one[0][0])
+        ]
+        self._optimizer = _make(section, by_ratio, self.base_lr)
         self._release()
 
     @torch.no_grad()
@@ -423,7 +442,10 @@ def _make(section: config.Optimizer, params: list[dict[str, Any]], lr: float) ->
         return Prodigy(
             [group | {"weight_decay": decay} for group in params],
             **settings,
+            d0=section.d0,
             d_coef=section.d_coef,
+            growth_rate=math.inf if section.growth_rate == "unlimited" else section.growth_rate,
+            decouple=section.decouple,
             safeguard_warmup=section.safeguard_warmup,
             use_bias_correction=section.use_bias_correction,
         )

@@ -120,14 +120,16 @@ def carried(job: Job, family: ModelFamily) -> Job:
     """The job with layouts that can carry its kind of adapter; found out before anything is encoded.
 
     Raises:
-        UserErrors: a layout that was asked for cannot, or none can; UserError: adapter.ranks names no layer.
+        UserErrors: a layout that was asked for cannot, or none can; UserError: adapter.ranks or
+            optimizer.lrs names no layer.
     """
     kind, formats = job.adapter.type, job.export.formats
-    if kind == "lora" and not job.adapter.ranks:
+    if kind == "lora" and not job.adapter.ranks and not job.optimizer.lrs:
         return job
     title, sizes = kinds.TITLES[kind], family.denoiser_config()
     names = family.adapter_names(family.empty_denoiser(), job.adapter.targets)
-    adapters.ranks(job.adapter, names)
+    names = list(adapters.ranks(job.adapter, names)[0])
+    optim.lr_factors(job.optimizer, names)
     if kind == "lora":
         return job
     reasons = {layout: layouts.uncarried(kind, names, family, sizes, layout) for layout in family.layouts}
@@ -356,6 +358,7 @@ def load(job: Job, family: ModelFamily, run: Run, processes: Processes, moved: S
         *family.unused_settings(job.objective),
         *_unused_settings(job, family),
         *optim.cautions(job.optimizer),
+        *optim.lr_factors(job.optimizer, injected.names)[1],
         *exchange.unused_settings(job.train, processes.world),
     ]
     reports = [injected, *(encoders.injected if encoders else [])]
@@ -403,7 +406,8 @@ def _unused_settings(job: Job, family: ModelFamily) -> list[str]:
         found.append("optimizer.text_encoder_lr has no effect: adapter.text_encoder is false")
     usual, name = config.Optimizer(), job.optimizer.name
     idle = ["eps"] if name == "lion8bit" else []
-    idle += ["d_coef", "safeguard_warmup", "use_bias_correction"] if name != "prodigy" else []
+    of_prodigy = ["d0", "d_coef", "growth_rate", "safeguard_warmup", "use_bias_correction", "decouple"]
+    idle += of_prodigy if name != "prodigy" else []
     given = [key for key in idle if getattr(job.optimizer, key) != getattr(usual, key)]
     found += [f"optimizer.{key} has no effect: optimizer.name is {name!r}" for key in given]
     if job.adapter.type != "lokr":

@@ -109,7 +109,7 @@ def start_values(job: Job, family: ModelFamily) -> dict[str, Tensor]:
     if others:
         raise UserError(
             f"{where}: has layers that are not trained here, {export.first_few(others)}, and they would be lost; leave "
-            "adapter.targets empty, or set adapter.text_encoder = true for those of text encoders"
+            "adapter.targets and adapter.ranks empty, or set adapter.text_encoder = true for those of text encoders"
         )
     own = kinds.scalings(held, section.alpha, section.rank)
     return {

@@ -8,6 +8,7 @@ from .settings import MOST_RANK, SCALES, TORCHAO_LACKS, Job, Memory, Optimizer, 
 from .wording import did_you_mean, is_utf8, shown
 
 MOST_LR = 10.0  # Prodigy's factor; a rate of any other optimizer is below 1
+MOST_FACTOR = 100.0  # on the rate, of a layer
 LEAST_FACTOR = 0.05  # of Prodigy; below it is a rate that was meant for Adam
 
 
@@ -49,7 +50,7 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         if parse_rank(entry) is None:
             say(
                 "adapter.ranks",
-                f"{shown(entry)} is not 'NAME = RANK', such as 'attn2 = 32'; a rank is 1 to {MOST_RANK}",
+                f"{shown(entry)} is not 'NAME = RANK', such as 'attn2 = 32'; a rank is 1 to {MOST_RANK}, or 0 for none",
             )
     if isinstance(job.dataset.resolution, int) and not 16 <= job.dataset.resolution <= 8192:
         say("dataset.resolution", f"must lie between 16 and 8192 pixels, got {job.dataset.resolution}")
@@ -66,8 +67,12 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
             from .families import traits
 
             if traits(job.model.family)["objective"] != "Diffusion":
-                text = "'snr' needs a diffusion model's signal-to-noise ratio; use 'exponential' or 'constant'"
-                say("objective.huber_schedule", text, "model.family", "objective.loss")
+                say(
+                    "objective.huber_schedule",
+                    "'snr' needs a diffusion model's signal-to-noise ratio; use 'exponential' or 'constant'",
+                    "model.family",
+                    "objective.loss",
+                )
     if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
         # A folder for regularization can have none: its pictures without captions are told one by one.
         if any(not folder.trigger and not folder.regularization for folder in job.dataset.folders):
@@ -91,6 +96,12 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
         )
     for key, text in _optimizer_contradictions(job.optimizer):
         say(f"optimizer.{key}", text, "optimizer.name", "optimizer.lr")
+    if job.optimizer.loraplus_lr_ratio != 1 and job.adapter.type not in ("lora", "dora"):
+        say(
+            "optimizer.loraplus_lr_ratio",
+            f"is of LoRA's second matrices, and adapter.type is {job.adapter.type!r}; leave it at 1",
+            "adapter.type",
+        )
     if isinstance(job.schedule.warmup, int) and job.schedule.warmup >= job.train.steps and job.schedule.warmup:
         say(
             "schedule.warmup",
@@ -146,6 +157,15 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
 
 def _optimizer_contradictions(section: Optimizer) -> Iterator[tuple[str, str]]:
     """(setting, what is wrong) where a rate is none for this optimizer."""
+    for entry in section.lrs:
+        if parse_factor(entry) is None:
+            yield (
+                "lrs",
+                f"{shown(entry)} is not 'NAME = FACTOR', such as 'attn2 = 0.5'; a factor is above 0, up to "
+                f"{MOST_FACTOR:g}; adapter.ranks with 'NAME = 0' leaves layers as they are",
+            )
+    if isinstance(section.growth_rate, float) and not 1 < section.growth_rate <= 1000:
+        yield "growth_rate", f"must be above 1 and at most 1000, got {section.growth_rate:g}"
     rate = section.lr if isinstance(section.lr, float) and 0 < section.lr <= MOST_LR else None
     if section.name != "prodigy":
         if rate is not None and rate >= 1:
@@ -159,6 +179,10 @@ def _optimizer_contradictions(section: Optimizer) -> Iterator[tuple[str, str]]:
         )
     if section.text_encoder_lr != "auto":
         yield "text_encoder_lr", "'prodigy' finds one rate for all that is trained; leave it at 'auto'"
+    if section.lrs:
+        yield "lrs", "'prodigy' finds one rate for all that is trained; leave it empty"
+    if section.loraplus_lr_ratio != 1:
+        yield "loraplus_lr_ratio", "'prodigy' finds one rate for all that is trained; leave it at 1"
 
 
 def _names_masks(name: str) -> bool:
@@ -221,7 +245,13 @@ def _clip_contradictions(job: Job) -> Iterator[tuple[str, str]]:
 def parse_rank(entry: str) -> tuple[str, int] | None:
     """A line of adapter.ranks as (layer name, rank). None: it is none."""
     match = re.fullmatch(r"\s*(\S+)\s*=\s*(\d{1,9})\s*", entry, re.ASCII)
-    return (match[1], int(match[2])) if match and 1 <= int(match[2]) <= MOST_RANK else None
+    return (match[1], int(match[2])) if match and int(match[2]) <= MOST_RANK else None
+
+
+def parse_factor(entry: str) -> tuple[str, float] | None:
+    """A line of optimizer.lrs as (layer name, factor on the rate). None: it is none."""
+    match = re.fullmatch(r"\s*(\S+)\s*=\s*(\d{1,9}(?:\.\d{0,12})?(?:e-?\d{1,2})?)\s*", entry, re.ASCII | re.IGNORECASE)
+    return (match[1], float(match[2])) if match and 0 < float(match[2]) <= MOST_FACTOR else None
 
 
 def parse_override(entry: str) -> tuple[str, str, str] | None:

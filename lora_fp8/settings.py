@@ -48,6 +48,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
 CLIPS: dict[str, tuple[Any, ...]] = {"family.clips": (True,)}
 DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
 FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
+BY_RATE: dict[str, tuple[Any, ...]] = {"optimizer.name": ("adamw8bit", "adamw", "lion8bit")}
 PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
 HUBER: dict[str, tuple[Any, ...]] = {"objective.loss": ("huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1")}
 TAGGED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout": ()}
@@ -152,8 +153,8 @@ class Adapter(Section):
     )
     ranks: list[str] = setting(
         [],
-        "Ranks of single layers or blocks, such as 'down_blocks.0 = 4' or 'attn2 = 32'; the first that fits a layer "
-        "counts, and alpha grows and falls with it, so that all layers are scaled by alpha / rank.",
+        "Ranks of single layers or blocks, such as 'down_blocks.0 = 4' or '*attn* = 32'; 0 leaves them as they are. "
+        "The first that fits a layer counts; alpha goes with it, so that all are scaled by alpha / rank.",
     )
     alpha: float = setting(16.0, "Update strength; the update is scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Probability of dropping an adapter input while training.", ge=0, lt=1)
@@ -314,10 +315,27 @@ class Optimizer(Section):
     text_encoder_lr: Literal["auto"] | float = setting(
         "auto",
         "Rate of adapter.text_encoder; lr_scale leaves it alone. auto: half of lr.",
-        when={"adapter.text_encoder": (True,), "optimizer.name": ("adamw8bit", "adamw", "lion8bit")},
+        when={"adapter.text_encoder": (True,)} | BY_RATE,
     )
+    lrs: list[str] = setting(
+        [],
+        "Factors on the denoiser's rate, of single layers or blocks, such as 'down_blocks.0 = 0.5'; the first that "
+        "fits a layer counts.",
+        when=BY_RATE,
+    )
+    loraplus_lr_ratio: float = setting(
+        1.0,
+        "LoRA+: factor on the rate of each LoRA's second matrix (lora_B, lora_up); 16 is its authors'.",
+        gt=0,
+        le=1000,
+        when=BY_RATE | {"adapter.type": ("lora", "dora")},
+    )
+    d0: float = setting(1e-6, "Prodigy: the rate that it begins with.", gt=0, lt=1, when=PRODIGY)
     d_coef: float = setting(
         1.0, "Prodigy: factor on the rate that it finds; 0.5 or 2 to correct it.", gt=0, le=100, when=PRODIGY
+    )
+    growth_rate: Literal["unlimited"] | float = setting(
+        "unlimited", "Prodigy: how much what it finds may grow in a step; 1.02 makes a slow beginning.", when=PRODIGY
     )
     safeguard_warmup: bool = setting(
         True,
@@ -326,6 +344,9 @@ class Optimizer(Section):
     )
     use_bias_correction: bool = setting(
         True, "Prodigy: Adam's correction of the first moments; slower first steps.", when=PRODIGY
+    )
+    decouple: bool = setting(
+        True, "Prodigy: weight decay beside the gradient, as AdamW; false adds it to the gradient.", when=PRODIGY
     )
     weight_decay: float = setting(0.01, "Decoupled weight decay; with lion8bit 3 to 10 times more is usual.", ge=0)
     beta1: float = setting(0.9, "Decay of the first moment.", ge=0, lt=1)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lora_fp8 import adapters, config, kinds, precision
+from lora_fp8.precision.names import name_matches
 
 
 def flux(storage: str = "none", dtype: torch.dtype = torch.float32) -> FluxTransformer2DModel:
@@ -227,6 +228,37 @@ def test_ranks_that_mean_nothing():
             adapters.ranks(config.Adapter(ranks=[entry]), names)
     found, notes = adapters.ranks(config.Adapter(rank=5, ranks=["attn = 2", "to_q = 3"]), names)
     assert found == dict(zip(names, (2, 2, 5), strict=True)) and "'to_q' adds nothing" in notes[0]
+
+
+def test_a_layer_of_rank_0_has_no_adapter():
+    mine, theirs = flux(), flux()
+    section = config.Adapter(rank=4, ranks=["single_transformer_blocks = 0", "*q = 2", "^transformer_blocks.0 = 0"])
+    report = adapters.inject(mine, section, ["to_q", "to_k"], seed=0)
+    kept = [name for name, _ in theirs.named_modules() if name.endswith((".to_q", ".to_k"))]
+    kept = [name for name in kept if name.startswith("transformer_blocks") and name.count(".") == 3]
+    kept = [name for name in kept if not name.startswith("transformer_blocks.0.") or name.endswith("to_q")]
+    assert kept and list(report.names) == kept == list(adapters.modules(mine))
+    with pytest.raises(config.UserError, match="adapter.ranks: leaves no layer to train"):
+        adapters.inject(flux(), config.Adapter(ranks=["* = 0"]), ["to_q"], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "meant"),
+    [
+        ("*", ["down.0.attn1.to_q", "down.0.ff.net.0", "mid.attn2.to_k"]),
+        ("*attn*", ["down.0.attn1.to_q", "mid.attn2.to_k"]),
+        ("attn*", ["down.0.attn1.to_q", "mid.attn2.to_k"]),
+        ("attn", []),
+        ("^*.attn*.to_k", ["mid.attn2.to_k"]),
+        ("*wn.0.a*", ["down.0.attn1.to_q"]),
+        ("0.*.to_q", ["down.0.attn1.to_q"]),
+        ("^d*", ["down.0.attn1.to_q", "down.0.ff.net.0"]),
+        ("^0.*", []),
+    ],
+)
+def test_a_star_stands_for_part_of_a_segment(entry: str, meant: list[str]):
+    names = ["down.0.attn1.to_q", "down.0.ff.net.0", "mid.attn2.to_k"]
+    assert [name for name in names if name_matches(name, entry)] == meant
 
 
 def test_no_targets_and_second_injection():

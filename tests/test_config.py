@@ -128,7 +128,14 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[export]\nformats = ['kohya', 'kohya']", "export.formats: names a format twice"),
         ("[memory]\ngradient_checkpointing = 1", "memory.gradient_checkpointing: expected true or false, got 1"),
         ("[adapter]\nrank = 0", "adapter.rank: must be at least 1, got 0"),
-        ("[adapter]\nranks = ['attn = 0']", "adapter.ranks: 'attn = 0' is not 'NAME = RANK'"),
+        ("[adapter]\nranks = ['attn = -1']", "adapter.ranks: 'attn = -1' is not 'NAME = RANK'"),
+        ("[optimizer]\nlrs = ['attn = 0']", "optimizer.lrs: 'attn = 0' is not 'NAME = FACTOR', such as 'attn2 = 0.5'"),
+        ("[optimizer]\nlrs = ['attn']", "optimizer.lrs: 'attn' is not 'NAME = FACTOR'"),
+        ("[optimizer]\nlrs = ['attn = 1e9']", "optimizer.lrs: 'attn = 1e9' is not 'NAME = FACTOR'"),
+        ("[optimizer]\nname = 'prodigy'\nlrs = ['attn = 2']", "optimizer.lrs: 'prodigy' finds one rate"),
+        ("[optimizer]\nname = 'prodigy'\nloraplus_lr_ratio = 2.0", "optimizer.loraplus_lr_ratio: 'prodigy' finds"),
+        ("[optimizer]\nloraplus_lr_ratio = 2.0\n[adapter]\ntype = 'lokr'", "loraplus_lr_ratio: is of LoRA's second"),
+        ("[optimizer]\ngrowth_rate = 1.0", "optimizer.growth_rate: must be above 1 and at most 1000, got 1"),
         ("[adapter]\nranks = ['attn 4']", "adapter.ranks: 'attn 4' is not 'NAME = RANK'"),
         ("[optimizer]\nname = 'prodigy'\nlr = 1e-4", "optimizer.lr: 0.0001 would train next to nothing"),
         ("[optimizer]\nname = 'prodigy'\ntext_encoder_lr = 1e-4", "optimizer.text_encoder_lr: 'prodigy' finds one"),
@@ -256,8 +263,9 @@ def test_a_whole_number_is_a_number() -> None:
         if float in kinds and int not in kinds:
             limits = [getattr(m, a) for m in field.metadata for a in ("lt", "le") if hasattr(m, a)]
             number = 0 if limits and min(limits) <= 1 and key != "objective.t_max" else 1
-            if key in ("optimizer.lr", "optimizer.text_encoder_lr", "optimizer.beta2"):
+            if key in ("optimizer.lr", "optimizer.text_encoder_lr", "optimizer.beta2", "optimizer.d0"):
                 continue  # between 0 and 1 without both: no whole number is accepted
+            number = 2 if key == "optimizer.growth_rate" else number
             value: Any = config.loads(LEAST, [f"{key}={number}"])
             for part in key.split("."):
                 value = value[int(part)] if part.isdigit() else getattr(value, part)

@@ -211,7 +211,7 @@ PARTS = {
     "onnx": "",
     "more": "",
     "hint": ", did you mean 'flux'?",
-    "_hint(target, adaptable)": "did you mean 'to_q'?",
+    "hint(target, adaptable)": "did you mean 'to_q'?",
     "advice": "; set model.family = 'flux' for FLUX.1",
     "section.folders[index].mask": "7",
     "reasons[one]": "nothing reads LoKr of Flux under these names",

@@ -76,6 +76,32 @@ def test_ranks_by_layer_reach_every_layout(make_job, tmp_path):
     assert not folder_of(wrong).exists()  # found before anything is made
 
 
+def test_layers_of_rank_0_are_in_no_file_and_the_file_goes_on(make_job, tmp_path):
+    """One of q, k and v, which are one layer in kohya's files, and a whole block."""
+    Family = families.get("flux")
+    ranked = ("adapter.rank=4", "adapter.ranks=['attn.to_q = 0', '^single_transformer_blocks.1 = 0']")
+    settings = (f"export.formats={list(Family.layouts)}", "export.verify=true", "train.steps=2", "optimizer.lr=1e-2")
+    rates = ("optimizer.lrs=['attn.to_k = 0.5']", "optimizer.loraplus_lr_ratio=2.0")
+    job = make_job(tmp_path, *ranked, *settings, *rates, family="flux")
+    result = train.run(job, progress=False)
+    assert len(result.reports) == len(Family.layouts) and all(one.ok for one in result.reports)
+    family = Family(job.model, device="cpu", dtype=torch.bfloat16)
+    every = family.adapter_names(family.empty_denoiser())
+    left_out = [n for n in every if n.endswith("attn.to_q") or n.startswith("single_transformer_blocks.1.")]
+    held = kinds.grouped(checkpoint.latest(result.run.checkpoints)[0].adapter)
+    assert left_out and set(held) == set(every) - set(left_out)
+    assert estimate.estimate(job, family).adapter_bytes == sum(
+        t.nbytes for parts in held.values() for t in parts.values()
+    )
+    for path in result.files:
+        given = make_job(tmp_path / "next", *ranked, f"adapter.init_from='{path}'", family="flux")
+        assert set(kinds.grouped(resume.start_values(given, family))) == set(held)
+    wrong = make_job(tmp_path / "third", "optimizer.lrs=['attn.to_w = 2']", family="flux")
+    with pytest.raises(UserError, match="optimizer.lrs: 'attn.to_w' matches no layer"):
+        train.run(wrong, progress=False)
+    assert not folder_of(wrong).exists()
+
+
 def test_two_processes_train_what_one_trains(make_job, tmp_path):
     """DoRA, whose parameters are of two dtypes' sizes and of one dimension."""
     settings = ("adapter.type=dora", *SMALL, "train.steps=2", "train.batch_size=2", "export.formats=['diffusers']")

@@ -108,6 +108,7 @@ def test_settings_reach_the_optimizer():
 
 def test_prodigy_s_own_settings_reach_it_and_it_has_one_rate_for_all():
     own = {"d_coef": 4.0, "safeguard_warmup": False, "use_bias_correction": False, "weight_decay": 0.3}
+    own |= {"d0": 1e-5, "growth_rate": 1.5, "decouple": False}
     params = make_params(torch.float32)
     mine = optim.build(
         params, config.Optimizer(name="prodigy", **own), base_storage="fp8", seed=9, of_text=[params[0][0]]
@@ -121,7 +122,53 @@ def test_prodigy_s_own_settings_reach_it_and_it_has_one_rate_for_all():
         theirs.step()
         mine.step(make_grads(step), mine.base_lr, step)
     assert all(torch.equal(param, expected) for (_, param), expected in zip(params, reference, strict=True))
-    assert mine.effective(1.0) == theirs.param_groups[0]["d"] > 2e-6
+    assert mine.effective(1.0) == theirs.param_groups[0]["d"] > 2e-5
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lion8bit"])
+def test_rates_by_layer_and_lora_plus_are_the_optimizers_own_groups(name: str) -> None:
+    """Against the optimizer itself with a group for each rate, as peft's create_loraplus_optimizer makes them."""
+    generator = torch.Generator().manual_seed(5)
+    layers = ["mid.to_q", "down.0.to_q", "down.0.to_k", "text_encoder.fc1"]
+    names = [f"{layer}.lora_{half}.weight" for layer in layers for half in "AB"]
+    start = {one: torch.randn(8, 8, generator=generator) for one in names}
+    given = section(name=name, lr=1e-2, lr_scale="none", text_encoder_lr=2e-3, loraplus_lr_ratio=4.0, weight_decay=0.1,
+                    lrs=["down.0.to_k = 0.25", "^down = 0.5"])  # fmt: skip
+    ours = [(one, nn.Parameter(start[one].clone())) for one in names]
+    mine = optim.build(ours, given, base_storage="none", seed=0, of_text=names[6:])
+    rates = [1e-2, 4e-2, 5e-3, 2e-2, 2.5e-3, 1e-2, 2e-3, 8e-3]
+    theirs = {one: nn.Parameter(start[one].clone()) for one in names}
+    make = {
+        "adamw": torch.optim.AdamW,
+        "adamw8bit": bitsandbytes.optim.AdamW8bit,
+        "lion8bit": bitsandbytes.optim.Lion8bit,
+    }
+    groups = [{"params": [theirs[one]], "lr": rate} for one, rate in zip(names, rates, strict=True)]
+    betas = (given.beta1, optim.beta2(given))
+    judge = make[name](groups, lr=1e-2, betas=betas, weight_decay=0.1)
+
+    def step(number: int) -> None:
+        drawn = torch.Generator().manual_seed(number)
+        grads = {one: torch.randn(8, 8, generator=drawn) for one in names}
+        for one, parameter in theirs.items():
+            parameter.grad = grads[one].clone()
+        for group, rate in zip(judge.param_groups, rates, strict=True):
+            group["lr"] = rate / number
+        judge.step()
+        mine.step(grads, 1e-2 / number, number)
+
+    step(1)
+    step(2)
+    # A resumed run goes on in the same groups.
+    tensors, meta = mine.state()
+    resumed = [(one, nn.Parameter(parameter.detach().clone())) for one, parameter in ours]
+    mine = optim.build(resumed, given, base_storage="none", seed=0, of_text=names[6:])
+    mine.load_state(tensors, meta)
+    step(3)
+    for one, parameter in resumed:
+        assert torch.equal(parameter, theirs[one]), one
+    with pytest.raises(config.UserError, match="optimizer.lrs: 'up' matches no layer that is adapted"):
+        optim.build(ours, given.model_copy(update={"lrs": ["up = 2"]}), base_storage="none", seed=0)
 
 
 def test_eight_bit_state_is_eight_bit():

@@ -123,6 +123,11 @@ FLIPS = {
     "optimizer.text_encoder_lr": Flip(
         "1e-4", ("losses", "tensors"), ("norms_1", "rates", "shapes"), ("adapter.text_encoder=true",)
     ),
+    "optimizer.lrs": Flip("['attn2 = 0.1']", ("losses", "tensors"), ("norms_1", "rates", "shapes")),
+    "optimizer.loraplus_lr_ratio": Flip("16.0", ("losses", "tensors"), ("norms_1", "rates", "shapes")),
+    "optimizer.d0": Flip("1e-5", ("tensors", "rates"), ("norms_1",), PRODIGY),
+    "optimizer.growth_rate": Flip("1.01", ("tensors",), ("norms_1",), FOUND),
+    "optimizer.decouple": Flip("false", ("tensors",), ("norms_1",), (*FOUND, "optimizer.weight_decay=0.9")),
     "optimizer.d_coef": Flip("8.0", ("tensors", "rates"), ("norms_1",), PRODIGY),
     "optimizer.safeguard_warmup": Flip("false", ("tensors", "rates"), ("norms_1",), FOUND),
     "optimizer.use_bias_correction": Flip("false", ("tensors",), ("norms_1",), FOUND),
@@ -677,6 +682,7 @@ def test_compile_reaches_the_blocks(job: Callable[..., config.Job], monkeypatch:
         ("sd15", ("schedule.min_lr=0.5",)),
         ("sd15", ("optimizer.eps=1e-6", "optimizer.name=lion8bit")),
         ("sd15", ("optimizer.d_coef=2.0",)),
+        ("sd15", ("optimizer.growth_rate=1.02",)),
         ("sd15", ("objective.huber_delta=1.0",)),
         ("sd15", ("objective.huber_schedule=snr",)),
         ("sd15", ("objective.huber_scale=2.0", "objective.loss=huber", "objective.huber_schedule=snr")),
