@@ -293,6 +293,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "lr_scale": "none",
             "safeguard_warmup": False,
             "use_bias_correction": False,
+            "decouple": True,
             "weight_decay": 0.01,
         },
         "schedule": {"name": "cosine_with_restarts", "warmup": 0, "cycles": 3},
@@ -379,7 +380,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         },
         # 5 x 2 + 7 = 17 samples, 4 epochs
         "train": {"steps": 68, "batch_size": 1},
-        "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none"},
+        "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none", "loraplus_lr_ratio": 4.0},
         "schedule": {"name": "constant", "warmup": 50},
         "objective": {"timesteps": "logit_normal", "shift": "auto"},
         "memory": {"gradient_checkpointing": True},
@@ -618,7 +619,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     "musubi_qwen.toml": (
         "musubi_dataset.toml: general.resolution|training.max_train_epochs|output.save_every_n_epochs"
         "|training.timestep_sampling",
-        "vae|text_encoder|network_args|training.blocks_to_swap|musubi_dataset.toml: datasets.0.cache_directory"
+        "vae|text_encoder|training.blocks_to_swap|musubi_dataset.toml: datasets.0.cache_directory"
         "|musubi_dataset.toml: datasets.1.cache_directory",
     ),
     "musubi_wan.sh": (
@@ -1014,6 +1015,7 @@ def test_prodigy_and_lion_of_every_trainer(here: Path, tmp_path: Path) -> None:
     made = kohya(tmp_path, text)
     theirs = {"name": "prodigy", "lr_scale": "none"}
     own = {"d_coef": 2.0, "safeguard_warmup": True, "use_bias_correction": False, "weight_decay": 0.01}
+    own |= {"decouple": True}
     assert settings(made)["optimizer"] == theirs | own | {"lr": 1.0}
     assert {"optimizer_type", "optimizer_args", "learning_rate", "text_encoder_lr"} <= keys(made.mapped)
     usual = inspect.signature(prodigyopt.Prodigy).parameters
@@ -1049,6 +1051,10 @@ def test_prodigy_and_lion_of_every_trainer(here: Path, tmp_path: Path) -> None:
     found = settings(made)["optimizer"]
     assert (found["name"], found["d_coef"], found["use_bias_correction"]) == ("prodigy", 3.0, True)
     assert found["safeguard_warmup"] is False and not importing.problems(made)
+    for growth, expected in (("inf", "unlimited"), ("1.02", 1.02)):
+        made = kohya(tmp_path, f"optimizer_type = 'Prodigy'\noptimizer_args = ['d0=1e-5', 'growth_rate={growth}']")
+        found = settings(made)["optimizer"]
+        assert (found["d0"], found["growth_rate"]) == (1e-5, expected) and "optimizer_args" in keys(made.mapped)
 
 
 def block_of(name: str, sdxl: bool) -> int:
@@ -1099,8 +1105,88 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
     assert section.alpha / section.rank == 0.5
     other = bring(f'network_args = ["block_dims={told}"]')  # alpha is 4 in every block there
     assert "network_args" in keys(other.differs) and settings(other)["adapter"]["ranks"] == section.ranks
-    left_out = bring(f'network_args = ["block_dims={told.replace("9,", "0,", 1)}"]')
-    assert "network_args" in keys(left_out.no_counterpart) and "ranks" not in settings(left_out)["adapter"]
+    # A block of rank 0 is not trained; nor is one whose rate is not above the threshold.
+    first = min(block_of(name_of(name)[0], family == "sdxl") for name in names)
+    shape = [0.0 if number == first else dim / 2 for number, dim in enumerate(dims)]
+    zero = ",".join("0" if number == first else str(dim) for number, dim in enumerate(dims))
+    left_out = bring(f'network_args = ["block_dims={zero}", "block_alphas={",".join(map(str, shape))}"]')
+    assert "network_args" in keys(left_out.mapped) and not importing.problems(left_out)
+    ranks, _ = adapters.ranks(config.Adapter(**settings(left_out)["adapter"]), names)
+    blocks = {name: block_of(name_of(name)[0], family == "sdxl") for name in names}
+    assert ranks == {name: dims[number] for name, number in blocks.items() if number != first}
+    outer, inner = (12, 1) if family == "sd15" else (9, 3)
+    args = [
+        f"down_lr_weight={','.join(['0.5'] * 3)}",
+        f"mid_lr_weight={','.join(['2'] * inner)}",
+        "up_lr_weight=sine+.05",
+    ]
+    rated = bring(f"network_args = {json.dumps([*args, 'block_lr_zero_threshold=0.06'])}")
+    assert "network_args" in keys(rated.mapped) and not importing.problems(rated)
+    up = [math.sin(math.pi * i / (outer - 1) / 2) + 0.05 for i in range(outer)]
+    theirs = [0.5] * 3 + [1.0] * (outer - 3) + [2.0] * inner + [rate if rate > 0.06 else 0 for rate in up]
+    theirs = [1.0, *theirs, 1.0] if family == "sdxl" else theirs
+    assert len(theirs) == count
+    ranks, _ = adapters.ranks(config.Adapter(**settings(rated)["adapter"]), names)
+    assert set(ranks) == {name for name in names if theirs[blocks[name]]}
+    found, _ = optim.lr_factors(config.Optimizer(**settings(rated)["optimizer"]), list(ranks))
+    assert len(set(theirs)) > 8
+    for name in ranks:
+        assert found.get(name, 1.0) == pytest.approx(theirs[blocks[name]], rel=1e-6)
+    prodigy = bring(f"network_args = {json.dumps(args)}", 'optimizer_type = "Prodigy"', "learning_rate = 1")
+    assert "network_args" in keys(prodigy.no_counterpart) and not importing.problems(prodigy)
+
+
+@pytest.mark.parametrize(
+    ("args", "ratio", "exact"),
+    [
+        ("loraplus_lr_ratio=16", 16, True),
+        ("loraplus_unet_lr_ratio=8", 8, False),
+        ("loraplus_lr_ratio=4', 'loraplus_text_encoder_lr_ratio=2", 4, False),
+        ("loraplus_text_encoder_lr_ratio=2", None, False),
+    ],
+)
+def test_kohyas_lora_plus(tmp_path: Path, args: str, ratio: float | None, exact: bool) -> None:
+    made = kohya(tmp_path, f"network_args = ['{args}']")
+    assert settings(made)["optimizer"].get("loraplus_lr_ratio") == ratio and not importing.problems(made)
+    lists = {"mapped": made.mapped, "differs": made.differs, "none": made.no_counterpart}
+    told = next(name for name, found in lists.items() if "network_args" in keys(found))
+    assert told == ("mapped" if exact else "none" if ratio is None else "differs")
+    prodigy = kohya(tmp_path, f"network_args = ['{args}']\noptimizer_type = 'Prodigy'")
+    assert "network_args" in keys(prodigy.no_counterpart) and not importing.problems(prodigy)
+
+
+@pytest.mark.parametrize(
+    ("only", "without"),
+    [
+        (["transformer.single_transformer_blocks."], []),
+        ([], ["transformer.single_transformer_blocks."]),
+        (["attn"], ["transformer_blocks.0", "to_k"]),
+        (["add_", "ff.net.0"], []),
+        (["transformer.transformer_blocks.0.attn.to_q", ".proj_mlp"], []),
+    ],
+)
+def test_parts_of_names_that_are_trained(here: Path, tmp_path: Path, only: list[str], without: list[str]) -> None:
+    """ai-toolkit looks for a word in "transformer." and the name; OneTrainer in the name."""
+    Family = families.get("flux")
+    with torch.device("meta"):
+        model = getattr(diffusers, Family.denoiser_class)(**Family.tiny_config)
+    names = Family.adapter_names(model)
+    data = read(here / "ai_toolkit_flux.yaml")
+    network = data["config"]["process"][0]["network"]
+    network["network_kwargs"] = {"only_if_contains": only, "ignore_if_contains": without}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    made = importing.import_file(tmp_path / "a.yaml")
+    ranks, _ = adapters.ranks(config.Adapter(**settings(made)["adapter"]), names)
+    full = {name: f"transformer.{name}" for name in names}
+    theirs = [name for name in names if not only or any(word in full[name] for word in only)]
+    theirs = [name for name in theirs if not any(word in full[name] for word in without)]
+    assert 0 < len(theirs) < len(names) and list(ranks) == theirs and not importing.problems(made)
+    if not without and not any(word.startswith("transformer.") for word in only):
+        page = read(here / "onetrainer_chroma.json") | {"layer_filter": ", ".join(only)}
+        (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
+        made = importing.import_file(tmp_path / "page.json")
+        ranks, _ = adapters.ranks(config.Adapter(**settings(made)["adapter"]), names)
+        assert list(ranks) == [name for name in names if any(word in name for word in only)]
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])

@@ -55,6 +55,7 @@ SHORT: dict[str, Rule] = {
     "network.dropout": to("adapter.dropout", number),
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
+    **{f"network.network_kwargs.{name}": JOINT for name in ("only_if_contains", "ignore_if_contains")},
     "network.network_kwargs.**": none("adapter.targets names the layers that are adapted, adapter.ranks their ranks"),
     "network.pretrained_lora_path": to("adapter.init_from", text, words.START),
     "network.transformer_only": idle("only the denoiser is trained here"),
@@ -126,7 +127,7 @@ SHORT: dict[str, Rule] = {
     "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
     "train.optimizer_params.eps": to("optimizer.eps", number),
     "train.optimizer_params.betas": JOINT,
-    **dict.fromkeys((f"train.optimizer_params.{name}" for name in ("decouple", *words.OF_PRODIGY)), JOINT),
+    **dict.fromkeys((f"train.optimizer_params.{name}" for name in words.OF_PRODIGY), JOINT),
     "train.optimizer_params.**": none("not known to the optimizers here"),
     "train.lr": JOINT,
     "train.unet_lr": JOINT,
@@ -352,6 +353,10 @@ def _set_network(draft: Draft) -> None:
         if draft.get(used) is not None and used not in draft.done:
             draft.mapped(used, {ours: read(draft.get(used))})
         draft.none(keys, f"{used.rsplit('.', 1)[-1]} counts", off=True)
+    keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
+    only, without = ([text(one) for one in draft.get(key, listed) or []] for key in keys)
+    if only or without:
+        words.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", 16))
 
 
 def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
@@ -468,8 +473,7 @@ def _set_training(draft: Draft) -> None:
     draft.mapped([key("gradient_accumulation_steps"), key("gradient_accumulation")], {"train.accumulate": accumulate})
     rate = key("unet_lr") if draft.has(key("unet_lr")) else key("lr")
     words.set_optimizer(draft, key("optimizer"), [rate], draft.get(rate, number), least=0.1)
-    prodigy = ("decouple", *words.OF_PRODIGY)
-    words.set_prodigy(draft, {name: key(f"optimizer_params.{name}") for name in prodigy})
+    words.set_prodigy(draft, {name: key(f"optimizer_params.{name}") for name in words.OF_PRODIGY})
     own = key("text_encoder_lr") if draft.has(key("text_encoder_lr")) else key("lr")
     on = words.on(draft.get(key("train_text_encoder")))
     rates = {"CLIP": draft.get(own, number)} if on else {}

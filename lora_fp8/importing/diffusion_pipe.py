@@ -123,7 +123,7 @@ RULES: dict[str, Rule] = {
     "optimizer.type": JOINT,
     "optimizer.lr": JOINT,
     "optimizer.betas": JOINT,
-    **dict.fromkeys((f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)), JOINT),
+    **dict.fromkeys((f"optimizer.{name}" for name in words.OF_PRODIGY), JOINT),
     "optimizer.weight_decay": to("optimizer.weight_decay", number),
     "optimizer.eps": to("optimizer.eps", number),
     "optimizer.stabilize": none("updates are not stabilized beyond Adam's"),
@@ -374,7 +374,7 @@ def _set_length_and_rate(draft: Draft) -> None:
     if draft.has("pseudo_huber_c"):
         ours = {"objective.loss": "pseudo_smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
         draft.differs("pseudo_huber_c", ours, "the same loss, twice as large here")
-    words.set_prodigy(draft, {name: f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)})
+    words.set_prodigy(draft, {name: f"optimizer.{name}" for name in words.OF_PRODIGY})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
     general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # of SDXL alone it trains them
     own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}

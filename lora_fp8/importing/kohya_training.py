@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import PureWindowsPath
 
-from . import words
-from .base import Draft, Unfit, is_off, listed, number, positive, text, whole
+from . import kohya_blocks, words
+from .base import Draft, is_off, listed, number, positive, text, whole
 from .kohya_data import each, subsets
 from .kohya_table import NO_CONV, NO_DROPOUT, NO_LYCORIS, NO_PART, NO_RATIO
 
@@ -113,7 +112,9 @@ def set_network(draft: Draft) -> None:
         draft.need("adapter.type", f"{algorithm} has no counterpart: a LoRA learns otherwise; check rank and alpha")
     if algorithm == "lokr":
         _set_lokr(draft, given)
-    _set_block_ranks(draft, given, plain=algorithm == "lora" and not lycoris)
+    own_network = algorithm == "lora" and not lycoris
+    kohya_blocks.set_blocks(draft, given, plain=own_network)
+    kohya_blocks.set_loraplus(draft, given, plain=own_network)
     parts = [f"{name}={value}" for name, value in given.items()]
     for key in ("network_args", "network_args_custom"):
         if parts:
@@ -147,52 +148,6 @@ def _no_argument(name: str) -> str:
     if name.endswith("dropout"):
         return NO_DROPOUT
     return NO_LYCORIS if name in ("factor", "preset", "decompose_both", "use_tucker", "train_norm") else NO_PART
-
-
-UNET_BLOCKS = {
-    **{3 * i + j + 1: f"down_blocks.{i}.attentions.{j}" for i in range(3) for j in range(2)},
-    12: "mid_block",
-    **{3 * i + j + 13: f"up_blocks.{i}.attentions.{j}" for i in range(1, 4) for j in range(3)},
-}
-SDXL_BLOCKS = {
-    **{3 * i + j + 2: f"down_blocks.{i}.attentions.{j}" for i in (1, 2) for j in range(2)},
-    11: "mid_block",
-    **{3 * i + j + 13: f"up_blocks.{i}.attentions.{j}" for i in range(2) for j in range(3)},
-}
-BLOCKS = {"sd15": (25, UNET_BLOCKS), "sd2": (25, UNET_BLOCKS), "sdxl": (23, SDXL_BLOCKS)}
-"""How many numbers block_dims has, and the places in it that have linear layers: the blocks with attention."""
-
-
-def _set_block_ranks(draft: Draft, given: dict[str, str], plain: bool) -> None:
-    """adapter.ranks from block_dims, in the network's arguments or among the page's keys."""
-    paged = [key for key in ("block_dims", "block_alphas") if draft.has(key)]
-    source = given if "block_dims" in given else {key: str(draft.given[key]) for key in paged}
-    if not plain or draft.family not in BLOCKS or "block_dims" not in source:
-        return
-    number_of, blocks = BLOCKS[draft.family]
-    rank, alpha = draft.get("network_dim", whole) or 4, draft.get("network_alpha", number) or 1.0
-    try:
-        dims = [whole(one) for one in source["block_dims"].split(",")]
-        alphas = [number(one) for one in source.get("block_alphas", "").split(",") if one.strip()]
-    except Unfit:
-        return
-    alphas = alphas or [alpha] * number_of
-    used = {name: dims[place] for place, name in blocks.items() if place < len(dims)}
-    if len(dims) != number_of or len(alphas) != number_of or not all(used.values()):
-        return  # a block that is left out has no rank here
-    for key in ("block_dims", "block_alphas"):
-        given.pop(key, None)
-    entries = [f"{name} = {dim}" for name, dim in used.items() if dim != rank]
-    ours = {"adapter.ranks": entries} if entries else {}
-    keys = [*paged] or ["network_args"]
-    scales = {alphas[place] / dims[place] for place in blocks}
-    if all(math.isclose(scale, alpha / rank) for scale in scales):
-        draft.mapped(keys, ours)
-    elif len(scales) == 1:  # of the blocks; text encoders are at network_dim
-        draft.set("adapter.alpha", scales.pop() * rank)
-        draft.differs(keys, ours, "text encoders are scaled as the blocks are")
-    else:
-        draft.differs(keys, ours, "alpha goes with the rank here: all layers are scaled by alpha / rank")
 
 
 def _set_lokr(draft: Draft, given: dict[str, str]) -> None:

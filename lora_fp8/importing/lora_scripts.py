@@ -30,12 +30,12 @@ LORA_SCRIPTS_RULES: dict[str, Rule] = {
     "optimizer_args_custom": JOINT,
     "ui_custom_params": JOINT,
     "enable_base_weight": none("no LoRA is merged into the base; merge it beforehand"),
-    "enable_block_weights": none(NO_PART),
+    "enable_block_weights": JOINT,
     "dylora_unit": none("belongs to DyLoRA"),
     "lokr_factor": JOINT,
     "train_norm": JOINT,
     "dropout": JOINT,
-    "prodigy_d0": none("belongs to Prodigy"),
+    "prodigy_d0": JOINT,
     "prodigy_d_coef": JOINT,
     "down_lr_weight": none(NO_PART),
     "mid_lr_weight": none(NO_PART),
@@ -79,7 +79,7 @@ def combine(draft: Draft) -> None:
         draft.defaults |= {"max_bucket_reso": 2048, "fp8_base": True, "save_precision": "bf16"}
         draft.defaults |= {"gradient_checkpointing": True, "model_prediction_type": "raw"}
     sd_scripts.combine(draft)
-    words.set_prodigy(draft, {"d_coef": "prodigy_d_coef"})
+    words.set_prodigy(draft, {"d_coef": "prodigy_d_coef", "d0": "prodigy_d0"})
     draft.mapped("ui_custom_params", {}, "read as settings")
 
 

@@ -224,7 +224,7 @@ RULES: dict[str, Rule] = {
     "optimizer.beta1": to("optimizer.beta1", number),
     "optimizer.beta2": to("optimizer.beta2", number),
     "optimizer.eps": to("optimizer.eps", number),
-    **dict.fromkeys((f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)), JOINT),
+    **dict.fromkeys((f"optimizer.{name}" for name in words.OF_PRODIGY), JOINT),
     "optimizer.stochastic_rounding": idle("optimizer.rounding says how small updates are kept"),
     "optimizer.fused_back_pass": none("gradients are summed in float32 and stepped together here"),
     "optimizer.**": none("not known to the optimizers here"),
@@ -444,8 +444,8 @@ def _set_adapter(draft: Draft) -> None:
     filters = ["layer_filter", "layer_filter_preset", "layer_filter_regex"]
     names = draft.get("layer_filter", text)
     if names and not words.on(draft.get("layer_filter_regex")):
-        draft.none(filters, f"parts of names ({names}) there; here adapter.targets takes endings such as 'to_q'")
-        draft.todo.append(f"adapter.targets: theirs adapts layers with {names} in their name; here the family's choice")
+        rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", whole) or 16
+        words.set_filter(draft, filters, [one.strip() for one in names.split(",") if one.strip()], [], rank)
     draft.none(filters, NO_PART, off=not names)
 
 
@@ -605,7 +605,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     used = next((key for key in rates if draft.has(key)), "learning_rate")
     name = "optimizer.optimizer" if draft.has("optimizer.optimizer") else "optimizer"
     words.set_optimizer(draft, name, [used], draft.get(used, number), scale)
-    words.set_prodigy(draft, {name: f"optimizer.{name}" for name in ("decouple", *words.OF_PRODIGY)})
+    words.set_prodigy(draft, {name: f"optimizer.{name}" for name in words.OF_PRODIGY})
     if scale != 1:
         told = f"the rate times the root of {factors[scaler]}"
         draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, told)

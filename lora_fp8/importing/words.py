@@ -352,7 +352,6 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "lion8bit": {"weight_decay": 0.0},
 }
 """What these take where a file is silent, and we do not."""
-OF_PRODIGY = ("d_coef", "safeguard_warmup", "use_bias_correction")
 FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
 
 
@@ -465,34 +464,31 @@ def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float)
         draft.mapped(rate_keys, {"optimizer.lr": rate})
 
 
+def growth_rate(value: Any) -> float | str:
+    """Prodigy's growth_rate, of which infinity is a word here."""
+    return "unlimited" if str(value).strip().lower() in ("inf", "infinity", "float('inf')") else number(value)
+
+
 def set_prodigy(draft: Draft, keys: Mapping[str, str]) -> None:
-    """Prodigy's own settings, by our names for them, and "decouple"."""
+    """Prodigy's own settings, by our names for them."""
     for name, key in keys.items():
         if draft.settings.get("optimizer.name") != "prodigy":
             draft.none(key, "belongs to Prodigy", off=True)
-        elif name == "decouple":
-            _decoupled(draft, key)
         elif draft.has(key):
-            draft.mapped(key, {f"optimizer.{name}": draft.get(key, number if name == "d_coef" else flag)})
+            draft.mapped(key, {f"optimizer.{name}": draft.get(key, OF_PRODIGY[name])})
 
 
-def _decoupled(draft: Draft, key: str) -> None:
-    if on(draft.get(key)):
-        draft.mapped(key, {}, "weight decay is decoupled")
-    else:
-        draft.none(key, "weight decay is decoupled here")
-
-
+OF_PRODIGY: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("d0", "d_coef"), number),
+    **dict.fromkeys(("safeguard_warmup", "use_bias_correction", "decouple"), flag),
+    "growth_rate": growth_rate,
+}
+"""Its own settings, which have its own names here."""
 OPTIMIZER_ARGUMENTS = {
     "weight_decay": ("optimizer.weight_decay", number),
     "eps": ("optimizer.eps", number),
     "beta1": ("optimizer.beta1", number),
     "beta2": ("optimizer.beta2", number),
-}
-PRODIGY_ARGUMENTS = {
-    "d_coef": ("optimizer.d_coef", number),
-    "safeguard_warmup": ("optimizer.safeguard_warmup", flag),
-    "use_bias_correction": ("optimizer.use_bias_correction", flag),
 }
 
 
@@ -501,7 +497,8 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
     if isinstance(arguments, str):
         arguments = re.split(r"[ ;]+|,(?=\s*[A-Za-z_])", arguments.strip())
     prodigy = draft.settings.get("optimizer.name") == "prodigy"
-    known = OPTIMIZER_ARGUMENTS | (PRODIGY_ARGUMENTS if prodigy else {})
+    of_prodigy = {name: (f"optimizer.{name}", read) for name, read in OF_PRODIGY.items()}
+    known = OPTIMIZER_ARGUMENTS | (of_prodigy if prodigy else {})
     settings: dict[str, Any] = {}
     left: list[str] = []
     for argument in listed(arguments):
@@ -513,8 +510,6 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
             elif name in known:
                 setting, read = known[name]
                 settings[setting] = read(value)
-            elif prodigy and name == "decouple" and on(value):
-                pass  # weight decay always is, here
             elif name:
                 left.append(str(argument))
         except (Unfit, ValueError):
@@ -786,6 +781,28 @@ def set_huber(draft: Draft) -> None:
             draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, told)
     draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
     draft.none(more, "belongs to the Huber loss", off=True)
+
+
+def part_of_name(word: str) -> str:
+    """What other tools look for anywhere in a layer's name, as a name of ours; "transformer." or "unet." begins it."""
+    inner = re.sub(r"^(transformer|unet)\.", "", word)
+    begin = "^" if inner != word else "" if word.startswith(".") else "*"
+    found = begin + inner.strip(".") + ("" if word.endswith(".") else "*")
+    if not inner.strip(".") or re.search(r"[\s=]", found):
+        raise Unfit(f"{word!r} is no part of a name")
+    return found
+
+
+def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: Sequence[str], rank: int) -> None:
+    """adapter.ranks from parts of names that a layer must have, or must not."""
+    try:
+        entries = [f"{part_of_name(word)} = 0" for word in without]
+        entries += [f"{part_of_name(word)} = {rank}" for word in only] + (["* = 0"] if only else [])
+    except Unfit as error:
+        draft.none(keys, f"adapter.ranks was not written: {error}")
+        return
+    told = "of the layers that are adapted here; take out what fits none of them, which `check` tells"
+    draft.differs(keys, {"adapter.ranks": entries}, told)
 
 
 def share(
