@@ -31,8 +31,8 @@ LAYERS = {
     "data data.images data.decoding data.clips data.colour data.buckets data.captions data.pattern data.doctor "
     "demo.pictures demo.measure",
     1.5: "importing importing.base importing.words importing.render importing.kohya_table importing.kohya_data "
-    "importing.kohya_training importing.kohya_previews importing.sd_scripts importing.kohya_ss importing.lora_scripts "
-    "importing.musubi "
+    "importing.kohya_training importing.kohya_blocks importing.kohya_previews importing.sd_scripts importing.kohya_ss "
+    "importing.lora_scripts importing.musubi "
     "importing.diffusion_pipe importing.ai_toolkit importing.onetrainer importing.simpletuner",
     2.0: " ".join(f"families.{path.stem}" for path in (ROOT / "lora_fp8/families").glob("[!_]*.py"))
     + "".join(

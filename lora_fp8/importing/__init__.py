@@ -7,7 +7,7 @@ not say becomes a `# TODO` in ours.
 
 One file = one tool: a table (`rules`) of what each of its keys becomes, and a function for what takes more than one key
 to tell (epochs, schedules, folders). What the pages around sd-scripts and musubi-tuner have of it is in `kohya_table`,
-`kohya_data`, `kohya_training` and `kohya_previews`; the words that all tools share are in `words`.
+`kohya_data`, `kohya_training`, `kohya_blocks` and `kohya_previews`; the words that all tools share are in `words`.
 
 Facts about the other tools are as of their documentation and sources of 2026; each table names the version.
 No torch here.
