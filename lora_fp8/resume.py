@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import adapters, checkpoint, export, kinds, layouts
+from . import adapters, checkpoint, export, kinds, layouts, writes
 from .config import Job, UserError, UserErrors
 from .families.base import ModelFamily
 from .prepare import Data, Loaded
@@ -112,11 +112,19 @@ def start_values(job: Job, family: ModelFamily) -> dict[str, Tensor]:
             "adapter.targets and adapter.ranks empty, or set adapter.text_encoder = true for those of text encoders"
         )
     own = kinds.scalings(held, section.alpha, section.rank)
-    return {
+    values = {
         f"{layer}.{part}": tensor.float() * (scaling[layer] / own[layer] if part in kinds.ZERO_AT_START else 1)
         for layer, parts in layers.items()
         for part, tensor in parts.items()
     }
+    shapes = {name: parameter.shape for name, parameter in writes.trained(job, family)}
+    strange = [name for name, value in values.items() if shapes.get(name) != value.shape]
+    if strange:
+        raise UserError(
+            f"{where}: does not fit this base: {len(strange)} tensors have no place here, or another shape, "
+            f"{export.first_few(strange)}"
+        )
+    return values
 
 
 def _begin(job: Job, family: ModelFamily, loaded: Loaded, run: Run) -> State:

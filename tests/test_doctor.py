@@ -124,6 +124,9 @@ def planted(kind: str, root: Path) -> str | None:
     if kind == "trigger_missing":
         put(odd, path, "a zibot")
         return "'zibo'"
+    if kind == "choice_unused":
+        put(odd, path, "zibo, a {red|blue} car")
+        return "{red|blue}"
     if kind == "uneven":
         put(odd, root / "few/odd.png")
         return ".: 4, few: 1"

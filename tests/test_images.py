@@ -678,6 +678,11 @@ ODD = [  # what is odd, warning, examples
     ),
     (lambda folder: good(folder, "odd", seed=1, size=(200, 50)), r"wider aspect ratio.*odd\.png \(4\.00\)", 2),
     (lambda folder: good(folder, "odd", seed=1, size=(60, 60)), r"1 image\(s\) smaller .* enlarged.*odd", 2),
+    (
+        lambda folder: good(folder, "odd", "a {red|dark blue} car", seed=1),
+        r"1 caption\(s\) with a choice of words.*wildcards is off: .*odd\.png \(\{red\|dark blue\}\)",
+        2,
+    ),
 ]
 
 
@@ -692,6 +697,15 @@ def test_oddity_is_one_warning(tmp_path, case):
     report.warnings[0].encode()  # a log and a page take nothing else
     if make is two_captions:
         assert report.examples[1].caption == "from txt"
+
+
+def test_a_choice_that_is_drawn_and_braces_that_are_none_are_not_told(tmp_path):
+    for number, text in enumerate(("{|}, smile", "{a} and {b", "a|b", "{{x}}", "f(x) = {x^2 : x > 0}", "|{}|")):
+        good(tmp_path, f"{number}", text, seed=number, size=(80, 64))
+    assert images.scan(section(tmp_path)).warnings == []
+    good(tmp_path, "choice", "a {red|} car", seed=9, size=(80, 64))
+    assert "1 caption(s) with a choice" in only(images.scan(section(tmp_path)).warnings)
+    assert images.scan(section(tmp_path, wildcards=True)).warnings == []
 
 
 def test_tiny_images_and_upscale_off(tmp_path):

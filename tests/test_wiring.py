@@ -20,7 +20,7 @@ import pytest
 import safetensors
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lora_fp8 import config, exchange, families, kinds, resume, run, train
 from lora_fp8.config import Section, UserError
@@ -500,6 +500,12 @@ def test_init_from(job: Callable[..., config.Job], tmp_path: Path) -> None:
             values(*overrides)
     with pytest.raises(UserError, match="adapter.init_from"):
         values(family="flux")
+    tensors, wider = load_file(diffusers_), tmp_path / "wider.safetensors"
+    name = next(name for name in tensors if "lora_A" in name)
+    tensors[name] = torch.cat([tensors[name]] * 2, dim=1)  # as of a base whose captions are encoded twice as wide
+    save_file(tensors, wider)
+    with pytest.raises(UserError, match="does not fit this base: 1 tensors .*lora_A"):
+        values(file=wider)
     with pytest.raises(UserError, match="no such file"):
         train.run(job(f"adapter.init_from='{tmp_path / 'none'}'", "name=third"), progress=False)
     assert not (Path(job().output_dir) / "third").exists()

@@ -56,7 +56,7 @@ from lora_fp8.data import clips, keyed_seed, permutation
 from lora_fp8.data.buckets import Placed, Size, control_box, fit, fit_mask
 from lora_fp8.data.captions import split_tags
 from lora_fp8.data.decoding import ImageError, open_image, open_mask, read_clip
-from lora_fp8.data.images import Control, Example, with_trigger
+from lora_fp8.data.images import CHOICE, Control, Example, with_trigger
 from lora_fp8.run import RunFailure, write_synced
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def caption_variant(caption: str, variant: int, section: config.Dataset, seed: i
             words = found[1].split("|")
             return words[int(draw() * len(words))]
 
-        text = re.sub(r"\{([^{}|]*(?:\|[^{}|]*)+)\}", one_of, text)
+        text = CHOICE.sub(one_of, text)
     if not section.shuffle_tags and not section.tag_dropout:
         return text
     separator = section.tag_separator

@@ -153,6 +153,11 @@ KINDS = {
         "the caption lacks the trigger word {detail}",
         "training puts it in front; `lora-fp8 dataset edit FOLDER --trigger WORD` writes it into the file",
     ),
+    "choice_unused": (
+        "note",
+        "the caption has the choice {detail}, and dataset.wildcards is off",
+        "set dataset.wildcards = true to have one of its words drawn each time; else it is trained as it is written",
+    ),
     "uneven": (
         "warning",
         "{detail}",
@@ -618,6 +623,8 @@ def _look_at_captions(
         texts[name] = text
         if images.with_trigger(text, trigger) != text:
             told("trigger_missing", name, repr(trigger))
+        if not section.wildcards and (choice := images.choice_in(text)):
+            told("choice_unused", name, choice)
         if family in CLIP_FAMILIES and (tokens := rough_tokens(images.with_trigger(text, trigger))) > CLIP_TOKENS:
             told("caption_long", name, str(tokens))
     times = Counter(text for name, text in texts.items() if name in own)

@@ -160,6 +160,15 @@ def read_caption(path: Path) -> str:
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
+CHOICE = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")
+"""`{red|blue}` in a caption: with dataset.wildcards one of its words is drawn."""
+
+
+def choice_in(caption: str) -> str:
+    """The first `{a|b}` of a caption that has words in it, as signs and faces have none; "" where there is none."""
+    return next((found[0] for found in CHOICE.finditer(caption) if re.search(r"\w", found[1])), "")
+
+
 # Letters that make one word of what they touch. Thai, kana, ideographs and hangul stand beside a word without a space.
 _LETTER = r"[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]"
 
@@ -235,6 +244,8 @@ def scan(
         if look.error or caption is None or shown is None:
             continue
         _note_oddities(path, look, notes)
+        if not section.wildcards and (choice := choice_in(caption)):
+            notes["choices"].append(f"{path} ({choice})")
         for control in shown:
             if not same_shape((look.width, look.height), (control.width, control.height)):
                 notes["shapes"].append(f"{control.path} ({control.width} x {control.height})")
@@ -320,6 +331,7 @@ _NOTES = {
     "black": "{n} mask(s) that are black all over",
     "outside": "{n} image(s) whose mask is white only where the crop cuts it off",
     "strange": "{n} mask(s) belong to no image",
+    "choices": "{n} caption(s) with a choice of words, trained as it is written while dataset.wildcards is off",
     "shapes": "{n} control picture(s) of another shape than their picture, shown whole",
 }
 
