@@ -253,7 +253,7 @@ def test_entries_without_masks_keep_the_keys_that_they_had():
 class Alone:
     """The one process of a job."""
 
-    world = 1
+    world, is_main = 1, True
 
     def share(self, items):
         return items
