@@ -85,7 +85,7 @@ class Checks:
         for name in self.text_parts:
             part = self.folder / name
             if self._is_tokenizer(name):
-                known = ("tokenizer.json", "vocab.json", "spiece.model")
+                known = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
                 if name == "processor":
                     known = ("preprocessor_config.json", "processor_config.json")
                 if not any((part / k).is_file() for k in known):

@@ -7,6 +7,7 @@ converters read those.
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +99,7 @@ class Encoders:
         """One of the tokenizers of `text_parts`, or the processor that makes a picture ready for a text encoder: small,
         so it is loaded when first asked for and kept."""
         if name not in self._tokenizers:
-            cls, folder = getattr(transformers, self.text_parts[name]), self.folder / name
+            cls, folder = self._named_class(name), self.folder / name
             try:
                 self._tokenizers[name] = cls.from_pretrained(folder, local_files_only=True)
             except Exception as error:  # transformers and tokenizers raise many kinds for files that are not whole
@@ -225,10 +226,14 @@ class Encoders:
 
     def _text_class(self, name: str) -> tuple[Any, str]:
         """The class of a text part, and what its weights are called: some are networks of diffusers."""
-        wanted = self.text_parts[name]
-        if hasattr(transformers, wanted):
-            return getattr(transformers, wanted), "model"
-        return getattr(diffusers, wanted), "diffusion_pytorch_model"
+        cls = self._named_class(name)
+        return cls, "model" if issubclass(cls, transformers.PreTrainedModel) else "diffusion_pytorch_model"
+
+    def _named_class(self, name: str) -> Any:
+        module, _, wanted = self.text_parts[name].rpartition(".")
+        if module:
+            return getattr(importlib.import_module(module), wanted)
+        return getattr(transformers if hasattr(transformers, wanted) else diffusers, wanted)
 
     def _load_text_part(self, name: str, storage: str) -> Any:
         if self._is_tokenizer(name):

@@ -105,8 +105,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     """Name of the pipeline in diffusers."""
     denoiser_class: ClassVar[str]
     text_parts: ClassVar[dict[str, str]]
-    """Subfolder -> class in transformers (or diffusers), of tokenizers and of what makes conditioning of their tokens,
-    under the names the pipeline uses."""
+    """Subfolder -> class in transformers (or diffusers; or its full name, module and all), of tokenizers and of what
+    makes conditioning of their tokens, under the names the pipeline uses."""
     adapter_targets: ClassVar[tuple[str, ...]]
     """Endings (whole dotted segments) of the names of the layers that get an adapter."""
     keep_precise: ClassVar[tuple[str, ...]]
