@@ -1,0 +1,167 @@
+"""Kolors: SDXL's UNet, reading Chinese and English through ChatGLM3, a language model of 6 B parameters.
+
+Kolors Team 2024, "Kolors: Effective Training of Diffusion Model for Photorealistic Text-to-Image Synthesis". Prompts
+are padded in front to 256 tokens and the UNet sees all of these, through one linear layer; the last token's state in
+the last layer stands in the place of SDXL's pooled embedding. Noise is added in 1100 steps, to more of it than SDXL's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from diffusers import EulerDiscreteScheduler
+from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
+from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+from torch import Tensor, nn
+
+from lora_fp8.objectives import Diffusion
+
+from . import _ldm, _miniature
+from ._prompts import Overlong
+from .base import Cond, Inputs, ModelFamily
+
+
+class Family(ModelFamily):
+    name = "kolors"
+    title = "Kolors"
+    example_base = "Kwai-Kolors/Kolors-diffusers"
+    pipeline_class = "KolorsPipeline"
+    denoiser_class = "UNet2DConditionModel"
+    denoiser_name = "unet"
+    text_parts = {
+        "tokenizer": "diffusers.pipelines.kolors.tokenizer.ChatGLMTokenizer",
+        "text_encoder": "diffusers.pipelines.kolors.text_encoder.ChatGLMModel",
+    }
+    prompt_tokens = 256
+    text_answers = ("prompt_embeds", "", "text_embeds")
+    text_arguments = {"text_embeds": "pooled_prompt_embeds"}
+    text_shapes = {"prompt_embeds": ("tokens", "encoder_hid_dim"), "text_embeds": ("encoder_hid_dim",)}
+    exact_cond = ("time_ids",)  # bf16 would round 667 pixels to 668
+    objective = Diffusion
+    adapter_targets = _ldm.ADAPTER_TARGETS
+    keep_precise = (*_ldm.KEEP_PRECISE, "add_embedding", "encoder_hid_proj")
+    bucket_multiple = 8
+    native_resolution = 1024
+    default_guidance = 5.0
+    modelspec_architecture = "kolors"
+    kohya_base_version = "kolors"
+    kohya_naming = "diffusers_underscored"
+    config_marks = {"in_channels": 4, "addition_embed_type": "text_time", "encoder_hid_dim_type": "text_proj"}
+    reference_config = {
+        "sample_size": 128,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+        "block_out_channels": [320, 640, 1280],
+        "transformer_layers_per_block": [1, 2, 10],
+        "attention_head_dim": [5, 10, 20],
+        "cross_attention_dim": 2048,
+        "use_linear_projection": True,
+        "encoder_hid_dim": 4096,
+        "encoder_hid_dim_type": "text_proj",
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 4096 + 6 * 256,
+    }
+    tiny_config = {
+        "sample_size": 16,
+        "block_out_channels": (32, 64),
+        "layers_per_block": 1,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2),
+        "attention_head_dim": (2, 4),
+        "norm_num_groups": 16,
+        "cross_attention_dim": 48,
+        "use_linear_projection": True,
+        "encoder_hid_dim": 32,
+        "encoder_hid_dim_type": "text_proj",
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 16,
+        "projection_class_embeddings_input_dim": 32 + 6 * 16,
+    }
+
+    def cut_by(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
+        # This tokenizer does not tell where its tokens stand: as much of the prompt is read as makes the text of those.
+        tokenizer = self.tokenizer(name)
+        model, limit = tokenizer.tokenizer.sp_model, self.token_limit(name) - len(tokenizer.get_prefix_tokens())
+        found = {}
+        for prompt in prompts:
+            tokens = model.encode(prompt)
+            if len(tokens) > limit:
+                read = len(model.decode(tokens[:limit]))
+                ends = range(len(prompt))
+                end = bisect_left(ends, read, key=lambda end, text=prompt: len(model.decode(model.encode(text[:end]))))
+                found[prompt] = Overlong(prompt, prompt[end:], len(tokens) - limit, limit)
+        return found
+
+    def image_conditioning(
+        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
+    ) -> Cond:
+        # The order of KolorsPipeline._get_add_time_ids.
+        return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.float32)}
+
+    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        return {
+            "sample": noisy_BCHW,
+            "timestep": t_B,
+            "encoder_hidden_states": cond["prompt_embeds"],
+            "added_cond_kwargs": {name: cond[name] for name in ("text_embeds", "time_ids")},
+        }
+
+    @classmethod
+    def tiny_parts(cls) -> dict[str, Any]:
+        tokenizer = _tokenizer()
+        settings = ChatGLMConfig(
+            num_layers=2,
+            padded_vocab_size=-(-tokenizer.vocab_size // 16) * 16,
+            hidden_size=32,
+            ffn_hidden_size=64,
+            kv_channels=16,
+            num_attention_heads=2,
+            seq_length=512,
+            multi_query_attention=True,
+            multi_query_group_num=1,
+            add_qkv_bias=True,
+            original_rope=True,
+        )
+        encoder = ChatGLMModel(settings)
+        for name, parameter in encoder.named_parameters():  # it leaves its norms as the memory was
+            nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+        return {
+            "vae": _miniature.vae(scaling_factor=0.13025),
+            "text_encoder": encoder,
+            "tokenizer": tokenizer,
+            "scheduler": EulerDiscreteScheduler(
+                num_train_timesteps=1100,
+                beta_start=0.00085,
+                beta_end=0.014,
+                beta_schedule="scaled_linear",
+                steps_offset=1,
+                timestep_spacing="leading",
+            ),
+        }
+
+
+def _tokenizer() -> ChatGLMTokenizer:
+    """SentencePiece over a few words and printable ASCII. It is saved from the file that it was made from."""
+    folder = tempfile.TemporaryDirectory()
+    prefix = Path(folder.name) / "tokenizer"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a photo of the red dog and the blue cat, seen from above"] * 20),
+        model_prefix=str(prefix),
+        model_type="bpe",
+        vocab_size=120,
+        hard_vocab_limit=False,
+        required_chars="".join(map(chr, range(33, 127))),
+        num_threads=1,
+        minloglevel=2,
+    )
+    tokenizer = ChatGLMTokenizer(str(prefix.with_suffix(".model")))
+    tokenizer.made_in = folder  # which is removed with it
+    return tokenizer
