@@ -101,7 +101,7 @@ def test_in_bf16_as_people_train(job, kind):
 
 
 LYCORIS_AUTO = {  # (LoKr, LoHa): where nothing is written none of the layouts carries it
-    **dict.fromkeys(("sd15", "sd2", "sdxl"), ("kohya", "kohya")),
+    **dict.fromkeys(("sd15", "sd2", "sdxl", "kolors"), ("kohya", "kohya")),
     **dict.fromkeys(("anima", "ernie_image", "krea2", "wan", "hidream", "ltx_video"), ("comfy", "comfy")),
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), ("comfy", "comfy")),
     **dict.fromkeys(("flux", "flux_kontext", "sd3", "aura_flow"), ("diffusers", "diffusers")),

@@ -285,7 +285,7 @@ def test_a_layer_without_a_name_in_the_layout_is_refused():
 
 
 AUTO = {
-    **dict.fromkeys(("sd15", "sd2", "sdxl"), ["kohya"]),
+    **dict.fromkeys(("sd15", "sd2", "sdxl", "kolors"), ["kohya"]),
     **dict.fromkeys(("flux", "flux_kontext", "chroma"), ["diffusers", "kohya"]),
     **dict.fromkeys(("flux2", "flux2_klein", "qwen_image", "krea2", "ernie_image", "anima", "wan"), ["comfy"]),
     **dict.fromkeys(("ideogram4", "hunyuan_video", "ltx_video", "qwen_image_edit", "qwen_image_edit_plus"), ["comfy"]),
@@ -304,8 +304,8 @@ MODULES = {
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), "networks.lora_qwen_image"),
     **{"z_image": "networks.lora_zimage", "krea2": "networks.lora_krea2", "ideogram4": "networks.lora_ideogram4"},
     "ernie_image": "networks.lora_ernie_image",
-    # sd-scripts' lora.py is for Stable Diffusion, musubi-tuner's for HunyuanVideo; neither trains the other four
-    **dict.fromkeys(("sd15", "sd2", "sdxl", "hunyuan_video", "ltx_video"), "networks.lora"),
+    # sd-scripts' lora.py is for Stable Diffusion, musubi-tuner's for HunyuanVideo; neither trains the other five
+    **dict.fromkeys(("sd15", "sd2", "sdxl", "kolors", "hunyuan_video", "ltx_video"), "networks.lora"),
     **dict.fromkeys(("sana", "hidream", "aura_flow"), "networks.lora"),
 }
 """The files in networks/ of kohya's two trainers: what they write into `ss_network_module`."""
