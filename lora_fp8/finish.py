@@ -94,11 +94,15 @@ def write_files(
 
 def _drawn_at_the_start(prompts: list[str], run: Run) -> list[Image.Image]:
     """The previews of step 0, if they are of the same prompts: a resumed run may have been given others."""
-    first = [event for event in run.events() if event["event"] == "preview" and event["step"] == 0]
-    if not first or first[-1]["prompts"] != prompts:
+    first = [event for event in run.events() if event["event"] == "preview" and event.get("step") == 0]
+    if not first or first[-1].get("prompts") != prompts:
         return []
-    paths = [run.path / image for image in first[-1]["images"]]
-    return [sample.read(path) for path in paths] if all(path.exists() for path in paths) else []
+    paths = [sample.path_of(run.samples, 0, number) for number in range(len(prompts))]
+    try:
+        return [sample.read(path) for path in paths] if all(path.exists() for path in paths) else []
+    except OSError as error:  # all is trained; the sheet alone is without them
+        run.log_event("warning", text=f"a preview of step 0 cannot be read, and there is no contact sheet: {error}")
+        return []
 
 
 def prove(

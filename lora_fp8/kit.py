@@ -121,7 +121,7 @@ def from_run(
         Picture(run.path / image, prompt, section.negative, section.seed + i, section.steps, guidance)
         for event in drawn[-1:]
         for i, (image, prompt) in enumerate(zip(event["images"], event["prompts"], strict=True))
-        if (run.path / image).is_file()
+        if isinstance(image, str) and (run.path / image).is_file()
     ]
     return file, job, pictures
 

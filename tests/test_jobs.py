@@ -468,8 +468,9 @@ def test_done_needs_files_that_were_verified(queue: Queue, add: Callable[..., in
     assert answer() == ("failed", "no_files")
     (folder / "export/x.safetensors").touch()
     assert answer() == ("failed", "no_files")
-    (folder / "verify.json").write_text('{"x.safetensors": {"ok": false}}', encoding="utf-8")
-    assert answer() == ("failed", "no_files")
+    for text in ('{"x.safetensors": {"ok": false}}', "[]", '{"x.safetensors": true}', "{", "3"):
+        (folder / "verify.json").write_text(text, encoding="utf-8")
+        assert answer() == ("failed", "no_files"), text
     (folder / "config.toml").write_text("[export]\nverify = false\n", encoding="utf-8")
     assert answer() == ("done", "done_unverified")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lora_fp8 import checkpoint, config, families, prepare, train
+from lora_fp8 import checkpoint, config, families, prepare, sample, train
 from lora_fp8.config import UserError
 from lora_fp8.run import RunFailure
 from webui import words
@@ -142,6 +142,28 @@ def test_a_checkpoint_whose_state_makes_no_sense_is_one_line(
     line = str(error.value)
     assert "\n" not in line and ("state.json" in line or "the checkpoint's optimizer" in line), line
     assert words.tell("zh-CN", line) != line
+
+
+@pytest.mark.parametrize("raw", [b"", b"no picture", None])
+def test_a_first_preview_that_cannot_be_read_costs_the_contact_sheet_alone(
+    raw: bytes | None, job: Callable[..., config.Job]
+) -> None:
+    """And so do events of previews that lack what they have: all is trained by then."""
+    mine = job("train.steps=1", "preview.prompts=['a cat']", "preview.steps=1")
+    folder = prepare.run_folder(mine)
+    first = sample.path_of(folder / "samples", 0, 0)
+
+    def spoil(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            with open(folder / "events.jsonl", "a", encoding="utf-8") as file:
+                file.write('{"event": "preview"}\n{"event": "preview", "step": 0}\n' if raw is None else "")
+            first.write_bytes(raw if raw is not None else first.read_bytes())
+
+    result = train.run(mine, progress=False, echo=spoil)
+    told = [e["text"] for e in result.run.events() if e["event"] == "warning" and "contact sheet" in e["text"]]
+    assert len(result.files) == 2 and len(told) == (raw is not None)
+    assert not (folder / "samples" / "contact_sheet.png").exists()
+    assert all(words.tell("zh-CN", line) != line for line in told)
 
 
 def test_tensors_of_a_checkpoint_that_are_none_are_one_line(trained: config.Job, tmp_path: Path) -> None:

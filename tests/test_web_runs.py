@@ -52,6 +52,14 @@ def make_run(folder: Path, events: list[dict], text: str = "") -> Path:
     return folder
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "{", "\xff"])
+def test_a_status_that_is_no_object_hides_no_run(text: str, ui: Ui, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "work" / "runs" / "a", [{"t": 1, "event": "stopped"}])
+    (folder / "status.json").write_bytes(text.encode("latin-1"))
+    (view,) = watch.watch(ui.place).views()
+    assert view.name == "a" and view.state == "lost"
+
+
 def test_another_users_run_is_shown_as_far_as_it_may_be_read(ui: Ui, tmp_path: Path, no_privilege: None) -> None:
     """On a shared machine; and the runs beside it are shown as ever."""
     for name, hidden in (("a", "lock"), ("b", "status.json"), ("c", "nothing")):

@@ -310,6 +310,15 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} where something else is in it. Raises OSError."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def ending(row: Row, attempt: Path, follower: Follower) -> Ending:
     """How an attempt of which no process is left ended. Reads the run folder and the records in `attempt`."""
     found = records(attempt)
@@ -364,18 +373,19 @@ def _message(attempt: Path) -> str:
 
 
 def _done(folder: Path, event: dict[str, Any], status: int | None) -> Ending:
-    files = [str(file) for file in event.get("files", [])]
+    files = [str(file) for file in event["files"]] if isinstance(event.get("files"), list) else []
     names = ", ".join(Path(file).name for file in files)
     missing = [file for file in files if not (folder / file).is_file()]
     if missing or not files:
         return Ending("failed", Sentence("no_files", {"files": ", ".join(missing) or "none"}), status)
     try:
-        reports = json.loads((folder / "verify.json").read_bytes())
-    except (OSError, ValueError):
+        reports = _object(folder / "verify.json")
+    except OSError:
         reports = {}
     if not _verifies(folder):
         return Ending("done", Sentence("done_unverified", {"files": names}), 0)
-    wrong = [file for file in files if not reports.get(Path(file).name, {}).get("ok")]
+    told = {file: reports.get(Path(file).name) for file in files}
+    wrong = [file for file, report in told.items() if not (isinstance(report, dict) and report.get("ok"))]
     if wrong:
         return Ending("failed", Sentence("no_files", {"files": ", ".join(wrong)}), status)
     return Ending("done", Sentence("done", {"files": names}), 0)
@@ -522,8 +532,8 @@ def shell_view(folder: Path, follower: Follower) -> JobView:
 def _shell_view(folder: Path, follower: Follower) -> JobView:
     run = Run(folder)
     try:
-        status = json.loads(run.status_file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        status = _object(run.status_file)
+    except (FileNotFoundError, NotADirectoryError):
         status = {}
     log = folder / "log.txt"
     step = saved_step(folder)
