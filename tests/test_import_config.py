@@ -806,6 +806,51 @@ def test_every_key_of_the_tools_own_examples_is_known(tool: str) -> None:
     assert not unknown
 
 
+SCHEMAS = tomllib.loads((EXAMPLES.parent / "import_keys.toml").read_text(encoding="utf-8"))
+LEAST = {
+    "sd-scripts": {"pretrained_model_name_or_path": "sd_xl_base_1.0.safetensors", "network_module": "networks.lora"},
+    "musubi-tuner": {"dit": "x", "network_module": "networks.lora_wan"},
+    "onetrainer": {"training_method": "LORA", "model_type": "STABLE_DIFFUSION_XL_10_BASE", "base_model_name": "x"},
+}
+OF_A_FOLDER = {"image_dir", "image_directory", "video_directory", "control_directory"}
+"""Mean something in a dataset's table only."""
+
+
+def with_key(data: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The tables with one more value in them; "a.0.b" is in the first table of the list a."""
+    made = json.loads(json.dumps(data))
+    place, parts = made, re.sub(r"\.0\.", ".", key).split(".")
+    for part in parts[:-1]:
+        place = place.setdefault(part, [{}] if f"{part}.0." in key else {})
+        place = place[0] if isinstance(place, list) else place
+    place[parts[-1]] = value
+    return made
+
+
+@pytest.mark.parametrize("tool", SCHEMAS)
+def test_every_setting_that_a_trainer_knows_is_mapped_or_told_by_name(tool: str, tmp_path: Path) -> None:
+    """Each alone, at several values: in the table, told once under its name, with a reason that is its own."""
+    table, unknown, idle = importing.TOOLS[tool], [], []
+    for key in SCHEMAS[tool].split():
+        unknown += [key] if table.rule(table.aliases.get(key, key)) is None else []
+        found = []
+        for value in (3, 0.5, "0.5", "abc", True, ["a=1"]):
+            kind = "json" if tool == "onetrainer" else "toml"
+            source = base.Source(tmp_path / f"x.{kind}", kind, with_key(LEAST[tool], key, value))
+            try:
+                made = importing.convert(source, table, "")
+            except UserError as error:
+                assert "\n" not in str(error)
+                continue
+            told = [entry for entry in entries(made) if entry.key == key]
+            assert len(told) == 1, key
+            found.append((told[0], told[0] in [*made.mapped, *made.differs]))
+        nothing = [entry for entry, _ in found if "says nothing beside" in entry.note]
+        if nothing and not any(used for _, used in found) and key not in OF_A_FOLDER:
+            idle.append(key)
+    assert (unknown, idle) == ([], [])
+
+
 @pytest.mark.parametrize("name", [name for name in TOOLS if not name.endswith(".sh")])
 def test_a_key_that_no_table_has_is_told(here: Path, name: str) -> None:
     """In every table of every example. Tables that are nobody's business as a whole hold no surprise."""
@@ -1272,6 +1317,22 @@ def test_the_pages_choice_of_noise_counts(here: Path, tmp_path: Path, chosen: st
     assert settings(made).get("objective", {}).get("noise_offset") == offset
     lost = {entry.key for entry in made.no_counterpart if not entry.off}
     assert ("multires_noise_iterations" in lost) == (chosen != "Original")
+
+
+@pytest.mark.parametrize(("key", "family"), [("edit", "qwen_image_edit"), ("edit_plus", "qwen_image_edit_plus")])
+def test_musubis_flags_of_editing_models(tmp_path: Path, key: str, family: str) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"accelerate launch qwen_image_train_network.py --dit a.safetensors --{key}", encoding="utf-8")
+    assert settings(importing.import_file(path))["model"]["family"] == family
+
+
+def test_onetrainers_frames_are_of_models_that_draw_clips(here: Path, tmp_path: Path) -> None:
+    for kind, frames in (("HUNYUAN_VIDEO", [25]), ("STABLE_DIFFUSION_XL_10_BASE", None)):
+        page = read(here / "onetrainer_sdxl.json") | {"model_type": kind, "frames": "25"}
+        (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
+        made = importing.import_file(tmp_path / "page.json")
+        assert settings(made)["dataset"].get("frames") == frames
+        assert "frames" in keys(made.differs if frames else [entry for entry in made.no_counterpart if entry.off])
 
 
 @pytest.mark.parametrize(("shift", "kind"), [(1.0, "UNIFORM"), (3.0, "UNIFORM"), (3.0, "LOGIT_NORMAL")])

@@ -225,6 +225,31 @@ SHORT: dict[str, Rule] = {
     "sample.ext": idle("previews are .png"),
     "sample.network_multiplier": none("previews show the LoRA at full strength", 1, 1.0),
     "logging.**": idle(words.LOGGING),
+    "datasets.*.square_crop": none("see dataset.buckets, of all folders"),
+    "datasets.*.prior_reg": none(NO_PRESERVE),
+    "datasets.*.inpaint_path": none(NO_CONTROL),
+    "datasets.*.full_size_control_images": none(NO_CONTROL),
+    "datasets.*.standardize_images": none(words.NOT_HERE),
+    "datasets.*.use_short_captions": none("one caption of each picture is read here"),
+    "datasets.*.replacements": none("captions are read as they are"),
+    **{f"train.{name}": none(words.NO_NOISE, 1, 1.0) for name in ("noise_multiplier", "target_noise_multiplier")},
+    **{f"train.{name}": none(words.NO_NOISE) for name in ("random_noise_multiplier", "random_noise_shift")},
+    **{f"train.{name}": none(words.NO_NOISE) for name in ("optimal_noise_pairing_samples", "blended_blur_noise")},
+    **{
+        f"train.{name}": none(words.NOT_HERE, 1, 1.0)
+        for name in ("img_multiplier", "latent_multiplier", "noisy_latent_multiplier")
+    },
+    **{f"train.{name}": none(NO_LOSS) for name in ("do_cfg", "do_random_cfg", "contrastive_loss", "t0_loss_target")},
+    **{f"train.{name}": none(words.NOT_HERE) for name in ("weight_jitter", "free_u", "train_refiner", "train_turbo")},
+    **{f"train.ema_config.{name}": idle("belongs to use_ema") for name in ("use_feedback", "param_multiplier")},
+    "train.short_and_long_captions": none("one caption of each picture is read here"),
+    "train.inverted_mask_prior_multiplier": idle("belongs to inverted_mask_prior"),
+    "train.num_train_timesteps": none("the model's scheduler_config.json says how it noises", 1000),
+    **{f"model.{name}": none("ai-toolkit's other architectures", False) for name in ("is_ssd", "is_vega", "is_pixart")},
+    "model.accuracy_recovery_adapter": none("no LoRA is merged into the base while training"),
+    "model.refiner_name_or_path": none("no refiner is trained here"),
+    "model.split_model_over_gpus": none("each process holds the whole model here"),
+    "sample.cache_prompts": idle(),
 }
 RULES: dict[str, Rule] = {
     "job": idle("the kind of job"),

@@ -126,6 +126,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys((f"optimizer.{name}" for name in words.OF_PRODIGY), JOINT),
     "optimizer.weight_decay": to("optimizer.weight_decay", number),
     "optimizer.eps": to("optimizer.eps", number),
+    "optimizer.beta3": none("not known to the optimizers here"),
+    "optimizer.min_8bit_size": idle(),
     "optimizer.stabilize": none("updates are not stabilized beyond Adam's"),
     "optimizer.gradient_release": none("gradients are summed in float32 and stepped together here"),
     "data.resolutions": JOINT,
@@ -152,6 +154,10 @@ RULES: dict[str, Rule] = {
     "data.directory.*.frame_buckets": JOINT,
     "data.directory.*.min_ar": none("one aspect ratio here for all folders: dataset.max_aspect"),
     "data.directory.*.max_ar": none("one aspect ratio here for all folders: dataset.max_aspect"),
+    **{
+        f"data.directory.*.{name}": none("one value here for all folders")
+        for name in ("shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter")
+    },
     "data.directory.*.num_ar_buckets": none("buckets are multiples of dataset.bucket_step"),
 }
 

@@ -245,4 +245,35 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         idle(),
     ),
     "deepspeed": none("processes hold the whole model each; see `accelerate launch`"),
+    **dict.fromkeys(
+        ("zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device")
+        + ("offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model")
+        + ("fp16_master_weights_and_gradients",),
+        idle("belongs to deepspeed"),
+    ),
+    # Of single architectures
+    **dict.fromkeys(
+        ("qwen3", "llm_adapter_path", "t5_tokenizer_path"),
+        none("model.components takes a diffusers folder, not single files of its parts"),
+    ),
+    **dict.fromkeys(
+        ("gemma2_max_token_length", "qwen3_max_token_length", "t5_max_token_length"),
+        none("the pipeline's own length is used"),
+    ),
+    "apply_lg_attn_mask": none("the pipeline's own attention is used"),
+    "system_prompt": none("the pipeline's own is put in front of captions"),
+    **dict.fromkeys(
+        ("clip_l_dropout_rate", "clip_g_dropout_rate", "t5_dropout_rate"),
+        none("dataset.caption_dropout drops captions for all text encoders together"),
+    ),
+    **dict.fromkeys(("pos_emb_random_crop_rate", "enable_scaled_pos_embed"), none(words.NOT_HERE)),
+    **dict.fromkeys(("use_flash_attn", "use_sage_attn"), always(words.ATTENTION)),
+    **dict.fromkeys(
+        ("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype", "text_encoder_cpu", "vae_chunk_size")
+        + ("vae_disable_cache", "fused_optimizer_groups"),
+        idle(),
+    ),
+    "blockwise_fused_optimizers": none("gradients are summed in float32 and stepped together here"),
+    "controlnet_model_name_or_path": none("ControlNets are not trained here"),
+    "unsloth_offload_checkpointing": none("activations are recomputed, not moved to main memory"),
 }

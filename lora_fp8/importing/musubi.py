@@ -39,6 +39,8 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "dit": JOINT,
     "task": JOINT,
     "model_version": JOINT,
+    "edit": JOINT,
+    "edit_plus": JOINT,
     "dit_high_noise": none("a job trains one of Wan 2.2's experts: objective.t_min and t_max"),
     "text_encoder1": JOINT,
     "text_encoder2": JOINT,
@@ -85,7 +87,19 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "video_jsonl_file": none("captions are .txt or .caption files beside the clips here"),
     "source_fps": always("a clip's own times tell its rate, and dataset.fps the one that it is brought to"),
     "control_directory": JOINT,
-    **dict.fromkeys(("control_resolution", "no_resize_control"), none(NO_CONTROL)),
+    **dict.fromkeys(
+        ("control_resolution", "no_resize_control", "flux_kontext_no_resize_control")
+        + ("qwen_image_edit_no_resize_control", "qwen_image_edit_control_resolution"),
+        none(NO_CONTROL),
+    ),
+    **dict.fromkeys(("one_frame", "latent_padding", "fp_1f_no_post", "remove_first_image_from_target"), none(NO_VIDEO)),
+    **dict.fromkeys(("num_layers", "force_v2_1_time_embedding"), none(words.NOT_HERE)),
+    **dict.fromkeys(
+        ("cuda_allow_tf32", "cuda_cudnn_benchmark", "fp8_te", "text_encoder_dtype", "compile_cache_size_limit")
+        + ("disable_numpy_memmap_loading", "architecture"),
+        idle(),
+    ),
+    **dict.fromkeys(("metadata_reso", "metadata_arch"), idle("the file tells its own size and architecture")),
     **dict.fromkeys(("offload_inactive_dit", "timestep_boundary"), none("a job trains one of Wan 2.2's experts")),
     "base_weights": none("no LoRA is merged into the base; merge it beforehand"),
 }
@@ -177,8 +191,12 @@ def _set_model(draft: Draft) -> None:
         kind = "qwen_image_edit_plus" if re.search("plus|25", version) else "qwen_image_edit"
         why = f"model_version = {draft.get('model_version')!r}"
     unsaid = "the file does not say: musubi-tuner takes it from the script that is run"
-    words.set_family(draft, ["task", "model_version"], kind, why if kind else unsaid)
-    draft.none(["task", "model_version"], "family is told by model.family", off=True)
+    for key, edited in (("edit", "qwen_image_edit"), ("edit_plus", "qwen_image_edit_plus")):
+        if kind == "qwen_image" and words.on(draft.get(key)):
+            kind, why = edited, f"{key} is on"
+    keys = ["task", "model_version", "edit", "edit_plus"]
+    words.set_family(draft, keys, kind, why if kind else unsaid)
+    draft.none(keys, "family is told by model.family", off=True)
     words.set_model_path(draft, "dit", "the denoiser's own file")
     for key in ("vae", "text_encoder", "text_encoder1", "text_encoder2", "t5", "clip", "image_encoder"):
         draft.none(key, "model.components takes a diffusers folder, not single files of its parts")

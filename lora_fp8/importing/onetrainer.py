@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from lora_fp8 import families
 from lora_fp8.config import UserError
 
 from . import words
@@ -114,7 +115,7 @@ RULES: dict[str, Rule] = {
     "fallback_train_dtype": idle("train_dtype counts"),
     "weight_dtype": JOINT,
     "resolution": JOINT,
-    "frames": idle(NO_VIDEO),
+    "frames": JOINT,
     "attention_mechanism": always(words.ATTENTION),
     "mse_strength": none(NO_LOSS, 1, 1.0),
     "mae_strength": none(NO_LOSS),
@@ -146,6 +147,9 @@ RULES: dict[str, Rule] = {
     "timestep_shift": JOINT,
     "dynamic_timestep_shifting": JOINT,
     "cep_gamma": none(words.NOT_HERE),
+    "k_noise_sampling": none(words.NO_NOISE, 1),
+    "svd_dtype": none("layers are quantized without a low-rank part here", "NONE"),
+    "svd_rank": idle("belongs to svd_dtype"),
     "quantization.layer_filter": none("quantize.keep and quantize.override say which layers are held how"),
     "quantization.layer_filter_preset": none(
         "quantize.keep and quantize.override say which layers are held how", "full", "blocks"
@@ -213,7 +217,17 @@ RULES: dict[str, Rule] = {
     "lora_decompose_output_axis": idle("belongs to lora_decompose"),
     "lora_weight_dtype": JOINT,
     **dict.fromkeys(
-        ("oft_block_size", "oft_block_share", "dora_oft", "oft_scaled", "oft_clipped_norm", "oft_cans"), idle(NO_OFT)
+        (
+            "oft_block_size",
+            "oft_block_share",
+            "oft_coft",
+            "coft_eps",
+            "dora_oft",
+            "oft_scaled",
+            "oft_clipped_norm",
+            "oft_cans",
+        ),
+        idle(NO_OFT),
     ),
     **dict.fromkeys(("lokr_dim", "lokr_decompose_both", "lokr_decompose_factor", "lokr_full_matrix"), JOINT),
     **dict.fromkeys(("lokr_use_tucker", "lokr_weight_decompose"), JOINT),
@@ -541,6 +555,10 @@ def _set_folders(draft: Draft) -> None:
         draft.mapped("text_encoder.dropout_probability", {"dataset.caption_dropout": dropped})
     draft.none("text_encoder.dropout_probability", "off", off=True)
     _set_resolutions(draft, kept)
+    lengths = [whole(one) for one in str(draft.get("frames") or "").split(",") if one.strip()]
+    if draft.family in families.available() and "clips" in families.facts(draft.family):
+        words.set_clips(draft, ["frames"], lengths, [], "head", "of every folder; here a clip's head, see dataset.clip")
+    draft.none("frames", NO_VIDEO, off=True)  # the page writes it for every model
     switches = [f"{table}image.enable_resolution_override" for table in kept]
     draft.none([*switches, *(f"{table}image.resolution_override" for table in kept)], "resolution counts", off=True)
 
