@@ -150,7 +150,11 @@ def _edit(ui: Ui, view: JobView) -> None:
     if isinstance(view.id, int):
         text = queue.config(view.id)
     else:
-        text = (folder_of(ui, view) / "config.toml").read_text(encoding="utf-8")
+        file = folder_of(ui, view) / "config.toml"
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     if view.folder is not None:
         text = form.put(text, "name", queue.free_name(view.folder), ui.place.home)
     Draft(ui.place.home).replace(text)

@@ -5,7 +5,6 @@ downloads. Screenshots of the way stay in test-artefacts/.
 """
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,9 +79,7 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
         if other is page:
             page.reload()
         expect(other.locator("#head .state")).to_be_visible(timeout=LONG)
-        began = time.monotonic()
         expect(other.locator("#head .figures")).to_contain_text(f"/ {STEPS}")
-        assert time.monotonic() - began < 3
 
     # Stop: it saves and says at which step. Then on from there.
     page.locator("#head [data-do=stop]").click()

@@ -11,6 +11,7 @@ from playwright.sync_api import Page, Route, expect
 from lora_fp8 import jobs
 from tests.ui.conftest import Site
 from tests.ui.test_form_path import opened, view
+from tests.ui.test_runs_state import Trainer
 from webui import form, words
 from webui.draft import Draft
 
@@ -48,19 +49,21 @@ SECOND = {"bubbles": True, "detail": 2}
 
 
 class Held:
-    """Holds back the answer to the question in which `part` stands, after the server has given it."""
+    """Holds back the first answer in which `told` stands, to a question in which `part` does."""
 
-    def __init__(self, page: Page, part: str):
-        self.page, self.part = page, part
+    def __init__(self, page: Page, part: str = "", told: str = ""):
+        self.page, self.part, self.told = page, part, told
         self.held: list[tuple[Route, object]] = []
         page.evaluate(ASKED)
         page.route("**/gradio_api/run/**", self._hold)
 
     def _hold(self, route: Route) -> None:
-        if self.part in (route.request.post_data or "") and not self.held:
-            self.held.append((route, route.fetch()))
-        else:
-            route.continue_()
+        if self.held or self.part not in (route.request.post_data or ""):
+            return route.continue_()
+        answer = route.fetch()
+        if self.told in answer.text():
+            return self.held.append((route, answer))
+        return route.fulfill(response=answer)
 
     def wait(self) -> None:
         """Until the answer is held."""
@@ -224,23 +227,28 @@ def test_what_is_typed_on_settings_stays(visit: Callable[..., Page], tmp_path: P
     expect(page.locator("#roots")).not_to_contain_text(str(tmp_path))
 
 
-def test_what_a_choice_may_change_waits_for_its_answer(site: Site, visit: Callable[..., Page]) -> None:
+def test_what_is_typed_while_a_choice_is_answered_stands(site: Site, visit: Callable[..., Page]) -> None:
     Draft(site.home).write(form.START)
     page = visit("new")
     opened(page)
-    steps = page.locator("#new-train-steps")
-    held = Held(page, "no such part")  # all that is asked without the queue goes on
+    page.evaluate("""() => {
+      const real = window.chosen;
+      window.taken = 0;
+      window.chosen = () => { real(); window.taken += 1; };
+    }""")
     late: list[Route] = []
     page.route("**/queue/join**", lambda route: late.append(route))
-    page.locator("#new-goal label", has_text=words.say("en", "new.goal.style")).click()
-    held.asked('"style"')
-    expect(steps).to_have_attribute("inert", "")
-    expect(page.locator("#new-goal[inert], #new-goal [inert]")).to_have_count(0)
-    expect(steps.locator("input, textarea").first).not_to_have_value("2000")
-    [route] = late
-    route.continue_()
-    expect(steps.locator("input, textarea").first).to_have_value("2000")
-    opened(page)
+    steps = page.locator("#new-train-steps").locator("input, textarea").first
+    page.locator("#new-goal label", has_text=words.say("en", "new.goal.style")).click()  # 2000 steps
+    while not late:
+        page.evaluate("new Promise(requestAnimationFrame)")
+    steps.fill("1500")
+    late.pop().continue_()
+    page.wait_for_function("taken === 1")
+    expect(steps).to_have_value("1500")
+    view(page, 2)
+    expect(page.locator("#new-toml .cm-content")).to_contain_text("steps = 1500")
+    expect(page.locator("#new-toml .cm-content")).to_contain_text("style")
     Draft(site.home).write(form.START)
 
 
@@ -262,3 +270,33 @@ def test_each_button_counts_while_another_waits_for_its_answer(site: Site, visit
     expect(one.locator(".figures")).to_contain_text(words.say("en", "runs.priority"))
     queue.cancel(ids[0])
     assert queue.job(ids[0]).priority == 1
+
+
+def test_a_preview_that_was_chosen_stays_when_a_newer_one_comes(site: Site, visit: Callable[..., Page]) -> None:
+    def draw(step: int) -> None:
+        Image.new("RGB", (64, 64), "red").save(samples / f"{step}.png")
+        one.say(event="preview", step=step, prompts=["a ball"], images=[f"samples/{step}.png"])
+
+    one = Trainer(site.root / "runs" / "follows")
+    samples = one.folder / "samples"
+    samples.mkdir()
+    for step in (0, 10, 20):
+        draw(step)
+    page = visit(f"run?run={quote(str(one.folder))}")
+    page.get_by_role("tab", name=words.say("en", "run.tab.previews")).click()
+    right, names = page.locator("#right input"), page.locator("#pair .names")
+    expect(right).to_have_value("Step 20")
+    draw(30)
+    expect(right).to_have_value("Step 30")
+    expect(names).to_contain_text("Step 30")
+    held = Held(page, told="Step 40")
+    draw(40)
+    held.wait()
+    right.click()
+    page.get_by_role("option", name="Step 10", exact=True).click()
+    expect(right).to_have_value("Step 10")
+    held.release()
+    expect(page.locator("#grid")).to_contain_text("Step 40")
+    expect(names).to_contain_text("Step 10")
+    expect(right).to_have_value("Step 10")
+    one.die()

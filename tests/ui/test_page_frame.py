@@ -42,6 +42,11 @@ LATIN = """() => [...document.querySelectorAll("[title], [aria-label], [placehol
 """Names of parts that are no Chinese, nor paths or ids."""
 
 
+STILL = """() => document.getAnimations().every((one) =>
+  one.playState !== "running" || one.effect.getComputedTiming().endTime === Infinity)"""
+"""Whether nothing moves or changes its colour but what does so all the time."""
+
+
 def accessible(page: Page, language: str, part: str | None = None) -> None:
     """What stands in this part now has names, contrast and the page's language."""
     assert wrong(page, part, AXE) == []
@@ -106,20 +111,17 @@ def test_every_page_fits_a_phone_and_is_accessible(
             expect(message).to_be_visible()
             assert message.bounding_box()["y"] > 200
             assert ("Warning" in message.inner_text()) == (language == "en")
-            for patience in reversed(range(8)):  # it is pale while it fades in
-                try:
-                    accessible(page, language, "[data-testid=toast-body]")
-                    break
-                except AssertionError:
-                    page.wait_for_timeout(300)
-                    if not patience:
-                        raise
+            page.add_style_tag(content="[data-testid=toast-body] { opacity: 1 !important }")  # pale while it fades in
+            accessible(page, language, "[data-testid=toast-body]")
             message.get_by_role("button").last.click()
             expect(message).to_have_count(0)  # it goes after ten seconds anyway, and is pale while it does
         accessible_in_both_themes(page, language)
         for tab in page.locator("[role=tab][aria-selected=false]:visible").all_inner_texts():
-            page.get_by_role("tab", name=tab, exact=True).locator("visible=true").click()
-            page.wait_for_timeout(500)
+            one_tab = page.get_by_role("tab", name=tab, exact=True).locator("visible=true")
+            one_tab.click()
+            expect(one_tab).to_have_attribute("aria-selected", "true")
+            expect(page.locator("[role=tabpanel] [inert], [role=tabpanel][inert]")).to_have_count(0)
+            page.wait_for_function(STILL)
             accessible_in_both_themes(page, language)
     one.die()
     page.set_content(guard._form(language, "/", words.say(language, "login.wrong")))
@@ -145,22 +147,28 @@ def test_the_language_switch_keeps_the_page_and_its_question(visit: Callable[...
 def test_light_and_dark(visit: Callable[..., Page], system: str) -> None:
     page = visit("settings", dark=system == "dark")
 
-    def background() -> int:
-        page.wait_for_timeout(200)
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return sum(map(int, re.findall(r"\d+", colour)[:3]))
+    def shows_dark(dark: bool) -> None:
+        page.wait_for_function(
+            """(dark) => {
+          const [red, green, blue] = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
+          return (red + green + blue < 150) === dark;
+        }""",
+            arg=dark,
+        )
 
     def pressed() -> list[str]:
         return page.eval_on_selector_all("[data-theme][aria-pressed=true]", "all => all.map(one => one.dataset.theme)")
 
     page.wait_for_selector("[data-theme=system][aria-pressed=true]")
-    assert (background() < 150) == (system == "dark")
+    shows_dark(system == "dark")
     for chosen in ("dark", "light"):
         page.click(f"[data-theme={chosen}]")
-        assert (background() < 150) == (chosen == "dark") and pressed() == [chosen]
+        shows_dark(chosen == "dark")
+        assert pressed() == [chosen]
         page.reload()
         page.wait_for_selector(f"[data-theme={chosen}][aria-pressed=true]")
-        assert (background() < 150) == (chosen == "dark") and pressed() == [chosen]
+        shows_dark(chosen == "dark")
+        assert pressed() == [chosen]
 
 
 def test_the_header_is_reached_by_keyboard(visit: Callable[..., Page]) -> None:

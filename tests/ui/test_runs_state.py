@@ -16,8 +16,8 @@ from lora_fp8 import config, jobs
 from tests.ui.conftest import Site, start, stop
 from webui import words
 
-SOON = 6_000
-"""Milliseconds. 3 s are promised; a machine that tests has other things to do."""
+SOON = 60_000
+"""Milliseconds. It comes with the next tick; a machine that tests has other things to do."""
 
 
 class Trainer:
@@ -134,14 +134,14 @@ def test_page_and_worker_may_die_and_come_back(chromium: Browser, tmp_path: Path
             page.fill("#p", password)
             page.keyboard.press("Enter")
             expect(page.locator(".wrong")).to_have_count(int(password == "wrong password"))
-        expect(page.locator("#head .figures")).to_contain_text("5 / 1000", timeout=30_000)
+        expect(page.locator("#head .figures")).to_contain_text("5 / 1000", timeout=SOON)
         site.process.kill()
         site.process.wait()
         expect(page.locator("#lost")).to_contain_text("lora-fp8 ui", timeout=SOON)
         one.steps(6, 9)
         port = site.address.rpartition(":")[2]
         site = start(tmp_path / "home", tmp_path / "root", "--port", port, *locked[0], **locked[1])
-        expect(page.locator("#head .figures")).to_contain_text("9 / 1000", timeout=30_000)
+        expect(page.locator("#head .figures")).to_contain_text("9 / 1000", timeout=SOON)
         expect(page.locator("#lost")).to_have_count(0)
 
         def worker() -> int:

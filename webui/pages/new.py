@@ -55,6 +55,9 @@ SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once
 OPENING = "(...inputs) => { window.opening(); return inputs; }"
 OPENED = "() => window.opened()"
 """Around what paints a whole view: what was typed before it came would be gone."""
+CHOOSING = "(...inputs) => { window.choosing(); return inputs; }"
+CHOSEN = "() => window.chosen()"
+"""Around what may change other settings than its own."""
 STYLE = """
 <style>
 #new-views .form {
@@ -130,7 +133,7 @@ class _Page:
         self.draft = Draft(ui.place.home)
         self.estimates = outlook.Estimates(ui.place.home)
         self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
-        self.counted: dict[Path, pictures.Count] = {}
+        self.counted: dict[tuple[Path, str], pictures.Count] = {}
         self.keys: dict[str, str] = {}  # of the parts, by their ids
         self.families = {name: families.facts(name)["title"] for name in families.available()}
 
@@ -349,27 +352,27 @@ class _Page:
                     functools.partial(self._change, view, key, repaint),
                     inputs_kwargs={"held": part, **shown},
                     outputs=[*told, *(views[view] if repaint else [])],
-                    js=_opening(part.elem_id) if repaint else None,
+                    js=CHOOSING if repaint else None,
                     **(TOLD if repaint else QUIET),
                 )
                 if repaint:
-                    changed.then(None, js=OPENED)
+                    changed.then(None, js=CHOSEN)
         for part, names in ((self.goal, GOALS), (self.card, bases.cards())):
             part.input(
                 functools.partial(self._choose, tuple(names)),
                 inputs_kwargs={"name": part, **shown},
                 outputs=[*told, *views["simple"]],
-                js=_opening(),
+                js=CHOOSING,
                 **TOLD,
-            ).then(None, js=OPENED)
+            ).then(None, js=CHOSEN)
         for name, button in self.demos.items():
             button.click(
                 functools.partial(self._demo, name),
                 inputs_kwargs=shown,
                 outputs=[*told, *views["simple"]],
-                js=_opening(),
+                js=CHOOSING,
                 **TOLD,
-            ).then(None, js=OPENED)
+            ).then(None, js=CHOSEN)
         self.code.input(self._write, inputs_kwargs={"text": self.code, **shown}, outputs=told, **QUIET)
         held = {part.elem_id: part for parts in views.values() for part in parts if part.elem_id in self.keys}
         tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]  # Gradio fails without their value
@@ -822,8 +825,8 @@ class _Page:
         family, side = str(values["model.family"]), values["dataset.resolution"]
         side = side if isinstance(side, int) else int(families.facts(family)["native_resolution"])
         now = pictures.count(folder, mask)
-        again = self.counted.get(folder, now) != now  # files have come or gone since
-        self.counted[folder] = now
+        again = self.counted.get((folder, mask), now) != now  # files have come or gone since
+        self.counted[folder, mask] = now
         return album.examination(self.ui.place, folder, family, side, cut, again, mask if "*" in mask else "")
 
     def _told(self, problem: form.Problem) -> str:
@@ -1081,11 +1084,6 @@ class _Page:
 
     def _sources(self) -> list[tuple[str, str]]:
         return [(label, str(path)) for label, path in bases.configs(self.ui.place.roots)]
-
-
-def _opening(id: str = "") -> str:
-    """Around what may change other settings than that of this part: they are locked until the answer is there."""
-    return f"(...inputs) => {{ window.opening({json.dumps(id)}); return inputs; }}"
 
 
 def _ids(prefix: str, keys: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """One run: its curves, previews, files, log, settings and warnings. `?run=` names it: a job's number or a folder."""
 
+import json
 import zipfile
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,8 @@ ROWS = 60
 """Steps in the grid of previews, the newest first."""
 FORMATS = ("auto", "kohya", "comfy", "diffusers")
 DTYPES = ("", "bf16", "fp16", "fp32")
+FOLLOW = "(right, told) => { const [was, now] = JSON.parse(told); return (right ?? null) === was ? now : right; }"
+"""The newest preview takes the place of the one that was the newest, unless another one has been chosen by now."""
 
 
 def build(ui: Ui) -> None:
@@ -78,12 +81,13 @@ def build(ui: Ui) -> None:
             config = live.panel(elem_id="config")
 
     seen, steps = gr.State({}), gr.State([])
+    newest = gr.Textbox(visible="hidden", elem_id="newest")
+    newest.change(None, inputs=[right, newest], outputs=[right], js=FOLLOW, api_visibility="private")
 
     def paint(
         request: gr.Request,
         amount: float,
         log: bool,
-        right: int | None,
         moving: bool,
         seen: dict[str, int],
         steps: list[Any],
@@ -93,7 +97,7 @@ def build(ui: Ui) -> None:
         except UserError as error:
             nothing = [nobody(ui, str(error)), *[""] * 6]
             sent, seen = live.changed(nothing, seen)
-            return [*sent, seen, *[gr.skip()] * 6]
+            return [*sent, seen, *[gr.skip()] * 7]
         found = [
             header(ui, view, events),
             curves_of(ui, events, amount, log),
@@ -106,7 +110,7 @@ def build(ui: Ui) -> None:
         sent, seen = live.changed(found, seen)
         previews = events.facts.previews
         now = [sorted(previews), list(events.facts.checkpoints), prompts_of(events)]
-        menus: list[Any] = [gr.skip()] * 6
+        menus: list[Any] = [gr.skip()] * 7
         if now != steps:
             shown_ = [(step_name(ui, one), one) for one in now[0]]
             # The base on the left, the newest on the right, until somebody chooses otherwise.
@@ -114,7 +118,7 @@ def build(ui: Ui) -> None:
             old = steps[0] if steps else []
             menus = [
                 gr.update(choices=shown_, **({} if old else {"value": ends[0]})),
-                gr.update(choices=shown_, **({"value": ends[1]} if right == (old[-1] if old else None) else {})),
+                gr.update(choices=shown_),
                 gr.update(choices=list(enumerate_prompts(now[2])), **({} if old or not now[2] else {"value": 0})),
                 gr.update(
                     choices=[(ui.say("run.newest"), 0), *((str(one), one) for one in reversed(now[1]))],
@@ -122,11 +126,13 @@ def build(ui: Ui) -> None:
                 ),
                 gr.update(visible=any("clips" in event for event in previews.values())),
                 now,
+                json.dumps([old[-1] if old else None, ends[1]]),
             ]
         return [*sent, seen, *menus]
 
-    inputs = {"amount": amount, "log": log, "right": right, "moving": moving, "seen": seen, "steps": steps}
+    inputs = {"amount": amount, "log": log, "moving": moving, "seen": seen, "steps": steps}
     outputs = [head, curves, grid, files, printed, warned, config, seen, left, right, prompt, step, moving, steps]
+    outputs.append(newest)
     live.keep_painted(paint, inputs, outputs)
 
     def redrawn(request: gr.Request, amount: float, log: bool) -> str:

@@ -133,12 +133,10 @@ const LOCKED = "#new-views [role=tabpanel], #dataset-caption";
 let waiting = 0;
 let openedAt;
 let left;  // what had the focus when its panel was locked, which takes the focus away
-const lock = (on, but) => {
-  const fields = [...document.querySelectorAll("#new-views .setting")].filter((one) => !on || one.id !== but);
-  const parts = [...(on && but !== undefined ? [] : document.querySelectorAll(LOCKED)), ...fields];
+const lock = (on) => {
   const now = document.activeElement;
-  if (on && parts.some((one) => one.contains(now))) left = now;
-  for (const one of parts) one.inert = on;
+  if (on && now?.closest(LOCKED)) left = now;
+  for (const panel of document.querySelectorAll(LOCKED)) panel.inert = on;
   if (on) return;
   if (document.activeElement === document.body) left?.focus();
   left = undefined;
@@ -148,10 +146,10 @@ const unlock = () => {
   waiting = 0;
   lock(false);
 };
-// `but`: the setting, or "" for none, whose change may change other settings: the tabs and what was used stay open.
-window.opening = (but) => {
+window.opening = () => {
   waiting += 1;
-  lock(true, but);
+  typed.clear();
+  lock(true);
   clearTimeout(openedAt);
   openedAt = setTimeout(unlock, SLOWEST);
 };
@@ -167,3 +165,31 @@ document.addEventListener("click", (event) => {
   clearTimeout(openedAt);
   openedAt = setTimeout(unlock, SLOWEST);
 }, true);
+// What a choice changes beside itself (a preset's steps) is painted when its answer is there. What was typed into those
+// fields in the meantime is the newer: it is put there again, and told to the server.
+const typed = new Map();
+let choosing = 0;
+let chosenAt;
+const forget = () => {
+  choosing = 0;
+  typed.clear();
+};
+document.addEventListener("input", ({ target }) => {
+  if (choosing > 0 && target.matches?.(".setting :is(input, textarea)[data-testid=textbox]")) typed.set(target, target.value);
+});
+window.choosing = () => {
+  choosing += 1;
+  clearTimeout(chosenAt);
+  chosenAt = setTimeout(forget, SLOWEST);
+};
+window.chosen = () => {
+  choosing -= 1;
+  setTimeout(() => {
+    for (const [field, text] of typed) {
+      if (!field.isConnected || field.value === text) continue;
+      field.value = text;
+      field.dispatchEvent(new Event("input", { bubbles: true }));
+    }
+    if (choosing <= 0) forget();
+  });
+};
