@@ -1182,6 +1182,35 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("args", "double", "single"),
+    [
+        (["train_blocks=single"], set(), set(range(38))),
+        (["train_blocks=double"], set(range(19)), set()),
+        (["train_single_block_indices=7,20"], set(range(19)), {7, 20}),
+        (["train_double_block_indices=none", "train_single_block_indices=0-2,30-37"], set(), {0, 1, 2, *range(30, 38)}),
+        (["train_double_block_indices=1-18", "train_single_block_indices=all"], set(range(1, 19)), set(range(38))),
+        (["train_blocks=single", "train_single_block_indices=9"], set(), {9}),
+        (["train_single_block_indices=38"], None, None),
+    ],
+)
+def test_chosen_blocks_of_flux(tmp_path: Path, args: list[str], double: set[int] | None, single: set[int]) -> None:
+    """At every layer of a FLUX.1 of full depth."""
+    with torch.device("meta"):
+        model = diffusers.FluxTransformer2DModel(num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6))
+    names = families.get("flux").adapter_names(model)
+    made = kohya(tmp_path, f"network_dim = 8\nnetwork_args = {json.dumps(args)}")
+    assert not importing.problems(made)
+    if double is None:
+        assert "network_args" in keys(made.no_counterpart) and "ranks" not in settings(made)["adapter"]
+        return
+    assert "network_args" in keys(made.mapped)
+    ranks, notes = adapters.ranks(config.Adapter(**settings(made)["adapter"]), names)
+    kinds = {"transformer_blocks": double, "single_transformer_blocks": single}
+    assert set(ranks) == {name for name in names if int(name.split(".")[1]) in kinds[name.split(".")[0]]}
+    assert set(ranks.values()) == {8} and not notes
+
+
+@pytest.mark.parametrize(
     ("args", "ratio", "exact"),
     [
         ("loraplus_lr_ratio=16", 16, True),

@@ -25,6 +25,60 @@ PARTS = {"sd15": (12, 1), "sd2": (12, 1), "sdxl": (9, 3)}
 RATES = ("down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold")
 
 
+FLUX = {"flux": (19, 38), "chroma": (19, 38)}
+"""How many double and single blocks there are, of the architectures whose networks take the blocks to train."""
+CHOICES = ("train_blocks", "train_double_block_indices", "train_single_block_indices")
+
+
+def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
+    """adapter.ranks from the blocks of FLUX that are trained: of one kind, or by number. Arguments as `set_blocks`'."""
+    source = {key: str(draft.given[key]) for key in CHOICES if draft.has(key)} | given
+    said = {key: source[key].strip().lower() for key in CHOICES if key in source}
+    paged = [key for key in said if key not in given]
+    if all(value == "all" for value in said.values()):
+        draft.none(paged, "all blocks are trained", off=True)
+        for key in said:
+            given.pop(key, None)
+        return
+    if not plain or draft.family not in FLUX:
+        return
+    rank = draft.get("network_dim", whole) or 4
+    kinds = {"double": "^transformer_blocks", "single": "^single_transformer_blocks"}
+    try:
+        chosen = {
+            kind: _numbers(said.get(f"train_{kind}_block_indices", "all"), total)
+            if said.get("train_blocks", "all") in ("all", kind)
+            else set()
+            for kind, total in zip(kinds, FLUX[draft.family], strict=True)
+        }
+    except Unfit:
+        return  # what they are is told by name
+    if not any(chosen.values()):
+        return
+    entries = []
+    for (kind, name), total in zip(kinds.items(), FLUX[draft.family], strict=True):
+        others = set(range(total)) - chosen[kind]
+        if len(chosen[kind]) < len(others):
+            entries += [f"{name}.{i} = {rank}" for i in sorted(chosen[kind])] + [f"{name} = 0"]
+        else:
+            entries += [f"{name}.{i} = 0" for i in sorted(others)]
+    keys = paged + (["network_args"] if any(given.pop(key, None) for key in said) else [])
+    draft.mapped(keys, {"adapter.ranks": entries})
+
+
+def _numbers(said: str, total: int) -> set[int]:
+    """ "0,4-6" as numbers below total; "all" and "none" too."""
+    if said in ("all", "none", ""):
+        return set(range(total)) if said == "all" else set()
+    found: set[int] = set()
+    for part in said.split(","):
+        first, dash, last = part.partition("-")
+        found |= set(range(whole(first), whole(last if dash else first) + 1))
+    if not found <= set(range(total)):
+        raise Unfit("another number of blocks")
+    return found
+
+
 def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
     """adapter.ranks and optimizer.lrs from ranks, alphas and rates of blocks.
 

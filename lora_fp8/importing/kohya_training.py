@@ -114,6 +114,7 @@ def set_network(draft: Draft) -> None:
         _set_lokr(draft, given)
     own_network = algorithm == "lora" and not lycoris
     kohya_blocks.set_blocks(draft, given, plain=own_network)
+    kohya_blocks.set_choice(draft, given, plain=own_network)
     kohya_blocks.set_loraplus(draft, given, plain=own_network)
     parts = [f"{name}={value}" for name, value in given.items()]
     for key in ("network_args", "network_args_custom"):
