@@ -26,6 +26,7 @@ from .config import UserError
 from .precision import FrozenLinear
 from .precision.formats import decode_rows
 from .precision.stream import here
+from .wording import sides
 
 PARTS = {
     "lora": ("lora_A.weight", "lora_B.weight"),
@@ -84,7 +85,7 @@ def kind_of(parts: Parts, layer: str) -> str:
         odd = ", ".join(sorted(names ^ wanted))
         raise UserError(f"{layer}: not a whole {TITLES[kind]}: {odd} is missing, or one too many")
     if not _match(parts):
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in parts.items())
+        shapes = ", ".join(f"{name} of {sides(tensor.shape)}" for name, tensor in parts.items())
         raise UserError(f"{layer}: not a {TITLES[kind]}: {shapes} do not go together")
     return kind
 

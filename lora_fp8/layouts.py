@@ -45,6 +45,7 @@ from torch import Tensor
 
 from . import kinds, naming
 from .config import UserError
+from .wording import sides
 
 LAYOUTS = ("diffusers", "comfy", "kohya")
 HALVES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
@@ -132,7 +133,7 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
             raise UserError(f"{module}: has lora_{found.pop()[0]} but not the other half of the pair")
         a, b = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
         if a.ndim < 2 or b.ndim < 2 or a.shape[0] != b.shape[1]:
-            raise UserError(f"{module}: lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} are not of one rank")
+            raise UserError(f"{module}: lora_A of {sides(a.shape)} and lora_B of {sides(b.shape)} are not of one rank")
     return sorted(halves)
 
 
@@ -206,7 +207,7 @@ def from_layout(
             renamed[f"{group}.{HALVES.get(kind, kind)}"] = tensor
     if foreign:
         names = first_few(sorted(foreign))
-        parts = " or ".join((family.denoiser_name, *family.trained_text))
+        parts = ", ".join((family.denoiser_name, *family.trained_text))
         raise UserError(f"{names}: not names that a LoRA of the {parts} has in the {layout} layout")
     state: dict[str, Tensor] = {}
     scaling: dict[str, float] = {}

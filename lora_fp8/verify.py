@@ -295,7 +295,8 @@ def clean_pipeline(
     if wrong.missing_keys or wrong.unexpected_keys:
         raise RunFailure(
             "the base for verification is not whole: "
-            f"missing {wrong.missing_keys[:3]}, unexpected {wrong.unexpected_keys[:3]}"
+            f"missing {export.first_few(wrong.missing_keys) or 'none'}, "
+            f"unexpected {export.first_few(wrong.unexpected_keys) or 'none'}"
         )
     left = [name for name, buffer in denoiser.named_buffers() if buffer.is_meta]
     if left:
@@ -602,7 +603,8 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     sha = export.payload_hash(file)
     told = {metadata.get("sshs_model_hash"), metadata.get("modelspec.hash_sha256", "").removeprefix("0x")}
     right = told == {sha} and sha != EMPTY_HASH
-    detail = f"sha256 {sha[:12]}..." if right else f"the data have {sha[:12]}..., the header says {told}"
+    names = " and ".join(sorted(f"{one[:12]}..." for one in told if one)) or "nothing"
+    detail = f"sha256 {sha[:12]}..." if right else f"the data have {sha[:12]}..., the header says {names}"
     whole &= report.add("hash", right, detail)
 
     try:  # `tensors` and not the loaded model: a pair that is broken here is what InvokeAI refuses
@@ -611,12 +613,16 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     except UserError as error:
         whole &= report.add("pairs", False, str(error))
     wrong = export.not_finite(tensors)
-    whole &= report.add("finite", not wrong, f"NaN or infinity in {wrong[:3]}" if wrong else "no NaN, no infinity")
+    whole &= report.add(
+        "finite", not wrong, f"NaN or infinity in {export.first_few(wrong)}" if wrong else "no NaN, no infinity"
+    )
     is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))
     ups = {name: t for name, t in tensors.items() if name.endswith(is_up)}
     does = ups | {name: alpha for name, alpha in tensors.items() if name.endswith(".alpha")}
     zero = sorted(name for name, tensor in does.items() if not tensor.float().any())
-    detail = f"B or alpha is zero in {zero[:3]} ({len(zero)} of {len(does)})" if zero else "no layer is zero"
+    detail = (
+        f"B or alpha is zero in {export.first_few(zero)} ({len(zero)} of {len(does)})" if zero else "no layer is zero"
+    )
     whole &= report.add("trained", bool(ups) and not zero, detail)
     return tensors if whole else None
 
@@ -633,7 +639,9 @@ def _pairs(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
     if layout == "kohya":
         alphas = {name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")}
         if alphas != set(modules):
-            raise UserError(f"alpha and weights do not belong together in {sorted(alphas ^ set(modules))[:3]}")
+            raise UserError(
+                f"alpha and weights do not belong together in {export.first_few(sorted(alphas ^ set(modules)))}"
+            )
     return modules
 
 
@@ -650,9 +658,9 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
     problems = [f"diffusers warns: {text[:300]}" for text in complaints]
     if wanted - acting:
         lost = sorted(wanted - acting)
-        problems.append(f"{len(lost)} of {len(wanted)} layers were not loaded, as {lost[:3]}")
+        problems.append(f"{len(lost)} of {len(wanted)} layers were not loaded, as {export.first_few(lost)}")
     if acting - wanted:
-        problems.append(f"layers that the file does not have: {sorted(acting - wanted)[:3]}")
+        problems.append(f"layers that the file does not have: {export.first_few(sorted(acting - wanted))}")
     detail = f"all {len(wanted)} layers, by {type(pipeline).__name__}.load_lora_weights"
     if renamed:
         detail += f" after renaming ({renamed})"
@@ -669,7 +677,7 @@ def _check_delta(
     trained = kinds.grouped(state)
     missing = sorted(set(trained) - set(loaded))
     if missing:
-        report.add("delta", False, f"{len(missing)} trained layers are not in the file, as {missing[:3]}")
+        report.add("delta", False, f"{len(missing)} trained layers are not in the file, as {export.first_few(missing)}")
         return
     errors = {}
     for module, parts in trained.items():

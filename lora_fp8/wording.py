@@ -2,6 +2,7 @@
 numbers for people."""
 
 import difflib
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -174,3 +175,8 @@ def _suggest(location: Location) -> str:
 def did_you_mean(given: str, names: list[str]) -> str:
     near = difflib.get_close_matches(str(given)[:80].lower(), names, n=1, cutoff=0.5)
     return f", did you mean {near[0]!r}?" if near else ""
+
+
+def sides(shape: Iterable[int]) -> str:
+    """A tensor's shape for people: "320 x 64"."""
+    return " x ".join(map(str, shape)) or "1"

@@ -200,6 +200,7 @@ ENDINGS = (
     *("data/images", "data/decoding", "data/buckets", "data/cache", "data/loader", "data/clips", "text_encoders"),
     *("objectives", "optim"),
     *("adapters", "families/_checks", "families/_encoders", "families/_files", "families/_weights", "families/base"),
+    *("export", "kinds", "layouts", "tools/files", "tools/pairs"),
     *("precision/plan", "precision/backends", "precision/choose", "precision/linear", "precision/backend_te"),
 )
 """Modules whose UserErrors, RunFailures and Stoppeds end a job, and whose problems stand in one."""
@@ -226,10 +227,14 @@ PARTS = {
     "parts": "1 MiB of checkpoints; 2 MiB of LoRA files; 3 MiB of previews; 4 MiB of cached pictures and captions",
 }
 SAID = {
+    "it has {what}": "it has tensors without values",
+    "{path}: {problem}": "{path}: is cut short",
+    "LoRA of the {parts}": "LoRA of the unet, text_encoder",
+    "in a file {why}": "in a file where others have one",
     "{kind} folder {root} {what}": "mask folder /a is a file, not a folder",
     "is {size[0]} x": "/a/b.png is {size[0]} x",
 }
-FOR_PROGRAMMERS = {"dataset.fps = 'auto' needs clip_rate"}
+FOR_PROGRAMMERS = {"dataset.fps = 'auto' needs clip_rate", "--dtype 7: accepted are 7"}
 
 
 def test_what_ends_a_job_has_its_chinese() -> None:
@@ -247,6 +252,9 @@ def test_what_ends_a_job_has_its_chinese() -> None:
                 texts = [f"{text}: 2 problems" for text in (literal(one) for one in node.args[1:]) if text]
             elif called in ("ImageError", "ClipError", "Looked"):
                 texts = [f"/a/b.png {text}" for text in (literal(one) for one in node.args) if text]
+            elif called in ("_problem", "_refuse"):
+                some = f"/a/b.safetensors: x.weight{' (and 2 more)' if called == '_problem' else ''}"
+                texts = [f"{some} {text}; {PARTS['ADVICE']}" for text in map(literal, node.args[1:]) if text]
             else:
                 continue
             for text in filter(None, texts):

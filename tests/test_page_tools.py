@@ -78,7 +78,7 @@ def test_a_file_is_inspected_and_resized(ui: Ui) -> None:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_what_verify_found_is_told_and_what_it_asks(ui: Ui, monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
-    found = [{"name": "finite", "ok": ok, "detail": "no NaN, no infinity" if ok else "NaN or infinity in ['a']"}]
+    found = [{"name": "finite", "ok": ok, "detail": "no NaN, no infinity" if ok else "NaN or infinity in a"}]
     monkeypatch.setattr(tools.engine, "ask", lambda *_, **__: {"file": "a", "ok": ok, "checks": found})
     answer = tools._answered(chinese := Ui("zh-CN", ui.place), lambda: tools._run(chinese, "verify", **given(ui)))
     assert ("全部检查通过" in answer) == ok and ("属于其他底模" in answer) != ok

@@ -285,9 +285,9 @@ def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
         "every pixel the same on the base as published",
         "relative error 1.00e-02 on the base (allowed 1.0e-02)",
         "conditioning: relative error 1.00e-02 (allowed 1.0e-02)",
-        "the data have 0123456789ab..., the header says 0000; its data begin at 13, no multiple of 8",
-        "2 of 84 layers were not loaded, as ['a']; layers that the file does not have: ['b']",
-        "3 trained layers are not in the file, as ['a']",
+        "the data have 0123456789ab..., the header says nothing; its data begin at 13, no multiple of 8",
+        "2 of 84 layers were not loaded, as a, c; layers that the file does not have: b",
+        "3 trained layers are not in the file, as a",
         "cosine to the wanted change 0.912 in the median layer, 0.640 in mid_block.x.to_q",
         "cosine to the wanted change 0.512 in the median layer, 0.340 in x; most of what merging changes is rounding: "
         "load the file beside the base instead",

@@ -108,7 +108,10 @@ def tell_joined(language: str, line: str) -> str:
     if language == "en":
         return line
     if (match := KEYED.fullmatch(line)) and "." in match["key"]:
-        return f"{match['key']}：{tell_joined(language, match['line'])}"
+        told = tell_joined(language, match["line"])
+        if told == match["line"] and (said := next(_alone(language, line), None)) is not None:
+            return said  # what is in front is a part of the sentence
+        return f"{match['key']}：{told}"
     parts, told = line.split("; "), []
     while parts:
         # The longest beginning that is one remark: it may have semicolons of its own, but not among its values.

@@ -130,10 +130,17 @@ def _look(path: Path, section: config.Dataset, measure: Measure | None = None) -
             measured = measure(image, rgb) if measure else None
             timeline = _timeline(image) if section.frames and frames > 1 and format in ANIMATIONS else None
     except ImageError as error:
-        starts = f" (it starts with {raw[:12]!r})" if "not a readable" in str(error) else ""
-        return Looked(f"{error}{starts}")
+        return Looked(f"{error} ({_beginning(raw)})" if "not a readable" in str(error) else str(error))
     known = hashlib.sha256(raw).hexdigest(), format, frames, converted, problem, measured, timeline
     return Looked("", *rgb.size, *known)
+
+
+def _beginning(raw: bytes) -> str:
+    """What a file that is no image begins with, often a page of HTML that was saved in its place."""
+    text = raw[:12].decode("ascii", "replace").strip()
+    if text.isprintable() and text and "\ufffd" not in text:
+        return f'it begins with "{text}"'
+    return f"its first bytes are {raw[:8].hex(' ')}"
 
 
 def _look_at_video(path: Path, section: config.Dataset, measure: Measure | None) -> Looked:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lora_fp8.config import UserErrors
 from lora_fp8.precision import Quantized, Weight
+from lora_fp8.wording import sides
 
 from . import _files
 
@@ -233,9 +234,9 @@ class WeightFile:
             rows, columns = scale.shape[:2]
             if rows and columns and shape[0] % rows == 0 and shape[1] % columns == 0:
                 return rows, columns
-            self._problem(weight, f"{list(shape)} is not divided by its scale {list(scale.shape)}")
+            self._problem(weight, f"is {sides(shape)}, which its scale of {sides(scale.shape)} does not divide")
         else:
-            self._problem(weight, f"{list(shape)} has a scale of shape {list(scale.shape)}, which is not read")
+            self._problem(weight, f"is {sides(shape)} and has a scale of {sides(scale.shape)}, which is not read")
         return 1, 1
 
     def _check_scales(self, markers: set[str], formats: dict[str, torch.dtype]) -> None:

@@ -24,6 +24,7 @@ from .. import config, export, families, precision
 from ..config import UserError
 from ..families.base import CLIP_LAYERS
 from ..layouts import text_encoder_of
+from ..wording import sides
 from . import pairs
 from .pairs import Spectrum
 from .resize import Row
@@ -171,7 +172,7 @@ def both(
                 continue
             one, two = (other, tensor) if side else (tensor, other)
             if one.shape != two.shape:
-                raise UserError(f"{name} is {list(one.shape)} in one model and {list(two.shape)} in the other")
+                raise UserError(f"{name} is {sides(one.shape)} in one model and {sides(two.shape)} in the other")
             yield name, one, two
     if alone := sorted({**waiting[0], **waiting[1]}):
         raise UserError(f"{export.first_few(alone)}: only one of the two models has it; they are of two architectures")

@@ -27,6 +27,7 @@ from ..config import UserError
 from ..families import _files
 from ..layouts import text_encoder_of
 from ..run import sync_folder, write_synced
+from ..wording import sides
 from . import pairs, resize
 from .pairs import STALE, Lora, Pair
 
@@ -65,7 +66,7 @@ def concatenate(loras: Sequence[Lora], weights: Sequence[float]) -> dict[str, Pa
     for module, found in parts.items():
         shapes = {pair.shape for pair, _ in found}
         if len(shapes) > 1:
-            told = " and ".join(str(list(shape)) for shape in sorted(shapes))
+            told = " and ".join(sides(shape) for shape in sorted(shapes))
             raise UserError(f"{module} is {told}: these LoRAs are not of one architecture")
         a = torch.cat([pair.a.float() for pair, _ in found])
         b = torch.cat([pair.b.float() * (pair.scale * weight) for pair, weight in found], 1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import export
 from ..config import UserError
 from ..run import RunFailure
+from ..wording import sides
 
 HALVES = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -107,7 +108,7 @@ def read(path: Path, *, sound: bool = True) -> Lora:
         a, b = (plain[module + half] for half in HALVES[0])
         alpha = tensors.get(f"{module}.alpha")
         if b.ndim > 2 and b.shape[2:] != (1,) * (b.ndim - 2):
-            raise UserError(f"{path}: {module}: lora_B is {tuple(b.shape)}; only kernels of one pixel are known there")
+            raise UserError(f"{path}: {module}: lora_B is {sides(b.shape)}; only kernels of one pixel are known there")
         pairs[module] = Pair(a, b, 1.0 if alpha is None else float(alpha) / a.shape[0])
     alphas = [name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")]
     if stray := sorted(module for module in alphas if module not in pairs):
