@@ -1311,6 +1311,16 @@ def test_each_folder_keeps_its_resolution_and_weight(here: Path, tmp_path: Path)
     found = settings(importing.import_file(tmp_path / "a.yaml"))["dataset"]["folders"]
     weighed = [folder.get("weight", 1.0) for folder in found]
     assert len(found) == before and weighed[:2] == [0.25, 0.25] and 0.25 not in weighed[2:]  # the first, at two sizes
+    data["config"]["process"][0]["datasets"] = [
+        {"folder_path": "a", "resolution": 768},
+        {"folder_path": "b", "resolution": [1024]},
+        {"folder_path": "c"},  # 512 there
+    ]
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    made = importing.import_file(tmp_path / "a.yaml")
+    found = settings(made)["dataset"]
+    assert [folder.get("resolution", found["resolution"]) for folder in found["folders"]] == [768, 1024, 512]
+    assert "datasets.2.resolution" in keys(made.defaults) and "datasets.0.resolution" in keys(made.mapped)
     concepts = [{"path": "a", "loss_weight": 0.5}, {"path": "b", "image": {"enable_resolution_override": True,
                  "resolution_override": "640"}}]  # fmt: skip
     (tmp_path / "c.json").write_text(json.dumps(concepts), encoding="utf-8")

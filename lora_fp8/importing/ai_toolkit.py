@@ -458,13 +458,7 @@ def _set_folders(draft: Draft) -> None:
     def each(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
 
-    keys, values = each("resolution")
-    rest = [(key, value) for key, value in zip(keys, values, strict=True) if value and key not in draft.done]
-    if rest:
-        sizes = [one for _, value in rest for one in (value if isinstance(value, list) else [value])]
-        words.set_resolution(draft, [key for key, _ in rest], sizes)
-    elif largest:
-        draft.set("dataset.resolution", largest, "the largest of theirs, which previews have unless they say another")
+    _set_sides(draft, [(f"{table}resolution", own) for table, own in zip(kept, named, strict=True)], largest)
     for name, setting, read in (
         ("caption_dropout_rate", "dataset.caption_dropout", number),
         ("shuffle_tokens", "dataset.shuffle_tags", flag),
@@ -484,6 +478,26 @@ def _set_folders(draft: Draft) -> None:
         else:
             draft.none(key, "captions are .txt or .caption files here; rename yours")
             draft.todo.append(f"captions end in .{draft.get(key)} there; here in .txt or .caption")
+
+
+def _set_sides(draft: Draft, folders: list[tuple[str, range]], largest: int) -> None:
+    """dataset.resolution, the largest, and that of each folder which has another; theirs is 512 where none is said.
+
+    Args:
+        folders: the key of each dataset, and which of our folders it is.
+        largest: of those that have several already.
+    """
+    single = [(key, own) for key, own in folders if own and key not in draft.done]
+    sides = [whole((draft.get(key, listed) or [512])[0]) for key, _ in single]
+    top = max([largest, *sides])
+    for (key, own), side in zip(single, sides, strict=True):
+        draft.folders[own[0]].resolution = side if side != top else 0
+        if not draft.has(key):
+            draft._enter("defaults", key.removeprefix(PROCESS), side, f"dataset.folders.{own[0]}.resolution = {side}")
+    if top:
+        draft.set("dataset.resolution", top, "the largest of theirs, which previews have unless they say another")
+    note = "the largest, and folders that have another say so" if len({largest or top, *sides}) > 1 else ""
+    draft.mapped([key for key, _ in single], {"dataset.resolution": top} if single else {}, note)
 
 
 def _set_training(draft: Draft) -> None:
