@@ -15,6 +15,7 @@ from diffusers.loaders.single_file_utils import infer_diffusers_model_type
 
 from lora_fp8 import config
 from lora_fp8.config import UserError, UserErrors
+from lora_fp8.layouts import first_few
 
 from . import UNKNOWN, _files, available, describe, get
 from ._files import Header
@@ -113,6 +114,28 @@ class Checks:
             why = f", which {self.checkpoint} needs beside it" if self.checkpoint else ""
             raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
         self.scheduler_config()  # that it can be read; it is needed when everything is encoded
+
+    def _check_denoiser(self) -> None:
+        """That a folder's denoiser has the weights that its config describes, by their headers: `precision.fill_` asks
+        the same of them when pictures and captions are encoded."""
+        if self.checkpoint:
+            return  # its sizes are read from its own tensors
+        wanted = {name: tuple(tensor.shape) for name, tensor in self.empty_denoiser().state_dict().items()}
+        found: Header = {}
+        for path in self._denoiser_files():
+            found |= WeightFile(path).header
+        wrong = [f"{name} is missing" for name in wanted if name not in found]
+        wrong += [f"{name} is not part of this model" for name in found if name not in wanted]
+        wrong += [
+            f"{name} is {list(shape)} and not {list(wanted[name])}"
+            for name, shape in found.items()
+            if name in wanted and wanted[name] != tuple(shape)
+        ]
+        if wrong:
+            raise UserError(
+                f"{self.folder / self.denoiser_name} has not the weights that its config.json describes: {len(wrong)} "
+                f"differ, {first_few(wrong)}; one of them is another model's"
+            )
 
     def _check_scheduler(self) -> None:
         """That the scheduler's config describes a noising process, and a sampler of diffusers."""

@@ -74,8 +74,8 @@ class Encoders:
             return _files.built(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
 
     def check_parts(self) -> None:
-        """That scheduler, VAE, tokenizers and text encoders are whole, and of one model: as they will be loaded, but by
-        their configs and headers, without a weight being read. What a single file holds is seen when it is loaded.
+        """That denoiser, scheduler, VAE, tokenizers and text encoders are what their configs say: as they will be
+        loaded, but by their headers, without a weight being read. What a single file holds is seen when it is loaded.
 
         Raises:
             UserErrors: all that cannot be used, a line each.
@@ -87,7 +87,7 @@ class Encoders:
             if not self._has_text(name)
         ]
         problems = []
-        for look in (self._check_scheduler, self._check_vae_sizes, *tokenizers, *encoders):
+        for look in (self._check_denoiser, self._check_scheduler, self._check_vae_sizes, *tokenizers, *encoders):
             try:
                 look()
             except UserError as error:
