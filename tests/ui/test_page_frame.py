@@ -124,6 +124,7 @@ def test_every_page_fits_a_phone_and_is_accessible(
             page.wait_for_function(STILL)
             accessible_in_both_themes(page, language)
     one.die()
+    page.goto("about:blank")  # whose window none of the page's scripts has
     page.set_content(guard._form(language, "/", words.say(language, "login.wrong")))
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
