@@ -43,6 +43,9 @@ def test_the_line_has_our_options_and_resolved_paths(ui: Ui, tool: str) -> None:
     assert all(re.fullmatch(r"--[a-z]+", option) for option in before[::2])
     (subject,) = after
     assert subject.startswith(str(ui.place.given[0])) and (target is None) == (tool not in tools.WRITING)
+    if tool != "merge":
+        with pytest.raises(UserError, match="choose a LoRA file first"):
+            tools.arguments(ui, tool, **given(ui, file=" "))
     if target:
         assert target == ui.place.home / "tools/new.safetensors"
 

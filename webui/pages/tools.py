@@ -167,6 +167,8 @@ def _answered(ui: Ui, do: Any) -> str:
 
 
 def _lora(ui: Ui, text: str) -> Path:
+    if not text.strip():
+        raise UserError("choose a LoRA file first")
     path = ui.path(text)
     if path.suffix.lower() != ".safetensors" or not path.is_file():
         raise UserError(f"{safe.shorter(text)}: no .safetensors file")
