@@ -37,9 +37,9 @@ from lora_fp8 import checkpoint, config, families, train  # noqa: E402
 from lora_fp8.run import Run, RunFailure  # noqa: E402
 
 
-def naive_save(folder: Path, adapter: dict, optimizer: dict, state: dict, keep: int) -> Path:
+def naive_save(folder: Path, adapter: dict, optimizer: dict, state: dict, keep: int) -> tuple[Path, list[str]]:
     """What checkpoint.save is not: no staging, no sync. The files themselves are the same."""
-    whole = real_save(folder / "elsewhere", adapter, optimizer, state, keep)
+    whole, gone = real_save(folder / "elsewhere", adapter, optimizer, state, keep)
     final = folder / whole.name
     final.mkdir(exist_ok=True)
     for source in sorted(whole.iterdir()):
@@ -48,7 +48,7 @@ def naive_save(folder: Path, adapter: dict, optimizer: dict, state: dict, keep: 
             for begin in range(0, len(data), 4096):
                 file.write(data[begin : begin + 4096])
                 time.sleep(0.002)  # a model's adapter is larger than a miniature's and takes longer
-    return final
+    return final, gone
 
 
 real_save = checkpoint.save
