@@ -99,6 +99,8 @@ class Site:
             return [text] if text else []
         if self.name(id) == "new-touched":  # a script's list of what was changed last
             return json.dumps([text] if text else [])
+        if self.name(id) == "dataset-editing" and text is None:  # a script's, too: whose caption is in the editor
+            return json.dumps(["a.png", (self.pictures / "a.txt").read_text(encoding="utf-8").strip()])
         if part["type"] in ("textbox", "code"):
             return fitting if text is None else text
         return part["props"].get("value") if text is None else text

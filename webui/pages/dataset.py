@@ -900,7 +900,10 @@ class _Page:
 
 def _edited(editing: str) -> tuple[str, str]:
     """The picture whose caption is in the editor, and the text that was loaded; "" and "" where there is none."""
-    name, loaded = json.loads(editing or '["", ""]')
+    try:
+        name, loaded = json.loads(editing or '["", ""]')
+    except (ValueError, TypeError, RecursionError):  # no page of ours sends such a thing
+        return "", ""
     return str(name), str(loaded)
 
 
