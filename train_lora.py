@@ -9,7 +9,7 @@ status.json is "done", "stopped" (saved; --resume goes on) or "error" (the last 
 
 import argparse
 
-from lora_fp8.cli import guarded, train_or_resume
+from lora_fp8.cli.commands import guarded, train_or_resume
 
 parser = argparse.ArgumentParser(
     description="Train a LoRA from a TOML config.",

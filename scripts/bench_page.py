@@ -1,9 +1,10 @@
-"""How long the page takes to be ready, what it takes of memory, and how it bears fifty browsers.
+"""Measure the start-up time and memory of the page, and its response times with fifty open browsers.
 
     python scripts/bench_page.py --clients 50 --seconds 60 --output benchmarks/page.json
 
-Each client does what an open start page does: its tick, every 1.5 s. Each submits one job, whose base is not there, so
-that it ends at once; and asks for one to be stopped. A tick's time is from the request to the whole answer.
+Each client does what an open start page does: a tick every 1.5 s. Each also submits one job, whose base model is
+missing so that it ends at once, and asks for one to be stopped. A tick's time is from the request to the complete
+answer.
 """
 
 import argparse
@@ -36,7 +37,7 @@ path = "datasets/none"
 
 
 def start(home: Path) -> tuple[subprocess.Popen[str], str, float]:
-    """A page, its address, and the seconds until it answered."""
+    """Start a page. Returns it, its address, and the seconds until it answered."""
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "lora_fp8", "ui", "--port", "0"],
@@ -53,7 +54,7 @@ def start(home: Path) -> tuple[subprocess.Popen[str], str, float]:
 
 
 def end(process: subprocess.Popen[str], home: Path) -> None:
-    """The page and its worker."""
+    """Stop the page and its worker."""
     from lora_fp8 import jobs
 
     process.send_signal(signal.SIGINT)
@@ -63,7 +64,7 @@ def end(process: subprocess.Popen[str], home: Path) -> None:
 
 
 def tick_of(address: str) -> dict[str, Any]:
-    """The request that the start page's timer makes."""
+    """Return the request that the start page's timer makes."""
     config = httpx.get(f"{address}/en/config").json()
     values = {component["id"]: component["props"].get("value") for component in config["components"]}
     timers = {component["id"] for component in config["components"] if component["type"] == "timer"}
@@ -74,7 +75,7 @@ def tick_of(address: str) -> dict[str, Any]:
 
 
 class Clients:
-    """Fifty open pages."""
+    """Clients that each behave like one open page."""
 
     def __init__(self, address: str, count: int, seconds: float):
         self.address, self.count, self.until = address, count, time.monotonic() + seconds
@@ -127,7 +128,7 @@ class Clients:
 
 
 def main() -> None:
-    """Measure, print, and keep the result."""
+    """Measure, print and save the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--clients", type=int, default=50)

@@ -1,20 +1,20 @@
-"""What each way of holding and multiplying the frozen base costs in quality: the demo job, many times.
+"""Measure what each storage and matmul of the frozen base costs in quality, by training the demo job many times.
 
-    python scripts/bench_quality.py                        every cell that is not there yet, then the table
+    python scripts/bench_quality.py                        every missing cell, then the table
     python scripts/bench_quality.py --family flux --seeds 0 --modes bf16,fp8_row --factors 1.0
-    python scripts/bench_quality.py --table                the table of what is there
+    python scripts/bench_quality.py --table                the table of the existing cells
 
-A cell is one training of the bundled demo (family, seed, mode, learning-rate factor), then four figures of its exported
-file, loaded as its users load it, on the base as it is published:
+A cell is one training of the bundled demo (family, seed, mode, learning-rate factor). Four figures of its exported file
+follow, loaded as users load it, on the published base:
 
-    held-out loss     training's own loss on pictures of the concept and plain ones that no training saw, each at eight
+    held-out loss     training's own loss on images that no training saw, of the concept and plain ones, each at eight
                       fixed noise levels with fixed noise, in float32
-    distance          root mean square of the pixel difference (0 to 255) of 16 pictures to those of the bf16 run with
+    distance          root mean square of the pixel difference (0 to 255) of 16 images to those of the bf16 run with
                       the same seed and factor
     concept, plain    shares of 32 and 64 prompts obeyed, read from the pixels as in `lora-fp8 demo`
 
-Cells are small JSON files in benchmarks/quality, so that a stopped benchmark goes on where it was. Wall times are kept
-with the cells and not shown: cells run on a shared machine.
+Cells are small JSON files in benchmarks/quality, so that a stopped benchmark continues. Wall times are stored with the
+cells and not shown, because cells run on a shared machine.
 """
 
 from __future__ import annotations
@@ -40,13 +40,36 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lora_fp8 import adapters, config, families, precision, prepare, train  # noqa: E402
-from lora_fp8.data import images  # noqa: E402
-from lora_fp8.data.cache import Cache, dataset_captions  # noqa: E402
-from lora_fp8.data.loader import Loader  # noqa: E402
-from lora_fp8.demo import measure, pictures, show  # noqa: E402
-from lora_fp8.export import read  # noqa: E402
-from lora_fp8.layouts import from_layout  # noqa: E402
+from lora_fp8 import (
+    adapters,
+    config,
+    families,
+    precision,
+    train,
+)
+from lora_fp8.data import images
+from lora_fp8.data.cache import (
+    Cache,
+    dataset_captions,
+)
+from lora_fp8.data.loader import Loader
+from lora_fp8.demo import (
+    measure,
+    pictures,
+    show,
+)
+from lora_fp8.lora_files.export import read
+from lora_fp8.lora_files.layouts import from_layout
+from lora_fp8.plan import placement, resolve
+from lora_fp8.plan import plan as planning
+from lora_fp8.settings import (
+    Adapter,
+    Folder,
+    Job,
+    Objective,
+)
+from lora_fp8.stages import load
+from lora_fp8.stages.step import diffusion_loss
 
 CELLS = ROOT / "benchmarks" / "quality"
 SMALL = ["quantize.fp8_min_features=0"]  # the miniatures' layers are all small
@@ -83,12 +106,12 @@ def cell_path(family: str, mode: str, factor: float, seed: int) -> Path:
 
 
 def sheet_path(family: str, factor: float, seed: int) -> Path:
-    """The bf16 run's pictures, side by side: what the others of this seed and factor are compared with."""
+    """Return the path of the bf16 run's images, side by side, which other modes are compared with."""
     return CELLS / f"{family}-bf16-{factor:g}-{seed}.png"
 
 
-def demo_job(family: str, folder: Path, *overrides: str) -> config.Job:
-    """The demo's job, with its run in `folder`."""
+def demo_job(family: str, folder: Path, *overrides: str) -> Job:
+    """Return the demo's job, with its run in `folder`."""
     settings = show.FOLDER / f"{family}.toml"
     places = {f"dataset.folders.{i}.path": show.FOLDER / name for i, name in enumerate(("dataset", "dataset_plain"))}
     places |= {"output_dir": folder / "runs", "dataset.cache_dir": folder / "cache"}
@@ -97,51 +120,51 @@ def demo_job(family: str, folder: Path, *overrides: str) -> config.Job:
 
 
 def mode_settings(family: str, mode: str, folder: Path) -> list[str]:
-    """The overrides of a mode. Where blocks do not divide a layer of a miniature, that layer has a scale per row."""
+    """Return the overrides of a mode. A layer of a miniature that blocks do not divide gets one scale per row."""
     if mode != "fp8_block":
         return MODES[mode]
     job = demo_job(family, folder)
-    found = prepare.plan(job, families.get(family)(job.model, device="cpu", dtype=torch.bfloat16))
+    found = planning.plan_layers(job, families.get(family)(job.model, device="cpu", dtype=torch.bfloat16))
     block = precision.Format("fp8", "1x64")
     fp8 = [one for one in found.quantized if one.storage == "fp8"]
-    lines = [f"^{one.name} = {block}" for one in fp8 if not block.problem(one.shape)]
-    return [f"quantize.override={json.dumps(lines)}"]
+    table = {f"^{one.name}": str(block) for one in fp8 if not block.problem(one.shape)}
+    return [config.toml_line("quantize.override", table)]
 
 
 def held_out_loss(family_name: str, file: Path, folder: Path) -> float:
-    """Mean loss of the exported file on pictures that no training saw, on the published base, in float32."""
+    """Return the mean loss of the exported file on images that no training saw, on the published base, in float32."""
     drawn = folder / "held_out"
     if not drawn.exists():
         draw_held_out(drawn)
     job = demo_job(family_name, folder, "model.dtype=fp32", "quantize.storage=none", "dataset.flip=false")
-    section = job.dataset.model_copy(update={"folders": [config.Folder(path=str(drawn))]})
+    section = job.dataset.model_copy(update={"folders": [Folder(path=str(drawn))]})
     job = job.model_copy(update={"dataset": section, "seed": HELD_OUT_SEED})
     family = families.get(family_name)(job.model, device="cpu", dtype=torch.float32)
-    job = prepare.resolve_auto(job, type(family))
+    job = resolve.resolve_auto(job, type(family))
     examples = images.scan(job.dataset).require()
-    buckets = prepare.place(job, examples)
+    buckets = placement.place(job, examples)
     placed = [one for members in buckets.values() for one in members]
     store = Cache(Path(job.dataset.cache_dir), family, job.dataset, torch.float32)
     captions = dataset_captions(examples, job.dataset, job.seed)
     store.fill(placed, captions)
     loader = Loader(buckets, store, family, job.dataset, seed=job.seed, batch_size=8)
-    denoiser, _, _ = prepare.base(family, job.quantize)
+    denoiser, _, _ = load.base(family, job.quantize)
     state, _ = from_layout(read(file)[0], family, family.denoiser_config(), "diffusers")  # alpha is in the weights
     rank = next(tensor.shape[0] for name, tensor in state.items() if name.endswith("lora_A.weight"))
     names = sorted({name.rpartition(".lora_")[0] for name in state})
-    adapters.inject(denoiser, config.Adapter(rank=rank, alpha=rank, dtype="fp32"), names, seed=0)
+    adapters.inject(denoiser, Adapter(rank=rank, alpha=rank, dtype="fp32"), names, seed=0)
     adapters.load_state_(denoiser, {name: tensor.float() for name, tensor in state.items()})
-    objective = family.objective(family.scheduler_config(), config.Objective())
+    objective = family.make_objective(Objective())
     losses = []
     with torch.no_grad():
         for index in range(LEVELS * loader.batches_per_epoch):  # each epoch draws other noise and other levels
             batch = loader.micro(index, index)
-            losses += train.diffusion_loss(family, denoiser, objective, batch, 1.0, torch.float32).tolist()
+            losses += diffusion_loss(family, denoiser, objective, batch, 1.0).tolist()
     return statistics.fmean(losses)
 
 
 def draw_held_out(folder: Path) -> None:
-    """Pictures of the concept and plain ones, other than those of the demo's dataset."""
+    """Draw images of the concept and plain ones that differ from those of the demo's dataset."""
     folder.mkdir(parents=True)
     rng = random.Random(HELD_OUT_SEED)
     colours = list(pictures.COLOURS)
@@ -162,7 +185,7 @@ def pixels(sheet: Image.Image) -> numpy.ndarray:
 
 
 def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> dict[str, Any]:
-    """Train, measure, and what came of it."""
+    """Train and measure one cell."""
     folder = work / f"{family}-{mode}-{factor:g}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     started = time.perf_counter()
@@ -212,7 +235,7 @@ def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> di
 
 
 def table(families_shown: list[str]) -> str:
-    """Mean and range over the seeds of every mode that has a cell; relative figures pair equal seeds and factors."""
+    """Render mean and range over the seeds of every mode with a cell. Relative figures pair equal seeds and factors."""
     lines = [
         "# Quality of each storage and matmul",
         "",

@@ -1,19 +1,19 @@
-"""Seconds and memory of a training step: this project's modes beside what a user would take instead, in one run.
+"""Measure seconds and memory of a training step: this project's modes beside the usual alternatives, in one run.
 
     python scripts/bench_step.py --size small              on a CPU; most of the time goes into compiling
     python scripts/bench_step.py --models flux             full size, on a GPU
-    python scripts/bench_step.py --plan H200               full size, on no GPU at all: bytes, FLOPs and floors only
+    python scripts/bench_step.py --plan H200               full size without a GPU: bytes, FLOPs and floors only
 
-The networks are diffusers' own classes with random weights, the adapters the same everywhere (LoRA, bf16), the loss a
-mean square, the optimizer torch's AdamW on the adapters. A candidate that raises is a row with its error.
+The networks are diffusers' own classes with random weights. The adapters are the same everywhere (LoRA, bf16), the loss
+is a mean square, and the optimizer is torch's AdamW on the adapters. A candidate that raises is a row with its error.
 
-The rounds are interleaved, every second one backwards. Where all candidates fit beside each other (any size but full),
-each turn is followed by one of our bf16 step, and the ratio is of these two: what else the machine does hits both.
+The rounds are interleaved, every second one in reverse order. If all candidates fit beside each other (any size but
+full), each turn is followed by one of our bf16 step, and the ratio is of these two, so that other load hits both.
 
 Writes benchmarks/step_<machine>.md and .json; `--plan` writes benchmarks/step_plan_<chip>.md.
 
-The floor is calculated, from rates that this run measures on this machine (`--plan`: the chip's data sheet); see
-`floor`. What is not in it: norms, other elementwise work, the adapters' own GEMMs (about 1 %), launches.
+The floor is calculated from rates that this run measures on this machine (`--plan`: the chip's data sheet); see
+`floor`. It does not include norms, other elementwise work, the adapters' own GEMMs (about 1 %), and launches.
 """
 
 import argparse
@@ -45,7 +45,23 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lora_fp8 import adapters, config, dry, families, memory, optim, precision  # noqa: E402
+from lora_fp8 import (
+    adapters,
+    families,
+    precision,
+)
+from lora_fp8.errors import UserError
+from lora_fp8.plan import dry_run
+from lora_fp8.settings import (
+    Adapter,
+    Memory,
+    Optimizer,
+    Quantize,
+)
+from lora_fp8.training import (
+    memory,
+    optim,
+)
 
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -58,7 +74,7 @@ FAMILIES = {"sdxl": "sdxl", "flux": "flux", "qwen": "qwen_image"}
 
 
 def network(model: str, size: str) -> nn.Module:
-    """The denoiser on the meta device. full: the real one; small, tiny: fewer and narrower blocks of the same kinds."""
+    """Make the denoiser on the meta device. full: the real one; small, tiny: fewer, narrower blocks of its kinds."""
     import diffusers
 
     with init_empty_weights():  # keeps the tensors that a constructor computes
@@ -91,7 +107,7 @@ def network(model: str, size: str) -> nn.Module:
 
 
 def inputs(model: str, pixels: int, size: str, device: torch.device) -> dict[str, Any]:
-    """What the denoiser takes for one square picture: the real models' token counts, shorter texts if not full."""
+    """Make the denoiser's inputs for a square image: the real models' token counts, shorter texts if not full."""
     side = pixels // 16
     text = {"sdxl": 77, "flux": 512, "qwen": 256}[model]
     text = min(text, {"full": 512, "small": 120, "tiny": 32}[size])
@@ -123,7 +139,7 @@ def inputs(model: str, pixels: int, size: str, device: torch.device) -> dict[str
 
 
 def random_weights(denoiser: nn.Module, device: torch.device) -> Any:
-    """(name, tensor) for each weight, as a checkpoint's stream: normal, of a size that keeps activations in bounds."""
+    """Yield (name, tensor) of each weight like a checkpoint: normal, with a size that keeps activations in bounds."""
     generator = torch.Generator(device).manual_seed(0)
     for name, meta in denoiser.state_dict().items():
         fan_in = max(1, meta[0].numel()) if meta.ndim > 1 else 0
@@ -135,7 +151,10 @@ def random_weights(denoiser: nn.Module, device: torch.device) -> Any:
 
 
 def fill_(denoiser: nn.Module, model: str, size: str, device: torch.device) -> nn.Module:
-    """Random weights into a denoiser as `precision.quantize_` leaves it; on the meta device their shapes and dtypes."""
+    """Put random weights into a denoiser as `precision.quantize_` leaves it.
+
+    On the meta device they have only shapes and dtypes.
+    """
     if device == META:
         return denoiser.to(device=device, dtype=BF16)
     precision.fill_(denoiser, random_weights(network(model, size), device), BF16, device)
@@ -143,7 +162,7 @@ def fill_(denoiser: nn.Module, model: str, size: str, device: torch.device) -> n
 
 
 def adapted(denoiser: nn.Module, model: str) -> list[str]:
-    """The layers that get a LoRA: the family's choice."""
+    """Return the layers that get a LoRA: the family's target modules."""
     family = families.get(FAMILIES[model])
     return [
         name
@@ -162,14 +181,14 @@ Build = Callable[[str, str, torch.device], nn.Module]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to hold and multiply the base."""
+    """One way to store and multiply the base."""
 
     name: str
     build: Build
     rule: str
-    """which rule of `floor` applies"""
+    """The rule of `floor` that applies."""
     weight_bytes: float
-    """per weight, as held"""
+    """Stored bytes per weight."""
     compile: bool = False
     checkpointing: bool = False
     cuda_graphs: bool = False
@@ -186,11 +205,11 @@ class Candidate:
 
 
 def ours(**settings: Any) -> Build:
-    section = config.Quantize(**settings)
+    section = Quantize(**settings)
 
     def build(model: str, size: str, device: torch.device) -> nn.Module:
         if device != META and (text := precision.problem(section, device)):
-            raise config.UserError(text)
+            raise UserError(text)
         denoiser = network(model, size)
         family = families.get(FAMILIES[model])
         plan = precision.quantize_(denoiser, section, family.keep_precise, BF16, family.modulation)
@@ -202,13 +221,13 @@ def ours(**settings: Any) -> Build:
 
 def plain(model: str, size: str, device: torch.device) -> nn.Module:
     denoiser = network(model, size)
-    precision.quantize_(denoiser, config.Quantize(storage="bf16"), (), BF16)
+    precision.quantize_(denoiser, Quantize(storage="bf16"), (), BF16)
     return fill_(denoiser, model, size, device)
 
 
 def with_adapters(denoiser: nn.Module, model: str) -> nn.Module:
-    """The same LoRA everywhere, by peft; B is not zero, or half of the backward would multiply zeros."""
-    adapters.inject(denoiser, config.Adapter(rank=16, alpha=16), adapted(denoiser, model), seed=0)
+    """Add the same LoRA everywhere with peft. B is not zero, or half of the backward would multiply by zero."""
+    adapters.inject(denoiser, Adapter(rank=16, alpha=16), adapted(denoiser, model), seed=0)
     for name, parameter in adapters.parameters(denoiser):
         if "lora_B" in name and not parameter.is_meta:
             parameter.data.normal_(std=0.01, generator=torch.Generator(parameter.device).manual_seed(0))
@@ -248,7 +267,7 @@ def torchao_weight_only(model: str, size: str, device: torch.device) -> nn.Modul
 
 
 def kohya_cast(model: str, size: str, device: torch.device) -> nn.Module:
-    """sd-scripts' fp8_base: linear weights cast without a scale, and autocast turns them to bf16 at each use."""
+    """Do as sd-scripts' fp8_base: cast linear weights without a scale; autocast turns them to bf16 at each use."""
     denoiser = plain(model, size, device)
     for module in denoiser.modules():
         if type(module) is nn.Linear:
@@ -293,12 +312,12 @@ def candidates() -> list[Candidate]:
 
 @dataclass
 class Row:
-    """What was measured of one candidate. Times are (seconds, seconds of CPU time) of each step, turn by turn."""
+    """Measurements of one candidate. Times are (seconds, seconds of CPU time) of each step, turn by turn."""
 
     candidate: Candidate
     turns: list[list[tuple[float, float]]] = field(default_factory=list)
     beside: list[list[tuple[float, float]]] = field(default_factory=list)
-    """our bf16 step right after each turn"""
+    """Our bf16 step right after each turn."""
     error: str = ""
     held_bytes: int = 0
     peak_bytes: int = 0
@@ -312,13 +331,13 @@ class Trainer:
 
     def __init__(self, candidate: Candidate, model: str, pixels: int, size: str, device: torch.device) -> None:
         self.device, self.candidate = device, candidate
-        section = config.Memory(
+        section = Memory(
             gradient_checkpointing=candidate.checkpointing,
             compile="blocks" if candidate.compile and candidate.ours else "off",
             cuda_graphs=candidate.cuda_graphs,
         )
         if text := memory.problem(section, device):
-            raise config.UserError(text)
+            raise UserError(text)
         self.denoiser = candidate.build(model, size, device).train()
         memory.apply_(self.denoiser, section)
         if candidate.compile and not candidate.ours:
@@ -339,7 +358,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def timed(self) -> tuple[float, float]:
-        """(seconds, seconds of CPU time) of a step."""
+        """Run a step. Returns (seconds, seconds of CPU time)."""
         wait(self.device)
         started, worked = time.perf_counter(), time.process_time()
         self.step()
@@ -347,7 +366,7 @@ class Trainer:
         return time.perf_counter() - started, time.process_time() - worked
 
     def base_layers(self) -> dict[str, nn.Linear]:
-        """The linear layers that adapters stand beside."""
+        """Return the linear layers that have adapters."""
         layers = {name: module.get_base_layer() for name, module in adapters.modules(self.denoiser).items()}
         return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
 
@@ -365,7 +384,7 @@ def wait(device: torch.device) -> None:
 
 
 class BaseGemms(TorchDispatchMode):
-    """Counts matrix products that a base weight, known by its shape, is an operand of, or its (wasted) gradient."""
+    """Counts matrix products with a base weight, known by its shape, or its (wasted) gradient as an operand."""
 
     NAMES = ("mm", "addmm", "bmm", "_scaled_mm", "_scaled_mm_v2", "linear")
 
@@ -382,7 +401,7 @@ class BaseGemms(TorchDispatchMode):
 
 
 def inspect(trainer: Trainer, row: Row, model: str, size: str) -> None:
-    """GEMMs with base weights, decoded weights kept for backward, bytes and error: one step each, not timed."""
+    """Count GEMMs with base weights, decoded weights kept for backward, bytes and error, in one untimed step each."""
     shapes = [(one.out_features, one.in_features) for one in trainer.base_layers().values()]
     known = {frozenset(shape) for shape in shapes}
     row.held_bytes = trainer.held_bytes()
@@ -412,7 +431,7 @@ def inspect(trainer: Trainer, row: Row, model: str, size: str) -> None:
 
 
 def weight_error(trainer: Trainer, model: str, size: str) -> float:
-    """Relative rms error of the weights as they are held between steps, over all layers with adapters."""
+    """Return the relative rms error of the weights as they are stored, over all layers with adapters."""
     layers, error, total = trainer.base_layers(), 0.0, 0.0
     for name, exact in random_weights(network(model, size), trainer.device):
         if (layer := layers.get(name.removesuffix(".weight"))) is None or not name.endswith(".weight"):
@@ -425,7 +444,7 @@ def weight_error(trainer: Trainer, model: str, size: str) -> float:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """What a tensor takes; one that is made of others, as torchao's are, says the dtype that it stands for."""
+    """Return a tensor's bytes. A tensor made of others (torchao) reports the dtype that it stands for."""
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()
@@ -439,7 +458,7 @@ def address(tensor: Tensor) -> int:
 
 
 def peak_on_cpu(step: Callable[[], None]) -> int:
-    """The most bytes that torch's CPU allocator gave out at one time during a step, beyond what was there before."""
+    """Return the peak bytes of torch's CPU allocator during a step, beyond those before it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     now = most = 0
@@ -454,7 +473,7 @@ def peak_on_cpu(step: Callable[[], None]) -> int:
 
 
 def rates(model: str, size: str, pixels: int, device: torch.device) -> dict[str, float]:
-    """FLOP/s and bytes/s that this machine reaches on these shapes, one operation at a time; the best of a few."""
+    """Measure FLOP/s and bytes/s of this machine at these shapes, one operation at a time; the best of a few."""
     width = {"full": 1280, "small": 512, "tiny": 128}[size] if model == "sdxl" else network(model, size).inner_dim
     tokens = (pixels // 16) ** 2
     head = 64 if model == "sdxl" else 128
@@ -504,17 +523,20 @@ def best(function: Callable[[], Any], device: torch.device, repeats: int = 5) ->
 
 @dataclass
 class Work:
-    """What one forward of the bf16 model costs."""
+    """The cost of one forward pass of the bf16 model."""
 
     linear: float
     convolution: float
     attention: float
     parameters: int
-    """of the linear layers that are quantized: those that adapters stand beside"""
+    """Parameters of the quantized linear layers: those with adapters."""
 
     @property
     def model_flops(self) -> float:
-        """Of a step without recomputation: frozen weights get no gradient, so linear layers cost twice the forward."""
+        """Return the FLOPs of a step without recomputation.
+
+        Frozen weights get no gradient, so linear layers cost twice the forward.
+        """
         return 2 * (self.linear + self.convolution) + 3.5 * self.attention
 
 
@@ -528,7 +550,7 @@ FLOOR_RULES = (
 
 
 def floor(rule: str, weight_bytes: float, checkpointing: bool, work: Work, rate: dict[str, float]) -> float | None:
-    """Seconds that a step takes at least; see `FLOOR_RULES`. None where the device has no rate for it."""
+    """Return the least seconds of a step; see `FLOOR_RULES`. None if the device has no rate for it."""
     forwards = 2 if checkpointing else 1
     in_fp8 = {"fp8": forwards + 1, "cast": forwards + 1, "fp8_forward": forwards}.get(rule, 0)
     if in_fp8 and not rate["gemm_fp8"]:
@@ -550,9 +572,9 @@ def floor(rule: str, weight_bytes: float, checkpointing: bool, work: Work, rate:
 
 
 def measure_work(model: str, pixels: int, size: str) -> Work:
-    """Counted on the meta device."""
+    """Count the work on the meta device."""
     denoiser = plain(model, size, META)
-    with dry.on_meta(), FlopCounterMode(display=False) as counter, torch.no_grad():
+    with dry_run.on_meta(), FlopCounterMode(display=False) as counter, torch.no_grad():
         denoiser(**inputs(model, pixels, size, META), return_dict=False)
     by_name = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
 
@@ -569,14 +591,14 @@ def measure_work(model: str, pixels: int, size: str) -> Work:
 
 
 def dry_step(candidate: Candidate, model: str, pixels: int, size: str) -> dict[str, Any]:
-    """A step on the meta device: every shape, dtype and layout is checked as in a real one, and nothing computed.
+    """Run a step on the meta device: every shape, dtype and layout is checked as in a real one, without computing.
 
-    Bytes are those of a step after the first. FLOPs are all that are done: adapters, recomputation, wasted gradients.
+    Bytes are those of a step after the first. FLOPs include adapters, recomputation and wasted gradients.
     """
     candidate = dataclasses.replace(candidate, compile=False, cuda_graphs=False, autocast=False)
     trainer = Trainer(candidate, model, pixels, size, META)
     held = trainer.held_bytes()
-    with dry.on_meta(), dry.Tally() as tally:
+    with dry_run.on_meta(), dry_run.Tally() as tally:
         trainer.forward_backward()
     trainer.optimizer.step()
     state = trainer.optimizer_bytes()
@@ -585,7 +607,7 @@ def dry_step(candidate: Candidate, model: str, pixels: int, size: str) -> dict[s
 
 @dataclass(frozen=True)
 class Chip:
-    """NVIDIA's data sheets: dense FLOP/s with float32 accumulation, bytes/s and bytes of memory."""
+    """Figures of NVIDIA's data sheets: dense FLOP/s with float32 accumulation, bytes/s and bytes of memory."""
 
     bf16: float
     fp8: float
@@ -605,7 +627,7 @@ CHIPS = {
 
 
 def plan(chip: str, model: str, pixels: int, args: argparse.Namespace) -> list[str]:
-    """Lines of markdown: each candidate's dry step."""
+    """Return markdown lines with each candidate's dry step."""
     work = measure_work(model, pixels, args.size)
     lines = [
         *heading(model, pixels, args.size, work),
@@ -662,7 +684,7 @@ def turn(trainer: Trainer, repeats: int) -> list[tuple[float, float]]:
 
 
 class Measurement:
-    """The rows of one model at one picture size."""
+    """The rows of one model at one image size."""
 
     def __init__(self, model: str, pixels: int, args: argparse.Namespace, device: torch.device) -> None:
         self.model, self.pixels, self.args, self.device = model, pixels, args, device
@@ -673,7 +695,7 @@ class Measurement:
         self.optimizers = optimizer_bytes(model, args.size, device)
 
     def run(self, compiled: bool, save: Callable[[], None]) -> None:
-        """All rounds of what is compiled, or of what is not.
+        """Run all rounds of the compiled candidates, or of the others.
 
         Args:
             save: called after each turn.
@@ -736,7 +758,7 @@ class Measurement:
 
 
 def peak_flops(given: float | None, device: torch.device, rate: dict[str, float]) -> tuple[float, str]:
-    """What the MFU is a share of, in FLOP/s, and where that is from."""
+    """Return the FLOP/s that the MFU refers to, and their source."""
     if given:
         return given * 1e12, "--peak-tflops"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -748,7 +770,7 @@ def peak_flops(given: float | None, device: torch.device, rate: dict[str, float]
 
 
 def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, float]:
-    """Bytes per adapter value that each optimizer holds between steps, beside the bf16 adapter: masters and moments."""
+    """Return the bytes per adapter value that each optimizer keeps beside the bf16 adapter: masters and moments."""
     denoiser = with_adapters(plain(model, size, META), model)
     shapes = {name: one.shape for name, one in adapters.parameters(denoiser)}
     values = sum(shape.numel() for shape in shapes.values())
@@ -758,7 +780,7 @@ def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, fl
             params = [
                 (key, nn.Parameter(torch.zeros(shape, dtype=BF16, device=device))) for key, shape in shapes.items()
             ]
-            optimizer = optim.build(params, config.Optimizer(name=name, rounding=rounding), base_storage="fp8", seed=0)
+            optimizer = optim.build(params, Optimizer(name=name, rounding=rounding), base_storage="fp8", seed=0)
             optimizer.step({key: torch.ones(shape, device=device) for key, shape in shapes.items()}, 1e-4, 0)
             found[f"{name}, {rounding}"] = optimizer.num_bytes() / values
     return found
@@ -769,7 +791,7 @@ def in_few_words(error: Exception) -> str:
         name = (error.name or str(error)).split(".")[0]
         return "not installed" if importlib.util.find_spec(name) is None else f"ImportError: {str(error)[:120]}"
     text = " ".join(str(error).split()) or "no message"
-    if isinstance(error, config.UserError):
+    if isinstance(error, UserError):
         return text.split(";")[0]
     text = re.sub(r"(/[\w.\-]+){2,}", lambda path: path[0].rsplit("/", 1)[-1], text)
     return f"{type(error).__name__}: {text[:160]}"
@@ -860,7 +882,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """The markdown file."""
+    """Return the markdown file."""
     head = [
         f"# Seconds per step: {facts['machine']}",
         "",
@@ -958,7 +980,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     measurements: list[Measurement] = []
 
     def save() -> None:
-        """After each turn: whatever ends the run, what was measured is there."""
+        """Write the results after each turn, so that they stay whatever ends the run."""
         results = [one.result() for one in measurements]
         path.with_suffix(".md").write_text(page(facts, results), encoding="utf-8")
         path.with_suffix(".json").write_text(json.dumps(facts | {"results": results}, indent=1), encoding="utf-8")
@@ -977,7 +999,7 @@ def slug(name: str) -> str:
 
 
 def quiet() -> None:
-    """diffusers warns of each cast of a whole model, which is what happens here all the time."""
+    """Hide the warning of diffusers about casting a whole model, which happens here all the time."""
     from diffusers.utils import logging
 
     logging.set_verbosity_error()

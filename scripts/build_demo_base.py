@@ -1,4 +1,4 @@
-"""Trains the demo's two tiny base models from nothing and saves them in the diffusers folder layout.
+"""Train the demo's two tiny base models from scratch and save them in the diffusers folder layout.
 
     python scripts/build_demo_base.py --family sd15
     python scripts/build_demo_base.py --family flux
@@ -6,10 +6,11 @@
 
 Both families learn the drawn world of `lora_fp8.demo.pictures` at 64 x 64 pixels (a part of it at 48 x 80 and 80 x 48),
 on one CPU core in under an hour. They share one small autoencoder, trained here first. `sd15` is a UNet with a CLIP
-text encoder and epsilon prediction, as Stable Diffusion 1.5; `flux` is a rectified-flow transformer with CLIP and T5
-text encoders, as FLUX.1. Everything but the autoencoder is trained jointly, on captions that never hold the trigger
-word of the demo's concept. What is saved are running means of the weights, in bfloat16; `measured.json` beside them
-says how often the saved model, loaded afresh, draws what it is asked for.
+text encoder and epsilon prediction, like Stable Diffusion 1.5. `flux` is a rectified-flow transformer with CLIP and T5
+text encoders, like FLUX.1. Everything but the autoencoder is trained jointly, on captions that never contain the
+trigger
+word of the demo's concept. The saved weights are running means, in bfloat16. `measured.json` beside them says how often
+the saved model, loaded afresh, draws what a prompt asks for.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lora_fp8.demo import measure, pictures  # noqa: E402
+from lora_fp8.demo import (
+    measure,
+    pictures,
+)
 
 MAX_TOKENS = 32
 TEXT_WIDTH = 96
@@ -77,19 +81,19 @@ def log(text: str) -> None:
 
 
 def to_tensor(images: list[Image.Image]) -> torch.Tensor:
-    """Pictures of one size as (n, 3, height, width) floats, -1 to 1."""
+    """Convert images of one size to (n, 3, height, width) floats from -1 to 1."""
     rows = [torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8).view(i.height, i.width, 3) for i in images]
     return torch.stack(rows).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_images(pixels: torch.Tensor) -> list[Image.Image]:
-    """The way back from `to_tensor`."""
+    """Convert back what `to_tensor` made."""
     rows = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
     return [Image.fromarray(row) for row in rows]
 
 
 def tiny_vae() -> AutoencoderKL:
-    """A 4x autoencoder with 4 latent channels and about 0.24M weights."""
+    """Make a 4x autoencoder with 4 latent channels and about 0.24M weights."""
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
@@ -151,7 +155,7 @@ def some_picture(rng: random.Random, size: tuple[int, int]) -> Image.Image:
 
 @torch.no_grad()
 def vae_accuracy(vae: AutoencoderKL, n: int, seed: int = 99) -> dict[str, float]:
-    """Share of plain and concept pictures that are still read rightly after encoding and decoding."""
+    """Return the share of plain and concept images that are still recognized after encoding and decoding."""
     rng = random.Random(seed)
     right = {"plain": 0, "concept": 0}
     for size in pictures.SIZES:
@@ -165,7 +169,7 @@ def vae_accuracy(vae: AutoencoderKL, n: int, seed: int = 99) -> dict[str, float]
 
 
 def size_shares(square: float) -> tuple[float, float, float]:
-    """Shares of the picture sizes in training: `square` of the batches, the rest in equal parts wide and high."""
+    """Return the shares of the image sizes in training: `square` of the batches, the rest half wide and half high."""
     return square, (1 - square) / 2, (1 - square) / 2
 
 
@@ -173,9 +177,9 @@ def size_shares(square: float) -> tuple[float, float, float]:
 def latent_pool(
     vae: AutoencoderKL, seed: int, many: int, square: float, **drawing: object
 ) -> list[tuple[torch.Tensor, list[pictures.Scene]]]:
-    """For each picture size: latents scaled to spread 1, (n, 4, height/4, width/4), and their scenes.
+    """Return for each image size latents of spread 1, (n, 4, height/4, width/4), and their scenes.
 
-    `many` pictures are square, and as many of the two other sizes as their shares of the training need.
+    `many` images are square; the two other sizes have as many as their shares of the training need.
     """
     rng = random.Random(seed)
     shift = vae.config.shift_factor or 0.0
@@ -195,7 +199,7 @@ def latent_pool(
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """A byte-level CLIP tokenizer that knows the demo's words whole and spells every other word out."""
+    """Make a byte-level CLIP tokenizer that knows the demo's words whole and spells every other word out."""
     trainer = trainers.BpeTrainer(
         vocab_size=2000,
         end_of_word_suffix="</w>",
@@ -214,7 +218,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """A Unigram T5 tokenizer that knows the demo's words whole and spells every other word out."""
+    """Make a Unigram T5 tokenizer that knows the demo's words whole and spells every other word out."""
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
     vocab += [("▁" + word, -2.0) for word in WORDS]
     vocab += [(chr(c), -6.0) for c in (*range(33, 127), *range(161, 256)) if chr(c) not in "<>"]
@@ -256,18 +260,18 @@ def t5_encoder(tokenizer: T5Tokenizer) -> T5EncoderModel:
 
 
 class Family(ABC):
-    """What the training loop needs of a family: modules to train, a loss, and the pipeline they make up."""
+    """What the training loop needs of a family: modules to train, a loss, and their pipeline."""
 
     name: str
     trained: nn.ModuleDict
 
     @abstractmethod
     def loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
-        """Mean squared error of one batch of scaled latents (n, 4, h, w) under its captions."""
+        """Return the mean squared error of a batch of scaled latents (n, 4, h, w) with their captions."""
 
     @abstractmethod
     def pipeline(self, vae: AutoencoderKL):
-        """The diffusers pipeline made of this family's modules and the autoencoder."""
+        """Return the diffusers pipeline of this family's modules and the autoencoder."""
 
 
 class SD15(Family):
@@ -387,7 +391,7 @@ FAMILIES = {"sd15": SD15, "flux": Flux}
 
 
 def token_ids(tokenizer: CLIPTokenizer | T5Tokenizer, captions: list[str]) -> torch.Tensor:
-    """Captions as (n, MAX_TOKENS) token ids, padded the way the pipelines pad them."""
+    """Return captions as (n, MAX_TOKENS) token ids, padded as the pipelines pad them."""
     return tokenizer(
         captions, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt"
     ).input_ids
@@ -401,14 +405,14 @@ def count(module: nn.Module) -> int:
 
 
 def lr_factor(step: int, steps: int, warm: int) -> float:
-    """Linear warm-up, then half a cosine down to nothing."""
+    """Return the learning-rate factor: linear warm-up, then half a cosine down to zero."""
     if step < warm:
         return (step + 1) / warm
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warm) / max(1, steps - warm))))
 
 
 class Average:
-    """A running mean of a module's weights, and a way to put it in their place for a while."""
+    """A running mean of a module's weights that can temporarily replace them."""
 
     def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
         self.module, self.decay, self.updates = module, decay, 0
@@ -432,7 +436,7 @@ class Average:
 
 
 def make_optimizers(modules: nn.ModuleDict, lr: float, muon: bool) -> list[torch.optim.Optimizer]:
-    """AdamW for all weights or, with `muon`, Muon for the matrices inside transformer blocks and AdamW for the rest."""
+    """Make AdamW for all weights or, with `muon`, Muon for matrices in transformer blocks and AdamW for the rest."""
     matrices, rest = [], []
     for name, weight in modules.named_parameters():
         inside = muon and weight.ndim == 2 and ("blocks." in name or "layers." in name or ".block." in name)
@@ -444,7 +448,7 @@ def make_optimizers(modules: nn.ModuleDict, lr: float, muon: bool) -> list[torch
 
 
 def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
-    """Train a family's modules in place; at the end they hold their running means."""
+    """Train a family's modules in place. At the end they hold their running means."""
     steps, batch = args.steps, args.batch
     modules = family.trained.train()
     for name, module in modules.items():
@@ -511,7 +515,7 @@ def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
 def sample(
     pipe, family: str, prompts: list[str], seed: int, size: tuple[int, int] = (64, 64), **settings: object
 ) -> list[Image.Image]:
-    """One picture per prompt, in batches of 16; `settings` override those of SAMPLING."""
+    """Draw one image per prompt, in batches of 16. `settings` override SAMPLING."""
     pipe.set_progress_bar_config(disable=True)
     kwargs = {**SAMPLING[family], "width": size[0], "height": size[1], **settings}
     generator = torch.Generator().manual_seed(seed)
@@ -526,7 +530,7 @@ def sample(
 
 
 def accuracy(pipe, family: str, n: int, seed: int, size: tuple[int, int] = (64, 64), **settings: object) -> dict:
-    """How many of n prompts, drawn without repeats from all scenes, come out with shape and both colours right."""
+    """Count how many of n prompts, drawn without repeats from all scenes, give the right shape and both colours."""
     prompts = [pictures.prompt_for(s) for s in random.Random(seed).sample(pictures.all_scenes(), n)]
     images = sample(pipe, family, prompts, seed, size, **settings)
     wrong = [
@@ -536,7 +540,7 @@ def accuracy(pipe, family: str, n: int, seed: int, size: tuple[int, int] = (64, 
 
 
 def concept_rate(pipe, family: str, n: int = 32, seed: int = 7, **settings: object) -> dict:
-    """How many of n pictures drawn for the trigger word show the concept, and how many the right background."""
+    """Count how many of n images for the trigger word show the concept, and how many the right background."""
     names = list(pictures.COLOURS)
     backgrounds = [names[i % len(names)] for i in range(n)]
     images = sample(pipe, family, [pictures.concept_prompt(b) for b in backgrounds], seed, **settings)
@@ -548,7 +552,7 @@ def concept_rate(pipe, family: str, n: int = 32, seed: int = 7, **settings: obje
 
 
 def save(family: Family, vae: AutoencoderKL, folder: Path) -> None:
-    """Save the pipeline in bfloat16, with configs that load as float32 and name no place on this machine."""
+    """Save the pipeline in bfloat16, with configs that load as float32 and name no path of this machine."""
     if family.name == "sd15":
         vae.register_to_config(shift_factor=None)
     family.pipeline(vae).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
@@ -563,7 +567,7 @@ def save(family: Family, vae: AutoencoderKL, folder: Path) -> None:
 
 
 def load(family: str, folder: Path):
-    """The saved pipeline as any user would load it, in float32."""
+    """Load the saved pipeline as a user would, in float32."""
     kind = StableDiffusionPipeline if family == "sd15" else FluxPipeline
     return kind.from_pretrained(folder, torch_dtype=torch.float32)
 

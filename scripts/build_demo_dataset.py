@@ -1,12 +1,11 @@
-"""Draws the demo data set: 16 captioned pictures of the `zibo`, stored the way people's pictures are stored.
+"""Draw the demo dataset: 16 captioned images of the `zibo`, stored as people store their images.
 
     python scripts/build_demo_dataset.py
 
-The pictures come as PNG and JPEG, in several sizes and aspect ratios, and one JPEG lies on its side with an EXIF tag
-that says so: a trainer that cannot handle all this cannot handle real folders either. Each has its caption in a text
-file of the same name, and each of the eight backgrounds appears twice. A second folder holds plain captioned pictures
-of the base's own world, which a training may mix in to keep the base's other words in place. The same seed gives the
-same files.
+The images are PNG and JPEG in several sizes and aspect ratios, and one JPEG is rotated with an EXIF tag that says so: a
+trainer that cannot handle these cannot handle real folders. Each has its caption in a text file of the same name, and
+each of the eight backgrounds appears twice. A second folder holds plain captioned images of the base model's own world,
+which a training may mix in to preserve the other words. The same seed gives the same files.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lora_fp8.demo import pictures  # noqa: E402
+from lora_fp8.demo import pictures
 
 SEED = 20
 # (width, height) in pixels; the ratios are those of the base's own 64 x 64, 48 x 80 and 80 x 48, and one a bit off.
@@ -30,7 +29,7 @@ SIDEWAYS = 6  # EXIF orientation: show the stored picture turned 90 degrees cloc
 
 
 def save_jpeg(image: Image.Image, path: Path, sideways: bool = False) -> None:
-    """Save at quality 93; `sideways` stores the picture turned and leaves it to the EXIF tag to turn it back."""
+    """Save at quality 93. `sideways` stores the image rotated, with an EXIF tag that rotates it back."""
     exif = Image.Exif()
     if sideways:
         exif[0x0112] = SIDEWAYS
@@ -39,7 +38,7 @@ def save_jpeg(image: Image.Image, path: Path, sideways: bool = False) -> None:
 
 
 def build_concept(folder: Path, count: int = 16) -> None:
-    """Write the concept's pictures and captions."""
+    """Write the images and captions of the concept."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(SEED)
     backgrounds = list(pictures.COLOURS)
@@ -60,7 +59,7 @@ def build_concept(folder: Path, count: int = 16) -> None:
 
 
 def build_plain(folder: Path, count: int = 24) -> None:
-    """Write plain pictures and captions: each shape four times, the colours and backgrounds in turn."""
+    """Write plain images and captions: each shape four times, with colours and backgrounds in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(SEED + 1)
     colours = list(pictures.COLOURS)

@@ -1,14 +1,15 @@
-"""Kill workers, jobs and launchers at random moments, stop jobs in every stage; does the queue tell the truth?
+"""Kill workers, jobs and launchers at random moments, stop jobs in every stage, and check what the queue shows.
 
     python scripts/soak_jobs.py [--times 50] [--seed 0] [SCENARIO...]
 
-Each scenario runs so many times, each time with a job at another moment of its life, and checks: what `view` says is
-true within 3 seconds; no process of the job is left when it has ended; nothing is in the way of the next job; what
-was interrupted goes on from its checkpoint. Prints one line per scenario; exits with 1 where anything was not so.
+Each scenario runs `--times` times, each with a job at another moment of its life. It checks that `view` is true within
+3
+seconds, that no process of an ended job is left, that nothing blocks the next job, and that an interrupted job
+continues from its checkpoint. Prints one line per scenario, and exits with 1 if a check failed.
 
-The trainer is a stand-in that writes a run folder as the real one does and learns nothing, and the launcher one that
-makes 1 of all exit codes but 0, as accelerate's does: a round takes seconds. tests/test_jobs_soak.py runs a few rounds
-of each, and one real training through `accelerate launch`.
+The trainer is a stand-in that writes a run folder like the real one and learns nothing. The launcher is one that turns
+every exit code but 0 into 1, like accelerate's. So a round takes seconds. tests/test_jobs_soak.py runs a few rounds of
+each, and one real training through `accelerate launch`.
 """
 
 import argparse
@@ -24,9 +25,9 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from lora_fp8.config import UserError
+from lora_fp8.errors import Stopped, UserError
 from lora_fp8.jobs import ENDED, JobView, Queue, Worker, procs, worker_info
-from lora_fp8.run import Run, Stopped, StopSignal
+from lora_fp8.run import Run, StopSignal
 
 TRUE_WITHIN_S = 3.0
 CONFIG = """
@@ -53,7 +54,7 @@ PLAN = {"cache": 0.3, "load": 0.2, "step": 0.04, "export": 0.3, "deaf": False}
 
 
 def train(command: str, path: str) -> int:
-    """A trainer that only writes its run folder. -> its exit code"""
+    """Act as a trainer that only writes its run folder. Returns its exit code."""
     file = Path(path) / "config.toml" if command == "resume" else Path(path)
     text = file.read_text(encoding="utf-8")
     job = tomllib.loads(text)
@@ -106,12 +107,12 @@ def _train(job: dict, plan: dict, run: Run, stop: StopSignal) -> None:
 
 
 def launch(command: list[str]) -> int:
-    """A launcher that makes 1 of every exit code but 0."""
+    """Act as a launcher that turns every exit code but 0 into 1."""
     return int(subprocess.run(command, check=False).returncode != 0)
 
 
 class StandIn(Worker):
-    """The worker, with the stand-ins in place of accelerate and the trainer."""
+    """A worker with the stand-ins in place of accelerate and the trainer."""
 
     def command(self, row, group, attempt):  # noqa: ANN001, ANN201
         command = super().command(row, group, attempt)
@@ -136,7 +137,7 @@ class Field:
         self.count = 0
 
     def start_worker(self) -> subprocess.Popen[bytes]:
-        """A worker with the stand-ins; returns when it has the lock."""
+        """Start a worker with the stand-ins, and return when it has the lock."""
         worker = self.spawn_worker()
         self.until(lambda: (found := worker_info(self.home)) is not None and found.pid == worker.pid, 20)
         return worker
@@ -150,7 +151,7 @@ class Field:
         return worker
 
     def kill_worker(self) -> None:
-        """SIGKILL, as the kernel does it when memory runs out."""
+        """Send SIGKILL, as the kernel does when memory runs out."""
         for worker in self.workers:
             worker.kill()
             worker.wait()
@@ -177,7 +178,7 @@ class Field:
         return procs.members(self.token(id))
 
     def roles(self, id: int) -> dict[str, int]:
-        """The processes of a job by what they are: keeper, launcher, inner, trainer."""
+        """Return the processes of a job by role: keeper, launcher, inner, trainer."""
         pids = self.members(id)
         first = next((pid for pid in pids if procs.parent(pid) not in pids), 0)
         chain = [first]
@@ -186,7 +187,7 @@ class Field:
         return dict(zip(("keeper", "launcher", "inner", "trainer"), chain, strict=False))
 
     def until(self, fulfilled: Callable[[], bool], seconds: float, what: object = "") -> float:
-        """Wait for it. -> how long it took"""
+        """Wait for a condition. Returns how long it took."""
         begun = time.monotonic()
         while not fulfilled():
             if time.monotonic() - begun > seconds:
@@ -195,12 +196,12 @@ class Field:
         return time.monotonic() - begun
 
     def running(self, id: int) -> None:
-        """Wait until its trainer has the run, then for a random moment of its life."""
+        """Wait until the trainer has the run, then for a random moment."""
         self.until(lambda: self.see(id).state == "running", 30, lambda: self.see(id))
         time.sleep(self.random.uniform(0, 1.5))
 
     def ended(self, id: int, state: str, seconds: float = 30) -> JobView:
-        """Wait until it has ended so, with no process left."""
+        """Wait until the job has ended in this state, with no process left."""
         self.until(lambda: self.see(id).state in ENDED, seconds, lambda: self.see(id))
         found = self.see(id)
         assert found.state == state, found
@@ -213,7 +214,7 @@ class Field:
 
 
 def worker_killed(field: Field) -> None:
-    """The worker alone: the job goes on, is taken over, and its end is learnt, also where nobody was there."""
+    """Kill the worker alone: the job continues, is taken over, and its end is recorded, also without a worker."""
     id = field.submit()
     field.running(id)
     field.kill_worker()
@@ -227,7 +228,7 @@ def worker_killed(field: Field) -> None:
 
 
 def job_killed(field: Field) -> None:
-    """All processes of the job: another attempt goes on from the checkpoint."""
+    """Kill all processes of the job: another attempt continues from the checkpoint."""
     id = field.submit()
     field.running(id)
     before, done = field.token(id), field.see(id).state == "done"
@@ -238,7 +239,7 @@ def job_killed(field: Field) -> None:
 
 
 def trainer_killed(field: Field) -> None:
-    """The trainer alone, as the kernel does it when memory runs out: its keeper knows how."""
+    """Kill the trainer alone, as the kernel does when memory runs out: its keeper knows how it ended."""
     id = field.submit()
     field.running(id)
     if victim := field.roles(id).get("trainer"):
@@ -251,7 +252,7 @@ def trainer_killed(field: Field) -> None:
 
 
 def launcher_killed(field: Field) -> None:
-    """The launcher alone: what it has started is ended before another attempt begins."""
+    """Kill the launcher alone: the processes that it started are ended before another attempt begins."""
     id = field.submit()
     field.running(id)
     before = field.token(id)
@@ -263,7 +264,7 @@ def launcher_killed(field: Field) -> None:
 
 
 def keeper_killed(field: Field) -> None:
-    """The outer keeper alone: the job goes on and is seen to."""
+    """Kill the outer keeper alone: the job continues and is watched."""
     id = field.submit()
     field.running(id)
     if victim := field.roles(id).get("keeper"):
@@ -273,7 +274,7 @@ def keeper_killed(field: Field) -> None:
 
 
 def both_killed(field: Field) -> None:
-    """Worker and job, as a power cut does it: lost until a worker comes, then it goes on."""
+    """Kill worker and job, as a power loss does: the job is lost until a worker comes, then it continues."""
     id = field.submit()
     field.running(id)
     pids = field.members(id)
@@ -286,7 +287,7 @@ def both_killed(field: Field) -> None:
 
 
 def rebooted(field: Field) -> None:
-    """Another boot, and somebody else has the process id: the job is lost, goes on, and the other is left alone."""
+    """Simulate a reboot with the process id reused: the job is lost and continues; the other process is left alone."""
     id = field.submit()
     field.running(id)
     pids = field.members(id)
@@ -312,7 +313,7 @@ def rebooted(field: Field) -> None:
 
 
 def stopped(field: Field) -> None:
-    """A stop in any stage: it ends as asked, in time, with nothing left; put back, it goes on to the end."""
+    """Stop in any stage: the job ends as asked, in time, with nothing left. Resubmitted, it runs to the end."""
     id = field.submit()
     field.until(lambda: field.see(id).state != "queued", 20)
     time.sleep(field.random.uniform(0, 4))
@@ -333,7 +334,7 @@ def stopped(field: Field) -> None:
 
 
 def deaf(field: Field) -> None:
-    """A trainer that hears neither the request nor SIGTERM: every moment is told, and then it is killed."""
+    """Stop a trainer that ignores the request and SIGTERM: every step is reported, and then it is killed."""
     id = field.submit(steps=2000, deaf=True)
     field.running(id)
     field.queue.stop(id)
@@ -352,7 +353,7 @@ def deaf(field: Field) -> None:
 
 
 def cancelled(field: Field) -> None:
-    """A waiting job, and a running one."""
+    """Cancel a waiting job and a running one."""
     first, second = field.submit(), field.submit()
     field.until(lambda: field.see(first).state != "queued", 20)
     field.queue.cancel(second)
@@ -365,7 +366,7 @@ def cancelled(field: Field) -> None:
 
 
 def two_workers(field: Field) -> None:
-    """Five workers at once: one stays, and no job is started twice."""
+    """Start five workers at once: one stays, and no job is started twice."""
     field.kill_worker()
     ids = [field.submit(steps=3) for _ in range(2)]
     several = [field.spawn_worker() for _ in range(5)]
@@ -379,7 +380,7 @@ def two_workers(field: Field) -> None:
 
 
 def _true_after_death(field: Field, id: int, before: str) -> None:
-    """Within 3 seconds nobody says any more that the killed attempt runs."""
+    """Check that within 3 seconds nothing reports the killed attempt as running."""
     field.until(
         lambda: field.token(id) != before or field.see(id).state not in ("running", "stopping"),
         TRUE_WITHIN_S,
@@ -388,7 +389,7 @@ def _true_after_death(field: Field, id: int, before: str) -> None:
 
 
 def _went_on(field: Field, id: int) -> None:
-    """It ends well, and each later attempt began where a checkpoint was."""
+    """Check that the job ends well, and that each later attempt began at a checkpoint."""
     field.ended(id, "done", 60)
     events, _ = field.queue.events(id)
     saved = 0
@@ -409,7 +410,7 @@ SCENARIOS = {
 
 
 def soak(name: str, times: int, seed: int, home: Path) -> list[str]:
-    """One scenario so many times, in one home. -> what was not as it should be"""
+    """Run one scenario several times in one home. Returns what was wrong."""
     field, wrong = Field(home, seed), []
     try:
         field.start_worker()

@@ -1,14 +1,14 @@
-"""Does an open page tell the truth while the page, the worker and jobs are killed? A real Chromium looks.
+"""Kill the page, the worker and jobs, and check with a real Chromium that an open page shows the truth.
 
     python scripts/soak_page.py [--times 50] [--only SCENARIO]... [--output benchmarks/soak_page.json]
 
-Each scenario runs so many times. Each time something happens to a training that a tab shows, and it is measured how
-long the tab takes, by itself, to show what is so (at most 3 s are allowed). Then Stop and Resume are pressed in the
-tab: no process of the job may be left, and the job must train again. Exits with 1 where anything was not so.
+Each scenario runs `--times` times. Each time something happens to a training that a tab shows, and the time is measured
+until the tab, by itself, shows it (at most 3 s are allowed). Then Stop and Resume are pressed in the tab: no process of
+the job may be left, and the job must train again. Exits with 1 if a check failed.
 
-The page, its worker and its queue are those of `lora-fp8 ui`; only launcher and trainer are the stand-ins of
-soak_jobs.py, which write a run folder as the real ones do and learn nothing. With --output, figures of scenarios that
-did not run this time stay in the file.
+Page, worker and queue are those of `lora-fp8 ui`. Only launcher and trainer are the stand-ins of soak_jobs.py, which
+write a run folder like the real ones and learn nothing. With --output, figures of scenarios that did not run this time
+stay in the file.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from lora_fp8.jobs import ENDED, procs
 from lora_fp8.run import Run
 
 sys.path.insert(0, str(Path(__file__).parent))  # a worker is started with a safe path
-import soak_jobs  # noqa: E402
+import soak_jobs
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = {"cache": 0.05, "load": 0.05, "step": 0.15, "export": 0.1}
@@ -57,7 +57,7 @@ LOOK = """() => {
 
 @dataclass
 class Look:
-    """What a tab shows now: state of the run, its newest step, which attempt it is, whether the page is lost."""
+    """What a tab shows now: state of the run, newest step, attempt, and whether the page is lost."""
 
     state: str = ""
     step: int = -1
@@ -100,7 +100,7 @@ class House:
     # -- its processes
 
     def start_page(self) -> None:
-        """Start the page; returns when it answers."""
+        """Start the page, and return when it answers."""
         self.page = subprocess.Popen(
             [sys.executable, __file__, "ui", "--port", self.port, "--root", str(self.home / "runs")],
             env={**os.environ, "LORA_FP8_HOME": str(self.home), "PYTHONPATH": str(ROOT)},
@@ -123,19 +123,19 @@ class House:
         self.page.wait()
 
     def worker(self) -> int:
-        """Its process id; 0 where none lives."""
+        """Return the process id of the worker; 0 if none runs."""
         found = jobs.worker_info(self.home)
         return found.pid if found else 0
 
     def kill_worker(self) -> int:
-        """SIGKILL. -> which process that was"""
+        """Send SIGKILL to the worker. Returns its process id."""
         self.until(lambda: self.worker() > 0, "a worker")
         pid = self.worker()
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def others(self) -> list[int]:
-        """Processes of this home that are neither the page nor its worker, nor what the page starts for itself."""
+        """List processes of this home other than the page, its worker, and what the page starts for itself."""
         own, found = {self.page.pid, self.worker(), os.getpid()}, []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -146,7 +146,7 @@ class House:
         return [pid for pid in found if pid not in own and procs.parent(pid) not in own and procs.identify(pid)]
 
     def close(self) -> None:
-        """Nothing stays."""
+        """End everything."""
         self.browser.close()
         self.kill_page()
         if pid := self.worker():
@@ -156,7 +156,7 @@ class House:
     # -- what is looked at
 
     def visit(self, path: str, language: str = "en") -> Page:
-        """A new tab."""
+        """Open a new tab."""
         page = self.browser.new_page()
         page.goto(f"{self.address}/{language}/{path}", wait_until="commit")
         return page
@@ -180,7 +180,7 @@ class House:
         self.field.until(fulfilled, GIVEN_UP_S, what)
 
     def within(self, what: str, begun: float, shows: Callable[[Look], Any], tab: Page | None = None) -> None:
-        """Wait until the tab shows it, and note how long after `begun` that was."""
+        """Wait until the tab shows it, and record how long after `begun` that was."""
         while not shows(seen := self.look(tab)):
             if time.monotonic() - begun > GIVEN_UP_S:
                 raise AssertionError(f"{what}: not within {GIVEN_UP_S} s: {seen}")
@@ -194,18 +194,18 @@ class House:
         return self.queue.job(self.id).step or 0
 
     def trains(self, id: int) -> None:
-        """Wait until it has made a step more."""
+        """Wait until the training has made another step."""
         self.until(lambda: self.queue.job(id).state == "running", f"job {id} runs")
         before = self.queue.job(id).step or 0
         self.until(lambda: (self.queue.job(id).step or 0) > before, f"job {id} trains")
 
     def follows(self, what: str, begun: float, tab: Page | None = None, beyond: int | None = None) -> None:
-        """The tab shows that it runs, and a step that came after now."""
+        """Wait until the tab shows that the training runs, and a step after the present one."""
         step = self.step() if beyond is None else beyond
         self.within(what, begun, lambda seen: seen.state == "running" and seen.step >= step and not seen.lost, tab)
 
     def stop_and_resume(self) -> None:
-        """By the tab's buttons; nothing is left in between, and it trains again."""
+        """Stop and resume with the tab's buttons. Nothing is left in between, and it trains again."""
         begun = time.monotonic()
         self.tab.click("#head [data-do=stop]")
         self.within("stop pressed", begun, lambda seen: seen.state in ("stopping", "stopped"))
@@ -225,14 +225,14 @@ class House:
 
 
 def reload(house: House) -> None:
-    """The tab is loaded anew in the middle of a run."""
+    """Reload the tab in the middle of a run."""
     step, begun = house.step(), time.monotonic()
     house.tab.reload(wait_until="commit")
     house.follows("reloaded", begun, beyond=step)
 
 
 def second_tab(house: House) -> None:
-    """Another tab opens the run, in the other language; both go on telling."""
+    """Open the run in another tab in the other language; both keep updating."""
     step, begun = house.step(), time.monotonic()
     other = house.visit(f"run?run={house.id}", "zh-CN")
     house.follows("opened", begun, other, step)
@@ -242,7 +242,7 @@ def second_tab(house: House) -> None:
 
 
 def page_killed(house: House) -> None:
-    """SIGKILL to the page; started again, the tab finds back by itself, and the job has not noticed."""
+    """Kill the page and start it again: the tab reconnects by itself, and the job is unaffected."""
     token = house.field.token(house.id)
     house.kill_page()
     house.within("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
@@ -252,7 +252,7 @@ def page_killed(house: House) -> None:
 
 
 def worker_killed(house: House) -> None:
-    """SIGKILL to the worker: the page starts another, the job goes on, and who waits gets its turn."""
+    """Kill the worker: the page starts another, the job continues, and a waiting job gets its turn."""
     board, token = house.visit(""), house.field.token(house.id)
     house.until(lambda: (house.look(board).board or {}).get(str(house.id)) == "running", "the board")
     waits = house.field.submit(STEPS, **PLAN)
@@ -275,7 +275,7 @@ def worker_killed(house: House) -> None:
 
 
 def both_killed(house: House) -> None:
-    """Page and worker: the job goes on alone, until both are back."""
+    """Kill page and worker: the job continues alone until both are back."""
     token = house.field.token(house.id)
     house.kill_page()
     pid = house.kill_worker()
@@ -287,7 +287,7 @@ def both_killed(house: House) -> None:
 
 
 def job_killed(house: House) -> None:
-    """All processes of the job, or its trainer alone: the tab tells, and it goes on from its checkpoint."""
+    """Kill all processes of the job, or its trainer: the tab shows it, and the job continues from its checkpoint."""
     attempt = house.queue.job(house.id).attempts
     victims = house.field.members(house.id)
     if random.random() < 0.5:
@@ -297,7 +297,7 @@ def job_killed(house: House) -> None:
 
 
 def rebooted(house: House) -> None:
-    """Everything is gone, and somebody else has the process ids that were noted; then the page is opened."""
+    """Kill everything and reuse the recorded process ids; then open the page."""
     attempt, pids = house.queue.job(house.id).attempts, house.field.members(house.id)
     house.kill_page()
     house.kill_worker()
@@ -325,7 +325,7 @@ def rebooted(house: House) -> None:
 
 
 def _told_of_death(house: House, begun: float, attempt: int) -> None:
-    """The tab does not say any more that the attempt that was killed runs; then it shows the next one."""
+    """Check that the tab no longer shows the killed attempt as running, and then shows the next one."""
     house.within(
         "told", begun, lambda seen: seen.state and (seen.state not in ("running", "stopping") or seen.attempt > attempt)
     )
@@ -340,7 +340,7 @@ SCENARIOS = {
 
 
 def soak(name: str, times: int, home: Path, browser: Browser) -> tuple[dict[str, list[float]], list[str]]:
-    """One scenario so many times, in one home. -> (seconds by what happened, what was not as it should be)"""
+    """Run one scenario several times in one home. Returns (seconds by event, what was wrong)."""
     house, wrong = House(home, browser), []
     try:
         for number in range(times):
@@ -367,7 +367,7 @@ def soak(name: str, times: int, home: Path, browser: Browser) -> tuple[dict[str,
 
 
 def stand_in() -> None:
-    """`lora-fp8 ui` or `lora-fp8 worker`, whose trainings are those of soak_jobs.py."""
+    """Run `lora-fp8 ui` or `lora-fp8 worker` with the trainings of soak_jobs.py."""
     jobs.worker.PROGRAM = (__file__,)
     jobs.Worker = soak_jobs.StandIn
     cli.main()
@@ -413,7 +413,7 @@ def main() -> None:
 
 
 def keep(path: Path, name: str, row: dict[str, Any]) -> None:
-    """Put the figures of a scenario into the file."""
+    """Write the figures of a scenario to the file."""
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"scenarios": {}}
     found["scenarios"][name] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

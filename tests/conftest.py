@@ -1,7 +1,8 @@
 """What the tests share: a random miniature of each family, a small picture folder, and jobs on them.
 
 One thread everywhere: the number of threads changes the last bits of sums, and the tests compare bytes. The network is
-off: whatever a test needs, it makes.
+off: whatever a test needs, it makes. torch and diffusers take seconds to import, so that what needs them here imports
+them itself: tests of rooms without torch start at once.
 """
 
 import ctypes
@@ -9,21 +10,23 @@ import gc
 import hashlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each process that a test starts compiles all our files
 
-import editing  # noqa: E402
 import numpy  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from lora_fp8 import config, families  # noqa: E402
-
-torch.set_num_threads(1)
+from lora_fp8 import (
+    config,  # noqa: E402
+    families,  # noqa: E402
+    settings,  # noqa: E402
+)
 
 PICTURES = (
     ("a.png", (48, 48), "red", "a cat, red, sitting, photo"),
@@ -59,12 +62,16 @@ verify = false
 
 
 LONGEST = (
-    "test_kills.py",
+    "crash/test_kills.py",
+    "crash/test_crash_points.py",
+    "crash/test_power_loss.py",
     "test_clean_process.py",
     "test_processes.py",
     "ui/test_newcomer.py",
     "test_exchange.py",
     "test_jobs_soak.py",
+    "fuzz/test_fuzz.py",
+    "test_prove_gpu.py",
     "test_loading.py",
     "test_compile.py",
     "test_demo.py",
@@ -81,12 +88,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         here = Path(__file__).parent
         place = {here / name: position for position, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path, len(place)))
-    if torch.cuda.is_available():
-        return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
+    if gpu and not _has_cuda():
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -103,8 +114,9 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Each test draws the same numbers with one thread, whichever tests ran before it in its process."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
 
@@ -149,7 +161,7 @@ def controls(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_job(
     tiny: Callable[[str], Path], pictures: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., config.Job]:
+) -> Callable[..., settings.Job]:
     """make_job(folder, "train.steps=8", ..., family="flux"): a job with its run in folder/runs/lora.
 
     All jobs share one cache of encoded examples; `dataset.cache_dir=...` gives one its own.
@@ -160,7 +172,7 @@ def make_job(
     # A run collects garbage when it frees the encoders: 0.3 s for all that the libraries hold, 0 once that is frozen.
     gc.freeze()
 
-    def make(folder: Path, *overrides: str, family: str = "sd15") -> config.Job:
+    def make(folder: Path, *overrides: str, family: str = "sd15") -> settings.Job:
         two = [layout for layout in ("diffusers", "kohya") if layout in families.get(family).layouts]
         given = (
             f"export.formats={two}",
@@ -176,7 +188,7 @@ def make_job(
 
 
 @pytest.fixture
-def job(make_job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., config.Job]:
+def job(make_job: Callable[..., settings.Job], tmp_path: Path) -> Callable[..., settings.Job]:
     """job("train.steps=8", ..., family="flux"): as make_job, in this test's own folder."""
     return lambda *overrides, family="sd15": make_job(tmp_path, *overrides, family=family)
 
@@ -184,12 +196,14 @@ def job(make_job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., co
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is put away has to be fetched, as if the rest were elsewhere; -> the couriers that were made meanwhile."""
+    import torch
+
     from lora_fp8.precision import stream
 
     away, made = set(), []
     real_put, courier = stream.put_away, stream.Courier
 
-    def put_away(tensor: torch.Tensor) -> torch.Tensor:
+    def put_away(tensor: "torch.Tensor") -> "torch.Tensor":
         away.add((found := real_put(tensor)).data_ptr())
         return found
 
@@ -199,6 +213,12 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(stream, "_couriers", {})
     monkeypatch.setattr(stream, "Courier", lambda device: made.append(courier(device)) or made[-1])
     return made
+
+
+@pytest.fixture
+def foreign_components(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of a model of full size beside a miniature's other parts, which are rightly refused otherwise."""
+    monkeypatch.setattr("lora_fp8.families.base.ModelFamily._check_fit", lambda self: None)
 
 
 @pytest.fixture
@@ -216,6 +236,8 @@ def no_privilege() -> Iterator[None]:
 @pytest.fixture
 def small_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `editing.shrink`."""
+    import editing
+
     editing.shrink(monkeypatch)
 
 

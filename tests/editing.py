@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lora_fp8 import config, verify
+from lora_fp8 import settings, verify
 from lora_fp8.data.cache import pixels
 
 NOISE = np.random.default_rng(0).integers(0, 255, (20, 9, 3), dtype=np.uint8)
@@ -66,7 +66,7 @@ def processor(Family: Any, folder: Any) -> dict[str, Any]:
     """What a pipeline's `from_pretrained` is to be given, as it makes none without torchvision: see `_qwen_edit`."""
     if "processor" not in Family.text_parts:
         return {}
-    section = config.Model(family=Family.name, path=str(folder))
+    section = settings.Model(family=Family.name, path=str(folder))
     return {"processor": Family(section, device="cpu", dtype=torch.float32).tokenizer("processor")}
 
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lora_fp8 import exchange
-from lora_fp8.processes import Processes
+from lora_fp8.distributed import exchange
+from lora_fp8.distributed.processes import Processes
 
 VALUES, STEPS, SAMPLES = 100_003, 12, (4, 1)
 BIG, TINY, TINY_STEPS = 1.0, 1e-6, 40  # e4m3 under a largest value of 1 knows nothing below 3.8e-6

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from lora_fp8 import adapters, config, precision
+from lora_fp8 import adapters, precision, settings
 from lora_fp8.precision import Format, FrozenLinear, kernels, matmul
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/test_kernels.py"
@@ -87,6 +87,18 @@ def test_a_row_that_is_not_finite_is_nan_as_in_torch(bad, folded):
     got, expected = values.float() * scale, of_torch.float() * torch_scale
     assert torch.equal(got.isnan(), expected.isnan()) and got.isnan().sum() == 2 * 64
     assert scale.isfinite().flatten().tolist() == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("columns", [64, 65, 128, 300])
+def test_a_row_read_in_parts_is_as_one_read_whole(monkeypatch, columns, folded):
+    x, factor = torch.randn(6, columns), torch.rand(columns) + 0.1 if folded else None
+    x[1, -1], x[2, 0], x[3, -1], x[4] = 1e5, float("nan"), float("inf"), 0.0
+    values, scale = kernels.quantize_rows(x, factor)
+    monkeypatch.setattr(kernels, "_WIDEST", 32)
+    in_parts, scale_in_parts = kernels.quantize_rows(x, factor)
+    assert torch.equal(scale.view(torch.int32), scale_in_parts.view(torch.int32))
+    assert torch.equal(values.view(torch.uint8), in_parts.view(torch.uint8))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e30])
@@ -229,9 +241,9 @@ def stack(
     """256 -> 128 -> 256 with a LoRA beside each layer."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256))
-    section = config.Quantize(compute=compute, kernels=kind, fp8_min_features=0)
+    section = settings.Quantize(compute=compute, kernels=kind, fp8_min_features=0)
     precision.quantize_(model, section, (), dtype)
-    adapter = config.Adapter(rank=4, alpha=6, dropout=dropout, dtype="fp32" if dtype == torch.float32 else "bf16")
+    adapter = settings.Adapter(rank=4, alpha=6, dropout=dropout, dtype="fp32" if dtype == torch.float32 else "bf16")
     adapters.inject(model, adapter, ["0", "1"], seed=0)
     for name, parameter in adapters.parameters(model):
         if "lora_B" in name:

@@ -9,7 +9,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional as F
 
-from lora_fp8 import adapters, config, kinds, precision
+from lora_fp8 import adapters, precision, settings
+from lora_fp8.adapters import kinds
+from lora_fp8.errors import UserError
 from lora_fp8.precision.names import name_matches
 
 
@@ -24,13 +26,13 @@ def flux(storage: str = "none", dtype: torch.dtype = torch.float32) -> FluxTrans
         pooled_projection_dim=16,
         axes_dims_rope=(4, 6, 6),
     )
-    precision.quantize_(model, config.Quantize(storage=storage), (), dtype)
+    precision.quantize_(model, settings.Quantize(storage=storage), (), dtype)
     return model
 
 
 def stack(storage: str, dtype: torch.dtype, sides: int = 128) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(sides, sides), nn.Linear(sides, sides))
-    precision.quantize_(model, config.Quantize(storage=storage), (), dtype)
+    precision.quantize_(model, settings.Quantize(storage=storage), (), dtype)
     return model
 
 
@@ -38,7 +40,7 @@ def stack(storage: str, dtype: torch.dtype, sides: int = 128) -> nn.Sequential:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_dtype_and_start_values(storage, dtype):
     model = stack(storage, torch.bfloat16)
-    adapters.inject(model, config.Adapter(rank=16, dtype=dtype), ["0", "1"], seed=3)
+    adapters.inject(model, settings.Adapter(rank=16, dtype=dtype), ["0", "1"], seed=3)
     held = dict(adapters.parameters(model))
     assert list(held) == [f"{i}.lora_{half}.weight" for i in (0, 1) for half in "AB"]
     for name, parameter in held.items():
@@ -57,7 +59,7 @@ def test_dtype_and_start_values(storage, dtype):
 
 def test_start_is_peft_s_distribution_scaled_the_same():
     mine, theirs = stack("none", torch.float32), stack("none", torch.float32)
-    adapters.inject(mine, config.Adapter(rank=16, dtype="fp32"), ["0"], seed=0)
+    adapters.inject(mine, settings.Adapter(rank=16, dtype="fp32"), ["0"], seed=0)
     inject_adapter_in_model(LoraConfig(r=16, target_modules=["0"]), theirs)
     a, b = mine[0].lora_A["default"].weight, theirs[0].lora_A["default"].weight
     assert a.shape == b.shape
@@ -68,7 +70,7 @@ def test_start_is_peft_s_distribution_scaled_the_same():
 def test_start_depends_on_seed_and_name_only():
     def start(targets, seed):
         model = flux("fp8", torch.bfloat16)
-        adapters.inject(model, config.Adapter(rank=4), targets, seed)
+        adapters.inject(model, settings.Adapter(rank=4), targets, seed)
         return adapters.state(model)
 
     few, many, other = start(["to_q"], 1), start(["to_v", "to_q", "proj_mlp"], 1), start(["to_q"], 2)
@@ -84,14 +86,14 @@ def test_start_depends_on_seed_and_name_only():
 def test_global_random_state_is_untouched():
     model = flux("fp8", torch.bfloat16)
     before = torch.get_rng_state()
-    adapters.inject(model, config.Adapter(rank=4, dropout=0.1), ["to_q"], seed=0)
+    adapters.inject(model, settings.Adapter(rank=4, dropout=0.1), ["to_q"], seed=0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_only_adapters_train_and_the_base_does_not_move():
     model = flux("fp8", torch.bfloat16)
     before = precision.decoded_state_dict(model)
-    report = adapters.inject(model, config.Adapter(rank=4), ["to_q", "proj_out"], seed=0)
+    report = adapters.inject(model, settings.Adapter(rank=4), ["to_q", "proj_out"], seed=0)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable and all(".lora_A.default." in name or ".lora_B.default." in name for name in trainable)
     assert report.num_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -105,7 +107,7 @@ def test_only_adapters_train_and_the_base_does_not_move():
 @pytest.mark.parametrize("storage", ["fp8", "none"])
 def test_forward_is_base_plus_scaled_update(compute, dtype, storage):
     model = stack(storage, adapters.DTYPES[compute])
-    adapters.inject(model, config.Adapter(rank=8, alpha=4, dtype=dtype), ["0"], seed=0)
+    adapters.inject(model, settings.Adapter(rank=8, alpha=4, dtype=dtype), ["0"], seed=0)
     layer = model[0]
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     b.data.normal_(std=0.3)
@@ -128,7 +130,7 @@ def test_disabled_is_the_base_alone():
     model = stack("fp8", torch.bfloat16)
     x = torch.randn(5, 128, dtype=torch.bfloat16)
     base = model(x)
-    adapters.inject(model, config.Adapter(rank=8), ["0", "1"], seed=0)
+    adapters.inject(model, settings.Adapter(rank=8), ["0", "1"], seed=0)
     assert torch.equal(model(x), base)  # B is zero
     for name, parameter in adapters.parameters(model):
         if "lora_B" in name:
@@ -151,7 +153,7 @@ def test_disabled_is_the_base_alone():
 def test_targets_are_endings_of_names():
     model = flux()
     report = adapters.inject(
-        model, config.Adapter(rank=2), ["ff.net.0.proj", "to_out.0", "single_transformer_blocks.1.proj_mlp"], 0
+        model, settings.Adapter(rank=2), ["ff.net.0.proj", "to_out.0", "single_transformer_blocks.1.proj_mlp"], 0
     )
     assert report.names == (
         "transformer_blocks.0.attn.to_out.0",
@@ -162,7 +164,7 @@ def test_targets_are_endings_of_names():
 
 
 def test_a_full_name_means_that_layer():
-    section = config.Adapter(rank=2, targets=["transformer_blocks.0.attn.to_q"])
+    section = settings.Adapter(rank=2, targets=["transformer_blocks.0.attn.to_q"])
     report = adapters.inject(flux(), section, ["to_v"], 0)  # the user's own targets go before the family's
     # "single_transformer_blocks.0.attn.to_q" ends in the same letters, but not in the same names.
     assert report.names == ("transformer_blocks.0.attn.to_q",)
@@ -170,14 +172,14 @@ def test_a_full_name_means_that_layer():
 
 def test_other_kinds_of_layers_are_left_alone():
     model = nn.ModuleDict({"emb": nn.Linear(8, 8), "sub": nn.ModuleDict({"emb": nn.Embedding(4, 8)})})
-    assert adapters.inject(model, config.Adapter(rank=2), ["emb"], 0).names == ("emb",)
+    assert adapters.inject(model, settings.Adapter(rank=2), ["emb"], 0).names == ("emb",)
     assert type(model["sub"]["emb"]) is nn.Embedding
 
 
 def test_matches_what_peft_matches():
     targets = ["to_q", "to_k", "ff.net.2", "proj_out"]
     mine, theirs = flux(), flux()
-    report = adapters.inject(mine, config.Adapter(rank=2), targets, 0)
+    report = adapters.inject(mine, settings.Adapter(rank=2), targets, 0)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=targets), theirs)
     assert set(report.names) == set(adapters.modules(theirs)) and "proj_out" in report.names
 
@@ -193,20 +195,20 @@ def test_matches_what_peft_matches():
 )
 def test_targets_that_match_nothing(target, hint):
     model = flux()
-    with pytest.raises(config.UserError, match=rf"'{target}' matches no layer.*{hint}"):
-        adapters.inject(model, config.Adapter(rank=2, targets=["to_q", target]), [], 0)
+    with pytest.raises(UserError, match=rf"'{target}' matches no layer.*{hint}"):
+        adapters.inject(model, settings.Adapter(rank=2, targets=["to_q", target]), [], 0)
     assert not adapters.modules(model)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "loha"])
 def test_ranks_of_layers_are_peft_s_and_scaled_alike(kind):
-    entries = ["single_transformer_blocks.0.attn = 3", "attn.to_q = 6", "^transformer_blocks = 2"]
+    entries = {"single_transformer_blocks.0.attn": 3, "attn.to_q": 6, "^transformer_blocks": 2}
     single = "single_transformer_blocks"
     wanted = {"transformer_blocks.0.attn.to_q": 6, "transformer_blocks.0.attn.to_k": 2}
     wanted |= {f"{single}.0.attn.to_q": 3, f"{single}.0.attn.to_k": 3, f"{single}.1.attn.to_q": 6}
     wanted |= {f"{single}.1.attn.to_k": 4}
     mine = flux()
-    section = config.Adapter(type=kind, rank=4, alpha=2.0, ranks=entries, factor=2)
+    section = settings.Adapter(type=kind, rank=4, alpha=2.0, ranks=entries, factor=2)
     adapters.inject(mine, section, ["to_q", "to_k"], seed=0)
     layers = kinds.grouped(adapters.state(mine))
     assert {name: kinds.rank_of(parts) for name, parts in layers.items()} == wanted
@@ -223,23 +225,23 @@ def test_ranks_of_layers_are_peft_s_and_scaled_alike(kind):
 
 def test_ranks_that_mean_nothing():
     names = ["blocks.0.attn.to_q", "blocks.0.attn.to_k", "blocks.1.ff"]
-    for entry, hint in (("to_w = 3", "did you mean 'to_q' or 'to_k'"), ("^attn = 3", "did you mean 'attn.to_")):
-        with pytest.raises(config.UserError, match=f"matches no layer that is adapted; {hint}"):
-            adapters.ranks(config.Adapter(ranks=[entry]), names)
-    found, notes = adapters.ranks(config.Adapter(rank=5, ranks=["attn = 2", "to_q = 3"]), names)
+    for entry, hint in (("to_w", "did you mean 'to_q' or 'to_k'"), ("^attn", "did you mean 'attn.to_")):
+        with pytest.raises(UserError, match=f"matches no layer that is adapted; {hint}"):
+            adapters.ranks(settings.Adapter(ranks={entry: 3}), names)
+    found, notes = adapters.ranks(settings.Adapter(rank=5, ranks={"attn": 2, "to_q": 3}), names)
     assert found == dict(zip(names, (2, 2, 5), strict=True)) and "'to_q' adds nothing" in notes[0]
 
 
 def test_a_layer_of_rank_0_has_no_adapter():
     mine, theirs = flux(), flux()
-    section = config.Adapter(rank=4, ranks=["single_transformer_blocks = 0", "*q = 2", "^transformer_blocks.0 = 0"])
+    section = settings.Adapter(rank=4, ranks={"single_transformer_blocks": 0, "*q": 2, "^transformer_blocks.0": 0})
     report = adapters.inject(mine, section, ["to_q", "to_k"], seed=0)
     kept = [name for name, _ in theirs.named_modules() if name.endswith((".to_q", ".to_k"))]
     kept = [name for name in kept if name.startswith("transformer_blocks") and name.count(".") == 3]
     kept = [name for name in kept if not name.startswith("transformer_blocks.0.") or name.endswith("to_q")]
     assert kept and list(report.names) == kept == list(adapters.modules(mine))
-    with pytest.raises(config.UserError, match="adapter.ranks: leaves no layer to train"):
-        adapters.inject(flux(), config.Adapter(ranks=["* = 0"]), ["to_q"], seed=0)
+    with pytest.raises(UserError, match="adapter.ranks: leaves no layer to train"):
+        adapters.inject(flux(), settings.Adapter(ranks={"*": 0}), ["to_q"], seed=0)
 
 
 @pytest.mark.parametrize(
@@ -263,16 +265,16 @@ def test_a_star_stands_for_part_of_a_segment(entry: str, meant: list[str]):
 
 def test_no_targets_and_second_injection():
     model = flux()
-    with pytest.raises(config.UserError, match="nothing to train"):
-        adapters.inject(model, config.Adapter(rank=2), [], 0)
-    adapters.inject(model, config.Adapter(rank=2), ["to_q"], 0)
+    with pytest.raises(UserError, match="nothing to train"):
+        adapters.inject(model, settings.Adapter(rank=2), [], 0)
+    adapters.inject(model, settings.Adapter(rank=2), ["to_q"], 0)
     with pytest.raises(ValueError, match="adapters already"):
-        adapters.inject(model, config.Adapter(rank=2), ["to_k"], 0)
+        adapters.inject(model, settings.Adapter(rank=2), ["to_k"], 0)
 
 
 def test_warnings():
     report = adapters.inject(
-        flux(), config.Adapter(rank=64), ["attn.to_q", "to_q", "transformer_blocks.0.attn.to_q"], 0
+        flux(), settings.Adapter(rank=64), ["attn.to_q", "to_q", "transformer_blocks.0.attn.to_q"], 0
     )
     assert any("64 is more than transformer_blocks.0.attn.to_q can use (32)" in note for note in report.warnings)
     assert any("'transformer_blocks.0.attn.to_q' adds nothing" in note for note in report.warnings)
@@ -289,8 +291,8 @@ def test_convolutions_where_named():
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )
-    precision.quantize_(model, config.Quantize(storage="fp8"), (), torch.bfloat16)
-    report = adapters.inject(model, config.Adapter(rank=4), ["to_q", "conv1"], seed=0)
+    precision.quantize_(model, settings.Quantize(storage="fp8"), (), torch.bfloat16)
+    report = adapters.inject(model, settings.Adapter(rank=4), ["to_q", "conv1"], seed=0)
     kinds = {type(layer.get_base_layer()) for layer in adapters.modules(model).values()}
     assert kinds == {precision.FrozenLinear, nn.Conv2d}
     assert sum(name.endswith("conv1") for name in report.names) == sum(
@@ -306,7 +308,7 @@ def test_convolutions_where_named():
 def test_state_round_trip_and_errors():
     model, other = flux("fp8", torch.bfloat16), flux("fp8", torch.bfloat16)
     for each, seed in ((model, 1), (other, 2)):
-        adapters.inject(each, config.Adapter(rank=4), ["to_q"], seed)
+        adapters.inject(each, settings.Adapter(rank=4), ["to_q"], seed)
     for _, parameter in adapters.parameters(model):
         parameter.data.normal_()
     saved = adapters.state(model)
@@ -322,7 +324,7 @@ def test_state_round_trip_and_errors():
     last = list(saved)[-1]
     wrong[last] = torch.zeros(3, 3)
     before = adapters.state(other)
-    with pytest.raises(config.UserError) as error:
+    with pytest.raises(UserError) as error:
         adapters.load_state_(other, wrong)
     assert f"{first} is missing" in str(error.value)
     assert "nowhere.lora_A.weight is not part" in str(error.value)
@@ -332,7 +334,7 @@ def test_state_round_trip_and_errors():
 
 def test_dropout_acts_in_training_only():
     model = stack("fp8", torch.bfloat16)
-    adapters.inject(model, config.Adapter(rank=8, dropout=0.5), ["0"], seed=0)
+    adapters.inject(model, settings.Adapter(rank=8, dropout=0.5), ["0"], seed=0)
     model[0].lora_B["default"].weight.data.normal_()
     x = torch.randn(5, 128, dtype=torch.bfloat16)
     assert not torch.equal(model.train()(x), model(x))

@@ -7,9 +7,10 @@ from diffusers.loaders.single_file_utils import convert_auraflow_transformer_che
 from safetensors.torch import load_file, save_file
 from test_families import ldm_vae, make, write_header
 
-from lora_fp8 import families, naming, train
-from lora_fp8.config import UserError
+from lora_fp8 import families, train
+from lora_fp8.errors import UserError
 from lora_fp8.families import _files
+from lora_fp8.lora_files import naming
 
 
 def test_a_file_as_published_for_comfyui_is_the_same_model(tmp_path):
@@ -36,6 +37,7 @@ def test_a_file_as_published_for_comfyui_is_the_same_model(tmp_path):
     assert found.keys() == weights.keys() and all(torch.equal(found[key], weights[key]) for key in weights)
 
 
+@pytest.mark.usefixtures("foreign_components")
 @pytest.mark.parametrize("positions", [4096, 9216])
 def test_full_size_files_are_read_as_diffusers_reads_them(positions, tmp_path):
     Family = families.get("aura_flow")

@@ -31,11 +31,13 @@ from torchao.quantization import (
     quantize_,
 )
 
-from lora_fp8 import adapters, cli, config, families, measure, precision, prepare, train
-from lora_fp8.config import UserError, UserErrors
+from lora_fp8 import adapters, cli, config, families, precision, train
+from lora_fp8.config import find_unused_settings
+from lora_fp8.errors import Stopped, UserError, UserErrors
 from lora_fp8.precision import backends
 from lora_fp8.precision.quantized import Quantized
-from lora_fp8.run import Stopped
+from lora_fp8.settings import Adapter, Job, Quantize
+from lora_fp8.stages import load, measure
 
 BF16 = torch.bfloat16
 FORMS = {
@@ -57,7 +59,7 @@ def losses(of) -> list[float]:
     return [one["loss"] for one in of.events() if one["event"] == "step"]
 
 
-def stopped_at_2_and_resumed(job: config.Job) -> train.Result:
+def stopped_at_2_and_resumed(job: Job) -> train.Result:
     folder = Path(job.output_dir) / job.name
 
     def stop(event):
@@ -84,7 +86,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def filled(source: nn.Module, section: config.Quantize, keep: tuple[str, ...] = ()) -> tuple[nn.Module, precision.Plan]:
+def filled(source: nn.Module, section: Quantize, keep: tuple[str, ...] = ()) -> tuple[nn.Module, precision.Plan]:
     """The model of `source`, built on the meta device and filled from its tensors one by one."""
     with torch.device("meta"):
         empty = nn.Sequential(*[nn.Linear(one.in_features, one.out_features) for one in source])
@@ -101,7 +103,7 @@ def filled(source: nn.Module, section: config.Quantize, keep: tuple[str, ...] = 
 def test_torchao_layers_are_torchaos_own(form):
     storage, scale = form.split()
     source = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256))
-    section = config.Quantize(storage=storage, scale=scale, backend="torchao")
+    section = Quantize(storage=storage, scale=scale, backend="torchao")
     before = inductor.coordinate_descent_tuning, torch.get_float32_matmul_precision()
     model, plan = filled(source, section)
     originals = {str(index): one.weight.detach().clone() for index, one in enumerate(source)}
@@ -140,7 +142,7 @@ def test_layers_are_built_in_fp8_unpadded_and_the_output_layer_stays_precise(bac
         model = nn.ModuleDict(
             {"to_q": nn.Linear(64, 96), "odd": nn.Linear(72, 2256 + 8), "proj_out": nn.Linear(64, 16)}
         )
-    precision.quantize_(model, config.Quantize(backend=backend), ("^proj_out",), BF16)
+    precision.quantize_(model, Quantize(backend=backend), ("^proj_out",), BF16)
     for _ in range(2):  # before there is a weight, and with it
         assert type(model["proj_out"]) is nn.Linear and model["proj_out"].weight.dtype == BF16
         for layer in (model["to_q"], model["odd"]):
@@ -166,7 +168,7 @@ def test_torchao_is_filled_one_weight_at_a_time():
     sides, depth = 1024, 8
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(sides, sides, bias=False) for _ in range(depth)])
-    precision.quantize_(model, config.Quantize(backend="torchao"), (), BF16)
+    precision.quantize_(model, Quantize(backend="torchao"), (), BF16)
     stream = ((f"{index}.weight", torch.full((sides, sides), 0.5)) for index in range(depth))
     peak = peak_bytes(lambda: precision.fill_(model, stream, BF16))
     held = sum(tensor.nbytes for layer in model for tensor in held_by(layer))
@@ -176,7 +178,7 @@ def test_torchao_is_filled_one_weight_at_a_time():
 
 
 def test_torchao_layers_follow_a_change_of_dtype():
-    model, _ = filled(nn.Sequential(nn.Linear(64, 32)), config.Quantize(backend="torchao"))
+    model, _ = filled(nn.Sequential(nn.Linear(64, 32)), Quantize(backend="torchao"))
     before = model[0].weight
     model.to(torch.float32)
     assert model[0].weight.dtype == model[0].bias.dtype == model(torch.ones(2, 64)).dtype == torch.float32
@@ -187,8 +189,8 @@ def test_torchao_layers_follow_a_change_of_dtype():
 
 
 def test_torchao_layers_compile_as_one_graph():
-    model, _ = filled(nn.Sequential(nn.Linear(64, 32)), config.Quantize(backend="torchao"))
-    adapters.inject(model, config.Adapter(rank=4, alpha=4), ["0"], seed=0)
+    model, _ = filled(nn.Sequential(nn.Linear(64, 32)), Quantize(backend="torchao"))
+    adapters.inject(model, Adapter(rank=4, alpha=4), ["0"], seed=0)
     results = []
     for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         x = torch.arange(128, dtype=BF16).view(2, 64).div(64).requires_grad_()
@@ -205,12 +207,12 @@ def test_torchao_holds_zeros_and_refuses_nan(form):
     with torch.no_grad():
         source[0].weight[...] = 0 if scale == "tensor" else source[0].weight
         source[0].weight[7] = 0
-    model, _ = filled(source, config.Quantize(scale=scale, backend="torchao"))
+    model, _ = filled(source, Quantize(scale=scale, backend="torchao"))
     assert model[0].weight.isfinite().all() and (model[0].weight[7] == 0).all()
     with torch.no_grad():
         source[0].weight[3, 4] = float("nan")
     with pytest.raises(UserError, match="0: weight has NaN or infinity"):
-        filled(source, config.Quantize(scale=scale, backend="torchao"))
+        filled(source, Quantize(scale=scale, backend="torchao"))
 
 
 def test_torchao_keeps_the_bytes_of_a_quantized_file():
@@ -218,7 +220,7 @@ def test_torchao_keeps_the_bytes_of_a_quantized_file():
     weight = Quantized(codes, torch.rand(32, 1) + 0.5)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 32, bias=False))
-    precision.quantize_(model, config.Quantize(backend="torchao"), (), BF16)
+    precision.quantize_(model, Quantize(backend="torchao"), (), BF16)
     precision.fill_(model, [("0.weight", weight)], BF16)
     held = model[0].qweight
     assert torch.equal(held.qdata.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(held.scale, weight.scale)
@@ -247,7 +249,7 @@ def test_torchao_keeps_the_decoded_weights_and_ours_does_not():
     source = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     found = {}
     for backend in ("own", "torchao"):
-        model, plan = filled(source, config.Quantize(backend=backend))
+        model, plan = filled(source, Quantize(backend=backend))
         assert 8 * 2**20 <= plan.num_bytes < 8.1 * 2**20
         found[backend] = kept_for_backward(model, {1024})
     assert found == {"own": 0, "torchao": 16 * 2**20}
@@ -273,7 +275,7 @@ class Gemms(TorchDispatchMode):
 def test_gemms_of_a_step_ours_and_those_of_torchaos_conversion(recipe):
     """A frozen layer needs two. torchao's training conversion computes a third, the weight's gradient, and drops it."""
     source = nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 96)).to(BF16).requires_grad_(False)
-    own, _ = filled(source, config.Quantize(compute="fp8", fp8_min_features=0))
+    own, _ = filled(source, Quantize(compute="fp8", fp8_min_features=0))
     # The recipe's own settings, computed without FP8 hardware; emulate cannot be set afterwards.
     made = Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(made, "emulate", True)
@@ -292,7 +294,7 @@ def test_gemms_of_a_step_ours_and_those_of_torchaos_conversion(recipe):
 def test_a_base_held_by_torchao_is_its_quantize_of_the_same_model(job, family):
     mine = job("quantize.backend=torchao", family=family)
     loaded = families.get(family)(mine.model, device="cpu", dtype=BF16)
-    denoiser, plan, _ = prepare.base(loaded, mine.quantize)
+    denoiser, plan, _ = load.base(loaded, mine.quantize)
     path = Path(mine.model.path) / type(loaded).denoiser_name
     theirs = getattr(diffusers, type(loaded).denoiser_class).from_pretrained(path, torch_dtype=BF16)
     for form in {str(layer.form) for layer in plan.quantized}:
@@ -336,10 +338,10 @@ REFUSED = [
     (("recipe=block",), "quantize.recipe: torchao.*'current', or quantize.backend = 'own'"),
     (("storage=nf4",), "quantize.storage: torchao.*'fp8' or 'int8', or quantize.backend = 'own'"),
     (("modulation=nf4",), "quantize.modulation: torchao.*'fp8' or 'int8'"),
-    (("override=['to_q = nf4']",), "quantize.override: torchao.*'fp8' or 'int8'"),
+    (("override={'to_q' = 'nf4'}",), "quantize.override: torchao.*'fp8' or 'int8'"),
     (("scale=128x128",), "quantize.scale: torchao has no fp8 with scale '128x128'; accepted: row | tensor | 1x64"),
     (("scale=none",), "quantize.scale: torchao has no fp8 with scale 'none'"),
-    (("override=['to_q = fp8 none']",), "quantize.override: torchao has no fp8 with scale 'none'"),
+    (("override={'to_q' = 'fp8 none'}",), "quantize.override: torchao has no fp8 with scale 'none'"),
     (("sensitivity=auto",), "quantize.sensitivity: 'auto' needs quantize.backend = 'own'"),
     (("kernels=triton",), "quantize.kernels: 'triton' is for this project's own layers; use 'torch'"),
 ]
@@ -363,8 +365,8 @@ def test_torchao_that_is_not_installed(job, monkeypatch):
 
 def test_a_backend_that_has_nothing_to_hold_is_told(job):
     mine = job("quantize.backend=torchao", "quantize.storage=none")
-    loaded = families.get("sd15")(mine.model, device="cpu", dtype=BF16)
-    assert any("quantize.backend had no effect" in text for text in prepare.plan(mine, loaded).warnings)
+    line = "quantize.backend has no effect without quantize.storage = 'fp8' or 'int8' or 'nf4'"
+    assert line in find_unused_settings(mine)
 
 
 # -- TransformerEngine, by a stand-in ----------------------------------------------------------------------------------
@@ -480,8 +482,8 @@ def te(monkeypatch):
     gc.collect()
 
 
-def te_section(**settings) -> config.Quantize:
-    return config.Quantize(backend="te", compute="fp8", **{"fp8_min_features": 0} | settings)
+def te_section(**settings) -> Quantize:
+    return Quantize(backend="te", compute="fp8", **{"fp8_min_features": 0} | settings)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +504,7 @@ def test_te_layers_are_built_in_fp8_filled_and_frozen(te, recipe, name, storage,
     assert 2 * 2 * 96 * 160 < plan.num_bytes < 2 * 2 * 96 * 160 * 1.05 + 2 * 256
     assert len(StandInLinear.made) == 2 and all(type(one.built_with).__name__ == name for one in StandInLinear.made)
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    adapters.inject(model, config.Adapter(rank=4, alpha=4), ["0", "1"], seed=0)
+    adapters.inject(model, Adapter(rank=4, alpha=4), ["0", "1"], seed=0)
     x = torch.randn(3, 5, 96, dtype=BF16, requires_grad=True)  # 15 tokens: no multiple of 8
     y = model(x)
     assert y.shape == (3, 5, 96)
@@ -543,7 +545,7 @@ def test_what_te_does_not_multiply_is_ours_or_bf16(te):
             self.mod, self.small, self.left, self.moved = (nn.Linear(64, out) for out in (128, 32, 64, 64))
             self.kept = nn.Linear(64, 64)
 
-    section = te_section(fp8_min_features=64, fp8_exclude=["left"], override=["moved = int8"], keep=["kept"])
+    section = te_section(fp8_min_features=64, fp8_exclude=["left"], override={"moved": "int8"}, keep=["kept"])
     with torch.device("meta"):
         plan = precision.decide(Small(), section, (), BF16, ("mod",))
     found = {

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_fp8 import config
+from lora_fp8 import settings
 from lora_fp8.data import buckets
+from lora_fp8.errors import UserError
 
 SETTINGS = [
     (512, 64, 2.0),
@@ -71,7 +72,7 @@ def test_placement_properties(resolution, step, max_aspect, upscale, use_buckets
     sizes = buckets.bucket_sizes(resolution, step, max_aspect)
     for size in random_sizes(150):
         if not upscale and min(size) < step:
-            with pytest.raises(config.UserError, match="less than one bucket step"):
+            with pytest.raises(UserError, match="less than one bucket step"):
                 buckets.place(size, resolution, step, max_aspect=max_aspect, buckets=use_buckets, upscale=False)
             continue
         p = buckets.place(size, resolution, step, max_aspect=max_aspect, buckets=use_buckets, upscale=upscale)
@@ -141,13 +142,13 @@ def test_without_upscale_the_largest_fitting_bucket_by_brute_force():
 
 
 def test_resolution_below_the_step_is_the_users_error():
-    with pytest.raises(config.UserError, match="resolution = 32"):
+    with pytest.raises(UserError, match="resolution = 32"):
         buckets.bucket_sizes(32, 64, 2.0)
 
 
 def test_assign_and_group():
-    folders = [config.Folder(path="a"), config.Folder(path="b", resolution=32)]
-    section = config.Dataset(folders=folders, resolution=64, bucket_step=8, upscale=False)
+    folders = [settings.Folder(path="a"), settings.Folder(path="b", resolution=32)]
+    section = settings.Dataset(folders=folders, resolution=64, bucket_step=8, upscale=False)
     examples = [
         SimpleNamespace(width=w, height=h, path=f"{i}.png", uid=f"0/{i}.png", frames=(), folder_index=0)
         for i, (w, h) in enumerate([(200, 100), (64, 64), (100, 200), (90, 90), (40, 40)])
@@ -164,7 +165,7 @@ def test_assign_and_group():
         "0/1.png"
     ]
     examples.append(SimpleNamespace(width=5, height=50, path="sliver.png", folder_index=0))
-    with pytest.raises(config.UserError, match="sliver.png is 5 x 50"):
+    with pytest.raises(UserError, match="sliver.png is 5 x 50"):
         buckets.assign(examples, section, resolution=64, step=8)
 
 

@@ -13,12 +13,12 @@ import safetensors
 import torch
 from PIL import Image
 
-from lora_fp8 import config
 from lora_fp8.data import buckets, images
 from lora_fp8.data import cache as caching
 from lora_fp8.data.cache import Cache
+from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.families._prompts import Overlong
-from lora_fp8.run import RunFailure
+from lora_fp8.settings import Dataset, Folder
 
 torch.set_num_threads(1)
 
@@ -82,7 +82,7 @@ def folder(tmp_path):
 def make(folder, family, **settings):
     """(cache, placed examples, captions), as a new process would make them."""
     dtype = settings.pop("dtype", torch.float32)
-    section = config.Dataset.model_validate({"folders": [{"path": str(folder / "set")}], **settings})
+    section = Dataset.model_validate({"folders": [{"path": str(folder / "set")}], **settings})
     examples = images.scan(section).require()
     placed = buckets.assign(examples, section, resolution=64, step=8)
     captions = caching.dataset_captions(examples, section, seed=0)
@@ -389,9 +389,9 @@ def test_prune_deletes_what_no_run_used_and_nothing_else(folder):
     family = Family()
     fill(folder, family)
     assert family.calls == (0, 0), "all that is used is still there"
-    with pytest.raises(config.UserError, match="at least 1"):
+    with pytest.raises(UserError, match="at least 1"):
         caching.prune(folder / "cache", 0.5)
-    with pytest.raises(config.UserError, match="nowhere: no such folder"):
+    with pytest.raises(UserError, match="nowhere: no such folder"):
         caching.prune(folder / "nowhere", 30)
 
 
@@ -430,7 +430,7 @@ def test_a_cache_that_cannot_take_what_is_missing_is_the_users_mistake(folder, t
     Cache(filled.root, Family(), filled.section).fill(placed, [])  # nothing is missing
     for root in (filled.root, tmp_path / "theirs" / "cache", tmp_path / "file"):
         family = Family()
-        with pytest.raises(config.UserError, match=f"dataset.cache_dir = '{root}': cannot be written"):
+        with pytest.raises(UserError, match=f"dataset.cache_dir = '{root}': cannot be written"):
             Cache(root, family, filled.section).fill(placed, ["a caption that nobody has encoded"])
     filled.root.chmod(0o755)
 
@@ -439,7 +439,7 @@ def test_a_cache_that_cannot_take_what_is_missing_is_the_users_mistake(folder, t
 
 
 def tag_section(**settings):
-    return config.Dataset(shuffle_tags=True, **settings)
+    return Dataset(shuffle_tags=True, **settings)
 
 
 def test_variants_keep_the_first_tags_and_all_tags():
@@ -457,8 +457,8 @@ def test_variants_keep_the_first_tags_and_all_tags():
 
 
 def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
-    folders = [config.Folder(path="x", trigger="sks"), config.Folder(path="y")]
-    section = config.Dataset(folders=folders, trigger="zibo", tag_dropout=0.3, keep_tokens=1, wildcards=True)
+    folders = [Folder(path="x", trigger="sks"), Folder(path="y")]
+    section = Dataset(folders=folders, trigger="zibo", tag_dropout=0.3, keep_tokens=1, wildcards=True)
     caption = "girl, a sks hat, {red|blue|}sofa, {open} door, zibonic, zibo, sky"
     words = {"red": 0, "blue": 0, "": 0}
     seen = Counter()
@@ -494,7 +494,7 @@ def test_all_orders_are_equally_likely():
 
 
 def test_dataset_captions(folder):
-    section = config.Dataset(folders=[config.Folder(path=str(folder / "set"))])
+    section = Dataset(folders=[Folder(path=str(folder / "set"))])
     examples = images.scan(section).examples
     plain = [f"one, two, three, picture {i}" for i in range(3)]
     assert caching.dataset_captions(examples + examples, section, 0) == plain

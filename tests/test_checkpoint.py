@@ -10,10 +10,10 @@ import shutil
 import pytest
 import torch
 
-from lora_fp8 import checkpoint
-from lora_fp8 import run as run_room
-from lora_fp8.config import UserError
-from lora_fp8.run import RunFailure
+from lora_fp8 import config
+from lora_fp8.common import writing
+from lora_fp8.errors import RunFailure, UserError
+from lora_fp8.training import checkpoint
 
 FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
@@ -198,6 +198,85 @@ def test_a_bundle_of_the_same_step_is_replaced(two):
     assert checkpoint.latest(two)[0].step == 4 and names(two) == ["step-000002", "step-000004"]
 
 
+# -- what somebody else put into a bundle
+
+
+NOTES = ("notes.txt", "backup/state.json", "state.json.bak")
+TOLD = "step-000002 was removed, except what this program did not write (3 entries: backup, notes.txt, state.json.bak)"
+
+
+def put_notes(folder):
+    for name in NOTES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine", encoding="utf-8")
+
+
+def left_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_pruning_leaves_what_somebody_else_put_into_a_bundle_and_names_it(two):
+    put_notes(two / "step-000002")
+    put_notes(two / "step-000004")
+    assert checkpoint.save(two, *content(6), keep=2)[1] == [TOLD]
+    assert left_in(two / "step-000002") == sorted(NOTES)
+    assert sorted(left_in(two / "step-000004")) == sorted((*NOTES, *FILES))
+    assert checkpoint.save(two, *content(8), keep=3)[1] == [], "told once"
+    # What is left is no checkpoint, damaged or not: nothing looks into it, and training may begin again beside it.
+    assert checkpoint.count(two) == 3 and checkpoint.latest(two)[0].step == 8
+    for step in (4, 6, 8):
+        shutil.rmtree(two / f"step-{step:06d}")
+    assert checkpoint.latest(two) == (None, []) and checkpoint.newest(two) is None
+    save(two, 2)
+    assert checkpoint.latest(two)[0].step == 2
+    assert left_in(two / "step-000002") == sorted((*NOTES, *FILES))
+    assert not any(name.startswith(".tmp") for name in os.listdir(two))
+
+
+def test_a_link_in_a_bundle_is_left_and_its_target_too(two, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    put_notes(outside)
+    state = two / "step-000002/state.json"
+    state.unlink()
+    state.symlink_to(outside / "notes.txt")
+    (two / "step-000002/mine").symlink_to(outside)
+    (line,) = checkpoint.save(two, *content(6), keep=2)[1]
+    assert line.endswith("(2 entries: mine, state.json)") and state.is_symlink() and left_in(outside) == sorted(NOTES)
+
+
+def test_making_room_on_a_full_disk_leaves_notes_too(two, monkeypatch):
+    put_notes(two / "step-000002")
+    real = writing.write_synced
+
+    def full(path):
+        if (two / "step-000002/manifest.json").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "write_synced", full)
+    lines = checkpoint.save(two, *content(6), keep=2)[1]
+    assert lines == ["the disk is full: step-000002 was removed before step-000006 was saved", TOLD]
+    assert left_in(two / "step-000002") == sorted(NOTES) and checkpoint.latest(two)[0].step == 6
+
+
+def test_a_file_that_comes_while_a_bundle_is_removed_is_left(two, monkeypatch):
+    real = os.rename
+
+    def rename(source, target):
+        real(source, target)
+        if os.path.basename(target) == ".tmp-step-000002-old":
+            put_notes(two / os.path.basename(target))
+
+    monkeypatch.setattr(os, "rename", rename)
+    save(two, 6)
+    monkeypatch.undo()
+    save(two, 8)
+    shutil.copytree(two / "step-000008", two / "step-000002")
+    save(two, 10)  # the same step is removed once more
+    assert left_in(two / ".tmp-step-000002-old") == sorted(NOTES)
+    assert names(two) == [".tmp-step-000002-old", "step-000008", "step-000010"]
+
+
 # -- the disk refuses
 
 
@@ -246,7 +325,7 @@ def test_no_space_left_is_named(two, monkeypatch):
 
 def test_what_reads_back_differently_is_not_acknowledged(two, monkeypatch):
     """A disk that takes everything and returns something else: told, and older bundles are not pruned."""
-    real = run_room.write_synced
+    real = writing.write_synced
 
     def rotten(path):
         return real(path.with_name("elsewhere")) if path.name == "adapter.safetensors" else real(path)
@@ -274,7 +353,7 @@ class CrashingDisk:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but no power is cut here: save the time
         for name in ("mkdir", "fsync", "rename", "replace", "rmdir", "unlink"):
             monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))
-        real = run_room.write_synced
+        real = writing.write_synced
 
         def write_synced(path):
             return Writing(self, self.wrap(real)(path))
@@ -322,7 +401,8 @@ class Writing:
 @pytest.mark.parametrize("afterwards", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "broken step"])
 @pytest.mark.parametrize("error", [Crash(), OSError(errno.EIO, "Input/output error")], ids=["crash", "EIO"])
-def test_a_crash_at_every_call_leaves_the_old_or_the_new(tmp_path, afterwards, again, error):
+@pytest.mark.parametrize("noted", [False, True], ids=["ours alone", "notes"])
+def test_a_crash_at_every_call_leaves_the_old_or_the_new(tmp_path, afterwards, again, error, noted):
     """`again`: a broken bundle of that very step is in the way, as after a damaged newest checkpoint."""
     points = 0
     outcomes = set()
@@ -331,6 +411,9 @@ def test_a_crash_at_every_call_leaves_the_old_or_the_new(tmp_path, afterwards, a
     if again:
         shutil.copytree(tmp_path / "start" / "step-000004", tmp_path / "start" / "step-000006")
         remove(tmp_path / "start" / "step-000006" / "state.json")
+    noted_steps = [path.name for path in (tmp_path / "start").iterdir() if noted]
+    for name in noted_steps:
+        put_notes(tmp_path / "start" / name)
     for at in range(1, 500):
         folder = shutil.copytree(tmp_path / "start", tmp_path / str(at))
         with pytest.MonkeyPatch.context() as patch:
@@ -354,6 +437,7 @@ def test_a_crash_at_every_call_leaves_the_old_or_the_new(tmp_path, afterwards, a
             patch.setattr(os, "fsync", lambda descriptor: None)
             save(folder, 8)  # and the next run goes on from there
         assert checkpoint.latest(folder)[0].step == 8
+        assert all({*NOTES} <= {*left_in(folder / name)} for name in noted_steps)
     assert points >= 20 and outcomes == {4, 6}
 
 
@@ -375,3 +459,27 @@ def test_everything_is_synced_before_and_after_the_rename(tmp_path, monkeypatch)
     save(tmp_path / "checkpoints", 2)
     staged = f".tmp-step-000002-{os.getpid()}"
     assert order == [*FILES, staged, "-> step-000002", "checkpoints"]
+
+
+def test_tables_of_layers_are_compared_with_their_order_and_with_the_lists_of_older_bundles():
+    least = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}\n"
+
+    def remembered(*given):
+        state = checkpoint.remember(config.loads(least, given), "base", "data")
+        return json.loads(json.dumps(state, sort_keys=True))  # as a bundle keeps it
+
+    ranks, rates = "adapter.ranks={b = 8, a = 4}", "optimizer.lrs={a = 0.5, b = 2}"
+    storage = "quantize.override={to_q = 'int8 1x128'}"
+    now = remembered(ranks, rates, storage)
+    assert checkpoint.compare(now, remembered(ranks, rates, storage)) == ([], [])
+    old = json.loads(json.dumps(now))
+    old["pinned"]["adapter.ranks"] = ["b=8", "a = 4"]  # as the user had written them
+    old["settings"] |= {"optimizer.lrs": ["a = .5", "b = 2.0"], "quantize.override": ["to_q =  int8 1x128"]}
+    assert checkpoint.compare(old, now) == ([], [])
+    refused, told = checkpoint.compare(old, remembered("adapter.ranks={a = 4, b = 8}", rates, storage))
+    assert refused == ["adapter.ranks: was ['b = 8', 'a = 4'], is ['a = 4', 'b = 8']"] and not told
+    assert checkpoint.compare(old, remembered(ranks, storage))[1] == [
+        "changed since the checkpoint, applies from now on: optimizer.lrs: ['a = 0.5', 'b = 2'] -> []"
+    ]
+    del old["settings"]["optimizer.lrs"]  # a bundle from before the setting
+    assert checkpoint.compare(old, remembered(ranks, storage)) == ([], [])

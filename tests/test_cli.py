@@ -22,7 +22,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from lora_fp8 import cli, config, families, run, train
+from lora_fp8 import cli, config, families, run, settings, train
+from lora_fp8.cli import commands
+from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
+from lora_fp8.stages import step
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
@@ -76,7 +79,7 @@ def fresh(code: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 @pytest.fixture
-def job_file(job: Callable[..., config.Job], tmp_path: Path) -> Callable[..., Path]:
+def job_file(job: Callable[..., settings.Job], tmp_path: Path) -> Callable[..., Path]:
     """job_file("train.steps=3"): a job of the shared fixtures, written as a file."""
 
     def write(*overrides: str, family: str = "sd15") -> Path:
@@ -102,14 +105,17 @@ def test_help_loads_no_torch_and_names_every_command() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """At most 0.6 s, Python's start included; in processor time, because the machine may be busy with other tests."""
-    seconds = []
-    for _ in range(3):
+    """Compared with what its libraries take to be imported, each time beside it: a slow machine slows both."""
+
+    def cpu_seconds(script: str, *arguments: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert fresh(RUN, "--help").returncode == 0
+        assert fresh(script, *arguments).returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.6, seconds
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    ratios = [cpu_seconds(RUN, "--help") / cpu_seconds("import typer, pydantic, tomlkit") for _ in range(3)]
+    print(ratios)
+    assert min(ratios) < 2
 
 
 def test_an_unknown_command_or_option_is_the_users_mistake(ask: Callable[..., Answer]) -> None:
@@ -195,9 +201,10 @@ def test_what_the_system_refuses_is_one_line(
 ) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0)
-    for path, reason in ((folder / "new.toml", "Permission denied"), (tmp_path / ("x" * 300), "File name too long")):
+    deep = tmp_path / ("x" * 300) / "new.toml"
+    for path, reason in ((folder / "new.toml", "Permission denied"), (deep, "File name too long")):
         refused = ask("new", path)
-        assert refused.code == 2 and refused.err == f"{path}: {reason}\n"
+        assert refused.code == 2 and refused.err == f"{path}: cannot be written ({reason})\n"
 
 
 @pytest.fixture
@@ -265,6 +272,29 @@ def test_training_refuses_the_same_five_before_it_makes_a_run(
     answer = ask("train", job_file(f"dataset.folders=[{{path='{five_faults}'}}]"))
     assert answer.code == 2 and all(name in answer.err for name in FAULTS) and answer.err.startswith("dataset: 5 prob")
     assert not (tmp_path / "runs" / "lora").exists()
+
+
+def test_check_tells_what_has_no_effect_and_what_the_base_predicts(
+    ask: Callable[..., Answer], job_file: Callable[..., Path]
+) -> None:
+    idle = ("preview.prompts=[]", "preview.steps=7", "quantize.storage=none", "quantize.keep=['to_q']")
+    answer = ask("check", job_file(), *(word for one in idle for word in ("--set", one)))
+    assert answer.code == 0 and "predicts epsilon" in answer.out
+    for line in (
+        "preview.steps has no effect without preview.prompts",
+        "quantize.keep has no effect without quantize.",
+    ):
+        assert f"warning: {line}" in answer.out, answer.out
+        assert f"note: {line}" in ask("estimate", job_file(), *(w for one in idle for w in ("--set", one))).out
+    facts = ("quantize.compute=fp8", "quantize.fp8_min_features=99999", "model.revision=v2")
+    given = [word for one in facts for word in ("--set", one)]
+    for line in (
+        "quantize.compute has no effect: no layer can be multiplied in FP8",
+        "model.revision has no effect: model.path is a local path",
+    ):
+        assert f"warning: {line}" in ask("check", job_file(), *given).out
+        assert f"note: {line}" in ask("estimate", job_file(), *given).out
+    assert "warning: quantize.compute has no effect: no layer" in ask("plan", job_file(), *given).out
 
 
 def test_check_finds_what_would_stop_the_training_later(
@@ -351,7 +381,7 @@ def test_the_cache_is_told_and_pruned(ask: Callable[..., Answer], tmp_path: Path
     ]
     told = json.loads(ask("cache", folder, "--json").out)
     assert (told["entries"], told["bytes"], told["deleted"]) == (3, 3 << 20, 0)
-    assert abs(time.time() - told["newest_use"]) < 60 and told["newest_use"] - told["oldest_use"] > 39 * 86400
+    assert abs(time.time() - told["newest_use"]) < 86400 and told["newest_use"] - told["oldest_use"] > 39 * 86400
     pruned = json.loads(ask("cache", folder, "--prune-unused-days", "30", "--json").out)
     assert (pruned["entries"], pruned["deleted"], pruned["deleted_bytes"]) == (2, 1, 1 << 20)
     pruned = ask("cache", folder, "--prune-unused-days", "2")
@@ -441,12 +471,12 @@ def ask_export(ask: Callable[..., Answer], folder: Path, dtype: str, keep: Path)
 def test_a_terminal_that_lacks_a_character_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)
-    cli.guarded(lambda: cli._say({"event": "warning", "text": "a 猫"}))
+    commands.guarded(lambda: commands._say({"event": "warning", "text": "a 猫"}))
     screen.flush()
     assert screen.buffer.getvalue() == b"warning: a \\u732b\n"
     monkeypatch.setenv("LORA_FP8_MESSAGE", str(tmp_path / "message"))
     with pytest.raises(SystemExit, match="2"):
-        cli._fail("a name that is no text: \udcff", 2)
+        commands._fail("a name that is no text: \udcff", 2)
     assert (tmp_path / "message").read_bytes() == b"a name that is no text: \\udcff"
 
 
@@ -494,10 +524,10 @@ def test_each_ending_has_its_code(
 ) -> None:
     path = job_file()
     for error, code, words in (
-        (config.UserError("wrong"), 2, "wrong"),
-        (config.UserErrors(["a", "b"], "x"), 2, "x: 2 problems"),
-        (run.RunFailure("failed"), 3, "failed"),
-        (run.Stopped("saved"), 75, "saved"),
+        (UserError("wrong"), 2, "wrong"),
+        (UserErrors(["a", "b"], "x"), 2, "x: 2 problems"),
+        (RunFailure("failed"), 3, "failed"),
+        (Stopped("saved"), 75, "saved"),
     ):
         monkeypatch.setattr(train, "run", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
         answer = ask("train", path)
@@ -518,7 +548,7 @@ def test_asking_a_run_to_stop_ends_it_with_75_and_resume_finishes_it(
 ) -> None:
     """`lora-fp8 stop` while step 2 is being computed: step 2 is finished and saved."""
     folder = tmp_path / "runs" / "lora"
-    original, asked = train.diffusion_loss, []
+    original, asked = step.diffusion_loss, []
 
     def loss(*arguments: object) -> torch.Tensor:
         if len(asked) == 2:  # preflight, step 1, step 2
@@ -528,7 +558,7 @@ def test_asking_a_run_to_stop_ends_it_with_75_and_resume_finishes_it(
         asked.append(1)
         return original(*arguments)
 
-    monkeypatch.setattr(train, "diffusion_loss", loss)
+    monkeypatch.setattr(step, "diffusion_loss", loss)
     stopped = ask("train", job_file("checkpoint.every=100"))
     assert stopped.code == 75 and f"lora-fp8 resume {folder}" in stopped.err, stopped
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000002"]

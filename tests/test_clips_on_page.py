@@ -2,7 +2,6 @@
 
 import io
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
+from waiting import wait_until
 
-from lora_fp8 import config
-from lora_fp8.config import UserError
+from lora_fp8 import config, settings
 from lora_fp8.data import captions, clips, images
+from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView, Sentence
-from webui import album, decoder, outlook, pictures, watch, words
+from webui import dataset_folder, decoder, estimate_panel, image_folders, run_monitor, translations
 from webui.context import Place, Ui
 from webui.pages import compare, dataset, new, run
 
@@ -76,18 +76,22 @@ def test_videos_are_taken_in_after_every_frame_was_decoded(tmp_path: Path, monke
     (sent / "walk.txt").write_text("a ball")
     video(sent / "old.avi")
     given = [str(sent / name) for name in ("walk.mp4", "walk.txt", "torn.mp4", "list.mp4", "old.avi")]
-    count, refused = pictures.take_in(given, kept)
+    count, refused = image_folders.add_uploads(given, kept)
     assert count == 1 and sorted(path.name for path in kept.iterdir()) == ["walk.mp4", "walk.txt"]
     assert (kept / "walk.mp4").read_bytes() == good.read_bytes()
     assert [line.partition(": ")[0] for line in refused] == ["torn.mp4", "list.mp4", "old.avi"]
     assert all("not a video that can be read" in line and "\n" not in line for line in refused[:2])
-    assert "none of .mp4 .mov .mkv .webm" in refused[1] and ".mp4" in refused[2]
-    assert "视频无法读取" in words.tell("zh-CN", refused[1]) and "不是图片" in words.tell("zh-CN", refused[2])
-    found = pictures.count(kept)
+    assert "none of .mp4 .mov .mkv .webm" in refused[1] and ".avi cannot be read; convert it to MP4" in refused[2]
+    assert (
+        "视频无法读取" in translations.translate("zh-CN", refused[1])
+        and "MP4" in translations.translate("zh-CN", refused[2])
+        and "无法读取" in translations.translate("zh-CN", refused[2])
+    )
+    found = image_folders.count_files(kept)
     assert (found.pictures, found.videos, found.without_caption) == (0, 1, 0)
-    assert pictures.folders([tmp_path]) == [kept, sent]
+    assert image_folders.find_folders([tmp_path]) == [kept, sent]
     monkeypatch.setattr(clips, "can_read_videos", lambda: False)
-    count, (line,) = pictures.take_in([str(good)], tmp_path / "other")
+    count, (line,) = image_folders.add_uploads([str(good)], tmp_path / "other")
     assert count == 0 and "pip install 'lora-fp8[video]'" in line
 
 
@@ -95,13 +99,13 @@ def test_a_decoder_gives_the_first_frame_and_previews_that_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoders = decoder.Decoders(count=1)
-    poster = Image.open(io.BytesIO(decoders.webp(video(tmp_path / "a.mp4"), 320)))
+    poster = Image.open(io.BytesIO(decoders.encode_webp(video(tmp_path / "a.mp4"), 320)))
     assert poster.size == (48, 32) and not getattr(poster, "is_animated", False) and poster.getpixel((20, 20))[0] < 8
     greys = [0, 60, 120, 180, 240]
     path = animation(tmp_path / "a.webp", greys)
-    still = Image.open(io.BytesIO(decoders.webp(path, 160)))
+    still = Image.open(io.BytesIO(decoders.encode_webp(path, 160)))
     assert getattr(still, "n_frames", 1) == 1
-    with Image.open(io.BytesIO(decoders.webp(path, 160, moving=True))) as moving:
+    with Image.open(io.BytesIO(decoders.encode_webp(path, 160, moving=True))) as moving:
         assert (moving.size, moving.n_frames, moving.info["loop"]) == ((160, 96), 5, 0)
         for number, grey in enumerate(greys):
             moving.seek(number)
@@ -119,10 +123,10 @@ def test_a_decoder_gives_the_first_frame_and_previews_that_move(
         ("a.mp4", True, "cannot identify"),
     ):
         with pytest.raises(UserError, match=f"^{name}: not a .* that can be read .*{why}"):
-            decoders.webp(tmp_path / name, 96, moving)
+            decoders.encode_webp(tmp_path / name, 96, moving)
     with pytest.raises(ValueError, match="48 x 32 = 1,536 pixels, more than 1,000"):
         monkeypatch.setattr(decoder, "MOST_PIXELS", 1000)
-        decoder.show(str(tmp_path / "a.mp4"), 96)
+        decoder.encode_still(str(tmp_path / "a.mp4"), 96)
 
 
 def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
@@ -131,14 +135,13 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     page = dataset._Page(ui)
     cut = {"frames": "5, 9", "fps": "auto", "clip": "chunks"}
     at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "walk.mp4", "chosen": [],
-          "loaded": "", "cut": cut, "mask": ""}  # fmt: skip
-    one = album.album(folder, fresh=True)
+          "loaded": "", "cut": cut, "mask": "", "tags": []}  # fmt: skip
+    one = dataset_folder.open_folder(folder, fresh=True)
     assert one.videos == [NASTY, "brief.mkv", "torn.mp4", "walk.mp4"] and len(one.files) == 5
-    found = page._examined(at, one, "wan", 0)
-    while found.running:
-        time.sleep(0.05)
+    found = page._examine(at, one, "wan", 0)
+    wait_until(lambda: not found.running)
     assert not found.problem, found.problem
-    grid, view = page._grid(at, one, "wan", 0), page._view(at, one, "wan", 0)
+    grid, view = page._render_grid(at, one, "wan", 0), page._render_view(at, one, "wan", 0)
     tiles = {name: grid.split('<div class="thumb')[2 + i] for i, name in enumerate(one.files)}
     # 3 s are 48 frames at the model's 16 a second, 1 s is 16.
     assert "▶ 3 s" in tiles["walk.mp4"] and "48 × 32 · 8 fps · 5 × 9 frames" in tiles["walk.mp4"]
@@ -146,8 +149,8 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     assert "cannot be decoded" in tiles["torn.mp4"] and "<img" not in tiles["torn.mp4"]
     assert "▶" not in tiles["still.png"] and "<img src=x" not in grid
     assert "3 s · 8 fps · 5 × 9 frames" in view and 'class="crop"' in view
-    assert "768\u00a0×\u00a0512 · 9 frames" in page._buckets(found, "wan")
-    told = page._findings(found)
+    assert "768\u00a0×\u00a0512 · 9 frames" in page._render_buckets(found, "wan")
+    told = page._render_findings(found)
     assert (
         'data-kind="unreadable"' in told and "3 clips, cut into 11 pieces" in told and 'data-kind="clip_slower"' in told
     )
@@ -163,26 +166,26 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     form = new._Page(ui)
     values = {"model.family": "wan", "dataset.resolution": "auto", "dataset.frames": [5, 9], "dataset.fps": "auto",
               "dataset.clip": "chunks"}  # fmt: skip
-    assert form._examined(values, folder, "") is found
-    counts = [(folder, pictures.count(folder), 1, "")]
-    assert [key for key, _ in form._wrong_clips(values, counts)] == ["dataset.folders"]
-    ((_, line),) = form._wrong_clips(values, counts)
+    assert form._examine(values, folder, "") is found
+    counts = [(folder, image_folders.count_files(folder), 1, "")]
+    assert [key for key, _ in form._find_clip_problems(values, counts)] == ["dataset.folders"]
+    ((_, line),) = form._find_clip_problems(values, counts)
     assert "torn.mp4 (cannot be decoded" in line
     for family, key, part in (
         ("wan", "dataset.frames", "4 videos; give the lengths"),
         ("sd15", "dataset.folders", "trained on pictures"),
     ):
-        ((wrong, line),) = form._wrong_clips(values | {"model.family": family, "dataset.frames": []}, counts)
+        ((wrong, line),) = form._find_clip_problems(values | {"model.family": family, "dataset.frames": []}, counts)
         assert wrong == key and part in line
     (folder / "torn.mp4").unlink()
     for skipping, missing in ((True, "skip"), (False, "trigger")):
-        section = config.Dataset(folders=[config.Folder(path=str(folder))], frames=[5, 9], clip="chunks",
+        section = settings.Dataset(folders=[settings.Folder(path=str(folder))], frames=[5, 9], clip="chunks",
                                  missing_caption=missing, trigger="zibo")  # fmt: skip
         scanned = images.scan(section, clip_rate=16)
-        assert not scanned.problems and len(scanned.examples) == outlook.examples(found.report, skipping)
+        assert not scanned.problems and len(scanned.examples) == estimate_panel.count_examples(found.report, skipping)
 
     monkeypatch.setattr(clips, "can_read_videos", lambda: False)
-    grid = page._grid(at, one, "wan", 0)
+    grid = page._render_grid(at, one, "wan", 0)
     assert grid.count("pip install &#x27;lora-fp8[video]&#x27;") == 4 and grid.count("<img") == 1
 
 
@@ -194,7 +197,7 @@ def test_settings_of_clips_are_asked_where_clips_are_drawn(ui: Ui) -> None:
         ("wan", "frames = [17]", set()),
     ):
         text = f"[model]\nfamily = '{family}'\npath = 'demo'\n[dataset]\n{frames}\n"
-        style = form._marks(text, [], everything=False)
+        style = form._style_settings(text, [], everything=False)
         assert {name for name in ("frames", "fps", "clip") if f"#new-dataset-{name}" in style} == hidden, family
 
 
@@ -219,12 +222,12 @@ def drawn(tmp_path: Path) -> Iterator[Path]:
 
 def test_previews_of_clips_move_and_can_be_saved(ui: Ui, drawn: Path) -> None:
     view = JobView(7, "ball", "train", "done", Sentence("done", {}), folder=drawn, step=10, steps=10)
-    log = watch.log_of(ui, view)
-    grid, pair = run.grid_of(ui, view, log), run.slider(ui, view, log, 0, 10, 0)
-    side = compare.pictures_of(ui, [(view, log)], "a ball")
+    log = run_monitor.read_run_log(ui, view)
+    grid, pair = run.render_grid(ui, view, log), run.render_slider(ui, view, log, 0, 10, 0)
+    side = compare.render_previews(ui, [(view, log)], "a ball")
     for made in (grid, side):
         assert made.count("moving=1") == 2 and made.count("prefers-reduced-motion") == 2 and "secret" not in made
     assert pair.count("moving=1") == 2 and pair.count("/download?path=") == 2 and pair.count(".webp") == 4
-    assert "moving" not in run.grid_of(ui, view, log, moving=False)
-    still = run.slider(ui, view, log, 0, 10, 0, moving=False)
+    assert "moving" not in run.render_grid(ui, view, log, moving=False)
+    still = run.render_slider(ui, view, log, 0, 10, 0, moving=False)
     assert "moving" not in still and still.count(".png") == 2 and still.count("/download?path=") == 2

@@ -14,13 +14,18 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, bfl_tensors, load_denoiser, make
 
-from lora_fp8 import config, estimate, families, importing, kit, prepare, sample
-from lora_fp8.config import UserError, UserErrors
+from lora_fp8 import config, families, importing
 from lora_fp8.data import buckets, images
 from lora_fp8.data.cache import Cache, preview_pictures
 from lora_fp8.data.loader import Loader
+from lora_fp8.errors import UserError, UserErrors
+from lora_fp8.plan import estimate, placement
+from lora_fp8.plan import plan as planning
+from lora_fp8.settings import Dataset, Folder, Preview
+from lora_fp8.stages import previews
+from lora_fp8.tools import kit
 from lora_fp8.train import run
-from webui import words
+from webui import translations
 
 EDITING = [name for name in families.available() if "controls" in families.facts(name)]
 
@@ -42,7 +47,7 @@ def small(section, num_controls=(0, 3)):
 
 
 def section_of(pictures, controls, **settings):
-    return config.Dataset(folders=[config.Folder(path=str(pictures), control=str(controls))], **settings)
+    return Dataset(folders=[Folder(path=str(pictures), control=str(controls))], **settings)
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +99,7 @@ def test_everything_wrong_with_control_pictures_is_told_at_once(pictures, contro
     assert "c.png has several candidates for one control picture, c.jpg, c.png" in text
     assert "d.jpg has 2 control pictures, and this model takes at most 1" in text
     for line in [*problems, *warnings]:
-        assert "控制图" in words.tell("zh-CN", line) or "is not a readable image" in line
+        assert "控制图" in translations.translate("zh-CN", line) or "is not a readable image" in line
     lonely = next(line for line in warnings if "belong to no picture" in line)
     assert "nobody.png" in lonely and "d_4.png" in lonely and "2 control" in lonely
 
@@ -121,7 +126,7 @@ def test_a_control_folder_that_cannot_be_one(pictures, tmp_path, where):
     problems, _, examples = small(section_of(tmp_path / "pictures", tmp_path / where))
     word = {"nowhere": "does not exist", "pictures/a.png": "is a file"}.get(where, "all of which is trained on")
     assert len(problems) == 1 and word in problems[0] and not examples
-    assert "控制图文件夹" in words.tell("zh-CN", problems[0])
+    assert "控制图文件夹" in translations.translate("zh-CN", problems[0])
 
 
 def test_what_the_config_says_of_control_pictures_is_checked_before_anything_is_loaded():
@@ -137,7 +142,8 @@ def test_what_the_config_says_of_control_pictures_is_checked_before_anything_is_
     found = problems("model.family=flux_kontext", with_control, "preview.controls=['a.png']")
     assert found == ["preview.controls: has 1 entries for 0 in preview.prompts; give one for each prompt (from --set)"]
     assert (
-        "between 32 and 8192" in problems("model.family=flux_kontext", with_control, "dataset.control_resolution=8")[0]
+        "at least 32 and at most 8192"
+        in problems("model.family=flux_kontext", with_control, "dataset.control_resolution=8")[0]
     )
 
 
@@ -217,7 +223,7 @@ def test_a_control_picture_of_its_pictures_shape_is_cut_as_the_picture_is():
     ramp = np.add.outer(np.arange(50) * 2, np.arange(96)).astype(np.uint8)
     picture = Image.fromarray(np.stack([ramp] * 3, -1))
     control = picture.resize((192, 100), Image.Resampling.BICUBIC)
-    section = config.Dataset(folders=[config.Folder(path="set")], max_aspect=1.5)
+    section = Dataset(folders=[Folder(path="set")], max_aspect=1.5)
     example = images.Example("x.png", "", 0, "x.png", 1, 96, 50, "")
     (placed,) = buckets.assign([example], section, resolution=48, step=8)
     box = buckets.control_box(placed.placement, control.size)
@@ -419,15 +425,15 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
         picture.save(tmp_path / str(number) / "control.png")
         (tmp_path / str(number) / "._control.png").write_bytes(b"resource fork")
     given = {"prompts": PROMPTS[:1] * 2, "controls": [str(tmp_path / str(number)) for number in range(2)]}
-    section = config.Preview(**given, steps=2, width=32, height=16)
-    shown, problems = images.preview_controls(section, config.Dataset(), it.family.controls)
+    section = Preview(**given, steps=2, width=32, height=16)
+    shown, problems = images.preview_controls(section, Dataset(), it.family.controls)
     assert not problems
-    cache = Cache(tmp_path / "cache", it.family, config.Dataset())
-    drawn, away = prepare.preview_prompts(SimpleNamespace(preview=section, dataset=config.Dataset()), cache)
+    cache = Cache(tmp_path / "cache", it.family, Dataset())
+    drawn, away = placement.preview_prompts(SimpleNamespace(preview=section, dataset=Dataset()), cache)
     cache.fill([], [*drawn, *away])
     conds = [cache.cond(text) | preview_pictures(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)]
     pipeline = it.family.pipeline(it.denoiser)
-    mine = sample.render(it.family, pipeline, conds, [cache.cond(text) for text in away], section, 0)
+    mine = previews.render(it.family, pipeline, conds, [cache.cond(text) for text in away], section, 0)
     guided = {"negative_prompt": ""} if it.family.uses_negative else {}
     for number, picture in enumerate(pictures):
         theirs = it.pipeline(
@@ -526,7 +532,7 @@ def test_an_editing_model_trains_to_verified_files(name, editing_job, pictures, 
 def test_an_estimate_counts_the_tokens_of_control_pictures(name, editing_job):
     def step(side):
         mine = editing_job(name, f"dataset.control_resolution={side}", "train.batch_size=2")
-        return estimate.estimate(mine, make(families.get(name), mine.model.path, dtype=torch.bfloat16))
+        return estimate.estimate(planning.make(mine))
 
     small, large = step(32), step(192)
     assert large.step_bytes > 1.5 * small.step_bytes and large.cache_bytes >= small.cache_bytes

@@ -11,8 +11,9 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from lora_fp8 import config, families, prepare
+from lora_fp8 import config, families
 from lora_fp8.demo import measure, show
+from lora_fp8.plan import resolve
 
 FAMILIES = ("sd15", "flux")
 BASE = show.FOLDER / "base"
@@ -72,6 +73,6 @@ def test_what_the_demo_draws_with_is_a_file_that_it_writes(family: str) -> None:
     settings = show.FOLDER / f"{family}.toml"
     places = [f'dataset.folders.{i}.path="x"' for i in range(2)]
     job = config.loads(settings.read_text(encoding="utf-8"), places)
-    written = prepare.resolve_auto(job, families.get(family)).export.formats
+    written = resolve.resolve_auto(job, families.get(family)).export.formats
     files = [Path(f"demo-{family}_{layout}.safetensors") for layout in written]
     assert show.drawn_with(family, files) in files

@@ -7,22 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_fp8 import checkpoint, config, disk, families, prepare, train, writes
-from lora_fp8.config import UserError, UserErrors
-from lora_fp8.disk import Need
-from lora_fp8.run import Run, RunFailure
-from webui import words
+from lora_fp8 import families, train
+from lora_fp8.common import writing
+from lora_fp8.errors import RunFailure, UserError, UserErrors
+from lora_fp8.plan import disk_budget, resolve
+from lora_fp8.precision import dtypes
+from lora_fp8.run import Run, disk_space
+from lora_fp8.run.disk_space import Need
+from lora_fp8.settings import Job
+from lora_fp8.training import checkpoint
+from webui import translations
 
 MIB = 2**20
 
 
-def run_of(job: config.Job) -> Path:
-    return prepare.run_folder(job)
+def run_of(job: Job) -> Path:
+    return resolve.run_folder(job)
 
 
-def named_of(job: config.Job) -> writes.Named:
-    family = families.get(job.model.family)(job.model, device="cpu", dtype=prepare.DTYPES[job.model.dtype])
-    return writes.trained(job, family)
+def named_of(job: Job) -> disk_budget.Named:
+    family = families.get(job.model.family)(job.model, device="cpu", dtype=dtypes.DTYPES[job.model.dtype])
+    return disk_budget.trained(job, family)
 
 
 def size_of(folder: Path) -> int:
@@ -33,8 +38,8 @@ def size_of(folder: Path) -> int:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[Need]]:
     """What trainings held against the disks."""
     found: list[list[Need]] = []
-    real = disk.shortages
-    monkeypatch.setattr(disk, "shortages", lambda needs: real(found.append(list(needs)) or found[-1]))
+    real = disk_space.shortages
+    monkeypatch.setattr(disk_space, "shortages", lambda needs: real(found.append(list(needs)) or found[-1]))
     return found
 
 
@@ -43,7 +48,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """free(bytes): as much is left on every disk, as the system tells."""
 
     def leave(num: int) -> None:
-        monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(total=2 * num, used=num, free=num))
+        monkeypatch.setattr(
+            disk_space.shutil, "disk_usage", lambda path: SimpleNamespace(total=2 * num, used=num, free=num)
+        )
 
     return leave
 
@@ -64,7 +71,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     ],
 )
 def test_a_run_writes_what_was_reckoned(
-    family: str, settings: list[str], job: Callable[..., config.Job], tmp_path: Path, asked: list[list[Need]]
+    family: str, settings: list[str], job: Callable[..., Job], tmp_path: Path, asked: list[list[Need]]
 ) -> None:
     """Against the files: each checkpoint, the cache and the LoRA files, names of layers included."""
     mine = job("train.steps=2", f"dataset.cache_dir='{tmp_path / 'cache'}'", *settings, family=family)
@@ -84,7 +91,7 @@ def test_a_run_writes_what_was_reckoned(
 
 
 def test_as_many_checkpoints_are_counted_as_lie_side_by_side(
-    job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = []
     real = checkpoint._prune
@@ -92,11 +99,11 @@ def test_as_many_checkpoints_are_counted_as_lie_side_by_side(
         checkpoint, "_prune", lambda folder, keep: (most.append(checkpoint.count(folder)), real(folder, keep))
     )
 
-    def counted(mine: config.Job) -> int:
+    def counted(mine: Job) -> int:
         named = named_of(mine)
-        need = writes.of_run(mine, named, run_of(mine))[0]
+        need = disk_budget.of_run(mine, named, run_of(mine))[0]
         assert need.what == "checkpoints"
-        return round(need.sure / writes.checkpoint_bytes(mine, named))
+        return round(need.sure / disk_budget.checkpoint_bytes(mine, named))
 
     for steps, every, keep in ((8, 2, 2), (3, 2, 2), (6, 1, 4), (2, 5, 2)):
         mine = job(f"train.steps={steps}", f"checkpoint.every={every}", f"checkpoint.keep={keep}", f"name='r{steps}'")
@@ -118,7 +125,7 @@ def test_as_many_checkpoints_are_counted_as_lie_side_by_side(
 
 
 def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
-    job: Callable[..., config.Job], tmp_path: Path, asked: list[list[Need]], free: Callable[[int], None]
+    job: Callable[..., Job], tmp_path: Path, asked: list[list[Need]], free: Callable[[int], None]
 ) -> None:
     cache = tmp_path / "cache"
     mine = job("train.steps=2", f"dataset.cache_dir='{cache}'", "preview.prompts=['a cat']", "preview.steps=1")
@@ -127,10 +134,11 @@ def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
         train.run(mine, progress=False)
     line = str(told.value)
     sure, likely = (sum(getattr(need, of) for need in asked[0]) for of in ("sure", "likely"))
-    assert line.startswith(f"{run_of(mine)}, {cache}: ") and "0.0 MiB are free" in line and disk.amount(sure) in line
+    assert line.startswith(f"{run_of(mine).parent}, {cache}: ")
+    assert "0.0 MiB are free" in line and disk_space.amount(sure) in line
     assert "\n" not in line and "output_dir" in line and "checkpoint.keep" in line
-    assert "没有" in words.tell("zh-CN", line) or "磁盘空间不够" in words.tell("zh-CN", line)
-    assert not cache.exists() and not checkpoint.count(run_of(mine) / "checkpoints")
+    assert "没有" in translations.translate("zh-CN", line) or "磁盘空间不够" in translations.translate("zh-CN", line)
+    assert not cache.exists() and not run_of(mine).exists()
 
     free(sure - 1)
     with pytest.raises(UserError):
@@ -141,7 +149,7 @@ def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
     (warned,) = [
         event["text"] for event in Run.open(run_of(mine)).events() if "disk may become full" in event.get("text", "")
     ]
-    assert "of previews" in warned and "预览图" in words.tell("zh-CN", warned)
+    assert "of previews" in warned and "预览图" in translations.translate("zh-CN", warned)
 
     asked.clear()
     other = mine.model_copy(update={"name": "other"})
@@ -151,7 +159,7 @@ def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
     assert not any("disk" in event.get("text", "") for event in Run.open(run_of(other)).events())
 
 
-def test_resuming_asks_as_well(job: Callable[..., config.Job], free: Callable[[int], None]) -> None:
+def test_resuming_asks_as_well(job: Callable[..., Job], free: Callable[[int], None]) -> None:
     mine = job("train.steps=2")
     train.run(mine, progress=False)
     free(0)
@@ -172,18 +180,18 @@ def test_each_disk_is_asked_for_what_comes_onto_it(tmp_path: Path, monkeypatch: 
         assert os.path.exists(path)
         return Path(path).relative_to(tmp_path).parts[0]
 
-    monkeypatch.setattr(disk, "_device", lambda path: devices[disk_of(path)])
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=room[disk_of(path)]))
+    monkeypatch.setattr(disk_space, "_device", lambda path: devices[disk_of(path)])
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: SimpleNamespace(free=room[disk_of(path)]))
     runs, cache = Need(tmp_path / "a/runs/x", "checkpoints", 6 * MIB, 6 * MIB), tmp_path / "b" / "cache" / "deep"
 
-    assert disk.shortages([runs, Need(cache, "cached pictures and captions", 3 * MIB, 3 * MIB)]) == ([], [])
-    (problem,), warnings = disk.shortages([runs, Need(cache, "cached pictures and captions", 4 * MIB, 4 * MIB)])
+    assert disk_space.shortages([runs, Need(cache, "cached pictures and captions", 3 * MIB, 3 * MIB)]) == ([], [])
+    (problem,), warnings = disk_space.shortages([runs, Need(cache, "cached pictures and captions", 4 * MIB, 4 * MIB)])
     assert problem.startswith(f"{cache}: ") and "4.0 MiB" in problem and "3.0 MiB are free" in problem and not warnings
     together = [runs, Need(tmp_path / "a" / "cache", "cached pictures and captions", 4 * MIB, 5 * MIB)]
-    problems, (warned,) = disk.shortages(together)
+    problems, (warned,) = disk_space.shortages(together)
     assert not problems and "up to 11.0 MiB" in warned and "10.0 MiB are free" in warned
     with pytest.raises(UserErrors):
-        disk.require([Need(tmp_path / name, "checkpoints", 99 * MIB, 99 * MIB) for name in "ab"])
+        disk_space.require([Need(tmp_path / name, "checkpoints", 99 * MIB, 99 * MIB) for name in "ab"])
 
 
 def test_what_can_be_written_is_tried_and_nothing_is_left(tmp_path: Path, no_privilege: None) -> None:
@@ -191,11 +199,11 @@ def test_what_can_be_written_is_tried_and_nothing_is_left(tmp_path: Path, no_pri
     (tmp_path / "locked").mkdir(mode=0o500)
     (tmp_path / "lost").symlink_to(tmp_path / "gone")
     before = sorted(tmp_path.rglob("*"))
-    assert disk.unwritable(tmp_path) is disk.unwritable(tmp_path / "new" / "deeper") is None
-    assert disk.unwritable(tmp_path / "file") == "Not a directory"
-    assert disk.unwritable(tmp_path / "file" / "x") == f"{tmp_path / 'file'}: Not a directory"
-    assert disk.unwritable(tmp_path / "locked" / "x") == f"{tmp_path / 'locked'}: Permission denied"
-    assert disk.unwritable(tmp_path / "lost") == "No such file or directory"
+    assert disk_space.unwritable(tmp_path) is disk_space.unwritable(tmp_path / "new" / "deeper") is None
+    assert disk_space.unwritable(tmp_path / "file") == "Not a directory"
+    assert disk_space.unwritable(tmp_path / "file" / "x") == f"{tmp_path / 'file'}: Not a directory"
+    assert disk_space.unwritable(tmp_path / "locked" / "x") == f"{tmp_path / 'locked'}: Permission denied"
+    assert disk_space.unwritable(tmp_path / "lost") == "No such file or directory"
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -207,7 +215,7 @@ class SmallDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path):
         self.folder, self.room = folder, 10**12
-        real = checkpoint.write_synced
+        real = writing.write_synced
         monkeypatch.setattr(checkpoint, "write_synced", lambda path: _Limited(self, real, path))
 
 
@@ -230,16 +238,16 @@ class _Limited:
         return self.opened.__exit__(*error)
 
 
-def exported(job: config.Job) -> dict[str, bytes]:
+def exported(job: Job) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run_of(job) / "export").glob("*.safetensors")}
 
 
 def test_an_older_checkpoint_goes_first_where_the_disk_is_full(
-    job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for two, and three lie side by side otherwise: nothing is lost, and it is told."""
     mine = job("train.steps=8")
-    one = writes.checkpoint_bytes(mine, named_of(mine))
+    one = disk_budget.checkpoint_bytes(mine, named_of(mine))
     folder = run_of(mine) / "checkpoints"
     SmallDisk(monkeypatch, folder).room = round(2.5 * one)
     train.run(mine, progress=False)
@@ -250,14 +258,14 @@ def test_an_older_checkpoint_goes_first_where_the_disk_is_full(
     assert sorted(path.name for path in folder.iterdir()) == ["step-000006", "step-000008"]
 
 
-def test_the_last_whole_checkpoint_never_goes(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_whole_checkpoint_never_goes(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for one and a half: the save fails in one line, the one before is intact, and with room it goes on."""
     plain = job("train.steps=6", "name=plain")
     train.run(plain, progress=False)
     mine = job("train.steps=6")
     folder = run_of(mine) / "checkpoints"
     small = SmallDisk(monkeypatch, folder)
-    small.room = round(1.5 * writes.checkpoint_bytes(mine, named_of(mine)))
+    small.room = round(1.5 * disk_budget.checkpoint_bytes(mine, named_of(mine)))
     with pytest.raises(RunFailure) as failure:
         train.run(mine, progress=False)
     assert "step-000004: the checkpoint could not be written (No space left on device)" in str(failure.value)
@@ -268,7 +276,7 @@ def test_the_last_whole_checkpoint_never_goes(job: Callable[..., config.Job], mo
     assert [data for data in _tensors(mine)] == [data for data in _tensors(plain)]
 
 
-def test_a_log_without_room_costs_no_step(job: Callable[..., config.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_without_room_costs_no_step(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """The log is written most often, and so meets a full disk first: what was learned is saved before it ends."""
     mine = job("train.steps=9", "checkpoint.every=4")
     real = Run.log_event
@@ -290,6 +298,6 @@ def test_a_log_without_room_costs_no_step(job: Callable[..., config.Job], monkey
     assert checkpoint.latest(run_of(mine) / "checkpoints")[0].step == 9
 
 
-def _tensors(job: config.Job) -> list[bytes]:
+def _tensors(job: Job) -> list[bytes]:
     found = checkpoint.latest(run_of(job) / "checkpoints")[0]
     return [found.adapter[name].view(-1).float().numpy().tobytes() for name in sorted(found.adapter)]

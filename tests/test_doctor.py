@@ -10,7 +10,8 @@ import pytest
 from PIL import Image, ImageFilter
 
 from lora_fp8 import cli, config, families
-from lora_fp8.data import buckets, decoding, doctor
+from lora_fp8.data import buckets, captions, decoding, doctor
+from lora_fp8.settings import Dataset
 
 
 def picture(seed: int, size: tuple[int, int] = (640, 640)) -> Image.Image:
@@ -41,7 +42,7 @@ def put(image: Image.Image, path: Path, caption: str | bytes | None = None, **op
 
 def examined(folder: Path, *, family: str = "sd15", remember: Path | None = None, **settings) -> doctor.Diagnosis:
     settings = {"folders": [{"path": str(folder)}], "trigger": "zibo", **settings}
-    section = config.Dataset.model_validate(settings)
+    section = Dataset.model_validate(settings)
     return doctor.examine(section, resolution=512, family=family, remember=remember)
 
 
@@ -72,6 +73,18 @@ def planted(kind: str, root: Path) -> str | None:
     if kind == "caption_empty":
         put(odd, path, b" \n")
         return "odd.txt"
+    if kind in ("caption_damaged", "caption_half_done"):
+        put(odd, path)
+        captions.apply(root, captions.preview(root, [captions.Append("!")], ["odd.png"]))
+        if kind == "caption_damaged":
+            path.with_suffix(".txt").write_bytes(b"")
+            return "odd.txt"
+        journal = root / captions.JOURNAL  # without its end, the edit was never finished
+        journal.write_bytes(journal.read_bytes().splitlines(keepends=True)[0])
+        return "append '!'"
+    if kind == "caption_leftover":
+        (root / f".good0.txt.{2**22 + 1}.tmp").write_bytes(b"zibo")
+        return ".good0.txt."
     if kind == "duplicate":
         put(odd, path)
         put(odd, root / "odd2.png")
@@ -127,6 +140,9 @@ def planted(kind: str, root: Path) -> str | None:
     if kind == "choice_unused":
         put(odd, path, "zibo, a {red|blue} car")
         return "{red|blue}"
+    if kind in ("sentences_shuffled", "sentences_cut"):
+        put(odd, path, "zibo stands in front of a tall house, and a small dog looks at her from the garden")
+        return "'zibo stands in front"
     if kind == "uneven":
         put(odd, root / "few/odd.png")
         return ".: 4, few: 1"
@@ -146,6 +162,7 @@ def planted(kind: str, root: Path) -> str | None:
 NAMES = {
     **{"duplicate": "odd2.png", "near_duplicate": "odd2.jpg", "animated": "odd.gif", "cmyk": "odd.jpg"},
     **{"turned": "odd.jpg", "extension": "odd.webp", "uneven": "", "kohya_folder": "12_girl", "folder": ""},
+    **{"caption_half_done": "", "caption_leftover": ""},
 }
 
 
@@ -153,7 +170,8 @@ NAMES = {
 @pytest.mark.parametrize("kind", [kind for kind in doctor.KINDS if not kind.startswith(("clip_", "mask"))])
 def test_each_kind_is_found_in_its_file_alone(folder: Path, kind: str) -> None:
     detail = planted(kind, folder)
-    found = by_kind(examined(folder, family="sd15"))
+    settings = {"sentences_shuffled": {"shuffle_tags": True}, "sentences_cut": {"tag_dropout": 0.1}}.get(kind, {})
+    found = by_kind(examined(folder, family="sd15", **settings))
     files = found.pop(kind)
     if kind == "caption_repeated":
         assert [name for name, _ in files] == ["good0.png", "odd.png"]
@@ -309,6 +327,19 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
     left = tree_hash(folder)
     left.pop(".lora_fp8_captions.jsonl")
     assert code == 0 and left == before
+    assert ask(monkeypatch, capfd, "dataset", "redo", folder)[0] == 0
+    repaired = (folder / "good1.txt").read_bytes()
+    (folder / "good1.txt").write_bytes(bytes(len(repaired)))
+    code, out, _ = ask(monkeypatch, capfd, "dataset", "repair", folder, "--dry-run")
+    assert code == 0 and "1 damaged captions would be restored: good1.txt" in out
+    code, out, _ = ask(monkeypatch, capfd, "dataset", "repair", folder, "--json")
+    assert code == 0 and json.loads(out)["restored"] == ["good1.txt"]
+    assert (folder / "good1.txt").read_bytes() == repaired
+    assert "no caption needs repair" in ask(monkeypatch, capfd, "dataset", "repair", folder)[1]
+    journal = folder / ".lora_fp8_captions.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))  # the redo never ended
+    assert "half done" in ask(monkeypatch, capfd, "dataset", "history", folder)[1]
+    assert "taken back in 5 captions" in ask(monkeypatch, capfd, "dataset", "repair", folder)[1]
     assert ask(monkeypatch, capfd, "dataset", "redo", folder)[0] == 0
     for wrong in (
         ["edit", folder],

@@ -5,32 +5,21 @@ and by the kernel, from its TCP connections.
 """
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import exchange_worker as worker
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_processes import (
-    ENVIRONMENT,
-    FLOAT32,
-    SMALL,
-    folder_of,
-    kept,
-    launch,
-    left_over,
-    losses,
-    noted,
-    start,
-    wait_for_step,
-)
+from test_processes import FLOAT32, RECORDING, SMALL, folder_of, kept, losses, noted, wait_for_step, write
 from torch import nn
+from waiting import LONG_SECONDS
 
-from lora_fp8 import config, exchange, train
-from lora_fp8.processes import Gradients
+from lora_fp8 import config, settings, train
+from lora_fp8.distributed import exchange
+from lora_fp8.distributed.processes import Gradients
+from lora_fp8.errors import UserError
 from lora_fp8.run import Run
 
 # -- bytes
@@ -77,26 +66,13 @@ def test_what_is_not_finite_does_not_come_back_finite(bad):
 def told(request, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
     """What each of so many processes has of exchange_worker.py; two gather, three scatter."""
     folder, world = tmp_path_factory.mktemp("worker"), request.param
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, worker.__file__, str(folder)]
-    started = [
-        subprocess.Popen(
-            command,
-            env=ENVIRONMENT | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    started = forked.start_group([worker.__file__, str(folder)], world, cwd=folder, env={})
     try:
-        words = [process.communicate(timeout=300)[1] for process in started]
+        errors = [process.communicate(timeout=LONG_SECONDS)[1] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * world, words
+    assert [process.returncode for process in started] == [0] * world, errors
     return [load_file(folder / f"{rank}.safetensors") for rank in range(world)]
 
 
@@ -225,14 +201,33 @@ counting("send", lambda given: given[0], 1)
 """
 
 
+def start(job: settings.Job, folder: Path, *more: str, planted: str = "") -> list[forked.Process]:
+    """train_lora.py in two processes that note what they do; `planted` is run before."""
+    config_file = write(job, folder)
+    script = folder / "recording.py"
+    script.write_text(RECORDING, encoding="utf-8")
+    args = [str(script), "--config", str(config_file), "--json", *more]
+    return forked.start_group(args, 2, cwd=folder, env={"SHARES": str(folder), "PLANTED": planted})
+
+
+def end(processes: list[forked.Process]) -> tuple[list[int | None], str]:
+    """Wait for all. Returns their exit codes, and what they said on stderr."""
+    try:
+        errors = [process.communicate(timeout=LONG_SECONDS)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], "\n".join(errors)[-3000:]
+
+
 @pytest.fixture(scope="module")
 def trained(make_job, tmp_path_factory):
     """The same job with two processes that exchange in float32 and in fp8: {kind: (job, folder)}."""
     root, found = tmp_path_factory.mktemp("trained"), {}
     for kind in ("fp32", "fp8"):
         job = make_job(root / kind, *TRAINED, f"train.gradient_exchange={kind}")
-        done = launch(job, root / kind, 2, planted=COUNTED)
-        assert done.returncode == 0, done.stderr[-3000:]
+        codes, errors = end(start(job, root / kind, planted=COUNTED))
+        assert codes == [0, 0], errors
         found[kind] = job, root / kind
     return found
 
@@ -280,17 +275,18 @@ def test_both_processes_hold_the_same_weights_after_every_step(trained):
 
 def test_stopped_and_resumed_ends_with_the_bytes_of_one_that_was_not(make_job, tmp_path, trained, tree_hash):
     job = make_job(tmp_path, *TRAINED, IN_FP8)
-    process = start(job, tmp_path, 2)
-    wait_for_step(process, 2)
+    processes = start(job, tmp_path)
+    wait_for_step(processes[0], 2)
     Run(folder_of(job)).request("stop")
-    process.communicate(timeout=400)
+    codes, errors = end(processes)
+    assert codes == [75, 0], errors  # the main process alone says how it ended
     at = json.loads(Run(folder_of(job)).status_file.read_text(encoding="utf-8"))
     assert at["state"] == "stopped" and 2 < at["step"] < 80
     saved = load_file(folder_of(job) / "checkpoints" / f"step-{at['step']:06d}" / "optimizer.safetensors")
     assert all(saved[f"residual.{rank}"].any() for rank in range(2))
     assert not torch.equal(saved["residual.0"], saved["residual.1"])
-    done = launch(job, tmp_path, 2, "--resume")
-    assert done.returncode == 0 and left_over(tmp_path) == [], done.stderr[-3000:]
+    codes, errors = end(start(job, tmp_path, "--resume"))
+    assert codes == [0, 0], errors
     assert kept(job, tree_hash) == kept(trained["fp8"][0], tree_hash)
     assert len(kept(job, tree_hash)) == 2 + 4
 
@@ -306,10 +302,10 @@ def micro(self, step, *more):
     return batch
 loader.Loader.micro = micro
 """
-    done = launch(job, tmp_path, 2, planted=planted)
-    assert done.returncode != 0 and left_over(tmp_path) == []
+    codes, errors = end(start(job, tmp_path, planted=planted))
+    assert codes == [3, 0], errors
     last = Run.open(folder_of(job)).events()[-1]
-    assert last["event"] == "error" and ": loss nan is not finite; files: " in last["text"], done.stderr[-3000:]
+    assert last["event"] == "error" and ": loss nan is not finite; files: " in last["text"], errors
     assert ".png" in last["text"] or ".jpg" in last["text"]
 
 
@@ -320,7 +316,7 @@ def test_alone_the_setting_changes_nothing_and_says_so(make_job, tmp_path, tree_
         done = train.run(job, progress=False).run
         texts = [event["text"] for event in done.events() if event["event"] == "warning"]
         assert [text for text in texts if "gradient_exchange" in text] == (
-            ["train.gradient_exchange = 'fp8' has no effect: one process exchanges no gradients"] * (kind == "fp8")
+            ["train.gradient_exchange has no effect: one process exchanges no gradients"] * (kind == "fp8")
         )
         assert "exchange" not in [event["event"] for event in done.events()]
         bundle = tree_hash(done.checkpoints / "step-000002")
@@ -329,7 +325,7 @@ def test_alone_the_setting_changes_nothing_and_says_so(make_job, tmp_path, tree_
 
 
 def test_the_setting_is_checked():
-    with pytest.raises(config.UserError, match=r"train\.gradient_exchange: expected fp32 \| fp8"):
+    with pytest.raises(UserError, match=r"train\.gradient_exchange: expected fp32 \| fp8"):
         config.loads(
             "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}",
             ["train.gradient_exchange=bf16"],

@@ -16,10 +16,12 @@ import safetensors
 import safetensors.torch
 import torch
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+from waiting import LONG_SECONDS
 
-from lora_fp8 import config, export, families
-from lora_fp8.config import UserError
-from lora_fp8.run import RunFailure
+from lora_fp8 import config, families, settings
+from lora_fp8.errors import RunFailure, UserError
+from lora_fp8.lora_files import export, layouts
+from lora_fp8.precision.dtypes import DTYPES
 from lora_fp8.verify import HEADER_KEYS, delta_error
 
 torch.set_num_threads(1)
@@ -136,14 +138,14 @@ def test_kohya_names_at_full_size(full_size, name, names, count):
     family, denoiser = families.get(name), full_size(name)
     layers = adapted(denoiser, CHOICES[name])
     state = random_state(layers)
-    tensors = export.to_layout(state, 0.5, family, denoiser.config, "kohya")
+    tensors = layouts.to_layout(state, 0.5, family, denoiser.config, "kohya")
     stems = {key.split(".")[0] for key in tensors}
     expected = {f"lora_unet_{n}" for n in names()}
     assert len(expected) == count
     assert stems == expected
     assert set(tensors) == {f"{s}.{end}" for s in stems for end in ("lora_down.weight", "lora_up.weight", "alpha")}
 
-    back, scaling = export.from_layout(tensors, family, denoiser.config)
+    back, scaling = layouts.from_layout(tensors, family, denoiser.config)
     assert set(scaling.values()) == {0.5} and set(scaling) == set(layers)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[key], state[key]) for key in state)
@@ -152,7 +154,7 @@ def test_kohya_names_at_full_size(full_size, name, names, count):
 def test_sdxl_names_of_convolutions_and_embeddings_are_reversible(full_size):
     family, denoiser = families.get("sdxl"), full_size("sdxl")
     layers = adapted(denoiser, lambda path: True)
-    to_kohya, members = export.NAMINGS["sgm_unet"]
+    to_kohya, members = layouts.NAMINGS["sgm_unet"]
     names = {path: to_kohya(path, family, denoiser.config)[0] for path in layers}
     assert len(set(names.values())) == len(layers)
     assert all(members(kohya, family, denoiser.config) == (path,) for path, kohya in names.items())
@@ -165,7 +167,7 @@ def test_sdxl_names_of_convolutions_and_embeddings_are_reversible(full_size):
     assert names["up_blocks.2.resnets.0.conv_shortcut"] == "output_blocks_6_0_skip_connection"
     # what diffusers makes of them; a rank-1 LoRA on every layer
     state = random_state({path: shape for path, shape in layers.items() if path in in_blocks})
-    tensors = export.to_layout(state, 1.0, family, denoiser.config, "kohya")
+    tensors = layouts.to_layout(state, 1.0, family, denoiser.config, "kohya")
     loader = diffusers.StableDiffusionXLPipeline
     converted, _ = loader.lora_state_dict(tensors, unet_config=denoiser.config)
     converted = {key.removeprefix("unet."): tensor for key, tensor in converted.items()}
@@ -177,7 +179,7 @@ def test_sdxl_names_of_convolutions_and_embeddings_are_reversible(full_size):
 def test_diffusers_takes_every_key_at_full_size(full_size, name, layout):
     family, denoiser = families.get(name), full_size(name)
     state = random_state(adapted(denoiser, CHOICES[name]), rank=2)
-    tensors = export.to_layout(state, 0.75, family, denoiser.config, layout)
+    tensors = layouts.to_layout(state, 0.75, family, denoiser.config, layout)
     loader = getattr(diffusers, family.pipeline_class)
     if name == "flux":
         converted, alphas = loader.lora_state_dict(dict(tensors), return_alphas=True)
@@ -191,7 +193,7 @@ def test_diffusers_takes_every_key_at_full_size(full_size, name, layout):
     if layout == "kohya" and name != "flux":
         converted = convert_unet_state_dict_to_peft(converted)
     assert converted.keys() == state.keys()
-    modules = export.modules(state)
+    modules = layouts.modules(state)
     # the UNets' kohya files carry alpha, which peft divides by the rank; elsewhere it is in the weights
     told = 0.75 if layout == "kohya" and name != "flux" else 1.0
     assert len(alphas or {}) == (len(modules) if told != 1 else 0)
@@ -205,27 +207,27 @@ def test_diffusers_takes_every_key_at_full_size(full_size, name, layout):
 def test_flux_kohya_refuses_what_diffusers_would_drop():
     with pytest.raises(UserError, match="x_embedder.*adapter.targets"):
         state = random_state({"x_embedder": (64, 32, ())})
-        export.to_layout(state, 1.0, families.get("flux"), {}, "kohya")
+        layouts.to_layout(state, 1.0, families.get("flux"), {}, "kohya")
 
 
 def test_a_config_may_leave_out_what_diffusers_has_a_default_for(full_size):
     """A single-file checkpoint comes with a short config, and config.json files are written by hand too."""
     flux, sdxl = families.get("flux"), families.get("sdxl")
     state = random_state(adapted(full_size("flux"), lambda path: path.startswith("single_transformer_blocks.3.")))
-    whole = export.to_layout(state, 1.0, flux, full_size("flux").config, "kohya")
-    short = export.to_layout(state, 1.0, flux, {"num_layers": 19}, "kohya")
+    whole = layouts.to_layout(state, 1.0, flux, full_size("flux").config, "kohya")
+    short = layouts.to_layout(state, 1.0, flux, {"num_layers": 19}, "kohya")
     assert whole.keys() == short.keys() and all(torch.equal(whole[key], short[key]) for key in whole)
-    assert export.unread_by_diffusers(flux, {"in_channels": 64}, "kohya") is None
+    assert layouts.unread_by_diffusers(flux, {"in_channels": 64}, "kohya") is None
     left = {key: value for key, value in SDXL.items() if "block_types" in key}
-    assert export.sgm_blocks(left) == export.sgm_blocks(full_size("sdxl").config)
+    assert layouts.sgm_blocks(left) == layouts.sgm_blocks(full_size("sdxl").config)
     state = random_state(adapted(full_size("sdxl"), lambda path: path.endswith("attn1.to_q")))
-    assert len(export.to_layout(state, 1.0, sdxl, sdxl.reference_config, "kohya")) == len(state) // 2 * 3
+    assert len(layouts.to_layout(state, 1.0, sdxl, sdxl.reference_config, "kohya")) == len(state) // 2 * 3
 
 
 def test_a_family_without_kohya_names_says_so():
     family = SimpleNamespace(title="New", denoiser_name="transformer", kohya_naming="", native_layers=())
     with pytest.raises(UserError, match=r"New has no kohya layout; set export.formats = \['diffusers'\]"):
-        export.to_layout(random_state({"x": (4, 4, ())}), 1.0, family, {}, "kohya")
+        layouts.to_layout(random_state({"x": (4, 4, ())}), 1.0, family, {}, "kohya")
 
 
 # -- fusing
@@ -253,11 +255,11 @@ def test_fusing_is_exact(ranks, scales):
         None if r is None else (torch.randn(r, width, generator=generator), torch.randn(n, r, generator=generator), s)
         for r, n, s in zip(ranks, rows, scales, strict=True)
     ]
-    fused = export.fuse(pairs, rows)
+    fused = layouts.fuse(pairs, rows)
     assert fused[0].shape[0] == sum(r or 0 for r in ranks)
     whole = [dense(p) if p is not None else torch.zeros(n, width) for p, n in zip(pairs, rows, strict=True)]
     torch.testing.assert_close(dense(fused), torch.cat([x.double() for x in whole]), rtol=1e-6, atol=1e-6)
-    back = export.split(fused[0], fused[1], rows)
+    back = layouts.split(fused[0], fused[1], rows)
     assert [p is None for p in back] == [p is None for p in pairs]
     for part, pair in zip(back, pairs, strict=True):
         if pair is not None:
@@ -268,7 +270,7 @@ def test_fusing_is_exact(ranks, scales):
 def test_a_layer_trained_fused_is_given_to_all_members():
     """Files of sd-scripts: one A for q, k and v. Every member gets that A and its rows of B."""
     a, b = torch.randn(5, 16), torch.randn(24, 5)
-    parts = export.split(a, b, [8, 8, 8])
+    parts = layouts.split(a, b, [8, 8, 8])
     torch.testing.assert_close(torch.cat([dense((*part, 1.0)) for part in parts]), dense((a, b, 1.0)))
 
 
@@ -276,7 +278,7 @@ def test_alpha_of_a_fused_layer_keeps_the_scaling():
     layers = {f"transformer_blocks.0.attn.to_{x}": (32, 32, ()) for x in "qkv"}
     denoiser_config = {"num_attention_heads": 2, "attention_head_dim": 16}
     state = random_state(layers, rank=4)
-    tensors = export.to_layout(state, 10 / 4, families.get("flux"), denoiser_config, "kohya")
+    tensors = layouts.to_layout(state, 10 / 4, families.get("flux"), denoiser_config, "kohya")
     assert tensors["lora_unet_double_blocks_0_img_attn_qkv.alpha"] == 30
     assert tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight"].shape == (12, 32)
 
@@ -324,7 +326,7 @@ def facts(**changes):
 def write(folder, state=None, **section):
     state = random_state(LAYERS, rank=3) if state is None else state
     section = {"formats": ["diffusers", "kohya"]} | section
-    return export.write(state, 1.7 / 3, families.get("sd15"), {}, config.Export(**section), facts(), folder)
+    return export.write(state, 1.7 / 3, families.get("sd15"), {}, settings.Export(**section), facts(), folder)
 
 
 def test_the_safetensors_library_reads_what_was_trained(tmp_path):
@@ -352,13 +354,13 @@ def test_dtype_in_the_file(tmp_path, dtype):
     for path in write(tmp_path, dtype=dtype):
         with safetensors.safe_open(path, "pt") as file:
             kinds = {file.get_tensor(k).dtype for k in file.keys() if not k.endswith("alpha")}  # noqa: SIM118
-        assert kinds == {export.DTYPES[dtype]}
+        assert kinds == {DTYPES[dtype]}
 
 
 def test_kohya_weights_are_the_trained_bits(tmp_path):
     state = random_state(LAYERS, rank=3, dtype=torch.bfloat16)
     found, _ = export.read(write(tmp_path, state, formats=["kohya"])[0])
-    back, scaling = export.from_layout(found, families.get("sd15"), {})
+    back, scaling = layouts.from_layout(found, families.get("sd15"), {})
     assert all(torch.equal(back[key], state[key]) for key in state)
     assert set(scaling) == set(LAYERS) and list(scaling.values()) == pytest.approx([1.7 / 3] * 3)
 
@@ -367,7 +369,8 @@ SAME_RUN = """
 import sys, torch
 from pathlib import Path
 from types import SimpleNamespace
-from lora_fp8 import config, export
+from lora_fp8 import settings
+from lora_fp8.lora_files import export
 generator = torch.Generator().manual_seed(0)
 state = {}
 for name in ("mid_block.attentions.0.proj_in", "up_blocks.1.attentions.0.proj_out", "mid_block.x.to_q"):
@@ -378,7 +381,7 @@ family.native_layers, family.trained_text, family.kohya_module = (), {}, "networ
 family.modelspec_architecture = "stable-diffusion-v1"
 cats = export.FolderFacts.count("cats", ["a, b, c", "c, b", "d, e, a", "f"])
 facts = export.ExportFacts("x", 1, 3, 1.7, 1e-4, 0, (512, 512), folders=(cats,), buckets={(64, 64): 1, (32, 96): 2})
-export.write(state, 1.7 / 3, family, {}, config.Export(formats=["diffusers", "kohya"]), facts, Path(sys.argv[1]))
+export.write(state, 1.7 / 3, family, {}, settings.Export(formats=["diffusers", "kohya"]), facts, Path(sys.argv[1]))
 """
 
 
@@ -388,7 +391,7 @@ def test_same_run_same_bytes_in_every_process(tmp_path):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", SAME_RUN, str(tmp_path / seed)]
         processes.append(subprocess.Popen(command, env=environment, cwd=Path(export.__file__).parents[1]))
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert [process.wait(timeout=LONG_SECONDS) for process in processes] == [0, 0]
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert names == ["x_diffusers.safetensors", "x_kohya.safetensors"]  # and no temporary file left
     for name in names:
@@ -451,7 +454,7 @@ def test_metadata_says_what_hosts_read(tmp_path):
     assert m["ss_num_train_images"] == "7" and m["ss_epoch"] == "35"  # 120 steps of 2 over 7 samples
     assert json.loads(m["ss_bucket_info"])["buckets"]["0"] == {"resolution": [512, 512], "count": 1}
     assert "ss_noise_offset" not in m
-    offset = export.metadata(families.get("sd15"), config.Export(), facts(noise_offset=0.05), "kohya")
+    offset = export.metadata(families.get("sd15"), settings.Export(), facts(noise_offset=0.05), "kohya")
     assert offset["ss_noise_offset"] == "0.05"
     # baked: nobody may scale a second time
     assert export.read(diffusers_file)[1]["ss_network_alpha"] == "3.0"
@@ -463,11 +466,11 @@ def test_a_header_stays_small_whatever_the_captions_are(full_size):
     sentence = "一只红色的狐狸坐在木屋前面看着远处的雪山" * 6
     tags = {f"{number} {sentence}": 1 + number % 7 for number in range(300)}
     folders = tuple(export.FolderFacts(f"folder {number}", 300, 1, tags) for number in range(60))
-    told = export.metadata(family, config.Export(), facts(folders=folders), "kohya")
+    told = export.metadata(family, settings.Export(), facts(folders=folders), "kohya")
     kept = json.loads(told["ss_tag_frequency"])
     assert len(kept) == 60 and all(set(found.values()) == {7} for found in kept.values())
     state = random_state(adapted(denoiser, lambda path: True))
-    tensors = export.to_layout(state, 1.0, family, denoiser.config, "kohya")
+    tensors = layouts.to_layout(state, 1.0, family, denoiser.config, "kohya")
     entries = {
         name: {"dtype": "BF16", "shape": list(t.shape), "data_offsets": [10**9] * 2} for name, t in tensors.items()
     }
@@ -508,7 +511,7 @@ def test_what_is_kept_back(tmp_path, level):
 def test_the_config_comes_back(tmp_path):
     job = config.loads("model = {family = 'sd15', path = '/x/y.safetensors'}\ndataset = {folders = [{path = '/a/b'}]}")
     state = random_state(LAYERS, rank=3)
-    section = config.Export(formats=["kohya"])
+    section = settings.Export(formats=["kohya"])
     told = facts(config_toml=config.dumps(job))
     (path,) = export.write(state, 1.0, families.get("sd15"), {}, section, told, tmp_path)
     back = config.loads(export.config_of(path))
@@ -593,11 +596,11 @@ def test_broken_files_are_named(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         export.read(tmp_path / "none.safetensors")
     os.mkfifo(tmp_path / "pipe.safetensors")
-    for path in (tmp_path, tmp_path / "pipe.safetensors"):
-        with pytest.raises(UserError, match="not a file"):
+    for path, words in ((tmp_path, "Is a directory"), (tmp_path / "pipe.safetensors", "not a regular file|not a file")):
+        with pytest.raises(UserError, match=words):
             export.read(path)
 
 
 def test_a_file_of_another_base_is_refused():
     with pytest.raises(UserError, match="not a LoRA for"):
-        export.from_layout({"diffusion_model.x.lora_A.weight": torch.ones(1, 1)}, families.get("sd15"), {})
+        layouts.from_layout({"diffusion_model.x.lora_A.weight": torch.ones(1, 1)}, families.get("sd15"), {})

@@ -7,9 +7,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from lora_fp8 import cli, config, export, families, layouts
-from lora_fp8.config import UserError
-from lora_fp8.run import RunFailure
+from lora_fp8 import families, settings
+from lora_fp8.cli import commands
+from lora_fp8.errors import RunFailure, UserError
+from lora_fp8.lora_files import export, layouts
 from lora_fp8.tools import files
 from lora_fp8.verify import delta_error
 
@@ -26,14 +27,14 @@ def made(folder, name, layout, scaling=0.5, dtype="bf16", every=9):
         state[f"{module}.lora_A.weight"] = torch.randn(2, inner, *kernel, generator=generator)
         state[f"{module}.lora_B.weight"] = torch.randn(out, 2, *(1 for _ in kernel), generator=generator)
     facts = export.ExportFacts("x", 1, 2, 2 * scaling, 1e-4, 0, (512, 512))
-    section = config.Export(formats=[layout], dtype=dtype)
+    section = settings.Export(formats=[layout], dtype=dtype)
     (path,) = export.write(state, scaling, Family, Family.reference_config, section, facts, folder)
     return path, state
 
 
 def test_inspect_tells_what_was_written(tmp_path, capsys):
     path, state = made(tmp_path, "sdxl", "kohya")
-    cli.inspect(path, as_json=True)
+    commands.inspect(path, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["layout"], told["families"], told["dtypes"]) == ("kohya", ["sdxl"], {"bf16": len(state) // 2})
     assert told["ranks"] == {"2": len(state) // 2} and told["alphas"] == {"1.0": len(state) // 2}
@@ -44,7 +45,7 @@ def test_inspect_tells_what_was_written(tmp_path, capsys):
     a, b = (state[f"{module}.lora_{half}.weight"].bfloat16().double().flatten(1) for half in "AB")
     norm = float((b @ a).norm()) * 0.5
     assert any(abs(found / norm - 1) < 1e-6 for found in told["norms"].values())
-    cli.inspect(path, as_json=False)
+    commands.inspect(path, as_json=False)
     assert "kohya layout" in capsys.readouterr().out
 
 

@@ -12,8 +12,10 @@ from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import make, write_header
 
-from lora_fp8 import config, families, naming, train
+from lora_fp8 import families, settings, train
+from lora_fp8.errors import UserError
 from lora_fp8.families._files import PREFIXES
+from lora_fp8.lora_files import naming
 
 FLUX2 = single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers
 CONVERTERS = {
@@ -117,7 +119,7 @@ def test_latents_are_not_normalised_as_a_relatives(name, refused, title, tmp_pat
         save_file(tensors, path)
         if whose == refused:
             other = "FLUX.2" if whose == "of_flux2" else "Ideogram 4"
-            with pytest.raises(families.UserError, match=f"is {other}'s VAE.*{title}'s diffusers folder"):
+            with pytest.raises(UserError, match=f"is {other}'s VAE.*{title}'s diffusers folder"):
                 make(Family, tmp_path)
         else:
             assert make(Family, tmp_path).warnings == []
@@ -151,13 +153,13 @@ def test_ideogram4_reads_prompts_to_the_limit_that_its_pipeline_refuses_beyond(t
 
 def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
     """Quantiles of many draws against the pipeline's own schedule, at 1024 x 768 pixels."""
-    objective = families.get("ideogram4").objective({}, config.Objective())
+    objective = families.get("ideogram4").objective({}, settings.Objective())
     drawn = objective.sample_t([torch.Generator().manual_seed(i) for i in range(4000)], 64 * 48)
     mu = pipeline_ideogram4._resolution_aware_mu(1024, 768, base_mu=0.0)
     steps = pipeline_ideogram4._logit_normal_sigmas(10, mu, std=1.5)[1:]
     quantiles = torch.quantile(drawn, torch.linspace(0.9, 0.1, 9))
     torch.testing.assert_close(quantiles, steps, atol=0.02, rtol=0)
-    part = families.get("ideogram4").objective({}, config.Objective(t_min=0.2, t_max=0.7))
+    part = families.get("ideogram4").objective({}, settings.Objective(t_min=0.2, t_max=0.7))
     cut_off = part.sample_t([torch.Generator().manual_seed(i) for i in range(2000)], 64 * 48)
     cut_off = cut_off.quantile(torch.tensor([0.0, 0.5, 1.0]))
     left = drawn[(drawn > 0.2) & (drawn < 0.7)].median()
@@ -167,7 +169,7 @@ def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
 def test_guidance_that_ideogram4_cannot_give_is_refused_before_anything_is_encoded(job, monkeypatch):
     monkeypatch.setattr(families.get("ideogram4"), "load_vae", lambda self: pytest.fail("too late"))
     mine = job("preview.prompts=['a cat']", "preview.guidance=4.0", "export.formats=['diffusers']", family="ideogram4")
-    with pytest.raises(families.UserError, match=r"preview.guidance = 4.0: .* accepted: 1.0 or 'auto'"):
+    with pytest.raises(UserError, match=r"preview.guidance = 4.0: .* accepted: 1.0 or 'auto'"):
         train.run(mine)
 
 
@@ -188,7 +190,7 @@ def test_the_last_norm_gets_no_adapter():
     with torch.device("meta"):
         denoiser = diffusers.Flux2Transformer2DModel.from_config(Family.reference_config)
     assert "norm_out.linear" in dict(denoiser.named_modules())
-    with pytest.raises(families.UserError, match="norm_out"):
+    with pytest.raises(UserError, match="norm_out"):
         Family.adapter_names(denoiser, ["^norm_out.linear"])
 
 
@@ -201,16 +203,19 @@ def test_klein_is_read_in_both_sizes(tmp_path):
     Family.tiny(tmp_path / "base")
     path = tmp_path / "base" / "transformer" / "config.json"
     path.write_text(json.dumps(Family.reference_config | {"_class_name": Family.denoiser_class}), encoding="utf-8")
-    family = make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
-    with pytest.raises(families.UserError, match="takes 12288 features of a token, the text encoder in .* gives 48"):
-        family.empty_denoiser()
+    with pytest.raises(UserError, match="takes 12288 features of a token, the text encoder in .* gives 48"):
+        make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
     path = tmp_path / "base" / "text_encoder" / "config.json"
     path.write_text(json.dumps({"hidden_size": 4096}), encoding="utf-8")
+    vae_config = tmp_path / "base" / "vae" / "config.json"
+    held = json.loads(vae_config.read_text(encoding="utf-8"))
+    vae_config.write_text(json.dumps(held | {"latent_channels": 32}), encoding="utf-8")  # as the released one has
     family = make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
     expected = family.empty_denoiser().state_dict()
     assert sum(tensor.numel() for tensor in expected.values()) == pytest.approx(9e9, rel=0.02)
     assert family.convert_checkpoint(shapes).keys() == expected.keys()
     assert family.modelspec_architecture == "Flux.2-klein-9b"
+    path.write_text(json.dumps({"hidden_size": 2560}), encoding="utf-8")
     assert make(Family, tmp_path / "base").modelspec_architecture == "Flux.2-klein-4b"
 
 

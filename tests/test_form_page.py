@@ -18,10 +18,22 @@ from typing import Any
 import gradio as gr
 import pytest
 from PIL import Image
+from waiting import wait_until
 
-from lora_fp8 import config, families, importing, jobs
-from lora_fp8.config import UserError
-from webui import album, bases, form, importer, outlook, pictures, shows, words
+from lora_fp8 import config, families, importing, jobs, settings
+from lora_fp8.data import captions
+from lora_fp8.errors import UserError
+from webui import (
+    base_models,
+    dataset_folder,
+    estimate_panel,
+    form,
+    image_folders,
+    importer,
+    run_cards,
+    run_monitor,
+    translations,
+)
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import dataset, new
@@ -70,7 +82,7 @@ def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> No
 
     def hidden(family: str, row: str = "", view: str = "set") -> set[str]:
         text = f'[model]\nfamily = "{family}"\n[[dataset.folders]]\npath = "a"\n{row}'
-        styles = new._columns(new._shares(form.values(text, tmp_path), False, view), view)
+        styles = new._style_columns(new._share_columns(form.read_values(text, tmp_path), False, view), view)
         return {name for name, style in zip(columns, styles, strict=True) if "none" in style}
 
     assert hidden("sdxl") == {"control"} and hidden("flux_kontext") == hidden("sdxl", 'control = "c"') == set()
@@ -82,11 +94,11 @@ def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> No
 
 def test_the_empty_row_below_the_folders_is_no_folder() -> None:
     table = form.settings()["dataset.folders"]
-    empty = [form.shown(column, column.default) for column in table.columns]
+    empty = [form.to_component(column, column.default) for column in table.columns]
     row = ["/a", *empty[1:]]
-    assert form.read(table, [row, empty]) == [{"path": "/a"}]
+    assert form.from_component(table, [row, empty]) == [{"path": "/a"}]
     changed = ["", "3", *empty[2:]]  # a folder whose name is still to come
-    assert form.read(table, [row, changed])[1] == {"path": "", "repeats": 3}
+    assert form.from_component(table, [row, changed])[1] == {"path": "", "repeats": 3}
 
 
 def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) -> None:
@@ -105,9 +117,11 @@ def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) 
         )
         assert (
             "没有"
-            in dict(page._findings(text.replace(f"{tmp_path}/none.pt", "demo").replace("sd15", "wan")))["model.path"]
+            in dict(page._find_problems(text.replace(f"{tmp_path}/none.pt", "demo").replace("sd15", "wan")))[
+                "model.path"
+            ]
         )
-        told = dict(page._findings(text))
+        told = dict(page._find_problems(text))
         assert told["model.path"].endswith("没有这个文件或文件夹")
         assert "dataset.cache_dir" not in told and bool(file) == ("adapter.init_from" in told)
         assert told.get("adapter.init_from", "").endswith(file)
@@ -120,30 +134,34 @@ def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
         page = new._Page(Ui("en", Place(tmp_path, [])))
         page.lay_out()
         preset = new.GOALS[1]
-        painted = {part.elem_id for part in page._choose(tuple(new.GOALS), preset, False)}
-        values = form.values(page.draft.text(), page.draft.home)
-        changed = {key for key, value in form.values(form.START, tmp_path).items() if not form.same(value, values[key])}
+        painted = {part.elem_id for part in page._choose_preset(tuple(new.GOALS), preset, False)}
+        values = form.read_values(page.draft.text(), page.draft.home)
+        changed = {
+            key
+            for key, value in form.read_values(form.START, tmp_path).items()
+            if not form.is_same_value(value, values[key])
+        }
         parts = {key: part.elem_id for key, part in page.parts["simple"].items() if key not in new.LISTED}
         assert {key for key, id in parts.items() if id in painted} == changed & set(parts)
         assert "new-name" not in painted and "new-preset" not in parts
-        assert {part.elem_id for part in page._demo("flux", False)} >= {"new-model-family", "new-model-path"}
-        assert set(parts.values()) <= {part.elem_id for part in page._open("simple", False)}, "opening paints all"
-        tell = page._tell
+        assert {part.elem_id for part in page._choose_demo("flux", False)} >= {"new-model-family", "new-model-path"}
+        assert set(parts.values()) <= {part.elem_id for part in page._repaint("simple", False)}, "opening paints all"
+        tell = page._paint_side
 
         def typed_meanwhile(everything: bool) -> dict[Any, Any]:
             page.draft.put("train.steps", 2)  # of 21: the field holds more by the time the answer comes
             return tell(everything)
 
-        page._tell = typed_meanwhile
-        painted = {part.elem_id for part in page._choose(tuple(new.GOALS), new.GOALS[0], False)}
+        page._paint_side = typed_meanwhile
+        painted = {part.elem_id for part in page._choose_preset(tuple(new.GOALS), new.GOALS[0], False)}
         assert "new-goal" in painted and "new-train-steps" not in painted
 
 
 def test_nothing_in_a_problem_ends_the_style_sheet_that_shows_it() -> None:
-    from webui.pages.new import _css_text
+    from webui.pages.new import _quote_css
 
     bad = "\"</style><script>alert(1)</script>\\ '} body { display: none } \u202e\n中文"
-    text = _css_text(bad)
+    text = _quote_css(bad)
     assert text[0] == text[-1] == '"'
     assert not set('<>"\\{}\n\u202e') & (set(text[1:-1]) - {"\\"}) and "</" not in text
     assert "中文" in text
@@ -165,14 +183,14 @@ def test_uploads_are_kept_byte_for_byte_and_what_is_no_picture_is_refused(tmp_pa
     }
     for name, data in files.items():
         (sent / name).write_bytes(data)
-    count, refused = pictures.take_in([str(sent / name) for name in files], kept)
+    count, refused = image_folders.add_uploads([str(sent / name) for name in files], kept)
     assert count == 1 and {path.name for path in kept.iterdir()} == {"a.png", "a.txt"}
     assert all((kept / name).read_bytes() == files[name] for name in ("a.png", "a.txt"))
     assert [line.partition(":")[0] for line in refused] == ["broken.png", "page.html", "bomb.png", "text.png"]
     # Once more is no harm; another picture of the same name is not put over the first.
-    assert pictures.take_in([str(sent / "a.png")], kept) == (0, [])
+    assert image_folders.add_uploads([str(sent / "a.png")], kept) == (0, [])
     (sent / "a.png").write_bytes(png(9, 9))
-    count, refused = pictures.take_in([str(sent / "a.png")], kept)
+    count, refused = image_folders.add_uploads([str(sent / "a.png")], kept)
     assert count == 0 and len(refused) == 1 and (kept / "a.png").read_bytes() == files["a.png"]
 
 
@@ -184,12 +202,55 @@ def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(png(64, 64))
     for name in ("a.txt", "sub/c.caption"):
         (tmp_path / name).write_text("a caption")
-    scanned = images.scan(config.Dataset(folders=[config.Folder(path=str(tmp_path))], missing_caption="skip"))
-    found = pictures.count(tmp_path)
+    scanned = images.scan(settings.Dataset(folders=[settings.Folder(path=str(tmp_path))], missing_caption="skip"))
+    found = image_folders.count_files(tmp_path)
     assert (found.pictures, found.without_caption) == (3, 1)
     assert len(scanned.examples) == found.pictures - found.without_caption
     (tmp_path / "sub/c_mask.png").write_bytes(png(64, 64))
-    assert pictures.count(tmp_path, "*_mask") == found, "a mask beside its picture is none"
+    assert image_folders.count_files(tmp_path, "*_mask") == found, "a mask beside its picture is none"
+
+
+def test_a_caption_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "a.txt").write_bytes("中文标注".encode("gb18030"))
+    page = dataset._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    cell = page._render_cell(dataset_folder.open_folder(tmp_path, fresh=True), "a.png", False, False, {})
+    assert "no caption" not in cell and "UTF-8" in cell
+
+
+def test_a_search_finds_the_words_of_others_and_says_when_it_finds_nothing(tmp_path: Path) -> None:
+    page = new._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    for text, key in (("network dim", "adapter.rank"), ("network_dim", "adapter.rank"), ("Rank", "adapter.rank")):
+        style, nothing = page._search(text)
+        assert (
+            f"#{new._make_id('set', key)}," not in style and f"#{new._make_id('set', 'seed')}" in style and not nothing
+        )
+    style, nothing = page._search("<b>no such thing")
+    assert all(f"#{new._make_id('set', key)}" in style for key in form.settings())
+    assert "No setting was found for “&lt;b&gt;no such thing”" in nothing
+    assert page._search("  ") == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("https://huggingface.co/owner/name", "owner/name"),
+        ("https://huggingface.co/owner/name/tree/main?x=1", "owner/name"),
+        ("https://hf.co/owner/name", "owner/name"),
+        ("https://huggingface.co/owner", ""),
+        ("https://evil.example/owner/name", ""),
+        ("owner/name", ""),
+        ("https://huggingface.co/../name", ""),
+    ],
+)
+def test_an_address_of_the_hub_is_an_id(tmp_path: Path, given: str, meant: str) -> None:
+    assert base_models.parse_hub_url(given) == meant
+    page = new._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    page._paint_side = lambda everything: {}
+    page._paint = lambda view, done, but="": {"but": but}
+    painted = page._change("simple", "model.path", True, given, False)
+    assert form.read_values(page.draft.text())["model.path"] == (meant or given)
+    assert painted["but"] == ("" if meant else "model.path"), "the field shows what was understood"
 
 
 @pytest.mark.parametrize("name", ["*_mask", "*-masklabel"])
@@ -203,44 +264,52 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
         (folder / file).write_bytes(png())
     (folder / "a.txt").write_text("a ball")
     trained = name == "*_mask"  # OneTrainer's are no pictures in any case
-    assert pictures.count(folder) == pictures.Count(3 + 2 * trained, 2 + 2 * trained, masks=2, mask=name)
-    assert pictures.count(folder, name) == pictures.Count(3, 2)
+    assert image_folders.count_files(folder) == image_folders.Count(
+        3 + 2 * trained, 2 + 2 * trained, masks=2, mask=name
+    )
+    assert image_folders.count_files(folder, name) == image_folders.Count(3, 2)
     page, theirs = dataset._Page(ui), {"a.png", "deep/b.png", "c-mask.png"}
-    one, told = album.album(folder, fresh=True), f"enter {name} as “Masks” of this folder on New training"
-    assert set(one.files) == theirs and told in page._head(one)
-    assert ("they are trained as pictures" in page._head(one)) == trained
+    one, told = (
+        dataset_folder.open_folder(folder, fresh=True),
+        f"enter {name} as “Masks” of this folder on New training",
+    )
+    assert set(one.files) == theirs and told in page._render_head(one)
+    assert ("they are trained as pictures" in page._render_head(one)) == trained
 
     # They get no captions: not by an edit of all, nor by a model; and the check-up takes them for what they are.
-    at = {"folder": str(folder), "mask": "", "cut": {"frames": "", "fps": "auto", "clip": "chunks"}}
+    at = {"folder": str(folder), "mask": "", "cut": {"frames": "", "fps": "auto", "clip": "chunks"}, "tags": []}
     edit = page.preview(at, "add_first", "zibo", "", "all")[1]
     assert {change.file for change in edit.changes} == {"a.txt", "deep/b.txt", "c-mask.txt"}
-    monkeypatch.setattr(album.jobs, "ensure_worker", lambda home: None)
-    page.begin(at, "some/model", "text", "", "", False)
+    monkeypatch.setattr(dataset_folder.jobs, "ensure_worker", lambda home: None)
+    page.start_captioning(at, "some/model", "text", "", "", False)
     assert f"--mask={name}" in jobs.Queue(ui.place.home).view(shell=False)[0].command
-    report = page._examined(at, one, "sd15", 0)
-    while report.running:
-        time.sleep(0.05)
-    assert report.report["counts"]["masked"] == 2 and set(report.files("caption_missing")) == theirs - {"a.png"}
+    report = page._examine(at, one, "sd15", 0)
+    wait_until(lambda: not report.running)
+    assert report.report["counts"]["masked"] == 2 and set(report.list_files("caption_missing")) == theirs - {"a.png"}
 
     # Where New training says it, there is nothing to do; and what has a caption of its own is no mask.
     Draft(ui.place.home).write(f'[[dataset.folders]]\npath = "{folder}"\nmask = "{name}"\n')
-    assert page._drafted_mask(folder) == name
-    one = album.album(folder, mask=name)
-    assert set(one.files) == theirs and f"2 masks ({name})" in page._head(one) and told not in page._head(one)
+    assert page._find_draft_mask(folder) == name
+    one = dataset_folder.open_folder(folder, mask=name)
+    assert (
+        set(one.files) == theirs
+        and f"2 masks ({name})" in page._render_head(one)
+        and told not in page._render_head(one)
+    )
     if trained:
         (folder / masks[0]).with_suffix(".txt").write_text("a white ball")
-        assert len(album.album(folder, fresh=True).files) == 5
+        assert len(dataset_folder.open_folder(folder, fresh=True).files) == 5
         (folder / "masks" / "deep").mkdir(parents=True)
         (folder / "masks" / "deep" / "b.jpg").write_bytes(png())
-        assert "masks looks like a folder of masks" in page._head(album.album(folder, fresh=True))
+        assert "masks looks like a folder of masks" in page._render_head(dataset_folder.open_folder(folder, fresh=True))
 
 
 # --------------------------------------------------------------------------------------------------- bases and presets
 
 
-@pytest.mark.parametrize("family", bases.demos())
+@pytest.mark.parametrize("family", base_models.list_demo_families())
 def test_a_diffusers_folder_tells_its_family(family: str) -> None:
-    assert bases.look(DEMO / "base" / family) == bases.Base(family)
+    assert base_models.inspect_base(DEMO / "base" / family) == base_models.Base(family)
 
 
 def test_relatives_are_told_apart_and_strangers_are_not_guessed(tmp_path: Path) -> None:
@@ -248,9 +317,11 @@ def test_relatives_are_told_apart_and_strangers_are_not_guessed(tmp_path: Path) 
     (tmp_path / "unet").mkdir()
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": facts["pipeline_class"]}))
     (tmp_path / "unet" / "config.json").write_text(json.dumps(facts["config_marks"]))
-    assert bases.look(tmp_path).family == "sd2"
+    assert base_models.inspect_base(tmp_path).family == "sd2"
     (tmp_path / "unet" / "config.json").write_text(json.dumps({"in_channels": 9}))
-    assert bases.look(tmp_path) == bases.look(tmp_path / "nothing") == bases.Base(), "an inpainting model is neither"
+    assert base_models.inspect_base(tmp_path) == base_models.inspect_base(tmp_path / "nothing") == base_models.Base(), (
+        "an inpainting model is neither"
+    )
 
 
 def write_header(path: Path, shapes: dict[str, tuple[int, ...]], missing: int = 0) -> Path:
@@ -286,22 +357,28 @@ def test_a_single_file_is_recognised_by_its_header_at_once(tmp_path: Path) -> No
     many = {f"model.diffusion_model.middle_block.{i}.weight": (4,) for i in range(4000)}
     xl = write_header(tmp_path / "xl.safetensors", {**SDXL, **many})
     began = time.process_time()  # others may keep this machine busy
-    assert bases.look(xl) == bases.Base("sdxl", single=True)
+    assert base_models.inspect_base(xl) == base_models.Base("sdxl", single=True)
     assert time.process_time() - began < 1
-    flux = bases.look(write_header(tmp_path / "flux.safetensors", FLUX))
-    assert flux.family == "flux" and bases.fits(flux, "flux_kontext"), "the same tensors, and nothing tells"
-    assert not bases.fits(flux, "sdxl") and not bases.fits(bases.look(xl), "flux_kontext")
-    assert bases.fits(flux, "no such family") is False and bases.fits(bases.Base(), "sdxl")
+    flux = base_models.inspect_base(write_header(tmp_path / "flux.safetensors", FLUX))
+    assert flux.family == "flux" and base_models.fits_family(flux, "flux_kontext"), (
+        "the same tensors, and nothing tells"
+    )
+    assert not base_models.fits_family(flux, "sdxl") and not base_models.fits_family(
+        base_models.inspect_base(xl), "flux_kontext"
+    )
+    assert base_models.fits_family(flux, "no such family") is False and base_models.fits_family(
+        base_models.Base(), "sdxl"
+    )
     fill = write_header(tmp_path / "fill.safetensors", FLUX | {"img_in.weight": (3072, 384)})
     lora = write_header(tmp_path / "lora.safetensors", {"lora_unet_mid_block.lora_up.weight": (4, 4)})
     short = write_header(tmp_path / "short.safetensors", SDXL, missing=7)
     (tmp_path / "old.ckpt").write_bytes(b"PK")
     for path, wrong in ((fill, "kind that is known"), (lora, "a LoRA"), (short, "damaged"), ("old.ckpt", "pickles")):
-        found = bases.look(tmp_path / path)
+        found = base_models.inspect_base(tmp_path / path)
         assert wrong in found.wrong and not found.family and found.single
     # The file is replaced by another: it is looked at anew.
     write_header(xl, FLUX)
-    assert bases.look(xl).family == "flux"
+    assert base_models.inspect_base(xl).family == "flux"
     for name in families.available():  # a method could not be asked without torch
         assert "def recognises" not in (Path(families.__file__).parent / f"{name}.py").read_text(encoding="utf-8"), name
 
@@ -313,26 +390,28 @@ def test_models_are_offered_with_their_architecture(tmp_path: Path) -> None:
     write_header(root / "small.safetensors", SDXL)
     shutil.copytree(DEMO / "base" / "sd15", models / "mini")
     titles = {name: families.facts(name)["title"] for name in ("sdxl", "sd15")}
-    assert bases.nearby([models], [root, models]) == [
+    assert base_models.find_base_models([models], [root, models]) == [
         (f"mini · {titles['sd15']}", str(models / "mini")),
         (f"sdxl/xl.safetensors · {titles['sdxl']}", str(xl)),
     ]
-    assert bases.parts([models], [root], "sd15") == [(f"mini · {titles['sd15']}", str(models / "mini"))]
-    assert bases.parts([models], [root], "sdxl") == [], "a single file lacks the same"
+    assert base_models.find_component_folders([models], [root], "sd15") == [
+        (f"mini · {titles['sd15']}", str(models / "mini"))
+    ]
+    assert base_models.find_component_folders([models], [root], "sdxl") == [], "a single file lacks the same"
 
 
 def test_a_saved_preset_gives_the_same_settings_under_another_job(tmp_path: Path) -> None:
     text = 'name = "x"\npreset = ["character"]\n[model]\nfamily = "sdxl"\npath = "a/b"\n[adapter]\nrank = 5\n'
-    path = bases.save_preset(tmp_path, "mine", text)
+    path = base_models.save_preset(tmp_path, "mine", text)
     data = tomllib.loads(path.read_text())
     assert data["adapter"]["rank"] == 5 and data["train"]["steps"] == 1200 and not {"name", "model"} & data.keys()
     other = f'preset = ["{path}"]\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"\n'
     job = config.loads(other)
     assert job.adapter.rank == 5 and job.train.steps == 1200 and job.model.family == "sd15"
     with pytest.raises(UserError):
-        bases.save_preset(tmp_path, "mine", text)
+        base_models.save_preset(tmp_path, "mine", text)
     with pytest.raises(UserError):
-        bases.save_preset(tmp_path, "character", text)
+        base_models.save_preset(tmp_path, "character", text)
 
 
 def test_settings_of_another_trainer_become_the_draft(tmp_path: Path) -> None:
@@ -341,23 +420,20 @@ def test_settings_of_another_trainer_become_the_draft(tmp_path: Path) -> None:
         'pretrained_model_name_or_path = "m"\nnetwork_module = "networks.lora"\nnetwork_dim = 7\n<x>=1\n'[:-6]
     )
     ui = Ui("zh-CN", Place(tmp_path / "home"))
-    text, account = importer.account(ui, [file])
+    text, account = importer.import_files(ui, [file])
     assert tomllib.loads(text)["adapter"]["rank"] == 7
-    assert "network_dim" in account and "已导入" in account
-    # What its remarks say, each in Chinese though several stand in one line; what was not found; what was assumed.
+    assert "network_dim" in account and "已导入" in account and "按 sd-scripts 0.10 的默认值填写" in account
+    assert re.search("<strong>是否为同一训练：否，因为有 . 项需要补充", account)
+    # What its remarks say, each in Chinese though several stand in one line; what was not found.
     shutil.copy(EXAMPLES / "sd_scripts_flux.toml", file)
-    _, account = importer.account(ui, [file])
-    assert (
-        "注意</strong>" in account
-        and "请把它和 k.toml 放在一起" in account
-        and "按 sd-scripts 0.10 的默认值填写" in account
-    )
+    _, account = importer.import_files(ui, [file])
+    assert "注意</strong>" in account and "请把它和 k.toml 放在一起" in account
     (tmp_path / "prompts.txt").write_text("a cat --s 20 --l 4\na dog --s 30\n")
     both = [tmp_path / "prompts.txt", file]
-    assert "只用 --g；这里所有预览共用一个 steps" in importer.account(ui, both)[1]
+    assert "只用 --g；这里所有预览共用一个 steps" in importer.import_files(ui, both)[1]
     file.write_text("a = 1\n")
     with pytest.raises(UserError):
-        importer.account(ui, [file])
+        importer.import_files(ui, [file])
 
 
 TOGETHER = (
@@ -378,7 +454,7 @@ def test_files_that_settings_refer_to_come_with_them(names: tuple[str, ...], tmp
         apart.append(tmp_path / f"upload of {name}" / name)
         apart[-1].parent.mkdir()
         apart[-1].write_bytes((EXAMPLES / name).read_bytes() if name in names else b"nothing of this\n")
-    text, account = importer.account(Ui("en", Place(tmp_path / "home")), apart)
+    text, account = importer.import_files(Ui("en", Place(tmp_path / "home")), apart)
     expected = importing.import_file(EXAMPLES / names[0]).settings
     expected.pop("output_dir", None)  # theirs is not the page's to write to
     assert tomllib.loads(text) == expected
@@ -408,30 +484,30 @@ def test_files_beside_settings_are_text_and_of_one_training(tmp_path: Path) -> N
     ]  # fmt: skip
     strange[-1].parent.mkdir()
     strange[-1].write_bytes(main.read_bytes())
-    told = dict(re.findall(r"未使用：(.*?)：(.*?)</p>", importer.account(ui, [main, *strange])[1]))
+    told = dict(re.findall(r"未使用：(.*?)：(.*?)</p>", importer.import_files(ui, [main, *strange])[1]))
     assert told.keys() == {one.name for one in strange}
     reasons = {"binary.txt": "不是 UTF-8", "broken.json": "JSON", "large.txt": "超过配置文件的上限"}
     reasons |= {"bomb.yaml": "没有提到它", "k.toml": "同名"}
     assert [name for name, reason in reasons.items() if reason not in told[name]] == []
     with pytest.raises(UserError, match="100000 values"):
-        importer.account(ui, [strange[3]])
+        importer.import_files(ui, [strange[3]])
     other = file("o.toml", main.read_bytes())
     with pytest.raises(UserError, match=r"k\.toml, o\.toml: each is a training of its own"):
-        importer.account(ui, [main, other])
+        importer.import_files(ui, [main, other])
     with pytest.raises(UserError, match="21 files"):
-        importer.account(ui, [main] * 21)
+        importer.import_files(ui, [main] * 21)
 
 
-# ------------------------------------------------------------------------------------------------------------- outlook
+# ----------------------------------------------------------------------------------------------------- estimate panel
 
 
 def test_the_arithmetic_is_the_engines() -> None:
     """12 pictures twice an epoch, batches of 2, two of them a step."""
     found = {"train.batch_size": 2, "train.accumulate": 2, "train.steps": 60}
-    assert outlook.epochs(24, found) == outlook.Epochs(24, 4, 6.0, 10.0)
+    assert estimate_panel.count_epochs(24, found) == estimate_panel.Epochs(24, 4, 6.0, 10.0)
     for wrong in ({"train.steps": 0}, {"train.batch_size": "x"}, {"train.accumulate": True}):
-        assert outlook.epochs(24, found | wrong) is None
-    assert outlook.epochs(0, found) is None
+        assert estimate_panel.count_epochs(24, found | wrong) is None
+    assert estimate_panel.count_epochs(0, found) is None
 
 
 @pytest.mark.parametrize(
@@ -440,11 +516,11 @@ def test_the_arithmetic_is_the_engines() -> None:
     + [(0.00012345, "0.000123"), (0, "0"), (1 / 16, "0.0625"), (10**7 + 0.5, "10000000")],
 )
 def test_numbers_are_told_without_exponents(number: float, told: str) -> None:
-    assert shows.digits(number) == told
+    assert run_cards.digits(number) == told
 
 
 def test_time_is_that_of_the_newest_run_of_the_family(tmp_path: Path) -> None:
-    assert outlook.pace([tmp_path], "sd15") is None
+    assert estimate_panel.find_pace([tmp_path], "sd15") is None
     for age, (name, family, seconds) in enumerate((("old", "sd15", 9), ("new", "sd15", 2), ("other", "flux", 7))):
         run = tmp_path / name
         run.mkdir()
@@ -452,31 +528,35 @@ def test_time_is_that_of_the_newest_run_of_the_family(tmp_path: Path) -> None:
         lines = [{"t": 100 + seconds * step, "event": "step", "step": step} for step in range(1, 20)]
         (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         os.utime(run / "config.toml", (1000 + age, 1000 + age))
-    assert outlook.pace([tmp_path], "sd15") == (2.0, "new")
-    assert outlook.pace([tmp_path], "sdxl") is None
+    assert estimate_panel.find_pace([tmp_path], "sd15") == (2.0, "new")
+    assert estimate_panel.find_pace([tmp_path], "sdxl") is None
 
 
 def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = 'preset = ["demo_sd15"]\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\n'
     text = base + f'path = "{DEMO / "dataset"}"\n'
-    estimates = outlook.Estimates(tmp_path)
-    assert estimates.of("[model") == "", "what is wrong is told elsewhere"
-    deadline = time.monotonic() + 240
-    while (found := estimates.of(text)) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
+    estimates = estimate_panel.Estimates(tmp_path)
+    assert estimates.get("[model") == "", "what is wrong is told elsewhere"
+    wait_until(lambda: estimates.get(text) is not None)
+    found = estimates.get(text)
     assert isinstance(found, dict), found
     assert found["pictures"] == 16 and found["peak_bytes"] > found["base_bytes"] > 1e6 and found["file_bytes"]
-    assert estimates.of(text.replace("[model]", 'name = "y"\n[model]')) == found, "no name changes it"
+    assert estimates.get(text.replace("[model]", 'name = "y"\n[model]')) == found, "no name changes it"
     assert not list((tmp_path / "drafts").glob("tmp*")), "nothing is left behind"
 
-    assert outlook.room(found) == ([], [])
+    told = "dataset.shuffle_tags: 2 of 3 captions look like sentences, such as 'a b', and are shuffled at their commas"
+    draft = new._Page(Ui("zh-CN", Place(tmp_path, [tmp_path, DEMO])))
+    draft.draft.write(text)
+    draft.estimates = SimpleNamespace(get=lambda text: found | {"notes": [f"{told}. Set it to false"]})
+    assert "3 条标注中有 2 条像是句子" in draft._render_summary(), "the page shows what the engine noted"
+
+    assert estimate_panel.check_disk_space(found) == ([], [])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 << 20))
-    (problem,), _ = outlook.room(found)
+    (problem,), _ = estimate_panel.check_disk_space(found)
     assert f"{tmp_path / 'runs'}" in problem and "5.0 MiB are free" in problem and "of checkpoints" in problem
-    assert words.tell("zh-CN", problem).count("MiB") == problem.count("MiB") and "检查点" in words.tell(
-        "zh-CN", problem
-    )
+    assert translations.translate("zh-CN", problem).count("MiB") == problem.count(
+        "MiB"
+    ) and "断点" in translations.translate("zh-CN", problem)
 
 
 # --------------------------------------------------------------------------------------------------------------- draft
@@ -515,7 +595,7 @@ def test_what_was_replaced_comes_back(tmp_path: Path) -> None:
         page.lay_out()
         mine = 'name = "mine"  # an hour of work\n'
         page.draft.write(mine)
-        assert page._tell()[page.back]["visible"] is False
+        assert page._paint_side()[page.back]["visible"] is False
         for _ in range(2):  # twice, and nothing is lost all the same
             assert page._reset(False)[page.back]["visible"] is True and page.draft.text() == form.START
         assert page._bring_back(False)[page.code] == page.draft.text() == mine
@@ -529,3 +609,84 @@ def test_what_was_replaced_comes_back(tmp_path: Path) -> None:
         assert page.draft.text() == later
         page._bring_back(False)
         assert page.draft.text() == 'name = "other"\n'
+
+
+def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the draft of New training; while that is untouched, for the newest training of the queue."""
+    folder, ui = tmp_path / "set", Ui("en", Place(tmp_path / "home", [tmp_path]))
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png())
+    page = dataset._Page(ui)
+    asked: list[tuple[str, int]] = []
+
+    def examination(place: Place, at: Path, family: str, side: int, *rest: Any) -> SimpleNamespace:
+        asked.append((family, side))
+        return SimpleNamespace(report=None, list_files=lambda *kinds: {})
+
+    monkeypatch.setattr(dataset_folder, "examine", examination)
+
+    def opened() -> tuple[str, int]:
+        _, shown, family, resolution, *rest = page.open(SimpleNamespace(query_params={"folder": str(folder)}))
+        at = next(part for part in rest if isinstance(part, dict) and "folder" in part)
+        page._examine(at, page._get_dataset(at), family, resolution)
+        assert shown["visible"] and asked[-1] == (family, resolution or 512)
+        return family, resolution
+
+    assert opened() == ("sd15", 0), "as New training begins"
+    queue = jobs.Queue(ui.place.home)
+    for number, side in enumerate((64, 128)):
+        text = f'name = "r{number}"\noutput_dir = "{tmp_path}/runs"\n[model]\nfamily = "sd15"\npath = "demo"\n'
+        queue.submit(f'{text}[dataset]\nresolution = {side}\n[[dataset.folders]]\npath = "{folder}"\n')
+    run_monitor.get_monitor(ui.place).views.invalidate()
+    assert opened() == ("sd15", 128)
+    draft = Draft(ui.place.home)
+    draft.write('[model]\nfamily = "sd15"\npath = "demo"\n[dataset]\nresolution = 256\n')
+    assert opened() == ("sd15", 256)
+    row = f'[[dataset.folders]]\npath = "{folder}"\nresolution = 320\n'
+    draft.write(f'[dataset]\nresolution = 256\n{row}[model]\nfamily = "sd15"\n')
+    assert opened() == ("sd15", 320), "the folder's own"
+    for odd in ("[model", '[model]\nfamily = "absent"\n', "[model]\nfamily = [1]\n"):
+        draft.write(odd)
+        page.open(SimpleNamespace(query_params={}))
+
+
+def test_a_caption_that_could_not_be_written_waits_for_who_opens_the_folder_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, page = tmp_path / "set", dataset._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    with gr.Blocks():
+        page.lay_out()
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png())
+    (folder / "a.txt").write_text("a ball")
+    monkeypatch.setattr(
+        dataset_folder, "examine", lambda *_: SimpleNamespace(report=None, list_files=lambda *kinds: {})
+    )
+
+    def opened() -> dict[str, Any]:
+        return next(
+            part
+            for part in page.open(SimpleNamespace(query_params={"folder": str(folder)}))
+            if isinstance(part, dict) and "unsaved" in part
+        )
+
+    def pick(at: dict[str, Any]) -> list[Any]:
+        event = gr.EventData(None, {"do": "pick", "name": "a.png"})
+        _, at, _, _, _, _, editor, editing, *_ = page.press(event, at, "sd15", 0, "", "")
+        return [at, editor["value"], editing]
+
+    at, text, editing = pick(opened())
+    assert text == "a ball"
+    with monkeypatch.context() as full:
+
+        def no_room(*_: Any, **__: Any) -> None:
+            raise UserError("set: cannot be written (No space left on device); no caption was changed")
+
+        full.setattr(captions, "apply", no_room)
+        said, *rest = page.save(0, at, "sd15", 0, "a red ball", editing)
+        assert "No space left" in said["value"]
+    assert (folder / "a.txt").read_text() == "a ball"
+    at, text, editing = pick(opened())  # the page was closed and opened
+    assert text == "a red ball"
+    page.save(0, at, "sd15", 0, text, editing)
+    assert (folder / "a.txt").read_text() == "a red ball" and opened()["unsaved"] == {}

@@ -5,9 +5,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_fp8 import config, importing, rules, wording
+from lora_fp8 import families, importing, settings
+from lora_fp8.config import loading, relations, validation
 from lora_fp8.data import images
-from webui import form, words
+from lora_fp8.data.caption_style import warn_of_sentences
+from webui import form, translations
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 ADVICE = (
@@ -16,7 +18,8 @@ ADVICE = (
 )
 UNTOLD = {
     "{key}: {item['msg']}, got {given}",  # pydantic's own words, for a kind of mistake that no setting has today
-    "{name} = {tomlkit.item(value).as_string()}  # {field.description}{choices and f' ({choices})'}",  # a file's line
+    "{name} = {toml_value(value)}  # {field.description}{choices and f' ({choices})'}",  # a file's line
+    "a layer's name = {accepted(each)}",  # in such a line
     "{sign} {getattr(item, attribute)}",
     " (from --set)",
 }
@@ -33,10 +36,10 @@ def declared() -> dict[str, form.Setting]:
 def test_every_setting_has_its_words() -> None:
     tables = {"section", "section.dataset.folders"} | {f"section.{name}" for name in form.sections() if name}
     wanted = tables | set(declared())
-    missing, stale = wanted - set(words.named()), set(words.named()) - wanted
+    missing, stale = wanted - set(translations.load_setting_texts()), set(translations.load_setting_texts()) - wanted
     assert not missing, f"{', '.join(sorted(missing))}: new on the page; {ADVICE}"
     assert not stale, f"{', '.join(sorted(stale))}: no such setting any more; take it out of webui/texts/settings.toml"
-    for key, texts in words.named().items():
+    for key, texts in translations.load_setting_texts().items():
         assert texts.keys() - {"choices", "choices-en", "help-en"} == {"en", "zh-CN", "help"}, f"{key}: {ADVICE}"
         assert all(texts.values()) and CHINESE.search(texts["help"]), f"{key}: {ADVICE}"
         if key in declared():
@@ -74,19 +77,19 @@ def test_every_message_of_the_check_has_its_chinese() -> None:
         "own": own,
         "hint": "",
         "more": "",
-        "words[kind]": "at least",
+        "_in_words(field)": "at least 1",
         "limit": "at least 1",
         "where": "config",
         "_suggest(location)": "",
     }
-    files = (module.__file__ for module in (config, rules, wording))
+    files = (module.__file__ for module in (loading, relations, validation))
     found = sorted({text for file in files for text in messages(Path(file))} - UNTOLD)
     assert len(found) > 60, "the messages are found no longer"
     untold = []
     for text in found:
         line = re.sub(r"\{((?:[^{}]|\{[^{}]*\})+)\}", lambda place: samples.get(place[1], "7"), text)
-        line = f"x.y: unknown setting{line}" if line.startswith(", did") else line
-        told = words.tell("zh-CN", line)
+        line = f"x.y: unknown setting{line}" if line.startswith((", did", "; here")) else line
+        told = translations.translate("zh-CN", line)
         if told == line or not CHINESE.search(told):
             untold.append(text)
     assert not untold, "no pattern in webui/texts/engine.toml for: " + " || ".join(untold)
@@ -108,24 +111,32 @@ def test_real_messages_in_chinese() -> None:
         [quantize]
         recipe = "mxfp8"
     """
-    told = [words.tell("zh-CN", problem.line) for problem in form.problems(text)]
+    told = [translations.translate("zh-CN", problem.line) for problem in form.find_problems(text)]
     assert [line for line in told if not CHINESE.search(line)] == []
-    assert "adapter.rank：不能小于 1，实际为 0" in told
+    assert "adapter.rank：必须在 1 到 1024 之间，实际为 0" in told
     assert "train.step：没有这个设置，是不是想写 train.steps？" in told
     assert "train.steps：应为整数，实际为 1.5" in told
     assert "optimizer.lr_scale：应为 auto | none 或数字，实际为 'much'" in told
     assert any(line.startswith("preset：没有预设 'nope'") for line in told)
     required = next(line for line in told if line.startswith("model.path："))
-    assert required == "model.path：必须填写。" + words.named()["model.path"]["help"]
+    assert required == "model.path：必须填写。" + translations.load_setting_texts()["model.path"]["help"]
+
+
+def test_a_layer_of_a_table_may_have_any_name() -> None:
+    for name in ("attn2", "^mid_block.0", "*attn*", "attn 4"):
+        told = translations.translate("zh-CN", f"adapter.ranks.{name}: must be at least 0 and at most 1024, got -1")
+        assert told == f"adapter.ranks.{name}：必须在 0 到 1024 之间，实际为 -1"
 
 
 def test_what_is_around_a_message_is_told_too_and_the_unknown_is_left_alone() -> None:
     line = "adapter.rank: must be at least 1, got 0 (from preset mine)"
-    assert words.tell("zh-CN", line) == "adapter.rank：不能小于 1，实际为 0（来自预设 mine）"
-    assert words.tell("zh-CN", "config: 2 problems\n  model.path: is empty").endswith("\n  model.path：不能为空")
+    assert translations.translate("zh-CN", line) == "adapter.rank：不能小于 1，实际为 0（来自预设 mine）"
+    assert translations.translate("zh-CN", "config: 2 problems\n  model.path: is empty").endswith(
+        "\n  model.path：不能为空"
+    )
     for same in ("nothing that the engine says", "x: nothing that it says"):
-        assert words.tell("zh-CN", same) == same
-    assert words.tell("en", line) == line
+        assert translations.translate("zh-CN", same) == same
+    assert translations.translate("en", line) == line
 
 
 PROSE = re.compile("[a-z]{3,}[,;:]? [a-z]{2,}[,;:]? [a-z]{2,}")
@@ -153,7 +164,10 @@ def test_what_an_import_tells_has_its_chinese() -> None:
     untold = []
     for line in found:
         # What stands before a colon may be a setting or a path.
-        told = [words.tell_joined("zh-CN", re.sub(r"^7\b", name, line)) for name in ("dataset.folders.0", "/a/b")]
+        told = [
+            translations.translate_joined("zh-CN", re.sub(r"^7\b", name, line))
+            for name in ("dataset.folders.0", "/a/b")
+        ]
         told = [re.sub("`.*?`", "", one) for one in told]
         if all(PROSE.search(one) or not CHINESE.search(one) for one in told):
             untold.append(line)
@@ -162,46 +176,106 @@ def test_what_an_import_tells_has_its_chinese() -> None:
 
 def test_joined_remarks_are_told_one_by_one() -> None:
     one, two = "one resolution here, the largest; theirs were 512, 1024", "one seed for all previews here"
-    told = words.tell_joined("zh-CN", f"preview.seed: {one}; {two}; {one}")
-    parts = [words.tell("zh-CN", one), words.tell("zh-CN", two), words.tell("zh-CN", one)]
+    told = translations.translate_joined("zh-CN", f"preview.seed: {one}; {two}; {one}")
+    parts = [
+        translations.translate("zh-CN", one),
+        translations.translate("zh-CN", two),
+        translations.translate("zh-CN", one),
+    ]
     assert told == "preview.seed：" + "；".join(parts) and not PROSE.search(told)
-    assert words.tell_joined("zh-CN", f"Nobody knows this; {two}") == f"Nobody knows this；{parts[1]}"
-    assert words.tell_joined("en", f"{one}; {two}") == f"{one}; {two}" and words.tell_joined("zh-CN", "") == ""
+    assert translations.translate_joined("zh-CN", f"Nobody knows this; {two}") == f"Nobody knows this；{parts[1]}"
+    assert (
+        translations.translate_joined("en", f"{one}; {two}") == f"{one}; {two}"
+        and translations.translate_joined("zh-CN", "") == ""
+    )
+
+
+WARNERS = (
+    *("stages/resume", "stages/cache", "stages/load", "stages/previews", "stages/validate", "plan/resolve"),
+    *("plan/placement", "plan/disk_budget", "training/checkpoint", "families/base", "precision/plan"),
+)
 
 
 def test_what_the_trainer_warns_of_has_its_chinese() -> None:
     found = {f"{note.format(n=3)}: a.png" for note in images._NOTES.values()}
-    engine = Path(config.__file__).parent
-    for name in ("resume", "prepare", "sample", "validate", "checkpoint", "objectives", "precision/plan"):
+    prose = ["A dog runs over the wet grass, and a cat looks on."]
+    for section in (settings.Dataset(shuffle_tags=True), settings.Dataset(tag_dropout=0.5)):
+        (line,) = warn_of_sentences(prose, section)
+        assert CHINESE.search(translations.translate("zh-CN", line)), line
+    engine = Path(importing.__file__).parent.parent
+    for name in WARNERS:
         tree = ast.parse((engine / f"{name}.py").read_text(encoding="utf-8"))
         found |= {_filled(one) for one in ast.walk(tree) if isinstance(one, ast.Constant | ast.JoinedStr)}
     begun = re.compile(
-        r"\S.* ha[sd] no effect: .|no preview at step 7|changed since.*: 7|the held-out loss.* finite$|the disk is .* 7"
+        r"\S.* ha[sd] no effect(:| with) .|no preview at step 7|changed since.*: 7|the held-out loss.* finite$"
+        r"|the disk is .* 7"
     )
-    found = {line for line in found if begun.match(line)}
-    assert len(found) > 15
-    assert [line for line in found if not CHINESE.search(words.tell("zh-CN", line))] == []
+    found = {line for line in found if begun.match(line)} | set(settings.FACTS.values())
+    assert len(found) > 10
+    assert [line for line in found if not CHINESE.search(translations.translate("zh-CN", line))] == []
+
+
+def test_advice_about_distilled_models_has_its_chinese() -> None:
+    advice = {
+        name: family.distilled_advice
+        for name in families.available()
+        if hasattr(family := families.get(name), "distilled_advice")
+    }
+    assert len(advice) >= 8, sorted(advice)
+    for name, line in advice.items():
+        told = translations.translate("zh-CN", line)
+        assert CHINESE.search(told) and not PROSE.search(told), (name, told)
+        assert "训练" in told and "出图" in told, (name, told)
 
 
 ENDINGS = (
-    *(
-        "disk",
-        "resume",
-        "checkpoint",
-        "train",
-        "run",
-        "prepare",
-        "processes",
-        "memory",
-        "measure",
-        "finish",
-        "captioner",
-    ),
-    *("data/images", "data/decoding", "data/buckets", "data/cache", "data/loader", "data/clips", "text_encoders"),
-    *("objectives", "optim"),
-    *("adapters", "families/_checks", "families/_encoders", "families/_files", "families/_weights", "families/base"),
-    *("export", "kinds", "layouts", "tools/files", "tools/pairs"),
-    *("precision/plan", "precision/backends", "precision/choose", "precision/linear", "precision/backend_te"),
+    "run/disk_space",
+    "stages/resume",
+    "training/checkpoint",
+    "train",
+    "run/folder",
+    "run/signals",
+    "plan/resolve",
+    "plan/placement",
+    "plan/plan",
+    "plan/check",
+    "plan/start",
+    "stages/milestones",
+    "stages/preflight",
+    "stages/session",
+    "stages/step",
+    "stages/cache",
+    "stages/load",
+    "distributed/processes",
+    "training/memory",
+    "stages/measure",
+    "stages/finish",
+    "data/captioner",
+    "data/images",
+    "data/decoding",
+    "data/buckets",
+    "data/cache",
+    "data/loader",
+    "data/clips",
+    "training/text_encoders",
+    "objectives/objective",
+    "training/optim",
+    "adapters/injection",
+    "families/_checks",
+    "families/_encoders",
+    "families/_files",
+    "families/_weights",
+    "families/base",
+    "lora_files/export",
+    "adapters/kinds",
+    "lora_files/layouts",
+    "tools/files",
+    "tools/pairs",
+    "precision/plan",
+    "precision/backends",
+    "precision/choose",
+    "precision/linear",
+    "precision/backend_te",
 )
 """Modules whose UserErrors, RunFailures and Stoppeds end a job, and whose problems stand in one."""
 PARTS = {
@@ -217,7 +291,10 @@ PARTS = {
     "section.folders[index].mask": "7",
     "reasons[one]": "nothing reads LoKr of Flux under these names",
     "instead": "set export.formats = ['diffusers']",
-    "_files(batch, losses_B)": "files: a.png",
+    "files": "files: a.png",
+    "culprits": "files: a.png",
+    "quantity": "gradient norm inf",
+    "last_good(session.run)": "last good checkpoint: step-000002",
     "ADVICE": "give the same model in bf16 or fp16, or in fp8 as ComfyUI or kohya's programs write it",
     "room": "",
     "look.error": "is empty (0 bytes)",
@@ -239,7 +316,7 @@ FOR_PROGRAMMERS = {"dataset.fps = 'auto' needs clip_rate", "--dtype 7: accepted 
 
 def test_what_ends_a_job_has_its_chinese() -> None:
     """The reason in a job's card: every message of these modules that is raised, or listed as a problem."""
-    engine, untold, count = Path(config.__file__).parent, [], 0
+    engine, untold, count = Path(importing.__file__).parent.parent, [], 0
     for name in ENDINGS:
         for node in ast.walk(ast.parse((engine / f"{name}.py").read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
@@ -263,7 +340,7 @@ def test_what_ends_a_job_has_its_chinese() -> None:
                 line = re.sub(r"\{((?:[^{}]|\{[^{}]*\})+)\}", lambda place: PARTS.get(place[1], "7"), text)
                 if not re.search("[a-z]{3,}[,;:]? [a-z]", line) or line in FOR_PROGRAMMERS:
                     continue
-                told, count = re.sub("`.*?`|可用：.*", "", words.tell("zh-CN", line)), count + 1
+                told, count = re.sub("`.*?`|可用：.*", "", translations.translate("zh-CN", line)), count + 1
                 if not CHINESE.search(told) or PROSE.search(told):
                     untold.append(f"{name}: {line}")
     assert count > 120 and untold == []
@@ -272,17 +349,17 @@ def test_what_ends_a_job_has_its_chinese() -> None:
 def test_a_reason_of_several_parts_is_told_whole() -> None:
     full = "/runs/a/checkpoints/step-000010: the checkpoint could not be written (No space left on device); it needs "
     full += "3.0 MiB, 0.1 MiB are free; nothing was saved before it"
-    told = words.tell("zh-CN", full)
-    assert told.startswith("/runs/a/checkpoints/step-000010：检查点无法写入（磁盘已满）") and "没有保存任何内容" in told
+    told = translations.translate("zh-CN", full)
+    assert told.startswith("/runs/a/checkpoints/step-000010：断点无法写入（磁盘已满）") and "没有保存任何内容" in told
     refused = (
         "runs/a/checkpoints/step-000010 cannot go on with another: 2 problems\n  adapter.rank: was 4, is 8\n  seed: "
     )
-    told = words.tell("zh-CN", refused + "was 1, is 2").split("\n")
+    told = translations.translate("zh-CN", refused + "was 1, is 2").split("\n")
     assert "无法以不同的设置继续：2 个问题" in told[0] and told[1:] == [
         "  adapter.rank：原为 4，现为 8",
         "  seed：原为 1，现为 2",
     ]
-    assert words.tell("zh-CN", "~/a b/events.jsonl: Permission denied") == "~/a b/events.jsonl：没有权限"
+    assert translations.translate("zh-CN", "~/a b/events.jsonl: Permission denied") == "~/a b/events.jsonl：没有权限"
 
 
 def _filled(node: ast.AST) -> str:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_fp8 import config, precision
+from lora_fp8 import precision, settings
 from lora_fp8.precision import FP8_ROW, Format, decode, encode, formats, round_trip
 
-FP8 = config.Quantize(storage="fp8")
+FP8 = settings.Quantize(storage="fp8")
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -183,6 +183,12 @@ def test_a_block_does_not_touch_the_others(form):
     assert not changed.any()
 
 
+def test_nf4_refuses_weights_that_would_be_nan():
+    with pytest.raises(ValueError, match="a.layer: weight is too large for nf4"):
+        encode(torch.full((64, 64), 3e38), Format("nf4", "64"), "a.layer")
+    assert round_trip(torch.full((64, 64), 1e30), Format("nf4", "64"), torch.float32).isfinite().all()
+
+
 def test_nf4_is_bitsandbytes_own():
     from bitsandbytes import functional
 
@@ -238,9 +244,9 @@ def test_a_shape_that_does_not_fit_is_refused(form, shape):
 
 
 def test_every_scale_of_the_config_is_a_format():
-    declared = {Format(storage, scale) for storage, scales in config.SCALES.items() for scale in scales}
+    declared = {Format(storage, scale) for storage, scales in settings.SCALES.items() for scale in scales}
     assert declared == set(FORMS)
-    assert all(config.SCALES[form.storage] and form.tensors((128, 128)) for form in FORMS)
+    assert all(settings.SCALES[form.storage] and form.tensors((128, 128)) for form in FORMS)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lora_fp8 import adapters, config, precision
+from lora_fp8 import adapters, precision
+from lora_fp8.settings import Adapter, Quantize
 
 WIDTH, HEADS, DEPTH, TOKENS, BATCH = 128, 4, 16, 256, 8
 IN_FP8 = {"fp8_min_features": 0}
@@ -51,8 +52,8 @@ def gradients(dtype: torch.dtype = torch.float32, **settings) -> Tensor:
     model = DiT()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.ndim == 2 else nn.init.zeros_(parameter)
-    precision.quantize_(model, config.Quantize(**settings), ("embed", "^out"), dtype, ("mod",))
-    section = config.Adapter(rank=8, alpha=8, dtype="fp32" if dtype is torch.float32 else "bf16")
+    precision.quantize_(model, Quantize(**settings), ("embed", "^out"), dtype, ("mod",))
+    section = Adapter(rank=8, alpha=8, dtype="fp32" if dtype is torch.float32 else "bf16")
     adapters.inject(model, section, ["q", "k", "v", "o", "up", "down"], seed=0)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in adapters.parameters(model):

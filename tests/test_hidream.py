@@ -8,13 +8,14 @@ from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import make
 
-from lora_fp8 import config, families, precision, train
+from lora_fp8 import families, precision, settings, train
+from lora_fp8.errors import UserError
 
 
 def hidream(tmp_path):
     Family = families.get("hidream")
     Family.tiny(tmp_path)
-    family = Family(config.Model(family="hidream", path=str(tmp_path)), device="cpu", dtype=torch.float32)
+    family = Family(settings.Model(family="hidream", path=str(tmp_path)), device="cpu", dtype=torch.float32)
     load_encoders(family)
     denoiser = family.empty_denoiser()
     precision.fill_(denoiser, family.denoiser_tensors(), torch.float32, "cpu")
@@ -54,10 +55,10 @@ def test_a_bucket_with_too_many_patches_is_refused_before_anything_is_encoded(jo
     Family = families.get("hidream")
     monkeypatch.setattr(Family, "load_vae", lambda self: pytest.fail("too late"))
     mine = job("dataset.resolution=256", "export.formats=['diffusers']", family="hidream")
-    with pytest.raises(config.UserError, match=r"dataset\.resolution: .* at most 256 patches .*; lower it to 1024"):
+    with pytest.raises(UserError, match=r"dataset\.resolution: .* at most 256 patches .*; lower it to 1024"):
         train.run(mine)
     family = make(Family, mine.model.path)
-    with pytest.raises(config.UserError, match="128 x 144 has 18 x 16"):
+    with pytest.raises(UserError, match="128 x 144 has 18 x 16"):
         family.check_bucket(128, 144)
     for width, height in ((128, 128), (256, 256), (112, 144)):  # what is square may be larger: see the transformer
         family.check_bucket(width, height)

@@ -8,11 +8,12 @@ from editing import load_encoders
 from test_families import make, write_header
 from tokenizers import Tokenizer
 
-from lora_fp8 import config, families, precision
+from lora_fp8 import families, precision
+from lora_fp8.settings import Model
 
 
 def hunyuan(tmp_path):
-    model = config.Model(family="hunyuan_video", path=str(tmp_path))
+    model = Model(family="hunyuan_video", path=str(tmp_path))
     return families.get("hunyuan_video")(model, device="cpu", dtype=torch.float32)
 
 
@@ -29,12 +30,11 @@ def test_text_is_cut_into_tokens_as_the_file_says(tmp_path):
 
 def test_a_model_without_guidance_embedding(tmp_path):
     families.get("hunyuan_video").tiny(tmp_path)
-    section = config.Objective(guidance=6.0)
-    assert hunyuan(tmp_path).unused_settings(section) == []
+    assert hunyuan(tmp_path).facts_of_base() == {"base.guidance": True}
     plain = {**hunyuan(tmp_path).denoiser_config(), "guidance_embeds": False}
     diffusers.HunyuanVideoTransformer3DModel.from_config(plain).save_pretrained(tmp_path / "transformer")
     family = hunyuan(tmp_path)
-    assert "objective.guidance" in family.unused_settings(section)[0]
+    assert family.facts_of_base() == {"base.guidance": False}
     denoiser = family.empty_denoiser()
     precision.fill_(denoiser, family.denoiser_tensors(), torch.float32, "cpu")
     load_encoders(family)

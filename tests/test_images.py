@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageFile, ImageOps
 
-from lora_fp8 import config
-from lora_fp8.data import decoding, images
+from lora_fp8.data import decoding, doctor, images
+from lora_fp8.errors import UserErrors
+from lora_fp8.settings import Dataset, Folder
+from webui import translations
 
 
 def save(image: Image.Image, path, **options):
@@ -31,9 +33,9 @@ def good(folder, name: str = "good", caption: str = "a caption", seed: int = 0, 
     return path
 
 
-def section(*folders, **settings) -> config.Dataset:
+def section(*folders, **settings) -> Dataset:
     listed = [folder if isinstance(folder, dict) else {"path": str(folder)} for folder in folders]
-    return config.Dataset.model_validate({"resolution": 64, "folders": listed, **settings})
+    return Dataset.model_validate({"resolution": 64, "folders": listed, **settings})
 
 
 def only(lines: list[str]) -> str:
@@ -131,6 +133,7 @@ def palette(transparency=None) -> Image.Image:
 
 
 RED, BLUE, GREEN = (255, 0, 0), (0, 0, 255), (0, 255, 0)
+HEIC = b"\0\0\0\x18ftypheic" + b"\0" * 40
 HALF_RED_ON_GREEN = (128, 127, 0)
 MODES = [  # picture, file name, save options, RGB of its two pixels on green, tolerance
     (Image.frombytes("RGB", (2, 1), bytes([255, 0, 0, 0, 0, 255])), "a.png", {}, [RED, BLUE], 0),
@@ -482,7 +485,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
     good(tmp_path, "latin", seed=1).with_suffix(".txt").write_bytes("un café".encode("latin-1"))
     report = images.scan(section(tmp_path, tmp_path / "nowhere"))
     assert len(report.problems) == 5
-    with pytest.raises(config.UserErrors) as raised:
+    with pytest.raises(UserErrors) as raised:
         report.require()
     assert all(problem in str(raised.value) for problem in report.problems)
 
@@ -514,7 +517,7 @@ def test_captions_are_decoded(tmp_path, data, expected):
 def test_undecodable_caption_is_a_problem_with_its_offset(tmp_path, data, message):
     good(tmp_path).with_suffix(".txt").write_bytes(data)
     report = images.scan(section(tmp_path))
-    with pytest.raises(config.UserErrors, match=message):
+    with pytest.raises(UserErrors, match=message):
         report.require()
     assert report.examples == []
 
@@ -752,3 +755,47 @@ def test_describe_counts(tmp_path):
         "2 captions had the trigger",
     ]:
         assert expected in text
+
+
+def phone_pictures(folder: Path) -> None:
+    """Two that are read, one of them a .jfif, three HEIC with a caption each, a JPEG XL, an AVI and an MTS."""
+    folder.mkdir(exist_ok=True)
+    for name in ("a.jpg", "b.jfif"):
+        Image.new("RGB", (64, 64), (len(name), 0, 0)).save(folder / name, "JPEG")
+    for name in ("1.HEIC", "2.heic", "3.heif", "a.jxl", "c.avi", "d.MTS", "Thumbs.db"):
+        (folder / name).write_bytes(HEIC)
+    for name in "ab123":
+        (folder / f"{name}.txt").write_text("a picture", encoding="utf-8")
+
+
+def test_images_and_videos_of_other_formats_have_a_sentence_of_their_own(tmp_path: Path) -> None:
+    phone_pictures(tmp_path)
+    section = Dataset(folders=[Folder(path=str(tmp_path))], resolution=64)
+    report = images.scan(section, clip_rate=0)
+    assert [example.path.name for example in report.examples] == ["a.jpg", "b.jfif"]
+    assert report.problems == [
+        f"folder {tmp_path}: 4 of 6 images are HEIC and JPEG XL and cannot be read; convert them to JPEG or PNG, or "
+        "take them out: 1.HEIC, 2.heic, 3.heif, a.jxl",
+        f"folder {tmp_path}: 2 of 2 videos are .avi and .mts and cannot be read; convert them to MP4, or take them "
+        "out: c.avi, d.MTS",
+    ]
+    assert [line for line in report.warnings if "not read" in line] == [
+        f"1 other file(s) in {tmp_path} are not read: Thumbs.db"
+    ]
+    assert not any("have no image" in line or "named as another format" in line for line in report.warnings)
+    found = doctor.examine(section, resolution=64, clip_rate=0)
+    told = [detail for one in found.findings if one.level == "problem" for _, detail in one.files]
+    assert told == report.problems
+    for line in report.problems:
+        assert "无法读取" in translations.translate("zh-CN", line)
+    for name in ("a.jpg", "b.jfif"):
+        (tmp_path / name).unlink()
+    assert len(images.scan(section).problems) == 2  # and not also that there are none
+
+
+def test_a_heic_named_as_jpeg_is_told_as_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(HEIC)
+    (tmp_path / "a.txt").write_text("a picture", encoding="utf-8")
+    section = Dataset(folders=[Folder(path=str(tmp_path))], resolution=64)
+    (line,) = images.scan(section).problems
+    assert "it is HEIC, whatever its name says" in line and "其实是 HEIC" in translations.translate("zh-CN", line)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from editing import encode, load_encoders
 
-from lora_fp8 import config, families
+from lora_fp8 import families, settings
 from lora_fp8.families import _in_turn
 
 SEVERAL = {"sdxl": 2, "flux": 2, "flux_kontext": 2, "anima": 2, "hunyuan_video": 2, "sd3": 3, "hidream": 4}
@@ -24,7 +24,7 @@ def test_captions_are_encoded_with_one_text_encoder_at_a_time(
 ) -> None:
     """Against all of them in memory, bit for bit; and each is loaded once, unless too much had to be kept."""
     Family = families.get(name)
-    model = config.Model(family=name, path=str(tiny(name)))
+    model = settings.Model(family=name, path=str(tiny(name)))
     whole, family = (Family(model, device="cpu", dtype=torch.bfloat16) for _ in range(2))
     load_encoders(whole)
     expected = [encode(whole, [prompt])[0] for prompt in PROMPTS]

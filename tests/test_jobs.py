@@ -4,6 +4,7 @@ Whole lives of jobs, with kills, are in test_jobs_soak.py. Here processes are re
 statuses, locks, /proc), and short.
 """
 
+import cProfile
 import fcntl
 import json
 import os
@@ -19,9 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import LONG_SECONDS, wait_until
 
-from lora_fp8 import cli, config, jobs
-from lora_fp8.config import UserError
+from lora_fp8 import cli, config, jobs, settings
+from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.jobs import Queue, Sentence, procs, store, truth, worker
 from lora_fp8.run import Run
 
@@ -56,7 +58,7 @@ def fresh(code: str, *arguments: object, **environment: str) -> subprocess.Compl
         capture_output=True,
         encoding="utf-8",
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        timeout=60,
+        timeout=LONG_SECONDS,
     )
 
 
@@ -92,20 +94,20 @@ def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> No
     """Found by what the settings say of themselves, so that a new one cannot be forgotten."""
     no_places = {"name", "preset", "model.path"}  # a folder's name; merged already; a place only where it is one
 
-    def places(model: type[config.Section], prefix: str = "") -> dict[str, object]:
+    def places(model: type[settings.Section], prefix: str = "") -> dict[str, object]:
         found = {}
         for name, field in model.model_fields.items():
             inner = field.annotation
-            if isinstance(inner, type) and issubclass(inner, config.Section):
+            if isinstance(inner, type) and issubclass(inner, settings.Section):
                 found |= places(inner, f"{prefix}{name}.")
             elif re.search(r"\b([Ff]olders?|[Pp]aths?)\b", field.description or "") and "str" in str(inner):
                 found[prefix + name] = inner
         return found
 
-    listed = [key for key in places(config.Job) if key not in no_places]
+    listed = [key for key in places(settings.Job) if key not in no_places]
     assert {"output_dir", "dataset.cache_dir", "model.components"} <= set(listed)
     data = config.loads(TEXT.format(name="x")).model_dump()
-    many = places(config.Job)
+    many = places(settings.Job)
 
     def put(data: dict, key: str, value: object = None) -> object:
         *tables, last = key.split(".")
@@ -116,7 +118,7 @@ def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> No
 
     for key in listed:
         put(data, key, ["here"] if "list" in str(many[key]) else "here")
-    absolute = jobs.absolute_paths(config.Job(**data), tmp_path).model_dump()
+    absolute = jobs.absolute_paths(settings.Job(**data), tmp_path).model_dump()
     for key in listed:
         here = str(tmp_path / "here")
         assert put(absolute, key) in (here, [here]), f"{key}: add it to jobs.PATHS"
@@ -124,12 +126,12 @@ def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> No
     inside = [key for key in places(type(folder)) if key not in ("trigger", "repeats")]
     given = config.loads(TEXT.format(name="x")).model_dump()
     given["dataset"]["folders"] = [{**folder.model_dump(), **dict.fromkeys(inside, "here")}]
-    made = jobs.absolute_paths(config.Job(**given), tmp_path).dataset.folders[0].model_dump()
+    made = jobs.absolute_paths(settings.Job(**given), tmp_path).dataset.folders[0].model_dump()
     assert [made[key] for key in inside] == [str(tmp_path / "here")] * len(inside), inside
 
 
 def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Callable[..., int], tmp_path: Path) -> None:
-    with pytest.raises(config.UserErrors) as found:
+    with pytest.raises(UserErrors) as found:
         queue.submit(TEXT.format(name="x"), overrides=["train.stepz=1", "train.batch_size=0"], where="x.toml")
     assert len(found.value.problems) == 2
     first = add("zibo")
@@ -139,10 +141,11 @@ def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Call
         add("other", gpus="all")
     with pytest.raises(UserError, match="max_attempts"):
         add("other", max_attempts=0)
-    (tmp_path / "runs/there/checkpoints/step-000004").mkdir(parents=True)
+    Run.create(tmp_path / "runs/there", "x = 1").close()
+    (tmp_path / "runs/there/checkpoints/step-000004").mkdir()
     with pytest.raises(UserError, match="a run was here already"):
         add("there")
-    assert len(queue.view()) == 1
+    assert len(queue.view(shell=False)) == 1
     # The index holds where two who asked at the same time have both seen nothing.
     row = queue.store.row(first)
     with pytest.raises(UserError, match="another job writes there"):
@@ -241,14 +244,15 @@ def test_deleting_takes_the_run_only_when_asked_and_only_a_run(
     folders = [queue.job(id).folder for id in ids]
     for folder in folders[:3]:
         Run.create(folder, "x = 1").close()
-    folders[2].joinpath("events.jsonl").unlink()
+    folders[2].joinpath(".lora-fp8-run").unlink()
+    folders[1].joinpath("notes.txt").write_text("mine", encoding="utf-8")
     folders[3].symlink_to(folders[0])
     held = Run.create(folders[4], "x = 1")
     for id in ids:
         over(queue, id)
     queue.delete(ids[0])
-    queue.delete(ids[1], with_run=True)
-    assert folders[0].exists() and not folders[1].exists()
+    assert queue.delete(ids[1], with_run=True) == ["notes.txt"]
+    assert folders[0].exists() and os.listdir(folders[1]) == ["notes.txt"]
     for id in ids[2:4]:
         with pytest.raises(UserError, match="does not look like a run"):
             queue.delete(id, with_run=True)
@@ -304,7 +308,7 @@ def test_a_full_disk_is_told_in_one_line_and_loses_nothing(queue: Queue, add: Ca
     code = """
 import resource, sys
 from pathlib import Path
-from lora_fp8.config import UserError
+from lora_fp8.errors import UserError
 from lora_fp8.jobs import Queue
 queue = Queue(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -342,12 +346,10 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
     with subprocess.Popen(["sleep", "60"], env={**os.environ, procs.TOKEN: "abc"}, start_new_session=True) as child:
         other = procs.identify(child.pid)
         assert other is not None and procs.parent(child.pid) == os.getpid()
-        while not procs.members("abc"):  # between fork and exec
-            time.sleep(0.01)
+        wait_until(lambda: procs.members("abc"))  # between fork and exec
         assert procs.members("abc") == [child.pid] and procs.members("ab") == []
         child.kill()
-        while procs.identify(child.pid):
-            time.sleep(0.01)
+        wait_until(lambda: not procs.identify(child.pid))
         assert not procs.alive(other) and procs.members("abc") == []  # dead, though nobody has waited for it
 
 
@@ -379,12 +381,13 @@ def test_a_keeper_ends_what_a_killed_launcher_leaves(deaf: bool, tmp_path: Path)
     """In a session of its own, as torch's launcher starts its workers; one that does not hear is killed."""
     hear = "SIG_IGN" if deaf else "SIG_DFL"
     trainer = f"import signal, time; signal.signal(15, signal.{hear}); print('up', flush=True); time.sleep(60)"
-    launcher = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
-    launcher += "; import os, time; time.sleep(1); os.kill(os.getpid(), 9)"
+    launcher = "import os, subprocess, sys; started = [sys.executable, '-c', sys.argv[1]]"
+    launcher += "; trainer = subprocess.Popen(started, start_new_session=True, stdout=subprocess.PIPE)"
+    launcher += "; os.write(1, trainer.stdout.readline()); os.kill(os.getpid(), 9)"
     keeper = [sys.executable, "-m", "lora_fp8.jobs.keeper", "--sweep", "0.5", str(tmp_path / "launch.json")]
     environment = {**os.environ, procs.TOKEN: f"of-{tmp_path.name}"}
     done = subprocess.run(
-        [*keeper, sys.executable, "-c", launcher, trainer], env=environment, capture_output=True, timeout=30
+        [*keeper, sys.executable, "-c", launcher, trainer], env=environment, capture_output=True, timeout=LONG_SECONDS
     )
     assert done.stdout == b"up\n" and done.returncode == 137
     told = json.loads((tmp_path / "launch.json").read_bytes())
@@ -575,8 +578,8 @@ def test_a_job_whose_run_another_job_goes_on_with_has_ended(queue: Queue, add: C
     """What goes on there is told once: two cards with a button to stop it would be two trainings."""
     first = add("a")
     folder = queue.job(first).folder
-    (folder / "checkpoints" / "step-000002").mkdir(parents=True)
-    (folder / "config.toml").write_text(queue.config(first), encoding="utf-8")
+    Run.create(folder, queue.config(first)).close()
+    (folder / "checkpoints" / "step-000002").mkdir()
     over(queue, first, "stopped")
     assert queue.job(first).resumable
     config = (folder / "config.toml").read_bytes()
@@ -611,7 +614,7 @@ def test_a_job_that_a_shell_goes_on_with(queue: Queue, add: Callable[..., int]) 
 
 
 def test_a_hundred_jobs_are_seen_in_a_moment(queue: Queue, add: Callable[..., int]) -> None:
-    """Half of them ended, with logs; in processor time, as others use this machine too."""
+    """Half of them ended, with logs. Function calls are counted, which no other program on this machine changes."""
     for number in range(100):
         id = add(f"n{number}")
         if number % 2:
@@ -621,12 +624,11 @@ def test_a_hundred_jobs_are_seen_in_a_moment(queue: Queue, add: Callable[..., in
             (folder / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
             over(queue, id)
     assert len(queue.view()) == 100
-    seconds = []
-    for _ in range(5):
-        begun = time.process_time()
+    with cProfile.Profile() as profile:
         queue.view()
-        seconds.append(time.process_time() - begun)
-    assert min(seconds) < 0.020, seconds
+    calls = sum(entry.callcount for entry in profile.getstats())
+    print(calls, "calls")
+    assert calls < 500 * 100
 
 
 # ----------------------------------------------------------------------------------------------------------- the worker
@@ -652,7 +654,7 @@ def test_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "worker.toml").write_text('gpus = ["0"]\npatience_s = 1.5\n', encoding="utf-8")
     assert worker.settings(tmp_path).gpus == ["0"] and worker.settings(tmp_path).patience_s == 1.5
     (tmp_path / "worker.toml").write_text("gpu = 1\npatience_s = -1\n", encoding="utf-8")
-    with pytest.raises(config.UserErrors) as found:
+    with pytest.raises(UserErrors) as found:
         worker.settings(tmp_path)
     assert len(found.value.problems) == 2
 
@@ -674,8 +676,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def finish(queue: Queue) -> None:
     for row in queue.store.rows("phase = 'launched'"):
         procs.send(procs.members(row.token), signal.SIGKILL)
-        while procs.members(row.token):
-            time.sleep(0.01)
+        wait_until(lambda row=row: not procs.members(row.token))
 
 
 def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
@@ -725,8 +726,7 @@ def test_a_worker_that_died_between_noting_and_starting(queue: Queue, add: Calla
     queue.store.update(first, token="t1", launched=time.time() - 60, **values)
     queue.store.update(second, token="t2", launched=time.time(), **values)
     with subprocess.Popen(["sleep", "60"], env={**os.environ, procs.TOKEN: "t2"}) as child:
-        while not procs.members("t2"):
-            time.sleep(0.01)
+        wait_until(lambda: procs.members("t2"))
         one = jobs.Worker(queue.home, ["7"], say=lambda line: None)
         rows = {row.id: one._over(row) for row in queue.store.rows()}
         child.kill()
@@ -780,16 +780,21 @@ def test_a_worker_outlives_a_full_disk(queue: Queue, add: Callable[..., int]) ->
     """It says so, tries again, and starts the job when there is room."""
     add("x", max_attempts=1)
     code = """
-import resource, sys, threading, time
+import resource, sys, threading
 from pathlib import Path
 from lora_fp8 import jobs
 class Short(jobs.Worker):
     def command(self, row, group, attempt):
         return ["true"]
-worker = Short(Path(sys.argv[1]), ["cpu"])
+tried = threading.Event()
+def say(line):
+    print(line, flush=True)
+    if "trying again" in line:
+        tried.set()
+worker = Short(Path(sys.argv[1]), ["cpu"], say)
 limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 def room():
-    time.sleep(1)
+    tried.wait()
     limit(resource.RLIM_INFINITY)
     print("room", flush=True)
 threading.Thread(target=room).start()
@@ -831,10 +836,7 @@ def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match=f"a worker is there already.*{pid}"):
         jobs.Worker(home, say=lambda line: None).run()
     Queue(home).cancel(waits)
-    begun = time.monotonic()
-    while jobs.worker_info(home):  # it has nothing to do
-        assert time.monotonic() - begun < 20
-        time.sleep(0.05)
+    wait_until(lambda: not jobs.worker_info(home))  # it has nothing to do
 
 
 def test_a_worker_that_cannot_start_says_why(home: Path) -> None:
@@ -922,10 +924,7 @@ def test_a_queued_command_runs_and_its_end_is_known(
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')", encoding="utf-8")
     assert ask("jobs", "run", "verify", "--json", "--", str(tmp_path / "missing.safetensors"))[0] == 0
     queue = Queue(home)
-    begun = time.monotonic()
-    while queue.store.row(1).phase != "ended":
-        assert time.monotonic() - begun < 300, queue.job(1)
-        time.sleep(0.1)
+    wait_until(lambda: queue.store.row(1).phase == "ended", lambda: queue.job(1))
     found = queue.job(1)
     assert (found.state, found.exit_code, found.sentence.key) == ("failed", 2, "input"), queue.log_tail(1)
     assert "~/missing.safetensors" in found.sentence.text and "~/missing.safetensors" in queue.log_tail(1)[-1]

@@ -3,14 +3,14 @@
 import importlib.util
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from waiting import wait_until
 
-from lora_fp8 import config, jobs
+from lora_fp8 import config, jobs, settings
 from lora_fp8.jobs import Queue, procs
 from lora_fp8.run import Run
 
@@ -40,7 +40,7 @@ def test_two_rounds(name: str, tmp_path: Path) -> None:
 
 
 def test_a_real_training_is_stopped_goes_on_and_is_done(
-    job: Callable[..., config.Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Callable[..., settings.Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through `accelerate launch`, with a worker that is killed meanwhile, and a user's accelerate config in the way.
 
@@ -59,10 +59,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
     worker = jobs.ensure_worker(queue.home, idle_s=1)
 
     def until(fulfilled: Callable[[], bool]) -> None:
-        begun = time.monotonic()
-        while not fulfilled():
-            assert time.monotonic() - begun < 200, (queue.view(), queue.log_tail(id))
-            time.sleep(0.1)
+        wait_until(fulfilled, lambda: (queue.view(), queue.log_tail(id)))
 
     try:
         until(lambda: (queue.job(id).step or 0) >= 2)

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from lora_fp8 import adapters, config, precision, train
-from lora_fp8.config import UserError, UserErrors
+from lora_fp8.errors import RunFailure, UserError, UserErrors
 from lora_fp8.precision import choose, kernels, matmul
+from lora_fp8.settings import Adapter, Job, Quantize
+from lora_fp8.stages import preflight
+from lora_fp8.training import memory
 
 IN_FP8 = ("quantize.compute=fp8", "quantize.fp8_min_features=0")
 TRITON = "quantize.kernels=triton"
@@ -57,7 +60,7 @@ def in_torch(monkeypatch):
     return called
 
 
-def events_of(job: config.Job, resume: bool = False) -> dict[str, list[dict]]:
+def events_of(job: Job, resume: bool = False) -> dict[str, list[dict]]:
     seen: dict[str, list[dict]] = {}
     train.run(job, resume=resume, progress=False, echo=lambda event: seen.setdefault(event["event"], []).append(event))
     return seen
@@ -95,7 +98,8 @@ def test_auto_tries_matmuls_with_and_without_them(job, in_torch, monkeypatch):
             step()
             assert bool(in_torch) == tried[-1].endswith("triton")
 
-        return real(modes, watched, checked, device, repeats=1) | {"fp8 with triton": 0.0}
+        seconds, failed = real(modes, watched, checked, device, repeats=1)
+        return seconds | {"fp8 with triton": 0.0}, failed
 
     monkeypatch.setattr(precision, "fastest", fastest)
     seen = events_of(job(*IN_FP8, "quantize.compute=auto", TRITON, "train.steps=1"))
@@ -113,8 +117,32 @@ def test_auto_tries_matmuls_with_and_without_them(job, in_torch, monkeypatch):
     assert tried == ["upcast", "fp8_forward", "fp8"]
 
 
+def test_auto_goes_on_without_what_fails(job, monkeypatch):
+    """A compiler that is missing, an operator that torch lacks: said with the reason, and the next one is taken."""
+    broken = {"fp8_forward", "fp8"}
+    switch = preflight.switch_compute
+
+    def fails(session, loaded, mode):
+        if mode in broken:
+            raise RuntimeError(f"no kernel for {mode}")
+        switch(session, loaded, mode)
+
+    peaks, reset = [], memory.reset_peak
+    monkeypatch.setattr(memory, "reset_peak", lambda device: peaks.append(device) or reset(device))
+    monkeypatch.setattr(preflight, "switch_compute", fails)
+    seen = events_of(job(*IN_FP8, "quantize.compute=auto", "train.steps=1"))
+    assert seen["compute"][0]["chosen"] == "upcast" and list(seen["compute"][0]["seconds"]) == ["upcast"]
+    told = [event["text"] for event in seen["warning"] if "is left out" in event["text"]]
+    assert [any(f"{mode} failed" in text and "no kernel" in text for text in told) for mode in broken] == [True, True]
+    assert len(peaks) == 2  # the peak that is told is that of the one that is taken
+    broken.add("upcast")
+    with pytest.raises(RunFailure, match="no matmul works on this machine") as caught:
+        events_of(job(*IN_FP8, "quantize.compute=auto", "train.steps=1", "name=none"))
+    assert "\n" not in str(caught.value) and str(caught.value).count("no kernel") == 3
+
+
 def test_a_run_that_goes_on_takes_only_kernels_that_are_asked_for():
-    asked, not_asked = config.Quantize(compute="auto", kernels="triton"), config.Quantize(compute="auto")
+    asked, not_asked = Quantize(compute="auto", kernels="triton"), Quantize(compute="auto")
     compute, section = choose.chosen("fp8_forward with triton", asked)
     assert (compute, section.kernels) == ("fp8_forward", "triton")
     assert choose.chosen("fp8", asked)[1].kernels == "torch"
@@ -129,7 +157,7 @@ def test_a_machine_that_cannot_run_them_says_so_before_loading(job, monkeypatch)
     for compute in ("fp8", "auto"):
         with pytest.raises(UserError, match=r"^quantize\.kernels = 'triton': a cpu cannot .*'torch'$"):
             train.run(job(*IN_FP8, f"quantize.compute={compute}", TRITON), progress=False)
-    cuda, section = torch.device("cuda"), config.Quantize(compute="auto", kernels="triton")
+    cuda, section = torch.device("cuda"), Quantize(compute="auto", kernels="triton")
     assert precision.problem(section, cuda) == ""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert precision.problem(section, torch.device("cpu")) == ""
@@ -148,26 +176,20 @@ def test_another_librarys_layers_have_no_kernels_of_ours(job):
         job(*IN_FP8, TRITON, "quantize.backend=te")
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"compute": "upcast"}, "quantize.compute is 'upcast'"),
-        ({"storage": "none"}, "quantize.storage is 'none', so nothing is quantized"),
-        ({"compute": "fp8", "fp8_min_features": 9999}, "no layer can be multiplied in FP8"),
-    ],
-)
-def test_without_effect_is_a_warning(settings, why):
-    section = config.Quantize(kernels="triton", **settings)
-    plan = precision.decide(nn.Sequential(nn.Linear(32, 32)), section, (), torch.bfloat16)
-    assert f"quantize.kernels had no effect: {why}" in plan.warnings
+def test_without_effect_is_a_warning():
+    given = [*IN_FP8[:1], TRITON, "quantize.fp8_min_features=9999"]
+    mine = config.loads("model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}", given)
+    plan = precision.decide(nn.Sequential(nn.Linear(32, 32)), mine.quantize, (), torch.bfloat16)
+    (line,) = config.find_unused_settings(mine, plan.facts)
+    assert line == "quantize.compute, quantize.kernels have no effect: no layer can be multiplied in FP8"
 
 
 def test_a_dry_step_on_the_meta_device_runs_none(monkeypatch):
     monkeypatch.setattr(kernels, "quantize_rows", None)
     model = nn.Sequential(nn.Linear(32, 32, device="meta"))
-    section = config.Quantize(compute="fp8", fp8_min_features=0, kernels="triton")
+    section = Quantize(compute="fp8", fp8_min_features=0, kernels="triton")
     precision.quantize_(model, section, (), torch.float32)
-    adapters.inject(model, config.Adapter(rank=4, dtype="fp32"), ["0"], seed=0)
+    adapters.inject(model, Adapter(rank=4, dtype="fp32"), ["0"], seed=0)
     x = torch.empty(4, 32, device="meta", requires_grad=True)
     model(x).sum().backward()
     assert x.grad.shape == (4, 32) and adapters.num_fused(model) == 0
@@ -176,8 +198,8 @@ def test_a_dry_step_on_the_meta_device_runs_none(monkeypatch):
 def test_without_them_the_adapters_are_pefts_own():
     for kind, fused in (("torch", False), ("triton", True)):
         model = nn.Sequential(nn.Linear(32, 32))
-        precision.quantize_(model, config.Quantize(compute="fp8", fp8_min_features=0, kernels=kind), (), torch.float32)
-        adapters.inject(model, config.Adapter(rank=4), ["0"], seed=0)
+        precision.quantize_(model, Quantize(compute="fp8", fp8_min_features=0, kernels=kind), (), torch.float32)
+        adapters.inject(model, Adapter(rank=4), ["0"], seed=0)
         assert isinstance(model[0], adapters.FusedLora) == fused and adapters.num_fused(model) == fused
 
 
@@ -222,9 +244,9 @@ def test_layers_on_a_gpu_answer_as_without_the_kernels(compute, compiled):
     for kind in ("torch", "triton"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).cuda()
-        section = config.Quantize(compute=compute, kernels=kind, fp8_min_features=0)
+        section = Quantize(compute=compute, kernels=kind, fp8_min_features=0)
         precision.quantize_(model, section, (), torch.bfloat16)
-        adapters.inject(model, config.Adapter(rank=16, alpha=16), ["0", "2"], seed=0)
+        adapters.inject(model, Adapter(rank=16, alpha=16), ["0", "2"], seed=0)
         for name, parameter in adapters.parameters(model):
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1, generator=torch.Generator("cuda").manual_seed(0))

@@ -5,12 +5,17 @@ import math
 import pytest
 import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from lora_fp8 import adapters, config, kinds, precision
-from lora_fp8.config import UserError
+from lora_fp8 import adapters, precision
+from lora_fp8.adapters import kinds
+from lora_fp8.errors import UserError
+from lora_fp8.lora_files import export
 from lora_fp8.precision import formats
+from lora_fp8.settings import Adapter, Quantize
+from lora_fp8.tools import files, pairs
 
 KINDS = ("dora", "lokr", "loha")
 FORMS = ["fp8 row", "fp8 tensor", "fp8 1x64", "fp8 128x128", "int8 1x128", "nf4 64", "bf16"]
@@ -20,14 +25,14 @@ def linear(form, dtype, out=256, inner=128):
     """One layer in a storage, such as "fp8 row"."""
     layer = nn.Linear(inner, out)
     storage, _, scale = form.partition(" ")
-    section = config.Quantize(storage=storage, scale=scale if storage in ("fp8", "int8") else "auto")
+    section = Quantize(storage=storage, scale=scale if storage in ("fp8", "int8") else "auto")
     model = nn.Sequential(layer)
     precision.quantize_(model, section, (), dtype)
     return model
 
 
 def adapted(model, kind, seed=0, **settings):
-    section = config.Adapter(**({"type": kind, "rank": 4, "alpha": 2.0, "factor": 4, "dtype": "fp32"} | settings))
+    section = Adapter(**({"type": kind, "rank": 4, "alpha": 2.0, "factor": 4, "dtype": "fp32"} | settings))
     report = adapters.inject(model, section, ["0"], seed)
     return report
 
@@ -205,7 +210,7 @@ def test_training_begins_at_the_base(kind, form):
 def test_start_depends_on_seed_and_name_only(kind):
     def start(targets, seed):
         model = nn.ModuleDict({name: nn.Linear(64, 64) for name in "ab"})
-        adapters.inject(model, config.Adapter(type=kind, rank=4, factor=4), targets, seed)
+        adapters.inject(model, Adapter(type=kind, rank=4, factor=4), targets, seed)
         return adapters.state(model)
 
     one, both, other = start(["b"], 1), start(["a", "b"], 1), start(["b"], 2)
@@ -345,3 +350,45 @@ def test_a_layer_s_tensors_tell_their_kind():
             kinds.kind_of(broken, "x")
     with pytest.raises(UserError, match="x.oft_r: not a tensor of LoRA, DoRA, LoKr or LoHa"):
         kinds.grouped({"x.oft_r": a})
+
+
+T = torch.ones
+UNFIT = {
+    "loha of a tensor with three sides": {
+        **{"hada_w1_a": T(4, 2, 2), "hada_w1_b": T(2, 6)},
+        **{"hada_w2_a": T(4, 2), "hada_w2_b": T(2, 6)},
+    },
+    "loha of two sizes": {
+        **{"hada_w1_a": T(4, 2), "hada_w1_b": T(2, 6)},
+        **{"hada_w2_a": T(4, 2), "hada_w2_b": T(2, 5)},
+    },
+    "loha of two ranks": {
+        **{"hada_w1_a": T(4, 2), "hada_w1_b": T(3, 6)},
+        **{"hada_w2_a": T(4, 2), "hada_w2_b": T(2, 6)},
+    },
+    "lokr with a kernel in its first factor": {"lokr_w1": T(2, 2, 3, 3), "lokr_w2": T(2, 2)},
+    "lokr with a kernel in a half": {"lokr_w1": T(2, 2), "lokr_w2_a": T(2, 2), "lokr_w2_b": T(2, 3, 3, 3)},
+    "lokr of two ranks": {"lokr_w1": T(2, 2), "lokr_w2_a": T(2, 2), "lokr_w2_b": T(3, 3)},
+    "lora with a kernel in B": {"lora_A.weight": T(2, 4, 3, 3), "lora_B.weight": T(4, 2, 3, 3)},
+    "dora with another length": {"lora_A.weight": T(2, 4), "lora_B.weight": T(4, 2), "lora_magnitude_vector": T(3)},
+    "a single number": {"lokr_w1": T(()), "lokr_w2": T(2, 2)},
+}
+
+
+@pytest.mark.parametrize("parts", UNFIT.values(), ids=UNFIT)
+def test_parts_that_do_not_fit_are_refused_before_they_are_multiplied(parts, tmp_path):
+    with pytest.raises(UserError, match="do not go together"):
+        kinds.kind_of(parts, "a")
+    save_file({f"lora_unet_a.{name}": tensor for name, tensor in parts.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError):
+        files.inspect(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e8m0fnu])
+def test_an_alpha_of_a_type_that_is_no_number_is_refused(dtype, tmp_path):
+    path = tmp_path / "a.safetensors"
+    tensors = {"lora_unet_a.lora_down.weight": T(2, 4), "lora_unet_a.lora_up.weight": T(4, 2)}
+    save_file(tensors | {"lora_unet_a.alpha": T(()).to(dtype)}, path)
+    for use in (files.inspect, pairs.read, export.read_adapter):
+        with pytest.raises(UserError, match="not a LoRA that can be used|not a safetensors file"):
+            use(path)

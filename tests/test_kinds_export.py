@@ -10,8 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_fp8 import config, export, families, finish, kinds, layouts, prepare, train, verify
-from lora_fp8.config import UserErrors
+from lora_fp8 import families, settings, train, verify
+from lora_fp8.adapters import kinds
+from lora_fp8.errors import UserErrors
+from lora_fp8.lora_files import export, layouts
+from lora_fp8.plan import resolve
+from lora_fp8.stages import finish
 
 torch.set_num_threads(1)
 KINDS = ("dora", "lokr", "loha")
@@ -141,7 +145,7 @@ def adapter_of_kind(denoiser, names, kind, seed=0):
 def test_each_kind_in_each_layout_that_carries_it_and_back(tiny, name):
     """Of DoRA diffusers' own conversion keeps every tensor; of the others ComfyUI's formula judges."""
     Family = families.get(name)
-    family = Family(config.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
+    family = Family(settings.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
     denoiser, sizes = family.empty_denoiser(), family.denoiser_config()
     names = Family.adapter_names(denoiser)
     few = names[:: max(1, len(names) // 5)][:6]
@@ -221,7 +225,7 @@ def test_lokr_of_layers_that_are_not_joined_is_carried_in_the_joined_layout(job)
     family = families.get("flux")
     made = job("adapter.type=lokr", "adapter.targets=['ff.net.2']", "export.formats=['comfy', 'kohya']", family="flux")
     built = family(made.model, device="cpu", dtype=torch.float32)
-    assert prepare.carried(made, built) is made
+    assert resolve.carried(made, built) is made
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import LONG_SECONDS
 
-from lora_fp8 import checkpoint, config, estimate, export, families, importing, kinds, layouts, resume, train
-from lora_fp8.config import UserError
+from lora_fp8 import config, families, importing, train
+from lora_fp8.adapters import kinds
+from lora_fp8.errors import UserError
+from lora_fp8.lora_files import export, layouts
+from lora_fp8.plan import estimate
+from lora_fp8.plan import plan as planning
+from lora_fp8.settings import Adapter
 from lora_fp8.tools import average, files, merge, pairs
 from lora_fp8.tools import resize as resize_tool
+from lora_fp8.training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("dora", "lokr", "loha")
@@ -45,7 +52,7 @@ def test_resumed_is_the_same_to_the_bit(make_job, tmp_path, kind):
 def test_ranks_by_layer_reach_every_layout(make_job, tmp_path):
     """Of a model whose q, k and v are one layer in kohya's files; diffusers' loader is the judge."""
     Family = families.get("flux")
-    ranked = ("adapter.rank=4", "adapter.alpha=8.0", "adapter.ranks=['attn.to_q = 8', 'single_transformer_blocks = 2']")
+    ranked = ("adapter.rank=4", "adapter.alpha=8.0", "adapter.ranks={'attn.to_q' = 8, 'single_transformer_blocks' = 2}")
     settings = (f"export.formats={list(Family.layouts)}", "export.verify=true", "train.steps=2", "optimizer.lr=1e-2")
     job = make_job(tmp_path, *ranked, *settings, family="flux")
     result = train.run(job, progress=False)
@@ -53,24 +60,23 @@ def test_ranks_by_layer_reach_every_layout(make_job, tmp_path):
     held = checkpoint.latest(result.run.checkpoints)[0].adapter
     sizes = {kinds.rank_of(parts) for parts in kinds.grouped(held).values()}
     assert sizes == {2, 4, 8}
-    family = Family(job.model, device="cpu", dtype=torch.bfloat16)
-    assert estimate.estimate(job, family).adapter_bytes == sum(tensor.nbytes for tensor in held.values())
+    assert estimate.estimate(planning.make(job)).adapter_bytes == sum(tensor.nbytes for tensor in held.values())
     kohya = load_file(next(path for path in result.files if "kohya" in path.name))
     fused = "lora_unet_double_blocks_0_img_attn_qkv"
     assert kohya[f"{fused}.lora_down.weight"].shape[0] == kohya[f"{fused}.alpha"] / 2 == 8 + 4 + 4
 
     def begun(*more):
         given = make_job(tmp_path / "next", *more, f"adapter.init_from='{result.files[0]}'", family="flux")
-        return resume.start_values(given, family)
+        return planning.make(given).start
 
     for layer, parts in kinds.grouped(begun(*ranked)).items():
         ours = kinds.delta(kinds.grouped(held)[layer], 2.0)
         torch.testing.assert_close(kinds.delta(parts, 2.0), ours, rtol=2e-2, atol=1e-3)
     with pytest.raises(UserError, match="has rank 8 in .*attn.to_q, .* ask for 2; 4 layers"):
-        begun("adapter.rank=4", "adapter.ranks=['single_transformer_blocks = 2']")
+        begun("adapter.rank=4", "adapter.ranks={'single_transformer_blocks' = 2}")
     with pytest.raises(UserError, match="has rank 2, 8, and adapter.rank is 4"):
         begun("adapter.rank=4")
-    wrong = make_job(tmp_path / "third", "adapter.ranks=['attn.to_w = 8']", family="flux")
+    wrong = make_job(tmp_path / "third", "adapter.ranks={'attn.to_w' = 8}", family="flux")
     with pytest.raises(UserError, match="adapter.ranks: 'attn.to_w' matches no layer"):
         train.run(wrong, progress=False)
     assert not folder_of(wrong).exists()  # found before anything is made
@@ -79,9 +85,9 @@ def test_ranks_by_layer_reach_every_layout(make_job, tmp_path):
 def test_layers_of_rank_0_are_in_no_file_and_the_file_goes_on(make_job, tmp_path):
     """One of q, k and v, which are one layer in kohya's files, and a whole block."""
     Family = families.get("flux")
-    ranked = ("adapter.rank=4", "adapter.ranks=['attn.to_q = 0', '^single_transformer_blocks.1 = 0']")
+    ranked = ("adapter.rank=4", "adapter.ranks={'attn.to_q' = 0, '^single_transformer_blocks.1' = 0}")
     settings = (f"export.formats={list(Family.layouts)}", "export.verify=true", "train.steps=2", "optimizer.lr=1e-2")
-    rates = ("optimizer.lrs=['attn.to_k = 0.5']", "optimizer.loraplus_lr_ratio=2.0")
+    rates = ("optimizer.lrs={'attn.to_k' = 0.5}", "optimizer.loraplus_lr_ratio=2.0")
     job = make_job(tmp_path, *ranked, *settings, *rates, family="flux")
     result = train.run(job, progress=False)
     assert len(result.reports) == len(Family.layouts) and all(one.ok for one in result.reports)
@@ -90,13 +96,13 @@ def test_layers_of_rank_0_are_in_no_file_and_the_file_goes_on(make_job, tmp_path
     left_out = [n for n in every if n.endswith("attn.to_q") or n.startswith("single_transformer_blocks.1.")]
     held = kinds.grouped(checkpoint.latest(result.run.checkpoints)[0].adapter)
     assert left_out and set(held) == set(every) - set(left_out)
-    assert estimate.estimate(job, family).adapter_bytes == sum(
+    assert estimate.estimate(planning.make(job)).adapter_bytes == sum(
         t.nbytes for parts in held.values() for t in parts.values()
     )
     for path in result.files:
         given = make_job(tmp_path / "next", *ranked, f"adapter.init_from='{path}'", family="flux")
-        assert set(kinds.grouped(resume.start_values(given, family))) == set(held)
-    wrong = make_job(tmp_path / "third", "optimizer.lrs=['attn.to_w = 2']", family="flux")
+        assert set(kinds.grouped(planning.make(given).start)) == set(held)
+    wrong = make_job(tmp_path / "third", "optimizer.lrs={'attn.to_w' = 2}", family="flux")
     with pytest.raises(UserError, match="optimizer.lrs: 'attn.to_w' matches no layer"):
         train.run(wrong, progress=False)
     assert not folder_of(wrong).exists()
@@ -117,7 +123,7 @@ def test_two_processes_train_what_one_trains(make_job, tmp_path):
     command += ["--main_process_port", str(port), "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", str(ROOT / "train_lora.py"), "--config", str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_SECONDS, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = (
         load_file(folder / "checkpoints/step-000002/adapter.safetensors")
@@ -373,17 +379,17 @@ def test_the_others_kinds_are_ours(tmp_path, name, content, beside, expected, wo
         (tmp_path / "config").mkdir()
         (tmp_path / "config" / "lycoris_config.json").write_text(json.dumps(beside), encoding="utf-8")
     made = importing.import_file(tmp_path / name)
-    found = config.Adapter(**tomllib.loads(importing.to_toml(made))["adapter"])
+    found = Adapter(**tomllib.loads(importing.to_toml(made))["adapter"])
     assert {key: getattr(found, key) for key in expected} == expected
-    said = "\n".join(importing.report(made))
+    off = ", ".join(entry.key for entry in made.no_counterpart if entry.off)
+    said = "\n".join([*importing.report(made, verbose=True), off])
     assert all(word in said for word in words), said
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_estimate_s_file_is_as_large_as_the_file(runs, make_job, tmp_path, kind):
     job = make_job(tmp_path, f"adapter.type={kind}", *SMALL, "export.formats=['auto']", "train.steps=4")
-    family = families.get("sd15")(job.model, device="cpu", dtype=torch.bfloat16)
-    made = estimate.estimate(job, family)
+    made = estimate.estimate(planning.make(job))
     (file,) = runs(kind).files
     ((layout, size),) = made.file_bytes.items()
     assert file.name == f"lora_{layout}.safetensors"

@@ -16,9 +16,11 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lora_fp8 import cli, config, export, families, kit
-from lora_fp8.config import UserError
+from lora_fp8 import cli, config, errors, families
+from lora_fp8.errors import UserError
+from lora_fp8.lora_files import export
 from lora_fp8.run import Run
+from lora_fp8.tools import kit
 
 FORM = {
     *("title", "slug", "kind", "version", "trigger", "description", "license", "tags", "strength", "steps", "autov3"),
@@ -197,6 +199,30 @@ def test_each_host_knows_each_family_or_says_so() -> None:
     assert kit.base_models(found["civitai"], "sd3") is None
 
 
+CIVITAI = """
+Anima|AuraFlow|Chroma|CogVideoX|Ernie|Flux.1 S|Flux.1 D|Flux.1 Krea|Flux.1 Kontext|Flux.2 D|Flux.2 Klein 9B
+Flux.2 Klein 9B-base|Flux.2 Klein 4B|Flux.2 Klein 4B-base|Grok|HappyHorse|HiDream|HiDream-O1|Hunyuan 1|Hunyuan Video
+Ideogram 4.0|Illustrious|Kolors|Krea 2|LTXV|LTXV2|LTXV 2.3|Lens|Lumina|MAI|Mochi|NoobAI|Upscaler|Other|PixArt a|PixArt E
+Pony|Pony V7|Qwen|Qwen 2|SD 1.4|SD 1.5|SD 1.5 LCM|SD 1.5 Hyper|SD 2.0|SD 2.1|SDXL 1.0|SDXL Lightning|SDXL Hyper
+Wan Video 1.3B t2v|Wan Video 14B t2v|Wan Video 14B i2v 480p|Wan Video 14B i2v 720p|Wan Video 2.2 TI2V-5B
+Wan Video 2.2 I2V-A14B|Wan Video 2.2 T2V-A14B|Wan Video 2.5 T2V|Wan Video 2.5 I2V|Wan Image 2.7|Wan Video 2.7
+ZImageTurbo|ZImageBase|ACE Audio
+"""
+"""Base models that Civitai's form offers: names of `baseModelRecords` that are not hidden, from
+src/shared/constants/basemodel.constants.ts of github.com/civitai/civitai, commit 0143da9, read 2026-11-23."""
+
+
+def test_the_words_for_civitai_are_its_own() -> None:
+    offered = {name for line in CIVITAI.split("\n") for name in line.split("|") if name}
+    host = kit.hosts()["civitai"]
+    words = {name: kit.base_models(host, name) for name in families.available()}
+    assert {name: set(known) - offered for name, known in words.items() if set(known or ()) - offered} == {}
+    # Text-to-video models that train here; the other Wan models draw from an image or have another VAE.
+    assert words["wan"] == ["Wan Video 14B t2v", "Wan Video 1.3B t2v", "Wan Video 2.2 T2V-A14B"]
+    assert [name for name, known in words.items() if known is None] == ["sana", "sd3"]
+    assert not [name for name in offered if name.startswith(("Sana", "SD 3"))]
+
+
 def test_limits_are_checked_against_the_file(file: Path, tmp_path: Path) -> None:
     facts = kit.facts_of(file, {})
     host = {"extensions": [".safetensors"], "max_mb": 1, "max_header_mb": 1, "root_safetensors": 1}
@@ -271,5 +297,5 @@ def test_pushed_to_the_hub(ask: Callable, file: Path, tmp_path: Path, monkeypatc
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"hf_secret" not in written and "hf_secret" not in said + wrong
     monkeypatch.undo()
-    with pytest.raises(config.UserError, match="OfflineModeIsEnabled"):  # the real one: the tests have no network
+    with pytest.raises(errors.UserError, match="OfflineModeIsEnabled"):  # the real one: the tests have no network
         kit.push(out, "me/zibo")

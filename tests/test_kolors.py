@@ -9,7 +9,7 @@ from editing import load_encoders
 from test_families import make
 
 from lora_fp8 import families
-from lora_fp8.config import UserError
+from lora_fp8.errors import UserError
 
 Family = families.get("kolors")
 

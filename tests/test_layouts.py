@@ -13,8 +13,10 @@ import pytest
 import torch
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
-from lora_fp8 import config, export, families, layouts, prepare
-from lora_fp8.config import UserError
+from lora_fp8 import config, families, settings
+from lora_fp8.errors import UserError
+from lora_fp8.lora_files import export, layouts
+from lora_fp8.plan import resolve
 from lora_fp8.verify import delta_error
 
 
@@ -62,17 +64,21 @@ def read_by_diffusers(name, tensors, denoiser):
         converted = convert_unet_state_dict_to_peft(converted)
         (alpha,) = set(map(float, alphas.values()))
         assert 2 * len(alphas) == len(converted)
-    scale = alpha / 2 if alphas else 1.0
-    return {module: pair(converted, module, scale) for module in layouts.modules(converted)}
+    read = {}
+    for module in layouts.modules(converted):
+        a, b, _ = pair(converted, module, 1.0)
+        read[module] = a, b, alpha / a.shape[0] if alphas else 1.0
+    return read
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_diffusers_reads_what_is_said_to_be_read_and_nothing_else(name, layout):
-    """At full size, every adapted layer: no key is left over, and each delta is the trained one."""
+    """At full size, every adapted layer, of several ranks: no key is left over, and each delta is the trained one."""
     Family = families.get(name)
     denoiser, denoiser_config = full_size(name)
     names = Family.adapter_names(denoiser)
-    state = random_lora(denoiser, names, rank=2)
+    ranks = {module: 1 + i % 3 for i, module in enumerate(names)}
+    state = random_lora(denoiser, names, ranks.__getitem__)
     tensors = layouts.to_layout(state, 0.75, Family, denoiser_config, layout)
     found = read_by_diffusers(name, tensors, denoiser)
     reads = isinstance(found, dict) and found.keys() == set(names)
@@ -257,7 +263,7 @@ SWAPPED = {
 def test_scale_and_shift_change_places_with_the_weights_they_are_for(tiny, name):
     """Other trainers' files may hold these layers; the single file's conversion, held against diffusers', judges."""
     native, ours = SWAPPED[name]
-    family = families.get(name)(config.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
+    family = families.get(name)(settings.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
     sizes = family.denoiser_config()
     rows, columns = family.layer_shapes(sizes)[ours]
     a, b = torch.randn(2, columns), torch.randn(rows, 2)
@@ -325,7 +331,7 @@ def test_auto_is_what_most_programs_read(job, name):
     size = f"dataset.bucket_step={Family.bucket_multiple}", f"dataset.resolution={2 * Family.bucket_multiple}"
     section = config.loads("model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}").export
     assert section.formats == ["auto"]
-    made = prepare.resolve_auto(job("export.formats=['auto']", *size), Family)
+    made = resolve.resolve_auto(job("export.formats=['auto']", *size), Family)
     assert made.export.formats == AUTO[name]
     assert {"diffusers", *Family.layouts_of_diffusers} & set(AUTO[name])  # one at least is for diffusers
 
@@ -334,4 +340,4 @@ def test_a_layout_that_the_family_has_not_is_refused_before_anything_is_loaded(j
     with pytest.raises(
         UserError, match=r"\['comfy'\]: Stable Diffusion 1.5 has no such layout; accepted: auto \| kohya"
     ):
-        prepare.resolve_auto(job("export.formats=['comfy']"), families.get("sd15"))
+        resolve.resolve_auto(job("export.formats=['comfy']"), families.get("sd15"))

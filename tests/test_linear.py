@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lora_fp8 import adapters, config, precision
+from lora_fp8 import adapters, precision, settings
 from lora_fp8.precision import FrozenLinear
 
-FP8 = config.Quantize(storage="fp8")
+FP8 = settings.Quantize(storage="fp8")
 
 
 def test_a_layer_answers_as_its_linear_does():
@@ -65,7 +65,7 @@ def stack(dtype: torch.dtype, depth: int = 3) -> nn.Sequential:
     sides = [96, 64] * depth
     model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(sides[:-1], sides[1:], strict=True)])
     precision.quantize_(model, FP8, (), dtype)
-    adapters.inject(model, config.Adapter(rank=4, alpha=4), [str(index) for index in range(len(model))], seed=0)
+    adapters.inject(model, settings.Adapter(rank=4, alpha=4), [str(index) for index in range(len(model))], seed=0)
     for name, parameter in adapters.parameters(model):
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from lora_fp8 import config
 from lora_fp8.data import buckets
 from lora_fp8.data.cache import caption_variant, dataset_captions
 from lora_fp8.data.loader import Loader, epoch_batches, generator
+from lora_fp8.errors import UserError
+from lora_fp8.settings import Dataset, Folder
 
 SIZES = [(64, 64)] * 7 + [(128, 64)] * 4 + [(64, 130)] * 2
 
@@ -76,7 +77,7 @@ FAMILY = SimpleNamespace(
 
 
 def make(batch_size=2, seed=0, sizes=SIZES, repeats=(1,), cache=None, **settings):
-    section = config.Dataset(folders=[config.Folder(path="set", weight=0.5)], **settings)
+    section = Dataset(folders=[Folder(path="set", weight=0.5)], **settings)
     examples = [FakeExample(i, w, h, repeats[i % len(repeats)]) for i, (w, h) in enumerate(sizes)]
     placed = buckets.group(buckets.assign(examples, section, resolution=64, step=8))
     return Loader(placed, cache or FakeCache(), FAMILY, section, seed, batch_size), examples
@@ -222,7 +223,7 @@ def test_flips_are_about_half_and_reach_latents_and_conditioning():
 
 def test_captions_are_dropped_and_shuffled_as_asked_and_always_encoded():
     settings = {"caption_dropout": 0.25, "shuffle_tags": True, "caption_variants": 5, "keep_tokens": 1}
-    section = config.Dataset(folders=[config.Folder(path="set", weight=0.5)], **settings)
+    section = Dataset(folders=[Folder(path="set", weight=0.5)], **settings)
     sizes = [(64, 64)] * 60
     texts = dataset_captions([FakeExample(i, 64, 64) for i in range(60)], section, 3)
     loader, examples = make(4, seed=3, sizes=sizes, cache=FakeCache(texts), **settings)
@@ -250,7 +251,7 @@ def test_conditioning_names_that_collide_are_an_error():
 
 
 def test_no_examples_is_the_users_error():
-    with pytest.raises(config.UserError, match="no examples"):
+    with pytest.raises(UserError, match="no examples"):
         make(sizes=[])
 
 

@@ -21,16 +21,18 @@ import json, sys
 # What a plain installation has not, and peft and bitsandbytes import where it is: the bar is of a plain installation.
 sys.modules["torchao"] = sys.modules["triton"] = None
 import torch
-from lora_fp8 import config, families, precision
+from lora_fp8 import settings
+from lora_fp8 import families
+from lora_fp8 import precision
 torch.set_num_threads(1)
 
 def peak():  # not ru_maxrss: over exec it keeps the peak of the process that started this one
     lines = open("/proc/self/status", encoding="utf-8").read().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
-family = families.get("flux")(config.Model(family="flux", path=sys.argv[1]), device="cpu", dtype=torch.bfloat16)
+family = families.get("flux")(settings.Model(family="flux", path=sys.argv[1]), device="cpu", dtype=torch.bfloat16)
 denoiser = family.empty_denoiser()
-plan = precision.quantize_(denoiser, config.Quantize(), family.keep_precise, torch.bfloat16, family.modulation)
+plan = precision.quantize_(denoiser, settings.Quantize(), family.keep_precise, torch.bfloat16, family.modulation)
 before = peak()
 tensors = family.denoiser_tensors() if sys.argv[2] == "stream" else list(family.denoiser_tensors())
 precision.fill_(denoiser, tensors, torch.bfloat16)
@@ -45,13 +47,16 @@ def large_base(folder: Path, gigabytes: float) -> tuple[Path, int, int]:
     The weights are zeros that take no place on the disk; where they come from makes no difference to the memory.
     """
     shutil.copytree(DEMO, folder)
+    small = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
     shutil.rmtree(folder / "transformer")
     (folder / "transformer").mkdir()
     singles = round(
         (gigabytes / 2 - 0.37) / 0.1416
     )  # billions of weights: one double block and embedders, a single one
     with accelerate.init_empty_weights():
-        model = FluxTransformer2DModel(num_layers=1, num_single_layers=singles, guidance_embeds=False)
+        # What the other parts of the demo's base fit.
+        fitting = {key: small[key] for key in ("in_channels", "joint_attention_dim", "pooled_projection_dim")}
+        model = FluxTransformer2DModel(num_layers=1, num_single_layers=singles, guidance_embeds=False, **fitting)
     model.save_config(folder / "transformer")
     header, end = {}, 0
     for name, tensor in model.state_dict().items():

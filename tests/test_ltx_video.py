@@ -11,8 +11,9 @@ from diffusers.loaders.single_file_utils import infer_diffusers_model_type
 from editing import load_encoders
 from test_families import load_denoiser, make, write_header
 
-from lora_fp8 import config, families, importing, sample
-from lora_fp8.config import UserError
+from lora_fp8 import families, importing, settings
+from lora_fp8.errors import UserError
+from lora_fp8.stages import previews
 
 Family = families.get("ltx_video")
 
@@ -75,10 +76,10 @@ def test_previews_with_such_a_decoder(last_step):
     conds = family.encode_prompts(["a cat"])
     negatives = family.encode_prompts(["blurry"])
     family.free_encoders()
-    section = config.Preview(prompts=["x"], steps=2, width=96, height=64, frames=9)
+    section = settings.Preview(prompts=["x"], steps=2, width=96, height=64, frames=9)
     pipeline = family.pipeline(load_denoiser(family, "fp8"))
     pipeline.vae.decoder.register_forward_pre_hook(lambda module, given: told.append(given))
-    (frames,) = sample.clips(family, pipeline, conds, negatives, section, 64)
+    (frames,) = previews.clips(family, pipeline, conds, negatives, section, 64)
     assert len(frames) == 9 and frames[0].size == (96, 64)
     ((latents, timestep),) = told
     assert latents.dtype == torch.float32 and timestep.item() == pytest.approx(0.05, rel=1e-2)

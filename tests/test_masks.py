@@ -13,14 +13,20 @@ from test_prepare import Told
 from torch.nn.functional import mse_loss
 from typer.testing import CliRunner
 
-from lora_fp8 import checkpoint, cli, config, families, jobs, prepare, validate
-from lora_fp8.config import UserErrors
+from lora_fp8 import cli, config, jobs
 from lora_fp8.data import buckets, decoding, images
 from lora_fp8.data.cache import Cache
 from lora_fp8.data.loader import Batch
+from lora_fp8.errors import UserErrors
 from lora_fp8.objectives import Diffusion, FlowMatching
-from lora_fp8.train import diffusion_loss
-from webui import pictures, words
+from lora_fp8.plan import plan as planning
+from lora_fp8.settings import Dataset, Folder, Job, Model, Objective
+from lora_fp8.stages import cache as stages_cache
+from lora_fp8.stages import validate
+from lora_fp8.stages.session import Session
+from lora_fp8.stages.step import diffusion_loss
+from lora_fp8.training import checkpoint
+from webui import image_folders, translations
 
 
 @pytest.fixture
@@ -45,13 +51,13 @@ def drawn(size, white=None, mode="L"):
 
 
 def scanned(folder, mask, weight=0.1, **settings):
-    section = config.Dataset(folders=[config.Folder(path=str(folder), mask=str(mask))], **settings)
+    section = Dataset(folders=[Folder(path=str(folder), mask=str(mask))], **settings)
     return images.scan(section, clip_rate=16, unmasked_weight=weight), section
 
 
 def told(lines):
     """The lines as one text, each of which the page knows in Chinese."""
-    assert [line for line in lines if words.tell("zh-CN", line) == line] == []
+    assert [line for line in lines if translations.translate("zh-CN", line) == line] == []
     return "\n".join(lines)
 
 
@@ -88,7 +94,7 @@ def test_masks_are_found_where_the_folder_says(folder, tmp_path):
     # Without masks none of them is a picture, but for the one that lies beside none.
     report, _ = scanned(folder, "", missing_caption="skip")
     assert {one.relative for one in report.examples} == {"a.png", "c.x.png", "deep/b.jpg", "none.png"}
-    assert report.counts["skipped"] == 1 and pictures.count(folder).pictures == 5
+    assert report.counts["skipped"] == 1 and image_folders.count_files(folder).pictures == 5
     line, rest = told(report.warnings).split("; ", 1)
     assert line.startswith("4 file(s) named as OneTrainer's masks") and "stray" not in rest
     assert rest.startswith("dataset.folders.0.mask = '*-masklabel' takes the masks: ") and "a-condlabel.png" in rest
@@ -228,7 +234,7 @@ def test_entries_without_masks_keep_the_keys_that_they_had():
     family = SimpleNamespace(
         name="fake", dtype=torch.float32, prompts_see_controls=False, encoder_identity=lambda what: what
     )
-    section = config.Dataset(folders=[config.Folder(path="x")])
+    section = Dataset(folders=[Folder(path="x")])
     still = images.Example(Path("a.png"), "a cat", 0, "a.png", 1, 160, 80, "0" * 64)
     clip = images.Example(Path("a.mp4"), "a cat", 0, "a.mp4", 1, 160, 80, "0" * 64, frames=(0, 1, 2))
     masked = images.Example(*vars(still).values())
@@ -281,11 +287,10 @@ def test_every_sample_of_a_batch_has_its_own_mask_and_an_edited_one_is_other_dat
 
     def cached(*overrides):
         made, run = job(*given, *overrides), Told()
-        family = families.get("sd15")(made.model, device=torch.device("cpu"), dtype=torch.bfloat16)
-        made = prepare.resolve_auto(made, type(family))
-        data = prepare.cache(made, family, prepare.scan(made, type(family)).require(), run, Alone())
+        plan = planning.make(made)
+        data = stages_cache.cache(Session(plan, run, Alone()))
         (counted,), (event,) = run.events["cache"], run.events["data"]
-        return made, data, counted["encoded"], event["masked"]
+        return plan.job, data, counted["encoded"], event["masked"]
 
     plain, without, _, masked = cached()
     assert masked == 0 and all(without.loader.micro(0, i).mask_BHW is None for i in range(6))
@@ -335,15 +340,15 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
     latents, noise, answer = torch.randn(3, *shape, generator=draw)
     mask_BHW = torch.rand(2, 6, 10, generator=draw).round(decimals=1)
     mask_BHW[0, :, 5:], mask_BHW[1] = 0, 1
-    objective = objective_of(kind, config.Objective(unmasked_weight=weight, min_snr_gamma=2.0))
+    objective = objective_of(kind, Objective(unmasked_weight=weight, min_snr_gamma=2.0))
     answer.requires_grad_()
-    family = SimpleNamespace(seq_len=lambda size: 64, predict=lambda *_: answer)
+    family = SimpleNamespace(dtype=torch.float32, seq_len=lambda size: 64, predict=lambda *_: answer)
     batch = Batch(
         *(latents, noise, [torch.Generator().manual_seed(7) for _ in range(2)], {}, ["a", "b"], [], ["", ""]),
         *([False] * 2, (80, 48), [1.0] * 2, 2, 0, 0, 0, mask_BHW),
     )
     denoiser = torch.nn.Linear(1, 1)
-    losses_B = diffusion_loss(family, denoiser, objective, batch, 1.0, torch.float32)
+    losses_B = diffusion_loss(family, denoiser, objective, batch, 1.0)
     (gradient,) = torch.autograd.grad(losses_B.sum(), answer)
     t_B = objective.sample_t([torch.Generator().manual_seed(7) for _ in range(2)], 64)
     if kind == "flow":
@@ -366,16 +371,16 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
     # The held-out loss counts the same.
     loaded = SimpleNamespace(objective=objective, denoiser=denoiser, text=None)
     data = SimpleNamespace(held_out=SimpleNamespace(micro=lambda step, number: batch))
-    job = SimpleNamespace(model=SimpleNamespace(dtype="fp32"), objective=SimpleNamespace(guidance=1.0))
+    session = SimpleNamespace(family=family, job=SimpleNamespace(objective=SimpleNamespace(guidance=1.0)))
     objective.loss = lambda *given, **named: type(objective).loss(objective, *given, **named).sum()
-    assert validate._loss(job, family, data, loaded, 0, t_B) == losses_B.sum().item()
+    assert validate._loss(session, data, loaded, 0, t_B) == losses_B.sum().item()
 
 
 def test_a_queued_job_names_its_masks_from_anywhere():
     names = ["", "alpha", "./alpha", "*_mask", "masks", "/m"]
-    made = config.Job(
-        model=config.Model(family="sd15", path="demo"),
-        dataset=config.Dataset(folders=[config.Folder(path="p", mask=name) for name in names]),
+    made = Job(
+        model=Model(family="sd15", path="demo"),
+        dataset=Dataset(folders=[Folder(path="p", mask=name) for name in names]),
     )
     found = [folder.mask for folder in jobs.absolute_paths(made, Path("/x")).dataset.folders]
     assert found == ["", "alpha", "/x/alpha", "*_mask", "/x/masks", "/m"]

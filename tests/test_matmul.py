@@ -4,13 +4,16 @@ torch's CPU kernel for FP8 takes any layout, so a CPU test says nothing about a 
 CUDA device, which enforces them without one.
 """
 
+import types
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lora_fp8 import adapters, config, precision
+from lora_fp8 import adapters, precision, settings
+from lora_fp8.errors import Stopped, UserError
 from lora_fp8.precision import FP8_ROW, AmaxHistory, Format, FrozenLinear, choose, matmul
 
 E4M3 = torch.float8_e4m3fn
@@ -155,14 +158,31 @@ def test_extreme_inputs(size):
 
 def test_fast_accumulation_is_for_the_forward_only(monkeypatch):
     seen = []
-    real = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: seen.append(k["use_fast_accum"]) or real(*a, **k))
+    real = matmul.unscaled_product
+    monkeypatch.setattr(matmul, "unscaled_product", lambda *given: seen.append(given[3]) or real(*given))
     x = torch.randn(4, IN, requires_grad=True)
     for fast in (True, False):
         layer = layer_of("fp8 row", "fp8", "current")
         layer.set_compute_("fp8", fast_accum=fast)
         layer(x).sum().backward()
     assert seen == [True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 16, 32), (3, 48, 16), (33, 128, 64)])
+def test_on_a_cpu_the_product_is_that_of_torchs_kernel(shape, dtype):
+    """Sums of the same exact products, in float32 and in another order."""
+    rows, inner, columns = shape
+    a, w = torch.randn(rows, inner).mul(100).to(E4M3), torch.randn(columns, inner).mul(100).to(E4M3)
+    one, wide = torch.ones(()), torch.float32 if dtype == torch.float16 else dtype
+    wanted = torch._scaled_mm(a, w.t(), one, one, out_dtype=wide)
+    got = matmul.unscaled_product(a, w.view(torch.uint8), dtype, False)
+    assert got.dtype == wide
+    torch.testing.assert_close(got, wanted, rtol=2e-6 if wide == torch.float32 else 2**-8, atol=0.05)
+    broken = a.float()
+    broken[0, 0] = float("nan")
+    got = matmul.unscaled_product(broken.to(E4M3), w.view(torch.uint8), dtype, False)
+    assert got[0].isnan().all() and got[1:].isfinite().all()
 
 
 # -- what is kept, what is computed ------------------------------------------------------------------------------------
@@ -189,13 +209,13 @@ class Counted(TorchDispatchMode):
 def stack(form: str, compute: str, recipe: str, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     """256 -> 128 -> 256 -> ... with a LoRA beside each layer."""
     storage, scale = form.split()
-    section = config.Quantize(
+    section = settings.Quantize(
         storage=storage, scale="auto" if storage == "nf4" else scale, compute=compute, recipe=recipe, fp8_min_features=0
     )
     model = nn.Sequential(*[nn.Linear(*((IN, OUT) if index % 2 == 0 else (OUT, IN))) for index in range(4)])
     plan = precision.quantize_(model, section, (), dtype)
     assert {layer.compute for layer in plan.layers} == {compute}
-    adapters.inject(model, config.Adapter(rank=4, alpha=4), [str(index) for index in range(4)], seed=0)
+    adapters.inject(model, settings.Adapter(rank=4, alpha=4), [str(index) for index in range(4)], seed=0)
     for name, parameter in adapters.parameters(model):
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
@@ -250,7 +270,7 @@ def test_checkpointing_changes_no_bit(form, compute, recipe):
 
 def test_q_k_and_v_share_one_quantized_input():
     model = nn.ModuleDict({name: layer_of("fp8 row", "fp8", "current") for name in "qkv"})
-    adapters.inject(model, config.Adapter(rank=4, alpha=4, dtype="fp32"), list("qkv"), seed=0)
+    adapters.inject(model, settings.Adapter(rank=4, alpha=4, dtype="fp32"), list("qkv"), seed=0)
     x = torch.randn(8, IN)
     with Counted() as counted:
         first = [model[name](x) for name in "qkv"]
@@ -318,7 +338,7 @@ def test_amax_history_survives_a_checkpoint():
     twin = stack("fp8 row", "fp8", "delayed")
     AmaxHistory(twin).load_(tensors)
     assert all(torch.equal(t, tensors[name]) and t.any() for name, t in AmaxHistory(twin).tensors().items())
-    with pytest.raises(config.UserError, match=r"no amax history of 4 layers \(first: 0\)"):
+    with pytest.raises(UserError, match=r"no amax history of 4 layers \(first: 0\)"):
         AmaxHistory(twin).load_({})
 
 
@@ -337,27 +357,67 @@ def test_decoded_compute_is_for_a_while():
 
 
 def test_a_card_without_fp8_is_refused_in_one_line():
-    section = config.Quantize(compute="fp8")
+    section = settings.Quantize(compute="fp8")
     text = choose._problem(section, "RTX 3090", (8, 6))
     assert "RTX 3090" in text and "8.6" in text and "'upcast'" in text and "\n" not in text
     assert choose._problem(section, "RTX 4090", (8, 9)) == ""
-    block = config.Quantize(compute="fp8", recipe="block", scale="128x128")
+    block = settings.Quantize(compute="fp8", recipe="block", scale="128x128")
     assert "'current'" in choose._problem(block, "RTX 4090", (8, 9))
     assert choose._problem(block, "H200", (9, 0)) == ""
 
 
-def test_fastest_tries_each_and_a_mode_that_does_not_fit_loses():
+@pytest.mark.parametrize(
+    ("architecture", "able"),
+    [("gfx90a:sramecc+:xnack-", False), ("gfx1100", False), ("gfx942:sramecc+:xnack-", False)]
+    + [("gfx950:sramecc+:xnack-", True), ("gfx1201", True)],
+)
+def test_amd_is_asked_by_its_architecture(monkeypatch, architecture, able):
+    """Its "compute capability" is part of the architecture's name: (9, 0) of an MI200, (11, 0) of an RX 7900."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    about = types.SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    text = precision.problem(settings.Quantize(compute="fp8"), torch.device("cuda"))
+    assert able == (not text) and (able or "'upcast'" in text and "\n" not in text)
+    assert len(precision.candidates(settings.Quantize(compute="auto"), torch.device("cuda"))) == (3 if able else 1)
+    block = settings.Quantize(compute="fp8", recipe="block", scale="128x128")
+    assert precision.problem(block, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.cuda.OutOfMemoryError("full"), precision.OUT_OF_MEMORY),
+        (RuntimeError("no kernel\nsecond line"), "RuntimeError: no kernel"),
+        (AttributeError("_scaled_mm"), "AttributeError: _scaled_mm"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_fastest_tries_each_and_a_mode_that_fails_loses(error, reason):
     current, log = [""], []
 
     def step():
         log.append(current[0])
-        if current[0] == "fp8":
-            raise torch.cuda.OutOfMemoryError("full")
+        if current[0] == "fp8_forward":
+            raise error
 
-    seconds = precision.fastest(
-        ("upcast", "fp8"), lambda mode: current.__setitem__(0, mode), step, torch.device("cpu"), 2
-    )
-    assert log == ["upcast"] * 3 + ["fp8"] and seconds["fp8"] == float("inf") and seconds["upcast"] < 1
+    def switch(mode):
+        current[0] = mode
+
+    cpu = torch.device("cpu")
+    seconds, failed = precision.fastest(("upcast", "fp8_forward", "fp8"), switch, step, cpu, 2)
+    assert log == ["upcast"] * 3 + ["fp8_forward"] + ["fp8"] * 3 and failed == {"fp8_forward": reason}
+    assert seconds["fp8_forward"] == float("inf") and seconds["upcast"] < 1 > seconds["fp8"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Stopped])
+def test_fastest_stops_when_asked_to(error):
+    def step():
+        raise error("now")
+
+    with pytest.raises(error):
+        precision.fastest(("upcast", "fp8"), lambda mode: None, step, torch.device("cpu"))
 
 
 def test_gradient_and_forward_use_the_one_stored_copy():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lora_fp8 import naming
+from lora_fp8.lora_files import naming
 
 ROWS = (
     ("blocks.#.attn.qkv", "layers.#.attn.to_q layers.#.attn.to_k layers.#.attn.to_v"),

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from lora_fp8 import checkpoint, config, families, prepare, sample, train
-from lora_fp8.config import UserError
-from lora_fp8.run import RunFailure
-from webui import words
+from lora_fp8 import families, settings, train
+from lora_fp8.errors import RunFailure, UserError
+from lora_fp8.plan import resolve
+from lora_fp8.precision import dtypes
+from lora_fp8.stages import previews
+from lora_fp8.training import checkpoint
+from webui import translations
 
 GONE = object()
 CASES = (
@@ -28,13 +31,13 @@ CASES = (
     ("flux", "scheduler/scheduler_config.json", "max_image_seq_len", 256, "how pictures are noised (ZeroDivision"),
     ("sd15", "unet/config.json", "resnet_time_scale_shift", ["a"], "does not describe a UNet2DConditionModel"),
     ("sd15", "unet/config.json", "mid_block_scale_factor", "wide", "should be a number"),
-    ("sd15", "unet/config.json", "cross_attention_dim", 0, "would have no values"),
+    ("sd15", "unet/config.json", "cross_attention_dim", 0, "not of one model"),
     ("chroma", "transformer/config.json", "num_layers", "many", "should be a number"),
     ("qwen_image", "transformer/config.json", "num_attention_heads", GONE, "not the weights that its config.json desc"),
     ("flux", "transformer/config.json", "num_single_layers", 5, "has not the weights that its config.json describes"),
     ("flux", "transformer/config.json", "num_layers", 0, "has not the weights that its config.json describes"),
     ("sd15", "vae/config.json", "block_out_channels", None, "does not describe a AutoencoderKL"),
-    ("sd15", "vae/config.json", "latent_channels", 8, "weights of other sizes than its config.json says"),
+    ("sd15", "vae/config.json", "latent_channels", 8, "not of one model"),
     ("sd15", "text_encoder/config.json", "hidden_size", "wide", "cannot be loaded as a CLIPTextModel"),
     ("sd15", "text_encoder/config.json", "intermediate_size", 96, "weights of other sizes than its config.json says"),
     ("flux", "text_encoder_2/config.json", "num_layers", 2, "has not all weights of a T5EncoderModel"),
@@ -61,7 +64,7 @@ def test_a_model_that_makes_no_sense_is_told_before_it_is_used(
     value: Any,
     told: str,
     tiny: Callable[[str], Path],
-    job: Callable[..., config.Job],
+    job: Callable[..., settings.Job],
     tmp_path: Path,
 ) -> None:
     base = changed(tiny(family), tmp_path / "base", file, key, value)
@@ -72,7 +75,7 @@ def test_a_model_that_makes_no_sense_is_told_before_it_is_used(
     line = str(error.value)
     assert told in line and str((base / file).parent) in line and "\n" not in line, line
     assert not cache.exists() and not Path(mine.output_dir).exists()
-    assert words.tell("zh-CN", line) != line
+    assert translations.translate("zh-CN", line) != line
 
 
 def test_whole_encoders_of_another_model_are_told_without_a_weight_being_read(
@@ -84,12 +87,12 @@ def test_whole_encoders_of_another_model_are_told_without_a_weight_being_read(
     shutil.rmtree(base / "text_encoder_2")
     shutil.copytree(tiny("flux") / "text_encoder", base / "text_encoder_2")
     family = families.get("flux")(
-        config.Model(family="flux", path=str(base)), device="cpu", dtype=prepare.DTYPES["bf16"]
+        settings.Model(family="flux", path=str(base)), device="cpu", dtype=dtypes.DTYPES["bf16"]
     )
     with pytest.raises(UserError, match="text_encoder_2"):
         family.check_parts()
     whole = families.get("flux")(
-        config.Model(family="flux", path=str(tiny("flux"))), device="cpu", dtype=prepare.DTYPES["bf16"]
+        settings.Model(family="flux", path=str(tiny("flux"))), device="cpu", dtype=dtypes.DTYPES["bf16"]
     )
     loaded = []
     real = type(whole)._from_pretrained
@@ -100,8 +103,8 @@ def test_whole_encoders_of_another_model_are_told_without_a_weight_being_read(
 
 @pytest.mark.parametrize("name", families.available())
 def test_every_familys_own_parts_pass(name: str, tiny: Callable[[str], Path]) -> None:
-    model = config.Model(family=name, path=str(tiny(name)))
-    families.get(name)(model, device="cpu", dtype=prepare.DTYPES["bf16"]).check_parts()
+    model = settings.Model(family=name, path=str(tiny(name)))
+    families.get(name)(model, device="cpu", dtype=dtypes.DTYPES["bf16"]).check_parts()
 
 
 @pytest.mark.parametrize(
@@ -132,10 +135,10 @@ def test_every_familys_own_parts_pass(name: str, tiny: Callable[[str], Path]) ->
     ],
 )
 def test_a_checkpoint_whose_state_makes_no_sense_is_one_line(
-    change: Callable[[dict[str, Any]], bytes], trained: config.Job, tmp_path: Path
+    change: Callable[[dict[str, Any]], bytes], trained: settings.Job, tmp_path: Path
 ) -> None:
     """Its hashes agree: it was written so, by another program or by hand."""
-    place = shutil.copytree(prepare.run_folder(trained), tmp_path / "runs" / trained.name)
+    place = shutil.copytree(resolve.run_folder(trained), tmp_path / "runs" / trained.name)
     bundle = place / "checkpoints" / "step-000002"
     raw = change(json.loads((bundle / "state.json").read_bytes()))
     rewrite(bundle, "state.json", raw)
@@ -144,17 +147,17 @@ def test_a_checkpoint_whose_state_makes_no_sense_is_one_line(
         train.run(mine, resume=True, progress=False)
     line = str(error.value)
     assert "\n" not in line and ("state.json" in line or "the checkpoint's optimizer" in line), line
-    assert words.tell("zh-CN", line) != line
+    assert translations.translate("zh-CN", line) != line
 
 
 @pytest.mark.parametrize("raw", [b"", b"no picture", None])
 def test_a_first_preview_that_cannot_be_read_costs_the_contact_sheet_alone(
-    raw: bytes | None, job: Callable[..., config.Job]
+    raw: bytes | None, job: Callable[..., settings.Job]
 ) -> None:
     """And so do events of previews that lack what they have: all is trained by then."""
     mine = job("train.steps=1", "preview.prompts=['a cat']", "preview.steps=1")
-    folder = prepare.run_folder(mine)
-    first = sample.path_of(folder / "samples", 0, 0)
+    folder = resolve.run_folder(mine)
+    first = previews.path_of(folder / "samples", 0, 0)
 
     def spoil(event: dict[str, Any]) -> None:
         if event["event"] == "step":
@@ -166,18 +169,18 @@ def test_a_first_preview_that_cannot_be_read_costs_the_contact_sheet_alone(
     told = [e["text"] for e in result.run.events() if e["event"] == "warning" and "contact sheet" in e["text"]]
     assert len(result.files) == 2 and len(told) == (raw is not None)
     assert not (folder / "samples" / "contact_sheet.png").exists()
-    assert all(words.tell("zh-CN", line) != line for line in told)
+    assert all(translations.translate("zh-CN", line) != line for line in told)
 
 
-def test_tensors_of_a_checkpoint_that_are_none_are_one_line(trained: config.Job, tmp_path: Path) -> None:
-    place = shutil.copytree(prepare.run_folder(trained) / "checkpoints", tmp_path / "checkpoints")
+def test_tensors_of_a_checkpoint_that_are_none_are_one_line(trained: settings.Job, tmp_path: Path) -> None:
+    place = shutil.copytree(resolve.run_folder(trained) / "checkpoints", tmp_path / "checkpoints")
     rewrite(place / "step-000002", "optimizer.safetensors", b"nothing of the kind")
     with pytest.raises(RunFailure, match=r"optimizer\.safetensors is not a safetensors file"):
         checkpoint.latest(place)
 
 
 @pytest.fixture(scope="module")
-def trained(make_job: Callable[..., config.Job], tmp_path_factory: pytest.TempPathFactory) -> config.Job:
+def trained(make_job: Callable[..., settings.Job], tmp_path_factory: pytest.TempPathFactory) -> settings.Job:
     """A run of two steps that is to go on to four. Not to be changed."""
     mine = make_job(tmp_path_factory.mktemp("trained"), "train.steps=2")
     train.run(mine, progress=False)

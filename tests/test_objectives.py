@@ -7,8 +7,8 @@ import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-from lora_fp8 import config
-from lora_fp8.config import UserError
+from lora_fp8 import settings
+from lora_fp8.errors import UserError
 from lora_fp8.objectives import Diffusion, FlowMatching
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
@@ -28,7 +28,7 @@ def generators(num: int) -> list[torch.Generator]:
 def test_alphas_are_those_of_the_papers_schedule():
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     abar = torch.cumprod(1 - betas, 0)
-    objective = Diffusion(SD, config.Objective())
+    objective = Diffusion(SD, settings.Objective())
     x0, noise = pair()
     t = torch.tensor([3, 871])
     expected = abar[t].sqrt().view(-1, 1, 1, 1) * x0 + (1 - abar[t]).sqrt().view(-1, 1, 1, 1) * noise
@@ -37,7 +37,7 @@ def test_alphas_are_those_of_the_papers_schedule():
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_a_ddim_step_with_the_true_target_stays_on_the_noising_path(prediction_type):
-    objective = Diffusion({**SD, "prediction_type": prediction_type}, config.Objective())
+    objective = Diffusion({**SD, "prediction_type": prediction_type}, settings.Objective())
     sampler = DDIMScheduler(**SD, prediction_type=prediction_type, clip_sample=False, timestep_spacing="trailing")
     sampler.set_timesteps(20)
     x0, noise = pair()
@@ -51,13 +51,13 @@ def test_a_ddim_step_with_the_true_target_stays_on_the_noising_path(prediction_t
 def test_schedulers_of_other_samplers_give_the_same_noise():
     # A model's scheduler_config.json is written for its sampler; extra keys must neither fail nor change the process.
     other = {**SD, "_class_name": "PNDMScheduler", "skip_prk_steps": True, "steps_offset": 1, "set_alpha_to_one": False}
-    plain, odd = Diffusion(SD, config.Objective()), Diffusion(other, config.Objective())
+    plain, odd = Diffusion(SD, settings.Objective()), Diffusion(other, settings.Objective())
     assert torch.equal(plain.scheduler.alphas_cumprod, odd.scheduler.alphas_cumprod)
 
 
 def test_a_prediction_type_that_is_not_known_is_refused():
     with pytest.raises(UserError, match="prediction_type = 'sample'"):
-        Diffusion({**SD, "prediction_type": "sample"}, config.Objective())
+        Diffusion({**SD, "prediction_type": "sample"}, settings.Objective())
 
 
 @pytest.mark.parametrize(
@@ -70,18 +70,18 @@ def test_a_prediction_type_that_is_not_known_is_refused():
 )
 def test_a_scheduler_of_another_process_is_refused(Objective, name):
     with pytest.raises(UserError, match=name):
-        Objective({"_class_name": name}, config.Objective())
+        Objective({"_class_name": name}, settings.Objective())
 
 
 def test_diffusion_timesteps_are_uniform_integers():
-    t_B = Diffusion(SD, config.Objective()).sample_t(generators(4000), seq_len=64)
+    t_B = Diffusion(SD, settings.Objective()).sample_t(generators(4000), seq_len=64)
     assert t_B.dtype == torch.int64 and t_B.shape == (4000,)
     assert 0 <= t_B.min() <= 3 and 996 <= t_B.max() <= 999
     share = torch.histc(t_B.float(), 4, 0, 1000) / 4000
     torch.testing.assert_close(share, torch.full((4,), 0.25), atol=0.03, rtol=0)
 
 
-@pytest.mark.parametrize("objective", [Diffusion(SD, config.Objective()), FlowMatching(FLUX, config.Objective())])
+@pytest.mark.parametrize("objective", [Diffusion(SD, settings.Objective()), FlowMatching(FLUX, settings.Objective())])
 def test_t_belongs_to_the_sample_and_not_to_its_place_in_the_batch(objective):
     t_B = objective.sample_t(generators(4), seq_len=96)
     backwards = objective.sample_t(generators(4)[::-1], seq_len=96)
@@ -97,7 +97,7 @@ def test_t_belongs_to_the_sample_and_not_to_its_place_in_the_batch(objective):
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_min_snr_weighs_the_error_of_x0_with_the_clamped_snr(prediction_type):
     """Hang et al. 2023: whatever is predicted, the loss equals min(SNR, gamma) times the squared error of x_0."""
-    section = config.Objective(min_snr_gamma=5.0)
+    section = settings.Objective(min_snr_gamma=5.0)
     objective = Diffusion({**SD, "prediction_type": prediction_type}, section)
     x0, noise = pair()
     guess_x0 = x0 + 0.1 * pair(1)[0]
@@ -114,14 +114,14 @@ def test_min_snr_weighs_the_error_of_x0_with_the_clamped_snr(prediction_type):
 
 
 def test_min_snr_is_finite_where_no_signal_is_left():
-    objective = Diffusion({**SD, "rescale_betas_zero_snr": True}, config.Objective(min_snr_gamma=5.0))
+    objective = Diffusion({**SD, "rescale_betas_zero_snr": True}, settings.Objective(min_snr_gamma=5.0))
     assert objective.snr(torch.tensor([999])) < 1e-6
     assert objective.weight(torch.tensor([999, 998])).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("config_", [FLUX, SD3])
 def test_an_euler_step_with_the_true_target_stays_on_the_line(config_):
-    objective = FlowMatching(config_, config.Objective())
+    objective = FlowMatching(config_, settings.Objective())
     sampler = FlowMatchEulerDiscreteScheduler.from_config(config_)
     sampler.set_timesteps(8, mu=0.7)
     x0, noise = pair()
@@ -141,7 +141,7 @@ def test_an_euler_step_with_the_true_target_stays_on_the_line(config_):
 def test_the_dynamic_shift_is_the_samplers(seq_len, time_shift_type):
     scheduler_config = {**FLUX, "time_shift_type": time_shift_type, "base_shift": 0.6, "max_shift": 1.3}
     sampler = FlowMatchEulerDiscreteScheduler.from_config(scheduler_config)
-    objective = FlowMatching(scheduler_config, config.Objective())
+    objective = FlowMatching(scheduler_config, settings.Objective())
     mu = calculate_shift(seq_len, 256, 4096, 0.6, 1.3)
     assert objective.mu(seq_len) == pytest.approx(mu)
     plain = torch.linspace(1.0, 0.1, 10)
@@ -153,28 +153,28 @@ def test_the_fixed_shift_is_the_samplers_and_a_number_overrides_it():
     plain = torch.linspace(1.0, 0.1, 10)
     sampler = FlowMatchEulerDiscreteScheduler.from_config(SD3)
     sampler.set_timesteps(sigmas=plain.tolist())
-    torch.testing.assert_close(FlowMatching(SD3, config.Objective()).warp(plain, 1024), sampler.sigmas[:-1])
+    torch.testing.assert_close(FlowMatching(SD3, settings.Objective()).warp(plain, 1024), sampler.sigmas[:-1])
     for scheduler_config in (FLUX, SD3):
-        by_hand = FlowMatching(scheduler_config, config.Objective(shift=2.0))
+        by_hand = FlowMatching(scheduler_config, settings.Objective(shift=2.0))
         torch.testing.assert_close(by_hand.warp(plain, 1024), 2 * plain / (1 + plain))
 
 
 def test_flow_timesteps_follow_their_density():
     count, plain = 4000, {"shift": 1.0}
-    t_B = FlowMatching(plain, config.Objective()).sample_t(generators(count), seq_len=1024)
+    t_B = FlowMatching(plain, settings.Objective()).sample_t(generators(count), seq_len=1024)
     assert t_B.shape == (count,) and 0 < t_B.min() and t_B.max() < 1
     logits = t_B.logit()
     assert abs(logits.mean()) < 0.06 and abs(logits.std() - 1) < 0.05  # logit-normal(0, 1)
-    uniform_B = FlowMatching(plain, config.Objective(timesteps="uniform")).sample_t(generators(count), seq_len=1024)
+    uniform_B = FlowMatching(plain, settings.Objective(timesteps="uniform")).sample_t(generators(count), seq_len=1024)
     share = torch.histc(uniform_B, 4, 0, 1) / count
     torch.testing.assert_close(share, torch.full((4,), 0.25), atol=0.03, rtol=0)
     # The shift moves the median from 1/2 to s / (1 + s).
-    s = math.exp(FlowMatching(FLUX, config.Objective()).mu(1024))
-    shifted_B = FlowMatching(FLUX, config.Objective()).sample_t(generators(count), seq_len=1024)
+    s = math.exp(FlowMatching(FLUX, settings.Objective()).mu(1024))
+    shifted_B = FlowMatching(FLUX, settings.Objective()).sample_t(generators(count), seq_len=1024)
     assert shifted_B.median().item() == pytest.approx(s / (1 + s), abs=0.02)
 
 
-@pytest.mark.parametrize("objective", [Diffusion(SD, config.Objective()), FlowMatching(FLUX, config.Objective())])
+@pytest.mark.parametrize("objective", [Diffusion(SD, settings.Objective()), FlowMatching(FLUX, settings.Objective())])
 def test_the_loss_is_one_float32_mean_per_sample(objective):
     pred, target = (x.bfloat16() for x in pair())
     t_B = objective.sample_t(generators(2), seq_len=96)
@@ -192,7 +192,7 @@ def test_the_loss_is_one_float32_mean_per_sample(objective):
         "smooth_l1": lambda p, t: torch.nn.functional.smooth_l1_loss(p, t, reduction="none", beta=0.7),
     }
     for kind, judge in judges.items():
-        section = config.Objective(loss=kind, huber_delta=0.7, min_snr_gamma=1.0, unmasked_weight=0.25)
+        section = settings.Objective(loss=kind, huber_delta=0.7, min_snr_gamma=1.0, unmasked_weight=0.25)
         ours = type(objective)(SD if isinstance(objective, Diffusion) else FLUX, section)
         counts = 0.25 + 0.75 * mask[:, None]
         wanted = (2 * judge(pred.float(), target.float()) * counts).flatten(1).mean(1) * ours.weight(t_B)
@@ -211,7 +211,7 @@ def test_the_huber_schedules_are_those_of_sd_scripts(schedule: str) -> None:
     t_B = torch.tensor([37, 871])
     for kind, torchs in (("huber", "huber_loss"), ("smooth_l1", "smooth_l1_loss"), ("pseudo_huber", ""),
                          ("pseudo_smooth_l1", "")):  # fmt: skip
-        section = config.Objective(loss=kind, huber_delta=c, huber_schedule=schedule, huber_scale=scale)
+        section = settings.Objective(loss=kind, huber_delta=c, huber_schedule=schedule, huber_scale=scale)
         loss_B = Diffusion(SD, section).loss(pred, target, t_B)
         for i, t in enumerate(t_B.tolist()):
             sigma = math.sqrt((1 - abar[t]) / abar[t])
@@ -228,14 +228,14 @@ def test_the_huber_schedules_are_those_of_sd_scripts(schedule: str) -> None:
 
 
 def test_a_flow_has_the_exponential_huber_schedule_by_its_own_time() -> None:
-    section = config.Objective(loss="pseudo_huber", huber_delta=0.2, huber_schedule="exponential")
+    section = settings.Objective(loss="pseudo_huber", huber_delta=0.2, huber_schedule="exponential")
     delta_B = FlowMatching(FLUX, section).delta(torch.tensor([0.0, 0.5, 1.0]))
     torch.testing.assert_close(delta_B, torch.tensor([1.0, 0.2**0.5, 0.2]))
 
 
 def test_the_noise_offset_is_one_normal_number_for_each_channel_of_a_sample():
     _, noise = pair()
-    objective = Diffusion(SD, config.Objective(noise_offset=0.1))
+    objective = Diffusion(SD, settings.Objective(noise_offset=0.1))
     drawn = generators(2)
     t_B = objective.sample_t(drawn, seq_len=24)
     shaped = objective.shaped(noise, drawn)
@@ -247,17 +247,7 @@ def test_the_noise_offset_is_one_normal_number_for_each_channel_of_a_sample():
     torch.testing.assert_close(objective.target(latents, shaped, t_B), shaped)
     many = objective.shaped(torch.zeros(1, 4, 1, 1).expand(4000, 4, 1, 1), generators(4000))
     assert many.std().item() == pytest.approx(0.1, rel=0.03) and many.mean().item() == pytest.approx(0, abs=0.003)
-    assert Diffusion(SD, config.Objective()).shaped(noise, generators(2)) is noise
-
-
-def test_settings_without_effect_are_named():
-    section = config.Objective(timesteps="logit_normal", shift=3.0, min_snr_gamma=5.0, noise_offset=0.1)
-    unused = Diffusion(SD, section).unused_settings()
-    assert [text.split(" ")[0] for text in unused] == ["objective.timesteps", "objective.shift"]
-    unused = FlowMatching(FLUX, section).unused_settings()
-    assert [text.split(" ")[0] for text in unused] == ["objective.min_snr_gamma", "objective.noise_offset"]
-    for objective in (Diffusion(SD, config.Objective()), FlowMatching(FLUX, config.Objective())):
-        assert objective.unused_settings() == []
+    assert Diffusion(SD, settings.Objective()).shaped(noise, generators(2)) is noise
 
 
 @pytest.mark.parametrize("timesteps", ["uniform", "logit_normal"])
@@ -265,8 +255,8 @@ def test_settings_without_effect_are_named():
 def test_a_range_of_noise_is_the_same_density_cut_off(timesteps: str, shift: float) -> None:
     """Against draws of the whole range, thrown away outside of it."""
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
-    whole = FlowMatching(scheduler, config.Objective(timesteps=timesteps, shift=shift))
-    part = FlowMatching(scheduler, config.Objective(timesteps=timesteps, shift=shift, t_min=0.4, t_max=0.875))
+    whole = FlowMatching(scheduler, settings.Objective(timesteps=timesteps, shift=shift))
+    part = FlowMatching(scheduler, settings.Objective(timesteps=timesteps, shift=shift, t_min=0.4, t_max=0.875))
     generators = [torch.Generator().manual_seed(seed) for seed in range(6000)]
     drawn, kept = part.sample_t(generators, 256), whole.sample_t(generators, 256)
     kept = kept[(kept >= 0.4) & (kept <= 0.875)]
@@ -276,10 +266,10 @@ def test_a_range_of_noise_is_the_same_density_cut_off(timesteps: str, shift: flo
 
 
 def test_a_range_of_noise_of_a_diffusion_model() -> None:
-    section = config.Objective(t_min=0.25, t_max=0.5)
+    section = settings.Objective(t_min=0.25, t_max=0.5)
     drawn = Diffusion({"num_train_timesteps": 1000}, section).sample_t(
         [torch.Generator().manual_seed(seed) for seed in range(4000)], 64
     )
     assert drawn.min() == 250 and drawn.max() == 499
-    one = Diffusion({"num_train_timesteps": 1000}, config.Objective(t_min=0.9999, t_max=1.0))
+    one = Diffusion({"num_train_timesteps": 1000}, settings.Objective(t_min=0.9999, t_max=1.0))
     assert one.sample_t([torch.Generator()], 64).tolist() == [999]

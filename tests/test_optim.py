@@ -11,7 +11,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lora_fp8 import adapters, config, optim, precision
+from lora_fp8 import adapters, precision
+from lora_fp8.errors import UserError
+from lora_fp8.settings import Adapter, Optimizer, Quantize, Schedule
+from lora_fp8.training import optim
 
 BITS = {
     "adamw": torch.optim.AdamW,
@@ -49,8 +52,8 @@ def make_grads(step: int) -> dict[str, Tensor]:
     return {name: grad * 0.01 for name, grad in found.items()}
 
 
-def section(**settings) -> config.Optimizer:
-    return config.Optimizer(**({"lr": 1e-3, "lr_scale": "none"} | settings))
+def section(**settings) -> Optimizer:
+    return Optimizer(**({"lr": 1e-3, "lr_scale": "none"} | settings))
 
 
 def build(params, **settings) -> optim.AdapterOptimizer:
@@ -110,9 +113,7 @@ def test_prodigy_s_own_settings_reach_it_and_it_has_one_rate_for_all():
     own = {"d_coef": 4.0, "safeguard_warmup": False, "use_bias_correction": False, "weight_decay": 0.3}
     own |= {"d0": 1e-5, "growth_rate": 1.5, "decouple": False}
     params = make_params(torch.float32)
-    mine = optim.build(
-        params, config.Optimizer(name="prodigy", **own), base_storage="fp8", seed=9, of_text=[params[0][0]]
-    )
+    mine = optim.build(params, Optimizer(name="prodigy", **own), base_storage="fp8", seed=9, of_text=[params[0][0]])
     assert (mine.base_lr, mine.text_ratio) == (1.0, 1.0)
     reference = [nn.Parameter(param.detach().clone()) for _, param in params]
     theirs = prodigyopt.Prodigy(reference[1:] + reference[:1], **own)
@@ -133,7 +134,7 @@ def test_rates_by_layer_and_lora_plus_are_the_optimizers_own_groups(name: str) -
     names = [f"{layer}.lora_{half}.weight" for layer in layers for half in "AB"]
     start = {one: torch.randn(8, 8, generator=generator) for one in names}
     given = section(name=name, lr=1e-2, lr_scale="none", text_encoder_lr=2e-3, loraplus_lr_ratio=4.0, weight_decay=0.1,
-                    lrs=["down.0.to_k = 0.25", "^down = 0.5"])  # fmt: skip
+                    lrs={"down.0.to_k": 0.25, "^down": 0.5})  # fmt: skip
     ours = [(one, nn.Parameter(start[one].clone())) for one in names]
     mine = optim.build(ours, given, base_storage="none", seed=0, of_text=names[6:])
     rates = [1e-2, 4e-2, 5e-3, 2e-2, 2.5e-3, 1e-2, 2e-3, 8e-3]
@@ -167,8 +168,8 @@ def test_rates_by_layer_and_lora_plus_are_the_optimizers_own_groups(name: str) -
     step(3)
     for one, parameter in resumed:
         assert torch.equal(parameter, theirs[one]), one
-    with pytest.raises(config.UserError, match="optimizer.lrs: 'up' matches no layer that is adapted"):
-        optim.build(ours, given.model_copy(update={"lrs": ["up = 2"]}), base_storage="none", seed=0)
+    with pytest.raises(UserError, match="optimizer.lrs: 'up' matches no layer that is adapted"):
+        optim.build(ours, given.model_copy(update={"lrs": {"up": 2.0}}), base_storage="none", seed=0)
 
 
 def test_eight_bit_state_is_eight_bit():
@@ -193,7 +194,7 @@ def test_gradients_must_fit():
 
 def test_unknown_choices_and_factors():
     for settings in ({"name": "lion", "lr": 1e-3}, {"rounding": "up"}):
-        with pytest.raises(config.UserError, match="accepted: "):
+        with pytest.raises(UserError, match="accepted: "):
             optim.build(make_params(torch.float32), section().model_copy(update=settings), base_storage="none", seed=0)
     cases = {("auto", "fp8"): 1.4, ("auto", "none"): 1.0, ("none", "fp8"): 1.0, (1.2, "fp8"): 1.2, (1.2, "none"): 1.2}
     for (scale, storage), factor in cases.items():
@@ -202,10 +203,10 @@ def test_unknown_choices_and_factors():
         assert made.state()[1]["lr_factor"] == factor
     rates = {"adamw8bit": 1.4e-4, "adamw": 1.4e-4, "lion8bit": 2.8e-5, "prodigy": 1.0}
     for name, rate in rates.items():
-        made = optim.build(make_params(torch.float32), config.Optimizer(name=name), base_storage="fp8", seed=0)
+        made = optim.build(make_params(torch.float32), Optimizer(name=name), base_storage="fp8", seed=0)
         assert made.base_lr == pytest.approx(rate)
-    assert "3 to 10 times less" in " ".join(optim.cautions(config.Optimizer(name="lion8bit", lr=1e-4)))
-    assert not optim.cautions(config.Optimizer(name="lion8bit")) + optim.cautions(config.Optimizer(lr=1e-4))
+    assert "3 to 10 times less" in " ".join(optim.cautions(Optimizer(name="lion8bit", lr=1e-4)))
+    assert not optim.cautions(Optimizer(name="lion8bit")) + optim.cautions(Optimizer(lr=1e-4))
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
         (tensors | {"z/master": torch.zeros(3)}, meta, "z/master"),
     ]
     for given, about, words in cases:
-        with pytest.raises(config.UserError, match=words):
+        with pytest.raises(UserError, match=words):
             opt.load_state(given, about)
     after, _ = opt.state()
     assert all(torch.equal(after[full], tensors[full]) for full in tensors)
@@ -368,7 +369,7 @@ def their_schedule(name: str, warmup: int, min_lr: float, total: int) -> list[fl
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (7, 7), (0.1, 3), (0.25, 8), (29, 29)])
 @pytest.mark.parametrize("min_lr", [0.0, 0.1])
 def test_schedule_equals_transformers_at_every_step(name, warmup, steps, min_lr):
-    mine = config.Schedule(name=name, warmup=warmup, min_lr=min_lr)
+    mine = Schedule(name=name, warmup=warmup, min_lr=min_lr)
     got = [optim.learning_rate(step, mine, 2e-4, 30) for step in range(31)]
     assert got == pytest.approx(their_schedule(name, steps, min_lr, 30), rel=1e-9, abs=1e-18)
 
@@ -376,7 +377,7 @@ def test_schedule_equals_transformers_at_every_step(name, warmup, steps, min_lr)
 def test_cosine_equals_torch():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-4)
-    mine = config.Schedule(name="cosine", min_lr=0.1)
+    mine = Schedule(name="cosine", min_lr=0.1)
     for step in range(20):
         assert optim.learning_rate(step, mine, 1e-3, 20) == pytest.approx(schedule.get_last_lr()[0], rel=1e-6)
         optimizer.step()
@@ -443,8 +444,8 @@ class Problem:
     def __init__(self, dtype: str):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
-        precision.quantize_(self.model, config.Quantize(storage="fp8"), (), torch.float32)
-        adapters.inject(self.model, config.Adapter(rank=16, alpha=16, dtype=dtype), ["0", "2"], seed=0)
+        precision.quantize_(self.model, Quantize(storage="fp8"), (), torch.float32)
+        adapters.inject(self.model, Adapter(rank=16, alpha=16, dtype=dtype), ["0", "2"], seed=0)
         self.params = adapters.parameters(self.model)
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(64, 256, generator=generator)

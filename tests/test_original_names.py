@@ -13,8 +13,9 @@ from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import load_file, save_file
 from test_families import make, write_header
 
-from lora_fp8 import config, families, naming
+from lora_fp8 import families, settings
 from lora_fp8.families._files import PREFIXES
+from lora_fp8.lora_files import naming
 
 NAMED = ("lumina2", "sana", "hidream", "wan", "hunyuan_video", "ltx_video")
 """Families whose table says all of a published file."""
@@ -65,7 +66,7 @@ def native_shapes(Family, shapes):
 def loader(Family, tmp_path):
     """The family on its miniature, with the released denoiser's config in place of its own."""
     Family.tiny(tmp_path)
-    family = Family(config.Model(family=Family.name, path=str(tmp_path)), device="cpu", dtype=torch.float32)
+    family = Family(settings.Model(family=Family.name, path=str(tmp_path)), device="cpu", dtype=torch.float32)
     family.denoiser_config = lambda: dict(Family.reference_config)
     return family
 
@@ -147,7 +148,7 @@ def test_a_single_file_is_the_same_model(name, tmp_path):
         written[native] = torch.cat([tensors[member] for member in members])
     written |= {key: torch.zeros(shape) for key, shape in BESIDE.get(name, {}).items()}
     save_file(written, tmp_path / "one.safetensors")
-    model = config.Model(family=name, path=str(tmp_path / "one.safetensors"), components=str(tmp_path / "base"))
+    model = settings.Model(family=name, path=str(tmp_path / "one.safetensors"), components=str(tmp_path / "base"))
     found = dict(Family(model, device="cpu", dtype=torch.float32).denoiser_tensors())
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[ours], tensors[ours]) for ours in tensors)

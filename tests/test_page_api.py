@@ -179,7 +179,8 @@ def test_an_open_page_takes_little_memory(address: str, client: Client) -> None:
 
 IDLE = """
 import sys
-from lora_fp8 import cli, jobs
+from lora_fp8 import cli
+from lora_fp8 import jobs
 
 def no_worker(home):
     assert not {"torch", "gradio"} & set(sys.modules)

@@ -83,6 +83,7 @@ class Site:
         )
         assert answer.status_code == 200, (call["api_name"], texts, answer.text[:500])
         assert "root:x:0" not in answer.text
+        assert "problem" not in answer.json(), (call["api_name"], texts, answer.json()["problem"])
         told = answer.json()["data"]
         for id, value in zip(call["outputs"], told, strict=True):
             if self.parts[id]["type"] == "html":
@@ -220,15 +221,18 @@ def test_what_is_typed_into_any_field_stays_text(site: Site) -> None:
     for text in payloads:
         tables = tomlkit.parse(START.format(site.pictures)).unwrap() | {"name": f"n{payloads.index(text)}"}
         for key, one in form.settings().items():
-            if one.kind in ("text", "lines") and key not in ("name", "model.path", "model.family"):
+            if one.kind in ("text", "lines", "entries") and key not in ("name", "model.path", "model.family"):
                 section, _, name = key.rpartition(".")
-                (tables.setdefault(section, {}) if section else tables)[name] = [text] if one.kind == "lines" else text
+                (tables.setdefault(section, {}) if section else tables)[name] = {
+                    "lines": [text],
+                    "entries": {text: text},
+                }.get(one.kind, text)
         draft.write_text(tomlkit.dumps(tables), encoding="utf-8")
         site.opened()
         while True:
             draft.write_text(tomlkit.dumps(tables), encoding="utf-8")
             site.call(site.find("new-start", "click"), {})
-            wrong = {one.key for one in form.problems(draft.read_text(encoding="utf-8"), site.place.home)}
+            wrong = {one.key for one in form.find_problems(draft.read_text(encoding="utf-8"), site.place.home)}
             left = [
                 key
                 for key in (

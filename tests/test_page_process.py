@@ -6,12 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8 import jobs
 
@@ -30,7 +30,11 @@ def surroundings(home: Path, **more: str) -> dict[str, str]:
 def refused(tmp_path: Path, *options: str, **environment: str) -> str:
     """The one line that it ends with, exit code 2."""
     done = subprocess.run(
-        command(*options), env=surroundings(tmp_path, **environment), capture_output=True, text=True, timeout=120
+        command(*options),
+        env=surroundings(tmp_path, **environment),
+        capture_output=True,
+        text=True,
+        timeout=LONG_SECONDS,
     )
     assert done.returncode == 2 and done.stdout == "", done
     (line,) = done.stderr.strip().splitlines()
@@ -64,14 +68,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[psutil.Proc
 
 def wait_for_worker(home: Path) -> psutil.Process:
     """The worker; not the process that starts it and ends."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        if (worker := jobs.worker_info(home)) and worker.pid and psutil.pid_exists(worker.pid):
-            time.sleep(0.5)
-            if (again := jobs.worker_info(home)) and again.pid == worker.pid:
-                return psutil.Process(worker.pid)
-    raise AssertionError("no worker")
+
+    def working() -> jobs.Info | None:
+        worker = jobs.worker_info(home)
+        return worker if worker and worker.pid and worker.heartbeat > worker.since else None
+
+    return psutil.Process(wait_until(working, lambda: "no worker").pid)
 
 
 def test_the_page_is_small_and_has_no_torch(page: tuple[psutil.Process, str, Path]) -> None:
@@ -93,6 +95,7 @@ def test_what_it_starts_does_not_know_the_password(page: tuple[psutil.Process, s
     worker = wait_for_worker(page[2])
     assert "LORA_FP8_HOME" in worker.environ() and "LORA_FP8_PASSWORD" not in worker.environ()
     assert not any("password" in part for part in [*worker.cmdline(), *page[0].cmdline()])
+    assert "a long password" not in str(page[0].environ().values()), "/proc shows what a process began with"
 
 
 def test_a_taken_port_is_told_with_its_holder(page: tuple[psutil.Process, str, Path], tmp_path: Path) -> None:
@@ -119,7 +122,7 @@ def test_ctrl_c_ends_the_page_alone(page: tuple[psutil.Process, str, Path]) -> N
     process, address, home = page
     worker = wait_for_worker(home)
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) in (0, None)
+    assert process.wait(LONG_SECONDS) in (0, None)
     assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2])), timeout=2)
@@ -140,12 +143,12 @@ def test_opening_the_page_writes_into_no_package() -> None:
 def test_a_server_is_made_once_for_each_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradio.routes import App
 
-    from webui import app, context, words
+    from webui import app, context, translations
 
     made = []
     create = App.create_app
     monkeypatch.setattr(App, "create_app", lambda *given, **named: made.append(given[0]) or create(*given, **named))
     app.build(context.Place(tmp_path, [tmp_path], fixed=False))
-    assert len(made) == len(words.LANGUAGES)
+    assert len(made) == len(translations.LANGUAGES)
     for pages in made:
         assert len(pages.config["page"]) == len(app.PAGES) and pages.config["dependencies"] and pages.exited

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_fp8.config import UserError
-from webui import safe
+from lora_fp8.errors import UserError
+from webui import sanitize
 from webui.context import Place, Ui
 
 
@@ -166,7 +166,7 @@ UNSEEN = [
 def test_what_lies_outside_is_refused_in_one_line(place: Place, payload: str) -> None:
     root = place.given[0]
     with pytest.raises(UserError) as refused:
-        place.inside(payload.format(root, root.parent, place.home))
+        place.resolve(payload.format(root, root.parent, place.home))
     told = str(refused.value)
     assert "\n" not in told and "\x1b" not in told and "\u202e" not in told and len(told) < 300
 
@@ -195,26 +195,26 @@ def test_what_lies_inside_is_found(place: Place, given: str, meant: str) -> None
     root = place.given[0]
     if meant.startswith("."):  # hidden by our rule, though no step upwards
         with pytest.raises(UserError, match="hidden"):
-            place.inside(given.format(root))
+            place.resolve(given.format(root))
         return
-    assert place.inside(given.format(root)) == root / meant
+    assert place.resolve(given.format(root)) == root / meant
     assert Ui("en", place).path(given.format(root)) == root / meant
 
 
 def test_a_root_around_the_home_opens_only_what_is_the_persons(place: Place) -> None:
     """Somebody names their home folder as the root, and the page's own folder lies in it."""
     wide = Place(place.home, [place.home.parent])
-    assert wide.inside(str(place.home.parent / "secret/key.txt"))
-    assert wide.inside(str(place.home / "datasets/pets"))
+    assert wide.resolve(str(place.home.parent / "secret/key.txt"))
+    assert wide.resolve(str(place.home / "datasets/pets"))
     for name in ("", "queue.db", "settings.toml", "drafts/x"):
         with pytest.raises(UserError, match="not below"):
-            wide.inside(str(place.home / name))
+            wide.resolve(str(place.home / name))
 
 
 def test_the_home_folder_of_the_person_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "pictures").mkdir()
-    assert Place(tmp_path / "h", [tmp_path / "pictures"]).inside("~/pictures/a.png") == tmp_path / "pictures/a.png"
+    assert Place(tmp_path / "h", [tmp_path / "pictures"]).resolve("~/pictures/a.png") == tmp_path / "pictures/a.png"
 
 
 @pytest.mark.parametrize("kind", ["root", "models"])
@@ -222,16 +222,16 @@ def test_roots_are_added_and_taken_back(place: Place, kind: str) -> None:
     """A folder for base models is one too."""
     outside = place.home.parent / "secret"
     with pytest.raises(UserError, match="not below"):
-        place.inside(str(outside / "key.txt"))
+        place.resolve(str(outside / "key.txt"))
     assert getattr(place, f"add_{kind}")(str(outside)) == outside
-    assert place.inside(str(outside / "key.txt")) == outside / "key.txt"
+    assert place.resolve(str(outside / "key.txt")) == outside / "key.txt"
     # Another process (a second page) sees it too, and other settings stay.
     other = Place(place.home)
-    other.keep(theme="dark")
-    assert (other.added if kind == "root" else other.models) == (outside,) and place.settings()["theme"] == "dark"
+    other.write_settings(theme="dark")
+    assert (other.added if kind == "root" else other.models) == (outside,) and place.read_settings()["theme"] == "dark"
     getattr(place, f"remove_{kind}")(str(outside))
     with pytest.raises(UserError, match="not below"):
-        place.inside(str(outside / "key.txt"))
+        place.resolve(str(outside / "key.txt"))
     assert outside.joinpath("key.txt").read_text() == "secret"
 
 
@@ -253,6 +253,18 @@ def test_a_page_for_other_machines_adds_no_roots(place: Place) -> None:
     assert fixed.add_models(str(place.given[0])) == place.given[0] == fixed.models[0], "it may be read already"
 
 
+def test_settings_that_another_page_wrote_in_the_same_tick_of_the_clock_are_read(place: Place) -> None:
+    """The second write has the time of the first, and another inode or size."""
+    place.write_settings(theme="dark")
+    first = place.settings_file.stat()
+    assert place.read_settings()["theme"] == "dark"
+    for theme in ("pale", "light"):  # of the same size, and of another
+        Place(place.home).write_settings(theme=theme)
+        os.utime(place.settings_file, ns=(first.st_atime_ns, first.st_mtime_ns))
+        assert place.settings_file.stat().st_mtime_ns == first.st_mtime_ns
+        assert place.read_settings()["theme"] == theme
+
+
 def test_a_broken_settings_file_is_told(place: Place) -> None:
     place.settings_file.write_text("roots = [", encoding="utf-8")
     with pytest.raises(UserError, match="settings.toml.*mend it"):
@@ -261,7 +273,7 @@ def test_a_broken_settings_file_is_told(place: Place) -> None:
 
 @pytest.mark.parametrize("given", ["cat", "my LoRA 2", "猫娘_v1", "a.b", "x-1", "ü" * 60])
 def test_names_for_new_files(given: str, tmp_path: Path) -> None:
-    (tmp_path / safe.name(f" {given} ")).touch()
+    (tmp_path / sanitize.check_name(f" {given} ")).touch()
     assert os.listdir(tmp_path) == [given]
 
 
@@ -286,7 +298,7 @@ def test_names_for_new_files(given: str, tmp_path: Path) -> None:
 )
 def test_names_that_are_none(given: str) -> None:
     with pytest.raises(UserError):
-        safe.name(given)
+        sanitize.check_name(given)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +318,7 @@ def test_shown_text_is_text(text: str) -> None:
             read.append(data)
 
     reader = Reader()
-    reader.feed(f'<p title="{safe.shown(text)}">{safe.shown(text)}</p>')
+    reader.feed(f'<p title="{sanitize.escape(text)}">{sanitize.escape(text)}</p>')
     reader.close()
-    assert tags == [("p", [("title", safe.plain(text))])] and "".join(read) == safe.plain(text)
+    assert tags == [("p", [("title", sanitize.strip_unseen(text))])] and "".join(read) == sanitize.strip_unseen(text)
     assert not set("\u202e\x1b\x00\ud800") & set("".join(read))

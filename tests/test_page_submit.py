@@ -7,9 +7,9 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from lora_fp8 import config, jobs
-from lora_fp8.config import UserError
-from webui import submit
+from lora_fp8 import jobs, settings
+from lora_fp8.errors import UserError
+from webui import submission
 from webui.context import Place
 
 TEXT = """
@@ -32,21 +32,21 @@ def place(tmp_path: Path) -> Place:
 
 
 def test_paths_become_absolute_below_the_home(place: Place) -> None:
-    job = submit.checked(place, TEXT.format(folder=f"{place.given[0]}/cats"))
+    job = submission.check_config(place, TEXT.format(folder=f"{place.given[0]}/cats"))
     assert (job.output_dir, job.dataset.cache_dir) == (str(place.home / "runs"), str(place.home / "cache"))
     assert job.model.path == "demo" and job.dataset.folders[0].path == str(place.given[0] / "cats")
-    job = submit.checked(place, TEXT.format(folder="datasets/pets"))
+    job = submission.check_config(place, TEXT.format(folder="datasets/pets"))
     assert job.dataset.folders[0].path == str(place.home / "datasets/pets")
     # So do masks that are no folder.
     for mask in ("alpha", "*_mask"):
         text = TEXT.format(folder="datasets/pets").replace('pets"', f'pets"\nmask = "{mask}"')
-        assert submit.checked(place, text).dataset.folders[0].mask == mask
+        assert submission.check_config(place, text).dataset.folders[0].mask == mask
     # A base of the hub stays as it is.
     text = TEXT.format(folder="datasets/pets").replace("demo", "stable-diffusion-v1-5/stable-diffusion-v1-5")
-    assert submit.checked(place, text).model.path == "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    assert submission.check_config(place, text).model.path == "stable-diffusion-v1-5/stable-diffusion-v1-5"
 
 
-@pytest.mark.parametrize("key", submit.PATHS)
+@pytest.mark.parametrize("key", submission.PATHS)
 @pytest.mark.parametrize(
     "path", ["/etc", "{0}/secret", "../secret", "{0}/data-evil", "datasets/../../secret", "~/.ssh", "~nobody-here/x"]
 )
@@ -66,9 +66,9 @@ def test_every_path_outside_is_refused(place: Place, key: str, path: str) -> Non
         data["model"]["family"] = "flux_kontext"
     table[name] = given
     with pytest.raises(UserError, match=rf"{name}.*(not below|without \.\.)"):
-        submit.checked(place, tomlkit.dumps(data))
+        submission.check_config(place, tomlkit.dumps(data))
     with pytest.raises(UserError):
-        submit.train(place, tomlkit.dumps(data))
+        submission.submit_training(place, tomlkit.dumps(data))
     assert jobs.Queue(place.home).view() == []
 
 
@@ -78,13 +78,13 @@ def test_every_path_outside_is_refused(place: Place, key: str, path: str) -> Non
 def test_presets_outside_are_not_read(place: Place, preset: str) -> None:
     text = f'preset = ["{preset.format(place.home.parent)}"]\n' + TEXT.format(folder="datasets/pets")
     with pytest.raises(UserError, match="preset") as refused:
-        submit.checked(place, text)
+        submission.check_config(place, text)
     assert "stolen" not in str(refused.value)
 
 
 def test_what_the_check_finds_is_told_as_always(place: Place) -> None:
     with pytest.raises(UserError, match="rnak"):
-        submit.checked(place, TEXT.format(folder="datasets/pets") + "[adapter]\nrnak = 4\n")
+        submission.check_config(place, TEXT.format(folder="datasets/pets") + "[adapter]\nrnak = 4\n")
 
 
 NO_PATHS = {
@@ -117,9 +117,9 @@ def test_no_setting_that_is_a_path_is_forgotten() -> None:
     """A new setting whose name or description speaks of a file or folder belongs into PATHS, or above."""
     found = {
         key
-        for key, description in strings(config.Job)
+        for key, description in strings(settings.Job)
         if re.search(r"path|dir|file|folder", key.rpartition(".")[2])
         or re.search(r"(?i)\b(folder|file)\b", description)
     }
-    assert set(submit.PATHS) <= found
-    assert found - set(submit.PATHS) - set(NO_PATHS) == set(), "is this a path? see webui/submit.py"
+    assert set(submission.PATHS) <= found
+    assert found - set(submission.PATHS) - set(NO_PATHS) == set(), "is this a path? see webui/submission.py"

@@ -9,9 +9,9 @@ from pathlib import Path
 import gradio
 import pytest
 
-from webui import words
+from webui import translations
 
-WEBUI = Path(words.__file__).parent
+WEBUI = Path(translations.__file__).parent
 CODE = [*WEBUI.rglob("*.py")]
 OWN_TABLES = ("settings.toml",)  # labels of settings, by their key; tests of the form hold them against config
 
@@ -28,7 +28,7 @@ def places(text: str) -> set[str]:
     return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
 
 
-@pytest.mark.parametrize("language", words.LANGUAGES)
+@pytest.mark.parametrize("language", translations.LANGUAGES)
 def test_every_sentence_is_there_and_is_not_empty(language: str) -> None:
     assert len(sentences()) > 100
     assert [key for key, texts in sentences().items() if not texts.get(language, "").strip()] == []
@@ -76,8 +76,8 @@ def test_every_sentence_is_used() -> None:
     unused = [
         key
         for key in sentences()
-        # What the engine says is looked up by its pattern (words.tell), what a job's state says by its own key, and
-        # Gradio's words by what they are in English.
+        # The engine's messages are looked up by their patterns (translations.translate), the sentences of a job's
+        # state by their own keys, and Gradio's texts by their English.
         if not key.startswith(("engine.", "job.", "gradio."))
         and key not in plain
         and not any(pattern.fullmatch(key) for pattern in made)
@@ -107,3 +107,35 @@ def test_words_of_gradio_are_gradios() -> None:
     words_ = [texts["en"] for key, texts in sentences().items() if key.startswith("gradio.")]
     scripts = b"".join(file.read_bytes() for file in folder.glob("*.js"))
     assert len(words_) > 10 and [word for word in words_ if word.encode() not in scripts] == []
+
+
+WRONG_CHINESE = {
+    r"(?<!梯度)检查点": "断点",
+    "词元": "token",
+    "留出集|保留集|留出图片的": "验证集",
+    "取整后的权重": "量化后的权重",
+    r"结果一位不变|逐位(一致|重现)|(结果|训练)逐字节(相同|一致)": "逐比特一致",
+    "装得下吗": "显存够不够",
+    "页面自己的": "程序自带",
+    "再训练一份": "再训练一次",
+    "底模下载自": "底模下载源",
+    r"尝试 \d|第 \{?\w+\}? 次尝试": "第 2 次运行",
+    "基础模型|底座": "底模",
+    "布局": "格式",
+    "训练损失|集损失": "loss",
+}
+"""Words that are not the community's, as patterns, and the word that is used instead."""
+
+
+@pytest.mark.parametrize("pattern", WRONG_CHINESE)
+def test_chinese_uses_the_words_of_the_glossary(pattern: str) -> None:
+    root = Path(translations.__file__).parents[1]
+    files = [*root.glob("webui/texts/*.toml"), *root.glob("docs/*.zh-CN.md"), root / "README.zh-CN.md"]
+    files += [*root.glob("lora_fp8/tools/hosts/*.toml"), root / "lora_fp8/tools/kit.py"]
+    lines = [
+        f"{file.name}:{number}: {line.strip()[:80]}"
+        for file in files
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert lines == [], f"write {WRONG_CHINESE[pattern]}"

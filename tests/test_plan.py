@@ -14,7 +14,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lora_fp8 import config, families, precision
+from lora_fp8.errors import UserErrors
 from lora_fp8.precision import matmul
+from lora_fp8.settings import Quantize
 
 GOLDEN = Path(__file__).parent / "golden"
 SDXL = {
@@ -49,7 +51,7 @@ def large(name: str) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
 
 
 def decide(model, precise=(), modulated=(), **settings) -> precision.Plan:
-    return precision.decide(model, config.Quantize(**settings), precise, torch.bfloat16, modulated)
+    return precision.decide(model, Quantize(**settings), precise, torch.bfloat16, modulated)
 
 
 def folded(plan: precision.Plan) -> dict:
@@ -174,7 +176,7 @@ def test_rules_of_the_fp8_matmul():
 
 
 def test_rules_of_the_storage():
-    found = rules(modulation="fp8", override=["to_q = int8", "embed = fp8 1x64", "odd=bf16"], keep=["narrow"])
+    found = rules(modulation="fp8", override={"to_q": "int8", "embed": "fp8 1x64", "odd": "bf16"}, keep=["narrow"])
     assert {name: held for name, (held, _, _) in found.items()} == {
         "embed": "fp8 1x64",
         "mod": "fp8 row",
@@ -189,14 +191,13 @@ def test_rules_of_the_storage():
     assert {held for held, _, _ in rules(storage="bf16").values()} == {"bf16"}
 
 
+LEAST = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}\n"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"storage": "none", "keep": ["to_q"]}, ["keep"]),
-        ({"storage": "bf16", "modulation": "int8", "compute": "fp8"}, ["compute", "modulation"]),
-        ({"recipe": "delayed", "fast_accum": False}, ["recipe", "fast_accum"]),
-        ({"fp8_exclude": ["to_q"], "fp8_min_features": 16}, ["fp8_exclude", "fp8_min_features"]),
-        ({"compute": "fp8", "fp8_min_features": 9999}, ["compute"]),
+        ({"compute": "fp8", "fp8_min_features": 9999}, ["quantize.compute has no effect: no layer can be multiplied"]),
         ({"compute": "fp8"}, []),
         ({"modulation": "bf16"}, []),
     ],
@@ -204,20 +205,23 @@ def test_rules_of_the_storage():
 def test_what_has_no_effect_is_said(settings, said):
     with torch.device("meta"):
         plan = decide(Small(), (), ("mod",), **settings)
-    assert [re.match(r"quantize\.(\w+)", text).group(1) for text in plan.warnings] == said
-    assert all("had no effect" in text for text in plan.warnings)
+    job = config.loads(LEAST, [f"quantize.{key}={value}" for key, value in settings.items()])
+    found = config.find_unused_settings(job, plan.facts)
+    assert len(found) == len(said) and all(line.startswith(text) for line, text in zip(found, said, strict=True))
 
 
 def test_modulation_without_modulation_layers():
     with torch.device("meta"):
         assert decide(Small()).warnings == ()
         plan = decide(Small(), modulation="fp8")
-    assert plan.warnings == ("quantize.modulation had no effect: this model has no modulation layers",)
+    found = config.find_unused_settings(config.loads(LEAST, ["quantize.modulation=fp8"]), plan.facts)
+    assert found == ["quantize.modulation has no effect: this model has no modulation layers"]
+    assert config.find_unused_settings(config.loads(LEAST), plan.facts) == []
 
 
 def test_every_wrong_name_and_scale_is_said_at_once():
-    with torch.device("meta"), pytest.raises(config.UserErrors) as error:
-        decide(Small(), (), ("mod",), scale="128x128", keep=["to_qq"], override=["narow = int8"], fp8_exclude=["odd."])
+    with torch.device("meta"), pytest.raises(UserErrors) as error:
+        decide(Small(), (), ("mod",), scale="128x128", keep=["to_qq"], override={"narow": "int8"}, fp8_exclude=["odd."])
     text = str(error.value)
     assert "quantize.keep: 'to_qq' matches no linear layer of this model; did you mean 'to_q'" in text
     assert "quantize.override: 'narow' matches no linear layer of this model; did you mean 'narrow'" in text
@@ -229,7 +233,7 @@ def test_every_wrong_name_and_scale_is_said_at_once():
 def test_plan_and_quantize_agree_with_the_bytes_that_are_held():
     for settings in ({}, {"storage": "int8"}, {"storage": "nf4"}, {"scale": "tensor"}, {"storage": "none"}):
         model = Small()
-        section = config.Quantize(**settings)
+        section = Quantize(**settings)
         with torch.device("meta"):
             ahead = precision.decide(Small(), section, ("embed",), torch.bfloat16, ("mod",))
         plan = precision.quantize_(model, section, ("embed",), torch.bfloat16, ("mod",))

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from lora_fp8 import families, prepare
-from lora_fp8.data import images
 from lora_fp8.data.cache import FillReport
-from lora_fp8.run import Run, RunFailure, Stopped
+from lora_fp8.errors import RunFailure, Stopped
+from lora_fp8.plan import plan as planning
+from lora_fp8.run import Run
+from lora_fp8.stages import cache
+from lora_fp8.stages.session import Session
 
 
 class Told:
@@ -39,9 +40,7 @@ class Rank:
 
 
 def cached(job, run, processes):
-    family = families.get(job.model.family)(job.model, device=torch.device("cpu"), dtype=torch.bfloat16)
-    job = prepare.resolve_auto(job, type(family))
-    return prepare.cache(job, family, images.scan(job.dataset).require(), run, processes)
+    return cache.cache(Session(planning.make(job), run, processes))
 
 
 def test_two_processes_encode_half_each_and_tell_the_sum(job, tmp_path: Path):

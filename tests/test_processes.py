@@ -20,9 +20,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import LONG_SECONDS
 
-from lora_fp8 import cli, config, processes, train
-from lora_fp8.run import Run, Stopped
+from lora_fp8 import config, train
+from lora_fp8.cli import commands
+from lora_fp8.distributed import processes
+from lora_fp8.errors import Stopped
+from lora_fp8.run import Run
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "train_lora.py"
@@ -54,7 +58,8 @@ SHOWN = ("preview.prompts=['a cat', 'a dog', 'a bird']", "preview.every=4", "exp
 RECORDING = f"""
 import hashlib, json, os, runpy
 import torch
-from lora_fp8 import optim, sample
+from lora_fp8.stages import previews
+from lora_fp8.training import optim
 from lora_fp8.data import loader
 
 def note(kind, *what):
@@ -80,7 +85,7 @@ def samples(batch, self, step, index, rank=0, world=1):
 
 os.environ.setdefault("RANK", "0")
 noting(loader.Loader, "micro", "samples", samples)
-noting(sample, "clips", "previews", lambda images, *given: given[6:] and [list(given[6])])
+noting(previews, "clips", "previews", lambda images, *given: given[6:] and [list(given[6])])
 noting(optim.AdapterOptimizer, "step", "weights", weights)
 exec(os.environ["PLANTED"])
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
@@ -129,7 +134,7 @@ def launch(job, folder: Path, number: int, *more: str, planted: str = "") -> sub
     """As `start`, until it has ended."""
     process = start(job, folder, number, *more, planted=planted)
     try:
-        stdout, stderr = process.communicate(timeout=400)
+        stdout, stderr = process.communicate(timeout=LONG_SECONDS)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -261,7 +266,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_bytes_of_two_that_were_n
     process = start(job, tmp_path, 2, planted=SLOW)
     wait_for_step(process, 2)
     run.request("stop")
-    _, stderr = process.communicate(timeout=200)
+    _, stderr = process.communicate(timeout=LONG_SECONDS)
     assert process.returncode == 1
     status = json.loads(run.status_file.read_text(encoding="utf-8"))
     at = status["step"]
@@ -319,7 +324,7 @@ def test_ctrl_c_saves_and_stops_all(make_job, tmp_path):
     process = start(job, tmp_path, 2)
     wait_for_step(process, 2)
     os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=200)
+    _, stderr = process.communicate(timeout=LONG_SECONDS)
     assert process.returncode != 0
     run = Run.open(folder_of(job))
     last = run.events()[-1]
@@ -405,7 +410,7 @@ def test_a_batch_that_cannot_be_shared_is_one_clear_line(make_job, tmp_path):
 
 def script(*arguments: str, **more) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, **more)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LONG_SECONDS, **more)
 
 
 def test_exit_2_for_a_bad_config_with_all_problems_and_no_traceback(tmp_path):
@@ -447,7 +452,7 @@ def test_a_signal_saves_and_exits_with_75_and_resume_ends_with_0(make_job, tmp_p
             if line.startswith("{") and json.loads(line).get("step") == 3 and '"step", ' in line:
                 process.send_signal(number)
                 break
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=LONG_SECONDS)
     assert process.returncode == 75 and "Traceback" not in stderr, stderr
     run = Run.open(folder_of(job))
     stopped_at = [event["step"] for event in run.events() if event["event"] == "step"][-1]
@@ -469,7 +474,7 @@ def test_a_signal_saves_and_exits_with_75_and_resume_ends_with_0(make_job, tmp_p
 
 def cli_exit(action) -> int:
     with pytest.raises(SystemExit) as left:
-        cli.guarded(action)
+        commands.guarded(action)
     return left.value.code
 
 

@@ -3,6 +3,7 @@ a pipeline of our own held against diffusers' modular one.
 """
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import diffusers
@@ -14,10 +15,11 @@ from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, make
 
-from lora_fp8 import config, families, naming
-from lora_fp8.config import UserError
+from lora_fp8 import families, settings
+from lora_fp8.errors import UserError
 from lora_fp8.families import _qwen, krea2
 from lora_fp8.families._files import PREFIXES
+from lora_fp8.lora_files import naming
 from lora_fp8.objectives import FlowMatching
 
 PREFIX = "model.diffusion_model."
@@ -183,6 +185,45 @@ def test_the_name_of_a_single_file_says_more_than_its_components(name, component
             assert (family.scheduler_config()["base_shift"] == krea2.TURBO_MU) is distilled
 
 
+@pytest.mark.parametrize("name", ["z_image", "krea2", "flux2_klein", "ernie_image"])
+def test_a_de_distilled_folder_or_repository_is_not_distilled(name, tmp_path):
+    """It keeps the config of the model that it was made from, so that its name alone tells."""
+    Family = families.get(name)
+    turbo = tmp_path / "Some-Turbo"
+    Family.tiny(turbo)
+    if name == "z_image":
+        edit(turbo / "scheduler" / "scheduler_config.json", shift=3.0)
+    elif name == "ernie_image":
+        edit(turbo / "transformer" / "config.json", use_lora=False)
+    else:
+        edit(turbo / "model_index.json", is_distilled=True)
+    assert make(Family, turbo).is_distilled()
+    snapshot = tmp_path / "models--ostris--Some-De-Turbo" / "snapshots" / "0a1b2c"  # as the hub's cache has it
+    for place in (tmp_path / "Some-De-Turbo", tmp_path / "some_dedistilled", snapshot):
+        shutil.copytree(turbo, place)
+        family = make(Family, place)
+        assert not family.is_distilled() and family.warnings == [], place
+        assert family.usual_guidance() == Family.default_guidance
+    copied = shutil.copytree(turbo, tmp_path / "models--x--Some-Turbo" / "snapshots" / "de-turbo")
+    assert make(Family, copied).is_distilled(), "the repository's name counts, not the commit's"
+
+
+def test_anima_turbo_is_told_by_its_name(tmp_path):
+    Family = families.get("anima")
+    Family.tiny(tmp_path / "base")
+    assert make(Family, tmp_path / "base").warnings == []
+    places = {"Anima-Turbo": True, "Anima-De-Turbo": False, "models--someone--Anima-Turbo/snapshots/0a1b": True}
+    for called, distilled in places.items():
+        family = make(Family, shutil.copytree(tmp_path / "base", tmp_path / called))
+        assert [bool(family.warnings), family.usual_guidance() == 1.0] == [distilled] * 2, called
+    weights = load_file(tmp_path / "base" / "transformer" / "diffusion_pytorch_model.safetensors")
+    original = native_tensors(Family, weights)
+    for called, distilled in {"anima-turbo-v1.1": True, "anima-base-v1.0": False, "anima_de_turbo": False}.items():
+        save_file(original, tmp_path / f"{called}.safetensors")
+        family = make(Family, tmp_path / f"{called}.safetensors", components=str(tmp_path / "base"))
+        assert [bool(family.warnings), family.usual_guidance() == 1.0] == [distilled] * 2, called
+
+
 @pytest.mark.parametrize("name", ["qwen_image", "qwen_image_edit", "qwen_image_edit_plus"])
 def test_qwen_image_edit_is_told_by_its_name(name, tmp_path):
     """The relatives have the same tensors, but for a marker in ComfyUI's files of 2511."""
@@ -240,7 +281,7 @@ def test_krea2_turbo_is_trained_with_the_shift_that_it_draws_with(tmp_path, monk
     monkeypatch.setattr(scheduler, "set_timesteps", recorded)
     for width in (24, 64):
         pipeline("a cat", height=16, width=width, num_inference_steps=1, guidance_scale=0.0, output_type="latent")
-        objective = FlowMatching(family.scheduler_config(), config.Objective())
+        objective = FlowMatching(family.scheduler_config(), settings.Objective())
         assert objective.mu(family.seq_len((8, width // 2))) == pytest.approx(told[-1])
 
 

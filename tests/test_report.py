@@ -3,8 +3,10 @@
 import copy
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_fp8 import checkpoint, cli, config, families, measure, precision, prepare, train
+from lora_fp8 import cli, config, families, precision, train
+from lora_fp8.config import find_unused_settings
+from lora_fp8.distributed import processes
+from lora_fp8.errors import UserError
+from lora_fp8.plan import plan as planning
 from lora_fp8.precision import Format, report
 from lora_fp8.run import Run
+from lora_fp8.settings import Job, Quantize, table_of_lines
+from lora_fp8.stages import cache, load, measure
+from lora_fp8.stages.session import Session
+from lora_fp8.training import checkpoint, memory
 
 DTYPE = torch.bfloat16
 FORMS = {
@@ -60,7 +70,7 @@ def plant(net: Net, name: str, fault: str) -> Net:
 
 def held(net: nn.Module, **settings: Any) -> nn.Module:
     denoiser = copy.deepcopy(net)
-    precision.quantize_(denoiser, config.Quantize(**settings), (), DTYPE)
+    precision.quantize_(denoiser, Quantize(**settings), (), DTYPE)
     return denoiser
 
 
@@ -146,8 +156,8 @@ def test_the_better_storage_is_the_cheapest_that_holds_the_bound() -> None:
         found = next(one for one in measured(net, bound=bound, **FORMS["fp8 none"]) if one.name == "c")
         assert found.better == better, bound
         if better:
-            assert found.override == f"^c = {better}" and config.parse_override(found.override)
-            again = {one.name: one for one in measured(net, override=[found.override], **FORMS["fp8 none"])}
+            assert found.override == {"^c": better}
+            again = {one.name: one for one in measured(net, override=found.override, **FORMS["fp8 none"])}
             if better == "bf16":
                 assert "c" not in again and found.better_bytes == 2 * 128 * 128
             else:  # what was promised is what then is there
@@ -258,8 +268,8 @@ def test_for_people() -> None:
     assert lines[0].split() == ["layer", "storage", "output", "feature", "weight", "to", "zero"]
     assert lines[1].startswith("c ") and lines[-1] == "... and 3 layers with less; --json has them all"
     assert report.totals(errors)[0].startswith("fp8 none: 5 layers, 0.1 MB")
-    said = "\n".join(report.advice(errors, 0.2, ["a = bf16"]))
-    assert 'override = [  # in [quantize]\n  "^c = int8 1x128",\n  "a = bf16",\n]' in said
+    said = "\n".join(report.advice(errors, 0.2, {"a": "bf16"}))
+    assert '[quantize.override]\n"^c" = "int8 1x128"\n"a" = "bf16"' in said
     assert report.advice(measured(Net(), bound=0.2), 0.2) == [
         "no layer is above quantize.sensitivity_bound = 0.2: nothing to do"
     ]
@@ -303,15 +313,16 @@ def test_report_of_a_job(job, spoiled, family: str) -> None:
     assert not Path(mine.output_dir).exists()
     assert {event["event"] for event in told} >= {"stage", "cache", "data"}
     json.dumps(found.to_json(), allow_nan=False)
-    assert f'"^{PLANTED[family]} = int8' in "\n".join(found.lines())
+    assert f'"^{PLANTED[family]}" = "int8' in "\n".join(found.lines())
 
     # The predictions once more, by diffusers' own model: the plain one, and one with the weights as they are held.
-    mine, loaded, data = cached(mine)
-    asked = measure.questions(mine, loaded, data, 2)
+    session, data = cached(mine)
+    loaded = session.family
+    asked = measure.questions(session, data, 2)
     plain = loaded.empty_denoiser().to_empty(device="cpu").to(DTYPE).eval()
     plain.load_state_dict(dict(loaded.denoiser_tensors()))
     rounded = copy.deepcopy(plain)
-    for layer in prepare.plan(mine, loaded).quantized:
+    for layer in session.plan.layers.quantized:
         weight = dict(loaded.denoiser_tensors())[f"{layer.name}.weight"]
         rounded.get_submodule(layer.name).weight.data = precision.round_trip(weight, layer.form, DTYPE)
     for label, error in found.prediction.items():
@@ -343,7 +354,7 @@ def test_report_with_fp8_matmuls_and_without_the_whole(job) -> None:
     assert any(one.multiplied_error for one in found.layers)
     alone = measure.report(job(), num_pictures=1, whole=False)
     assert alone.prediction == {} and alone.layers
-    with pytest.raises(config.UserError, match="no layer is quantized"):
+    with pytest.raises(UserError, match="no layer is quantized"):
         measure.report(job("quantize.storage=none"))
 
 
@@ -366,15 +377,16 @@ def test_the_command(job, tmp_path, monkeypatch, capsys) -> None:
 def test_auto_moves_the_planted_layer_and_the_bound_holds(job, spoiled, monkeypatch, family: str) -> None:
     """The same job with the layer written into quantize.override by hand trains to the same losses."""
     base, shares = spoiled(family), []
-    monkeypatch.setattr(measure, "base", lambda *given: shares.append(given[2:]) or prepare.base(*given))
-    monkeypatch.setattr(train.memory, "problem", lambda *_: "")  # a CPU has nowhere else to put them
-    monkeypatch.setattr(train.memory, "free_bytes", lambda _: 1)  # a GPU on which the plain base has no room
+    monkeypatch.setattr(measure, "base", lambda *given: shares.append(given[2:]) or load.base(*given))
+    monkeypatch.setattr(memory, "problem", lambda *_: "")  # a CPU has nowhere else to put them
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1)  # a GPU on which the plain base has no room
     told = ("export.verify=true", "train.steps=2", "memory.offload=0.5")
     done = train.run(job(*AUTO, base, *told, family=family), progress=False).run
     assert set(shares) == {(0.5,)}  # what does not fit to be trained does not fit to be measured
     (event,) = events(done, "sensitivity")
     (line,) = event["moved"]
-    name, storage, scale = config.parse_override(line)
+    ((name, held),) = table_of_lines([line]).items()
+    storage, scale = held.split(" ")
     assert name == f"^{PLANTED[family]}" and storage == "int8"
     assert event["worst_before"] > 0.2 >= event["worst"] and event["added_bytes"] > 0
     assert f"1 in int8 {scale}" in events(done, "model")[0]["storage"]
@@ -382,7 +394,7 @@ def test_auto_moves_the_planted_layer_and_the_bound_holds(job, spoiled, monkeypa
     assert any("are compared on the CPU" in event["text"] for event in events(done, "warning"))
     assert checkpoint.latest(done.checkpoints)[0].state["moved"] == [line]
 
-    by_hand = ("quantize.scale=none", f"quantize.override=['{line}']", "name=hand", "train.steps=2", base)
+    by_hand = ("quantize.scale=none", f"quantize.override={{'{name}' = '{held}'}}", "name=hand", "train.steps=2", base)
     written = train.run(job(*by_hand, family=family), progress=False).run
     losses = [[event["loss"] for event in events(run, "step")] for run in (done, written)]
     assert losses[0] == losses[1]
@@ -407,16 +419,14 @@ def test_auto_on_resume_moves_the_same_and_measures_nothing(job, spoiled, tree_h
     assert moved[0] == moved[1] and len(moved[0]) == 1
     adapters = [checkpoint.latest(run.checkpoints)[0].adapter for run in (whole, resumed)]
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
-    with pytest.raises(config.UserError, match=r"quantize\.sensitivity_bound: was 0\.2, is 0\.3"):
+    with pytest.raises(UserError, match=r"quantize\.sensitivity_bound: was 0\.2, is 0\.3"):
         train.run(job(*AUTO, base, "quantize.sensitivity_bound=0.3", "train.steps=8"), resume=True, progress=False)
 
 
-def cached(mine: config.Job) -> tuple[config.Job, families.base.ModelFamily, prepare.Data]:
-    """The job with its "auto" sizes resolved, its family, and its cached data."""
-    family = families.get(mine.model.family)(mine.model, device="cpu", dtype=DTYPE)
-    mine = prepare.resolve_auto(mine, type(family))
-    examples = prepare.images.scan(mine.dataset).examples
-    return mine, family, prepare.cache(mine, family, examples, measure._Unwritten(None), prepare.Processes())
+def cached(mine: Job) -> tuple[Session, cache.Data]:
+    """A session of the job without a folder, and its cached data."""
+    session = Session(planning.make(mine), measure._Unwritten(None), processes.Processes())
+    return session, cache.cache(session)
 
 
 class Other:
@@ -432,18 +442,18 @@ class Other:
 
 
 def test_other_processes_take_the_main_ones_decision(job, spoiled, monkeypatch) -> None:
-    mine, family, data = cached(job(*AUTO, spoiled("sd15")))
-    unwritten = measure._Unwritten(None)
-    lines = measure.moved_layers(mine, family, data, unwritten, Other(True), resume=False)
+    session, data = cached(job(*AUTO, spoiled("sd15")))
+    lines = measure.moved_layers(replace(session, processes=Other(True)), data, resume=False)
     assert len(lines) == 1
     monkeypatch.setattr(report, "capture_inputs", None)  # the others measure nothing
-    assert measure.moved_layers(mine, family, data, unwritten, Other(False, lines), resume=False) == lines
+    assert measure.moved_layers(replace(session, processes=Other(False, lines)), data, resume=False) == lines
 
 
 def test_what_the_user_set_stays_and_is_told(job, spoiled) -> None:
-    mine, family, data = cached(job(*AUTO, spoiled("sd15"), "quantize.override=['ff.net.2 = fp8 none']"))
+    session, data = cached(job(*AUTO, spoiled("sd15"), "quantize.override={'ff.net.2' = 'fp8 none'}"))
     told: list[dict[str, Any]] = []
-    assert measure.moved_layers(mine, family, data, measure._Unwritten(told.append), Other(True), resume=False) == []
+    session = replace(session, run=measure._Unwritten(told.append), processes=Other(True))
+    assert measure.moved_layers(session, data, resume=False) == []
     (warned,) = [event["text"] for event in told if event["event"] == "warning"]
     assert PLANTED["sd15"] in warned and "as quantize.override says" in warned
 
@@ -456,14 +466,14 @@ def test_a_bound_below_the_storage_itself_is_told(job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "unused"),
     [
-        ({"sensitivity_bound": 0.1}, ["sensitivity_bound"]),
-        ({"sensitivity_bound": 0.1, "sensitivity": "auto"}, []),
-        ({"sensitivity": "auto", "storage": "none"}, ["sensitivity"]),
+        (("sensitivity_bound=0.1",), {"sensitivity_bound"}),
+        (("sensitivity_bound=0.1", "sensitivity=auto"), set()),
+        (("sensitivity=auto", "storage=none"), {"sensitivity"}),
     ],
 )
-def test_what_has_no_effect_is_said(settings: dict[str, Any], said: list[str]) -> None:
-    with torch.device("meta"):
-        plan = precision.decide(Net(), config.Quantize(**settings), (), DTYPE)
-    assert [text.split()[0] for text in plan.warnings] == [f"quantize.{name}" for name in said]
+def test_what_has_no_effect_is_found(job, settings: tuple[str, ...], unused: set[str]) -> None:
+    mine = job(*(f"quantize.{one}" for one in settings))
+    named = " ".join(re.split(r" ha(?:s|ve) no effect", warning)[0] for warning in find_unused_settings(mine))
+    assert set(re.findall(r"quantize\.(\w+)", named)) == unused

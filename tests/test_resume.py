@@ -14,12 +14,19 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
-from lora_fp8 import adapters, checkpoint, cli, config, export, families, finish, optim, train
-from lora_fp8.config import UserError, UserErrors
+from lora_fp8 import adapters, config, families, train
+from lora_fp8.cli import commands
+from lora_fp8.common import writing
 from lora_fp8.data import loader
-from lora_fp8.run import Run, RunFailure, Stopped
+from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
+from lora_fp8.lora_files import export
+from lora_fp8.run import Run
+from lora_fp8.stages import finish
+from lora_fp8.stages import step as step_stage
+from lora_fp8.training import checkpoint, optim
 
 STEPS = 6
 # Few layers, for speed; at rank 16 the feed-forward ones have 4,096 elements and more, so that 8-bit moments are 8-bit.
@@ -226,7 +233,7 @@ def test_the_run_folder_may_be_moved_and_renamed(make_job, tmp_path, settings, w
     moved = tmp_path / "elsewhere" / "renamed"
     moved.parent.mkdir()
     folder_of(job).rename(moved)
-    cli.resume(moved, [], as_json=True)
+    commands.resume(moved, [], as_json=True)
     assert not folder_of(job).exists()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [line["step"] for line in lines if line["event"] == "resume"] == [3] and lines[-1]["event"] == "done"
@@ -337,14 +344,15 @@ def test_a_moved_base_and_pictures_are_no_change(make_job, tmp_path, settings, s
     base, mine = shutil.copytree(tiny("sd15"), tmp_path / "base"), shutil.copytree(pictures, tmp_path / "mine")
     job = make_job(tmp_path, *settings, f"model.path='{base}'", f"dataset.folders=[{{path='{mine}'}}]")
     run(job, resume=True)
-    told = [event["text"] for event in events(job, "warning") if "smaller than the training" not in event["text"]]
+    aside = ("smaller than the training", "has no effect")  # of the job itself, moved or not
+    told = [event["text"] for event in events(job, "warning") if not any(one in event["text"] for one in aside)]
     assert told == [] and payloads(job) == payloads(whole[0])
 
 
 def test_exporting_while_a_checkpoint_is_being_written_leaves_it_alone(make_job, tmp_path, settings, monkeypatch):
     """`lora-fp8 export` reads a run that another process trains: what that one is writing is not a leftover."""
     job = make_job(tmp_path, *settings)
-    real = checkpoint.sync_folder
+    real = writing.sync_folder
     exported = []
 
     def sync_folder(path):
@@ -384,8 +392,31 @@ def test_changed_pictures_are_told(make_job, tmp_path, settings, pictures):
     job = make_job(tmp_path, *settings, f"dataset.folders=[{{path='{mine}'}}]")
     run_until(job, 3)
     (mine / "a.txt").write_text("a cat, yellow", encoding="utf-8")
+    Image.open(mine / "b.jpg").transpose(Image.Transpose.ROTATE_180).save(mine / "b.jpg")
+    for suffix in (".png", ".txt"):
+        (mine / f"c{suffix}").rename(mine / f"z{suffix}")
+    (mine / "d.jpg").unlink()
     run(job, resume=True)
-    assert any("pictures, captions or buckets changed" in event["text"] for event in events(job, "warning"))
+    told = [event["text"] for event in events(job, "warning")]
+    begin = next(i for i, text in enumerate(told) if "pictures, captions or buckets changed" in text)
+    assert "no longer those of an uninterrupted run" in told[begin]
+    assert [text.replace(" the dataset since the checkpoint", "") for text in told[begin + 1 : begin + 5]] == [
+        "removed from (2): c.png, d.jpg",
+        "added to (1): z.png",
+        "image edited since the checkpoint (1): b.jpg",
+        "caption edited since the checkpoint (1): a.png",
+    ]
+
+
+def test_changed_files_are_counted_and_the_first_five_named():
+    before = {f"0/{i}.png": "a b" for i in range(8)} | {"1/x.png": "a b"}
+    now = {f"0/{i}.png": "a c" for i in range(8)} | {"1/y.png": "a b"}
+    assert checkpoint.describe_changes(before, now) == [
+        "removed from the dataset since the checkpoint (1): 1/x.png",
+        "added to the dataset since the checkpoint (1): 1/y.png",
+        "caption edited since the checkpoint (8): 0/0.png, 0/1.png, 0/2.png, 0/3.png, 0/4.png, ...",
+    ]
+    assert checkpoint.describe_changes({}, now) == []  # a checkpoint of an earlier version
 
 
 # -- planted bugs: each must be noticed by the comparison above
@@ -456,7 +487,7 @@ def test_planted_random_numbers_that_are_not_restored(make_job, tmp_path, settin
 def test_planted_dropout_that_is_not_restored(make_job, tmp_path, settings, monkeypatch):
     """The same for the one draw that goes through torch's global generator."""
     keys = itertools.count()
-    monkeypatch.setattr(train, "_key", lambda text: next(keys))
+    monkeypatch.setattr(step_stage, "_key", lambda text: next(keys))
     job = make_job(tmp_path / "whole", *settings)
     run(job)
     keys = itertools.count()
@@ -465,3 +496,54 @@ def test_planted_dropout_that_is_not_restored(make_job, tmp_path, settings, monk
     keys = itertools.count()
     run(pieces, resume=True)
     assert payloads(pieces) != payloads(job)
+
+
+# -- what is due at the step of a checkpoint and was not done
+
+
+DUE = ("export.every=4", "validation.pictures=1", "validation.every=4", "preview.prompts=['a cat']", "preview.every=4")
+
+
+@pytest.mark.parametrize("last", ["checkpoint", "export", "validation"])
+def test_what_a_kill_right_after_a_checkpoint_left_undone_is_done_when_resumed(
+    make_job, tmp_path, settings, due_at_4, tree_hash, last
+):
+    """Killed at step 4 when the checkpoint, the LoRA files or the held-out loss were the last thing that was done."""
+    job = make_job(tmp_path, *settings, *DUE)
+
+    def kill(event):
+        if event["event"] == last and (folder_of(job) / "checkpoints/step-000004").exists():
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(job, echo=kill)
+    assert not (folder_of(job) / "samples/step-000004-0.png").exists()
+    run(job, resume=True)
+    assert [event["step"] for event in events(job, "resume")] == [4]
+    whole, pieces = (tree_hash(folder_of(one)) for one in (due_at_4, job))
+    made = {name for name in whole if name.startswith(("samples/step", "export/", "checkpoints/step-000006"))}
+    assert {"samples/step-000004-0.png", "export/step-000004/lora_kohya.safetensors"} <= made
+    assert {name: pieces.get(name) for name in made} == {name: whole[name] for name in made}
+    for kind in ("validation", "preview"):
+        assert [event["step"] for event in events(job, kind)] == [event["step"] for event in events(due_at_4, kind)]
+
+
+def test_the_last_held_out_loss_is_measured_although_all_steps_are_done(make_job, tmp_path, settings, due_at_4):
+    job = make_job(tmp_path, *settings, *DUE)
+    shutil.copytree(folder_of(due_at_4), folder_of(job))
+    log = folder_of(job) / "events.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if json.loads(line).get("path") == "checkpoints/step-000006")
+    log.write_text("".join(lines[: end + 1]), encoding="utf-8")
+    run(job, resume=True)
+    first, again = ([(e["step"], e["loss"]) for e in events(one, "validation")] for one in (due_at_4, job))
+    assert again == first and first[-1][0] == STEPS
+    run(job, resume=True)
+    assert len(events(job, "validation")) == len(first), "nothing is done twice"
+
+
+@pytest.fixture(scope="module")
+def due_at_4(make_job, settings, tmp_path_factory):
+    job = make_job(tmp_path_factory.mktemp("due"), *settings, *DUE)
+    run(job)
+    return job

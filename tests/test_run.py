@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
-from lora_fp8 import locks
-from lora_fp8.config import UserError
-from lora_fp8.run import Run, Stopped, StopSignal, atomic_write
+from lora_fp8.common import locks
+from lora_fp8.common.writing import atomic_write
+from lora_fp8.errors import Stopped, UserError
+from lora_fp8.run import Run, StopSignal
 
 CONFIG = 'name = "x"\n'
 
@@ -85,11 +87,15 @@ def test_a_reader_never_sees_a_part(tmp_path):
     pid = child(write_on)
     seen = set()
     try:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and (len(seen) < 2 or time.monotonic() < deadline - 19):
-            data = path.read_bytes()
-            assert data in contents
-            seen.add(data)
+
+        def read() -> bool:
+            for _ in range(100):
+                data = path.read_bytes()
+                assert data in contents
+                seen.add(data)
+            return len(seen) == 2
+
+        wait_until(read)
     finally:
         os.kill(pid, signal.SIGKILL)
         exit_code(pid)
@@ -238,7 +244,7 @@ def test_without_flock_a_byte_is_locked(tmp_path, monkeypatch):
 
 
 def test_an_old_lock_of_a_recycled_pid_blocks_nothing(tmp_path):
-    (tmp_path / "r").mkdir()
+    Run.create(tmp_path / "r", CONFIG).close()
     (tmp_path / "r" / "lock").write_text("process 1", encoding="utf-8")  # alive, and not ours
     run = Run.create(tmp_path / "r", CONFIG)
     assert (tmp_path / "r" / "lock").read_text(encoding="utf-8") == f"process {os.getpid()}"
@@ -250,7 +256,9 @@ def test_an_old_lock_of_a_recycled_pid_blocks_nothing(tmp_path):
 
 @pytest.mark.parametrize("what", ["checkpoints/step-000002", "export/lora.safetensors"])
 def test_a_finished_run_is_not_started_over(tmp_path, what):
-    (tmp_path / "r" / what).mkdir(parents=True)
+    Run.create(tmp_path / "r", CONFIG).close()
+    (tmp_path / "r" / what).parent.mkdir(exist_ok=True)
+    (tmp_path / "r" / what).mkdir() if "step" in what else (tmp_path / "r" / what).touch()
     with pytest.raises(UserError, match="lora-fp8 resume"):
         Run.create(tmp_path / "r", CONFIG)
     Run.create(tmp_path / "r", CONFIG, resume=True).close()
@@ -272,8 +280,8 @@ def test_a_place_that_cannot_be_a_folder_is_the_users_mistake(tmp_path):
 
 def test_what_a_killed_atomic_write_left_is_cleared_at_the_next_start(tmp_path):
     Run.create(tmp_path / "r", CONFIG).close()
-    names = (".config.toml.77.tmp", "export/.lora.safetensors.77.tmp", "samples/.step-000000-0.png.77.tmp")
-    leftovers = [tmp_path / "r" / name for name in (*names, "export/step-000002/.lora.safetensors.77.tmp")]
+    names = (".config.toml.77.tmp", "export/.x_kohya.safetensors.77.tmp", "samples/.step-000000-0.png.77.tmp")
+    leftovers = [tmp_path / "r" / name for name in (*names, "export/step-000002/.x_comfy.safetensors.77.tmp")]
     leftovers[-1].parent.mkdir()
     for path in leftovers:
         path.write_bytes(b"half")
@@ -407,8 +415,7 @@ def test_a_read_only_place_is_the_users_mistake_and_readers_still_read(tmp_path,
 
 
 def signalled(stop: StopSignal, number: int) -> None:
-    os.kill(os.getpid(), number)
-    time.sleep(0.01)  # so that the handler runs here
+    signal.raise_signal(number)  # of this thread: the handler runs before the next line
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,8 +9,8 @@ from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, full_size_shapes, ldm_names, ldm_vae, load_denoiser, make, open_clip, write_header
 
-from lora_fp8 import config, families
-from lora_fp8.config import UserError
+from lora_fp8 import families, settings
+from lora_fp8.errors import UserError
 from lora_fp8.families import _files
 
 NOOBAI = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
@@ -49,13 +49,14 @@ def test_a_single_file_is_the_same_model_and_does_not_tell_what_it_predicts(tmp_
     pixels = torch.rand(1, 3, *Family.tiny_hw)
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     (told,) = one.warnings
-    assert "'v_prediction' is taken from" in told and whole.warnings == []
+    assert "'v' is taken from" in told and whole.warnings == []
     assert one.modelspec_architecture == "stable-diffusion-v2-768-v"
     edit(tmp_path / "base" / "scheduler" / "scheduler_config.json", prediction_type="epsilon")
     base = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
     assert "'epsilon'" in base.warnings[0] and base.modelspec_architecture == "stable-diffusion-v2-512"
 
 
+@pytest.mark.usefixtures("foreign_components")
 def test_a_full_size_file_is_read_whole_and_is_nobody_elses(tmp_path):
     Family = families.get("sd2")
     shapes = full_size_shapes("sd2")
@@ -88,7 +89,7 @@ def test_v_prediction_with_zero_terminal_snr_is_the_samplers(name, tmp_path):
     Family.tiny(tmp_path)
     edit(tmp_path / "scheduler" / "scheduler_config.json", _class_name="EulerDiscreteScheduler", **NOOBAI)
     family = make(Family, tmp_path)
-    objective = Family.objective(family.scheduler_config(), config.Objective())
+    objective = Family.objective(family.scheduler_config(), settings.Objective())
     x0, noise = (torch.randn(2, 4, 8, 12, generator=torch.Generator().manual_seed(i)) for i in range(2))
     for index in (0, 4, 9):
         scheduler = family.pipeline(None).scheduler

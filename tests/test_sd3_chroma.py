@@ -14,8 +14,10 @@ from editing import load_encoders
 from safetensors.torch import load_file, save_file
 from test_families import ldm_vae, load_denoiser, make, write_header
 
-from lora_fp8 import config, families, naming
+from lora_fp8 import families
+from lora_fp8.errors import UserError
 from lora_fp8.families import _files
+from lora_fp8.lora_files import naming
 
 CONVERTERS = {
     "sd3": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,
@@ -53,6 +55,7 @@ def without_config(Family, folder):
     return str(folder)
 
 
+@pytest.mark.usefixtures("foreign_components")
 @pytest.mark.parametrize("name", CONVERTERS)
 def test_full_size_files_are_read_as_diffusers_reads_them(name, tmp_path):
     Family = families.get(name)
@@ -104,6 +107,7 @@ def test_a_file_with_a_vae_and_sizes_of_its_own(name, tmp_path):
     assert loaded.keys() == denoiser.keys() and all(torch.equal(loaded[key], denoiser[key]) for key in denoiser)
 
 
+@pytest.mark.usefixtures("foreign_components")
 @pytest.mark.parametrize("variant", SD3)
 def test_the_sizes_of_sd3_are_read_from_the_file(variant, tmp_path):
     Family = families.get("sd3")
@@ -131,7 +135,7 @@ def test_what_sd3_never_adapts():
     norms = Family.adapter_names(denoiser, ["norm1_context.linear"])
     assert len(norms) == 23 and "transformer_blocks.23.norm1_context.linear" not in norms
     for name in ("transformer_blocks.23.attn.add_q_proj", "norm_out.linear"):
-        with pytest.raises(config.UserError):
+        with pytest.raises(UserError):
             Family.adapter_names(denoiser, [f"^{name}"])
 
 

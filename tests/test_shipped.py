@@ -3,6 +3,7 @@
 Presets and documentation rot silently; here they cannot.
 """
 
+import ast
 import os
 import re
 import shlex
@@ -17,7 +18,9 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from lora_fp8 import cli, config, families, run
+from lora_fp8 import cli, config, families, settings
+from lora_fp8.config import find_unused_settings
+from lora_fp8.errors import RunFailure, Stopped
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -58,7 +61,7 @@ def test_every_config_is_a_whole_job(path: Path) -> None:
         assert job.model.path == families.facts(path.stem)["example_base"], "as `lora-fp8 new` writes it"
     # What is written for this model has an effect on it.
     Family = families.get(job.model.family)
-    assert Family.objective({}, job.objective).unused_settings() == []
+    assert find_unused_settings(job) == []
     assert Family.uses_negative or not job.preview.negative
     resolution, multiple = job.dataset.resolution, Family.bucket_multiple
     assert resolution == "auto" or resolution % multiple == 0
@@ -78,8 +81,10 @@ def test_every_preset_lies_under_a_config(path: Path) -> None:
     assert not {"name", "output_dir", "preset", "preview.prompts"} & partial.keys()
     under = config.load(ROOT / "configs" / "debug.toml", [f'preset=["{path.stem}"]'])
     own = tomllib.loads((ROOT / "configs" / "debug.toml").read_text(encoding="utf-8"))
-    for section, values in partial.items():
-        for key, value in values.items():
+    of_kind = partial.pop("for", {})
+    for table in (partial, *(of_kind.get(kind, {}) for kind in ("tags", "diffusion"))):  # it is of sd15
+        for section, key in ((section, key) for section, values in table.items() for key in values):
+            value = table[section][key]
             expected = own.get(section, {}).get(key, value)  # the config wins over the preset
             assert getattr(getattr(under, section), key) == expected, f"{section}.{key}"
 
@@ -200,11 +205,11 @@ def test_the_settings_and_presets_on_the_pages_exist(path: Path) -> None:
         for key in flat:
             section, name = key.split(".", 1)
             assert name in type(getattr(config.loads(base), section)).model_fields, key
-    sections = "|".join(name for name, field in config.Job.model_fields.items() if field.annotation is not None)
+    sections = "|".join(name for name, field in settings.Job.model_fields.items() if field.annotation is not None)
     for section, name in re.findall(rf"`({sections})\.(\w+)\b[^`]*`", text):
         if name in ("py", "toml", "md") or (ROOT / f"{section}.{name}").exists():
             continue
-        fields = getattr(config.Job.model_fields[section].annotation, "model_fields", {})
+        fields = getattr(settings.Job.model_fields[section].annotation, "model_fields", {})
         assert name in fields, f"`{section}.{name}` is no setting"
     for preset in re.findall(r"`(vram_\w+|fp8_\w+like)`", text):
         assert preset in names(PRESETS), preset
@@ -213,27 +218,45 @@ def test_the_settings_and_presets_on_the_pages_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
-def test_the_map_has_every_file(path: Path) -> None:
-    """Each module of lora_fp8/ and webui/ is on the map, and the map names nothing that is not there."""
+def test_the_map_has_every_room(path: Path) -> None:
+    """The map has each folder and file at the first level of lora_fp8/, and names nothing that is not there."""
     (block,) = [b for b in fences(path, r"\w*") if "\nlora_fp8/" in f"\n{b}"]
-    found, folders = set(), [(-1, "")]
+    on_map, top = set(), ""
     for line in block.splitlines():
-        if not (match := re.match(r"( *)((?:[\w.]+(?:/|\.py) ?)+)", line)):
-            continue
-        indent = len(match[1])
-        while folders[-1][0] >= indent:
-            folders.pop()
-        for entry in match[2].split():
-            if entry.endswith("/"):
-                folders.append((indent, entry)) if entry == match[2].split()[0] else None
-            else:
-                found.add("".join(name for _, name in folders) + entry)
-    modules = [*(ROOT / "lora_fp8").rglob("*.py"), *(ROOT / "webui").glob("*.py")]
-    real = {path.relative_to(ROOT).as_posix() for path in modules if path.name not in ("__init__.py", "app.py")}
-    on_map = {name for name in found if name.startswith(("lora_fp8/", "webui/"))}
-    assert not real - on_map, f"not on the map: {sorted(real - on_map)}"
-    assert not on_map - real, f"on the map, but not there: {sorted(on_map - real)}"
-    assert {"train_lora.py"} <= found
+        indent, names = re.match(r"( *)((?:[\w.]+(?:/|\.py) *)+)", line).groups()
+        top = "" if not indent else top
+        on_map |= {top + name for name in names.split()}
+        top = top or names.split()[0]
+    for name in on_map:
+        assert (ROOT / name).exists(), f"on the map, but not there: {name}"
+    there = [one for one in (ROOT / "lora_fp8").iterdir() if one.suffix == ".py" or list(one.glob("*.py"))]
+    rooms = {f"lora_fp8/{one.name}{'/' * one.is_dir()}" for one in there if not one.name.startswith("__")}
+    assert not rooms - on_map, f"not on the map: {sorted(rooms - on_map)}"
+    assert {"train_lora.py", "webui/", "configs/", "presets/", "scripts/", "tests/", "docs/", "benchmarks/"} <= on_map
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/training-step*.md")), ids=lambda path: path.name)
+def test_the_files_and_functions_of_a_step_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    files = re.findall(r"`([\w/]+\.py)`", text)
+    assert len(files) > 15 and all((ROOT / "lora_fp8" / name).is_file() for name in files)
+    named = re.findall(r"`([\w/]+\.py)`(?:: |：| 的 )((?:`[\w.]+`(?:, |、)?)+)", text)
+    assert len(named) > 15
+    for file, functions in named:
+        tree = ast.parse((ROOT / "lora_fp8" / file).read_text(encoding="utf-8"))
+        inner = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+        there = {node.name for node in tree.body if hasattr(node, "name")}
+        there |= {f"{name}.{node.name}" for name, body in inner.items() for node in body if hasattr(node, "name")}
+        there |= {node.name for body in inner.values() for node in body if hasattr(node, "name")}
+        missing = set(re.findall(r"`([\w.]+)`", functions)) - there
+        assert not missing, f"{path.name}: {file} has no {missing}"
+
+
+def test_every_module_says_what_it_is() -> None:
+    """The map ends at the rooms: the first line of a file tells what it has."""
+    modules = [*(ROOT / "lora_fp8").rglob("*.py"), *(ROOT / "webui").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    silent = [path.relative_to(ROOT) for path in modules if not ast.get_docstring(ast.parse(path.read_bytes()))]
+    assert silent == []
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md"], ids=lambda path: path.name)
@@ -249,21 +272,23 @@ def test_the_readme_tells_the_exit_codes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     line = next((line for line in text.splitlines() if "75" in line and "2" in line and "3" in line), "")
     assert re.search(r"\b0\b.*\b2\b.*\b3\b.*\b75\b", line), "0, 2, 3 and 75 on one line"
-    assert issubclass(run.RunFailure, Exception) and issubclass(run.Stopped, Exception)
+    assert issubclass(RunFailure, Exception) and issubclass(Stopped, Exception)
 
 
 def test_what_is_installed_has_every_file(tmp_path: Path) -> None:
     """A wheel, made as pip makes it, and used where there is no checkout."""
     copy, installed = tmp_path / "copy", tmp_path / "installed"
-    for name in ("lora_fp8", "webui", "presets"):
+    for name in ("lora_fp8", "webui", "presets", "configs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):  # the build leaves out what git ignores
         shutil.copy(ROOT / name, copy)
     wanted = {path.relative_to(copy) for name in ("lora_fp8", "webui") for path in (copy / name).rglob("*.*")}
-    wanted |= {Path("lora_fp8") / path.relative_to(copy) for path in (copy / "presets").iterdir()}
-    build = "import setuptools.build_meta as build; print(build.build_wheel('..'))"
+    wanted |= {
+        Path("lora_fp8") / path.relative_to(copy) for name in ("presets", "configs") for path in (copy / name).iterdir()
+    }
+    build = "import hatchling.build as build; print(build.build_wheel('..'))"
     done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and not done.stderr, done.stderr
     with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
         wheel.extractall(installed)
     assert wanted - {path.relative_to(installed) for path in installed.rglob("*.*")} == set()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lora_fp8 import adapters, config, precision
+from lora_fp8 import adapters, precision, settings
+from lora_fp8.errors import UserError
 from lora_fp8.precision import FrozenLinear, stream
 
 WIDTHS = (64, 128, 64, 192, 64, 64, 256, 64)
@@ -29,7 +30,7 @@ def model(
     for layer in found:
         layer.set_compute_(compute)
     precision.offload_(found, share)
-    adapters.inject(found, config.Adapter(rank=4, alpha=4), [str(i) for i in range(len(found))], seed=0)
+    adapters.inject(found, settings.Adapter(rank=4, alpha=4), [str(i) for i in range(len(found))], seed=0)
     for name, parameter in adapters.parameters(found):
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
@@ -173,6 +174,6 @@ def test_on_a_gpu(compute: str) -> None:
     "other",
     ["quantize.storage=none", "quantize.storage=bf16", "quantize.kernels=triton", "memory.compile=blocks"],
 )
-def test_what_it_excludes_is_told(job: Callable[..., config.Job], other: str) -> None:
-    with pytest.raises(config.UserError, match=rf"memory\.offload: 0\.5 excludes {other.partition('=')[0]} = '"):
+def test_what_it_excludes_is_told(job: Callable[..., settings.Job], other: str) -> None:
+    with pytest.raises(UserError, match=rf"memory\.offload: 0\.5 excludes {other.partition('=')[0]} = '"):
         job("memory.offload=0.5", "quantize.compute=fp8" if "triton" in other else "quantize.keep=[]", other)

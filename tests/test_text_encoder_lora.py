@@ -20,23 +20,16 @@ from test_families import PROMPTS, make, original_layout
 from test_processes import FLOAT32, launch
 from test_resume import run_until
 
-from lora_fp8 import (
-    adapters,
-    checkpoint,
-    config,
-    estimate,
-    export,
-    families,
-    layouts,
-    optim,
-    prepare,
-    text_encoders,
-    train,
-    verify,
-)
-from lora_fp8.config import UserError
+from lora_fp8 import adapters, families, train, verify
+from lora_fp8.errors import UserError
+from lora_fp8.lora_files import export, layouts
+from lora_fp8.plan import estimate, resolve
+from lora_fp8.plan import plan as planning
 from lora_fp8.run import Run
+from lora_fp8.settings import Adapter, Export, Objective, Optimizer
+from lora_fp8.stages import step as step_stage
 from lora_fp8.tools import average, extract, files, merge, pairs, resize
+from lora_fp8.training import checkpoint, optim, text_encoders
 
 CLIPS = ("sd15", "sd2", "sdxl", "sd3", "flux", "flux_kontext")
 ON = ("adapter.text_encoder=true", "optimizer.lr=1e-2", "train.batch_size=2")
@@ -219,7 +212,7 @@ def test_with_fresh_adapters_live_conditioning_is_the_cached_one(tiny, name):
     load_encoders(family)
     cached, alone = told(family), told(family, PROMPTS[:1])
     family.free_encoders()
-    text = text_encoders.TextEncoders(family, config.Adapter(dtype="fp32"), seed=0)
+    text = text_encoders.TextEncoders(family, Adapter(dtype="fp32"), seed=0)
     text.train()
     live = text.cond(PROMPTS, cached)
     assert live.keys() == cached.keys()
@@ -280,7 +273,7 @@ def test_gradients_of_text_adapters_are_autograds(tiny, name, checkpointing):
     cached = told(family)
     facts = family.image_conditioning((40, 56), (4, 6), family.tiny_hw)
     cached |= {key: torch.stack([tensor] * 2) for key, tensor in facts.items()}
-    text = text_encoders.TextEncoders(family, config.Adapter(rank=4, alpha=2.0, dtype="fp32"), seed=0)
+    text = text_encoders.TextEncoders(family, Adapter(rank=4, alpha=2.0, dtype="fp32"), seed=0)
     if checkpointing:
         text.checkpoint_()
     text.train()
@@ -315,7 +308,7 @@ def test_gradients_of_text_adapters_are_autograds(tiny, name, checkpointing):
 @pytest.mark.parametrize(("checkpointing", "times"), [(False, 1), (True, 2)])
 def test_checkpointing_recomputes_each_layer(tiny, checkpointing, times):
     family = make(families.get("sdxl"), tiny("sdxl"))
-    text = text_encoders.TextEncoders(family, config.Adapter(dtype="fp32"), seed=0)
+    text = text_encoders.TextEncoders(family, Adapter(dtype="fp32"), seed=0)
     if checkpointing:
         text.checkpoint_()
     text.train()
@@ -332,7 +325,7 @@ def test_checkpointing_recomputes_each_layer(tiny, checkpointing, times):
 def test_layers_that_nothing_reads_get_no_adapter(tiny):
     """SDXL takes the first CLIP's embeddings before its last layer, and nothing behind it."""
     family = make(families.get("sdxl"), tiny("sdxl"))
-    text = text_encoders.TextEncoders(family, config.Adapter(), seed=0)
+    text = text_encoders.TextEncoders(family, Adapter(), seed=0)
     numbers = {name: {int(layer.split(".")[-3]) for layer in adapters.modules(e)} for name, e in text.encoders.items()}
     assert numbers == {"text_encoder": {0}, "text_encoder_2": {0, 1}}
     full = full_clip("clip_l")
@@ -342,7 +335,7 @@ def test_layers_that_nothing_reads_get_no_adapter(tiny):
 
 def test_start_values_of_two_encoders_differ_and_depend_on_names_only(tiny):
     family = make(families.get("sd3"), tiny("sd3"))
-    text = text_encoders.TextEncoders(family, config.Adapter(rank=2), seed=3)
+    text = text_encoders.TextEncoders(family, Adapter(rank=2), seed=3)
     state = adapters.state(text_encoders.Adapted(torch.nn.Identity(), text.encoders))
     ends = "text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight"
     assert f"text_encoder.{ends}" in state and f"text_encoder_2.{ends}" in state
@@ -384,7 +377,7 @@ def test_a_run_trains_them_and_its_files_do_the_same_in_diffusers(job, name):
 
 def test_the_frozen_weights_stay_and_the_order_of_data_is_the_same(job, monkeypatch):
     seen, held = [], []
-    real_loss, real_load, real_finish = train.diffusion_loss, train.load, train.finish
+    real_loss, real_load, real_finish = step_stage.diffusion_loss, train.load, train.finish
 
     def loss(family, denoiser, objective, batch, *more):
         seen[-1].append((batch.uids, batch.captions, batch.flipped, float(batch.noise_BCHW.sum())))
@@ -399,9 +392,9 @@ def test_the_frozen_weights_stay_and_the_order_of_data_is_the_same(job, monkeypa
             if ".lora_" not in key
         }
 
-    monkeypatch.setattr(train, "diffusion_loss", loss)
+    monkeypatch.setattr(step_stage, "diffusion_loss", loss)
     monkeypatch.setattr(train, "load", lambda *given: (held.append(frozen(loaded := real_load(*given))), loaded)[1])
-    monkeypatch.setattr(train, "finish", lambda *given: (held.append(frozen(given[3])), real_finish(*given))[1])
+    monkeypatch.setattr(train, "finish", lambda *given: (held.append(frozen(given[2])), real_finish(*given))[1])
     random = ("dataset.caption_dropout=0.4", "dataset.shuffle_tags=true", "dataset.keep_tokens=0", "dataset.flip=true")
     for number, settings in enumerate((("optimizer.lr=1e-2", "train.batch_size=2"), ON)):
         seen.append([])
@@ -466,7 +459,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
     batch.t_generators = [torch.Generator().manual_seed(i) for i in range(2)]
     pipeline = verify.clean_pipeline(family, text=True)
     verify.load(pipeline, file, family)
-    objective = family.objective(family.scheduler_config(), config.Objective())
+    objective = family.objective(family.scheduler_config(), Objective())
     text = type("Text", (), {"pipeline": pipeline})()
     probe = verify.make_probe(family, pipeline.unet, objective, batch, text=text)
     assert probe.captions == tuple(prompts)
@@ -497,7 +490,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
 
 
 def test_the_two_rates_are_torchs_two_groups():
-    section = config.Optimizer(name="adamw", lr=1e-2, text_encoder_lr=2e-3, lr_scale="none")
+    section = Optimizer(name="adamw", lr=1e-2, text_encoder_lr=2e-3, lr_scale="none")
     names = ["to_q", "text_encoder.fc1"]
     ours = [(name, torch.nn.Parameter(torch.ones(3))) for name in names]
     theirs = [torch.nn.Parameter(torch.ones(3)) for _ in names]
@@ -524,12 +517,12 @@ def test_auto_is_half_of_lr_and_no_part_of_lr_scale(job, scale, expected):
 def test_what_does_not_fit_is_told(job):
     for name in ("wan", "qwen_image", "chroma"):
         with pytest.raises(UserError, match=r"adapter\.text_encoder = true: .* use false"):
-            prepare.resolve_auto(job("adapter.text_encoder=true", family=name), families.get(name))
+            resolve.resolve_auto(job("adapter.text_encoder=true", family=name), families.get(name))
     with pytest.raises(UserError, match=r"optimizer\.text_encoder_lr: must be above 0 and below 1, got 0"):
         job("optimizer.text_encoder_lr=0.0")
     mine = job("optimizer.text_encoder_lr=1e-5", "train.steps=1")
     run(mine)
-    assert "optimizer.text_encoder_lr has no effect: adapter.text_encoder is false" in [
+    assert "optimizer.text_encoder_lr has no effect without adapter.text_encoder = true" in [
         event["text"] for event in events(mine, "warning")
     ]
 
@@ -547,7 +540,7 @@ def test_a_checkpoint_of_before_the_setting_goes_on(job):
 
 def test_prompts_that_are_too_long_are_told_of_once(tiny, caplog):
     family = make(families.get("sd15"), tiny("sd15"))
-    text = text_encoders.TextEncoders(family, config.Adapter(), seed=0)
+    text = text_encoders.TextEncoders(family, Adapter(), seed=0)
     before = diffusers.utils.logging.get_verbosity()
     diffusers.utils.logging.set_verbosity_warning()
     diffusers.utils.logging.enable_propagation()
@@ -726,7 +719,7 @@ def test_the_estimate_counts_what_they_hold(job, tiny):
     found = {}
     for setting in ("false", "true"):
         mine = job(f"adapter.text_encoder={setting}", family="sdxl")
-        found[setting] = estimate.estimate(mine, make(families.get("sdxl"), tiny("sdxl"), torch.bfloat16))
+        found[setting] = estimate.estimate(planning.make(mine))
     text = text_encoders.TextEncoders(make(families.get("sdxl"), tiny("sdxl"), torch.bfloat16), mine.adapter, 0)
     text.train()
     adapted = [p for encoder in text.encoders.values() for p in encoder.parameters() if p.requires_grad]
@@ -742,7 +735,7 @@ def test_a_file_of_text_encoders_alone_is_verified(tiny, tmp_path):
     family = make(families.get("sd15"), tiny("sd15"))
     state = {key: tensor for key, tensor in text_and_denoiser_lora(family).items() if key.startswith("text_encoder.")}
     mine = export.ExportFacts("lora", 1, 2, 2.0, 1e-4, 0, (48, 48))
-    section = config.Export(formats=["kohya", "diffusers"], dtype="fp32")
+    section = Export(formats=["kohya", "diffusers"], dtype="fp32")
     for path in export.write(state, 1.0, family, family.denoiser_config(), section, mine, tmp_path):
         report = verify.check(path, family, state=state, merged=True)
         assert report.ok, report.failed()

@@ -8,7 +8,7 @@ import torch
 from editing import encode, load_encoders
 from torch import Tensor, nn
 
-from lora_fp8 import config, families
+from lora_fp8 import families, settings
 from lora_fp8.families.base import ModelFamily
 from lora_fp8.precision import FrozenLinear
 
@@ -16,7 +16,7 @@ PROMPT = "a cat, red, sitting in front of a house"
 
 
 def loaded(name: str, base: Path, storage: str) -> ModelFamily:
-    model = config.Model(family=name, path=str(base), text_storage=storage)
+    model = settings.Model(family=name, path=str(base), text_storage=storage)
     family = families.get(name)(model, device="cpu", dtype=torch.bfloat16)
     load_encoders(family)
     return family

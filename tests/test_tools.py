@@ -13,8 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_families import original_layout
 
-from lora_fp8 import cli, config, export, families, verify
+from lora_fp8 import cli, config, families, verify
 from lora_fp8.families import _files
+from lora_fp8.lora_files import layouts
+from lora_fp8.settings import Model
 from lora_fp8.tools import extract, merge
 
 RANK = 6
@@ -315,7 +317,7 @@ def test_loras_that_do_not_go_together(ask: Callable, file: Path, tmp_path: Path
 def denoiser_layers(family: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """The weights' shapes of the layers that get an adapter."""
     cls = families.get(family)
-    made = cls(config.Model(family=family, path=str(folder)), device="cpu", dtype=torch.float32).empty_denoiser()
+    made = cls(Model(family=family, path=str(folder)), device="cpu", dtype=torch.float32).empty_denoiser()
     shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
     return {name: shapes[f"{name}.weight"] for name in cls.adapter_names(made)}
 
@@ -386,14 +388,14 @@ def test_shards_stay_and_bf16_is_rounded_once(ask: Callable, tiny: Callable[[str
 def test_merged_into_a_single_file_in_its_own_names(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """FLUX's original names, where q, k and v are rows of one tensor; read back through the family's own reading."""
     base = tiny("flux")
-    family = families.get("flux")(config.Model(family="flux", path=str(base)), device="cpu", dtype=torch.float32)
+    family = families.get("flux")(Model(family="flux", path=str(base)), device="cpu", dtype=torch.float32)
     checkpoint = tmp_path / "flux.safetensors"
     save_file(original_layout(families.get("flux"), base), checkpoint)
     lora = diffusers_lora("flux", base, tmp_path / "lora.safetensors")
     out = tmp_path / "merged.safetensors"
     code, _, said = ask("merge", lora, "--into", checkpoint, "--components", base, "--output", out)
     assert code == 0, said
-    model = config.Model(family="flux", path=str(out), components=str(base))
+    model = Model(family="flux", path=str(out), components=str(base))
     after = dict(families.get("flux")(model, device="cpu", dtype=torch.float32).denoiser_tensors())
     gains = {f"{module.removeprefix('transformer.')}.weight": delta for module, delta in deltas(lora).items()}
     for name, tensor in family.denoiser_tensors():
@@ -459,8 +461,8 @@ def test_extracted_is_the_lora_that_was_added(
     code, said, wrong = ask("extract", base, tuned, *ways, "--json")
     assert code == 0, wrong
     cls = families.get(family)
-    denoiser = cls(config.Model(family=family, path=str(base)), device="cpu", dtype=torch.float32).denoiser_config()
-    state, scaling = export.from_layout(load_file(out), cls, denoiser)
+    denoiser = cls(Model(family=family, path=str(base)), device="cpu", dtype=torch.float32).denoiser_config()
+    state, scaling = layouts.from_layout(load_file(out), cls, denoiser)
     found = {n.removesuffix(".lora_A.weight") for n in state if n.endswith("A.weight")}
     assert {f"{name}.weight" for name in found} == added.keys()
     for name in found:

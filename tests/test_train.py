@@ -18,12 +18,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_fp8 import checkpoint, cli, cli_jobs, export, families, layouts, sample, train, verify
-from lora_fp8 import run as run_room
-from lora_fp8.config import UserError, UserErrors
+from lora_fp8 import families, train, verify
+from lora_fp8.cli import commands, jobs
+from lora_fp8.common import writing
 from lora_fp8.data.cache import Cache
-from lora_fp8.processes import Gradients
-from lora_fp8.run import Run, RunFailure, Stopped
+from lora_fp8.distributed.processes import Gradients
+from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
+from lora_fp8.lora_files import export, layouts
+from lora_fp8.run import Run
+from lora_fp8.stages import previews as preview_stage
+from lora_fp8.stages import step as step_stage
+from lora_fp8.training import checkpoint
 
 SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']")
 
@@ -93,7 +98,7 @@ def test_a_poisoned_picture_is_named(job, monkeypatch):
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
 def test_a_gradient_that_overflows_stops_before_the_update(job, monkeypatch, factor):
     on = []
-    real = train.diffusion_loss
+    real = step_stage.diffusion_loss
 
     def overflowing(*arguments):
         losses_B = real(*arguments)
@@ -101,7 +106,7 @@ def test_a_gradient_that_overflows_stops_before_the_update(job, monkeypatch, fac
             losses_B.register_hook(lambda gradient: gradient * factor)
         return losses_B
 
-    monkeypatch.setattr(train, "diffusion_loss", overflowing)
+    monkeypatch.setattr(step_stage, "diffusion_loss", overflowing)
     text = failure_of(job(*SMALL), at_step(2, lambda: on.append(1)))
     assert re.match(r"step 3: gradient norm (inf|nan) is not finite; no single file", text)
     assert "step-000002" in text and "optimizer.lr" in text
@@ -123,14 +128,14 @@ def test_a_broken_base_shows_before_training(job, tiny, tmp_path):
 def test_out_of_memory_is_told_with_what_to_change(job, monkeypatch):
     """In the preflight, and also later: the first does not promise the second."""
     full = [True]
-    real = train.diffusion_loss
+    real = step_stage.diffusion_loss
 
     def hungry(*arguments):
         if full:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(*arguments)
 
-    monkeypatch.setattr(train, "diffusion_loss", hungry)
+    monkeypatch.setattr(step_stage, "diffusion_loss", hungry)
     assert "memory.gradient_checkpointing = true" in failure_of(job(*SMALL, "name=early"))
     full.clear()
     late = job(*SMALL, "name=late")
@@ -188,7 +193,7 @@ def test_a_log_that_cannot_be_written_does_not_hide_the_reason(job):
 
 def test_a_run_folder_that_has_gone_is_one_line(job):
     mine = job(*SMALL)
-    with pytest.raises(RunFailure, match=r"^.*status\.tmp: No such file or directory$"):
+    with pytest.raises(RunFailure, match=r"^.*status\.json\.\d+\.tmp: No such file or directory$"):
         run(mine, echo=lambda event: event["event"] == "checkpoint" and shutil.rmtree(folder_of(mine)))
 
 
@@ -204,7 +209,7 @@ def test_a_run_folder_that_was_moved_is_not_made_anew(job):
 
 def test_a_disk_that_turns_read_only_is_one_line_and_costs_nothing_saved(job, monkeypatch):
     """As a kernel does after an error of the disk; the log cannot be written then, and must not hide it."""
-    real = run_room.write_synced
+    real = writing.write_synced
     broken = []
 
     def write_synced(path):
@@ -255,11 +260,11 @@ def test_lora_fp8_stop_stops_at_the_end_of_the_step(job, capsys):
     mine = job(*SMALL, "checkpoint.every=100")
     path = folder_of(mine)
     with pytest.raises(Stopped, match="saved at step 3"):
-        run(mine, echo=at_step(2, lambda: cli_jobs.stop(str(path))))
+        run(mine, echo=at_step(2, lambda: jobs.stop(str(path))))
     assert "asked to stop" in capsys.readouterr().out
     assert [p.name for p in (path / "checkpoints").iterdir()] == ["step-000003"]
     assert json.loads((path / "status.json").read_text(encoding="utf-8"))["state"] == "stopped"
-    cli_jobs.stop(str(path))
+    jobs.stop(str(path))
     assert "nothing is training" in capsys.readouterr().out
 
 
@@ -314,7 +319,7 @@ def test_a_failing_preview_is_a_warning_and_the_run_goes_on(job, monkeypatch, er
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(sample, "clips", fail)
+    monkeypatch.setattr(preview_stage, "clips", fail)
     mine = job(*SMALL, "preview.prompts=['a cat']", "preview.every=3")
     result = run(mine)
     warnings = [event["text"] for event in events(mine, "warning") if "no preview" in event["text"]]
@@ -412,9 +417,9 @@ def test_only_the_adapters_change(job, monkeypatch):
         held.append(base_hash(loaded.denoiser))
         return loaded
 
-    def finish(job, family, data, loaded, *more):
+    def finish(session, data, loaded, *more):
         held.append(base_hash(loaded.denoiser))
-        return real_finish(job, family, data, loaded, *more)
+        return real_finish(session, data, loaded, *more)
 
     real_load, real_finish = train.load, train.finish
     monkeypatch.setattr(train, "load", load)
@@ -469,7 +474,7 @@ def test_log_every_thins_the_step_events_but_not_the_last(job):
 )
 def test_the_effective_learning_rate_is_told_and_kept(job, capsys, storage, scale, factor):
     mine = job(*SMALL, "train.steps=2", f"quantize.storage={storage}", f"optimizer.lr_scale={scale}")
-    run(mine, echo=cli._say)
+    run(mine, echo=commands._say)
     assert f"learning rate: 0.001 x {factor:g} = {1e-3 * factor:g}" in capsys.readouterr().out
     (model,) = events(mine, "model")
     assert (model["lr"], model["lr_factor"]) == (1e-3, factor)
@@ -510,7 +515,7 @@ def test_every_bad_picture_is_told_at_once_and_no_run_is_made(job, pictures, tmp
 def test_the_home_folder_may_be_written_as_a_tilde(job, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "runs/lora/checkpoints/step-000002").mkdir(parents=True)
-    with pytest.raises(UserError, match=f"^{tmp_path}/runs/lora: a run was here already"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/runs/lora: a new run needs a folder that is absent or empty"):
         run(job("output_dir='~/runs'"))
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionPipeline
 
-from lora_fp8 import config, validate
-from lora_fp8.config import UserError
-from lora_fp8.run import Run, Stopped
+from lora_fp8 import settings
+from lora_fp8.errors import Stopped, UserError
+from lora_fp8.run import Run
+from lora_fp8.stages import validate
 from lora_fp8.train import run
 
 HELD = ("validation.pictures=2", "validation.every=2")
@@ -25,7 +26,7 @@ def test_the_loss_is_that_of_the_published_base_before_training(job, monkeypatch
     seen = []
     real = validate.measure
     monkeypatch.setattr(
-        validate, "measure", lambda job, family, data, *rest: seen.append(data) or real(job, family, data, *rest)
+        validate, "measure", lambda session, data, *rest: seen.append(data) or real(session, data, *rest)
     )
     mine = job(*HELD, "train.steps=2", "quantize.storage=none", "model.dtype=fp32", "objective.min_snr_gamma=0.0")
     event = told(run(mine, progress=False).run)[0]
@@ -93,8 +94,8 @@ def test_measuring_changes_nothing_and_resuming_measures_the_same(job, monkeypat
     base += ("quantize.compute=fp8", "quantize.fp8_min_features=0", "quantize.recipe=delayed", "optimizer.lr=1e-2")
     real = validate.measure
 
-    def watched(job, family, data, loaded, *rest):
-        found = real(job, family, data, loaded, *rest)
+    def watched(session, data, loaded, *rest):
+        found = real(session, data, loaded, *rest)
         newest = [layer.amax_newest for layer in loaded.denoiser.modules() if hasattr(layer, "amax_newest")]
         assert newest and not any(seen.any() for seen in newest)
         return found
@@ -127,7 +128,7 @@ def test_mistakes_are_told(job):
     for given, where in (("every=5", "validation.pictures"), ("pictures=1", "validation.every")):
         with pytest.raises(UserError, match=where):
             job(f"validation.{given}")
-    assert config.Validation().every == 0
+    assert settings.Validation().every == 0
     others = job("dataset.folders.0.regularization=true", "validation.pictures=1", "validation.every=1")
     with pytest.raises(UserError, match="of 0 pictures"):  # none of a folder for regularization
         run(others, progress=False)

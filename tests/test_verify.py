@@ -20,7 +20,10 @@ import torch
 from editing import encode, load_encoders, load_probe, shown
 from peft import LoraConfig
 
-from lora_fp8 import adapters, config, export, families, precision, verify
+from lora_fp8 import adapters, families, precision, verify
+from lora_fp8.errors import RunFailure
+from lora_fp8.lora_files import export
+from lora_fp8.settings import Adapter, Export, Model, Objective, Quantize
 
 NAMES = ("sd15", "sdxl", "flux")
 LAYOUTS = ("diffusers", "kohya")
@@ -61,7 +64,7 @@ def trained(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         cls = families.get(name)
         cls.tiny(folder / "base", seed=3)
-        section = config.Model(family=name, path=str(folder / "base"), dtype="fp32")
+        section = Model(family=name, path=str(folder / "base"), dtype="fp32")
         family = cls(section, device="cpu", dtype=torch.float32)
         denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
         state, scaling = train(denoiser, family)
@@ -82,7 +85,7 @@ def trained(tmp_path_factory):
             t_generators=[torch.Generator().manual_seed(i) for i in range(2)],
             cond=family.collate(conds),
         )
-        objective = family.objective(family.scheduler_config(), config.Objective())
+        objective = family.objective(family.scheduler_config(), Objective())
         probe = verify.make_probe(family, denoiser, objective, batch, guidance=2.0)
         assert denoiser.training  # put back
         made[name] = SimpleNamespace(
@@ -104,7 +107,7 @@ def files_of(it, folder, **section):
         it.scaling,
         it.family,
         denoiser_config,
-        config.Export(**({"dtype": "fp32", "formats": [*LAYOUTS]} | section)),
+        Export(**({"dtype": "fp32", "formats": [*LAYOUTS]} | section)),
         facts,
         folder,
     )
@@ -156,7 +159,7 @@ def test_every_layout_of_every_family_is_exact_in_float32(trained, name, small_c
 @pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=["bf16 adapter", "fp32 adapter"])
 def test_bf16_files_of_bf16_training_pass_and_others_fail(trained, name, adapter, tmp_path):
     base = str(trained(name).folder / "base")
-    family = families.get(name)(config.Model(family=name, path=base, dtype="bf16"), device="cpu", dtype=torch.bfloat16)
+    family = families.get(name)(Model(family=name, path=base, dtype="bf16"), device="cpu", dtype=torch.bfloat16)
     denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
     state, scaling = train(denoiser, family)
     for module in denoiser.modules():
@@ -213,12 +216,12 @@ def test_fp8_training_is_judged_on_the_decoded_base_and_the_rest_is_told(trained
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_trainers_own_model_passes(trained, tmp_path, name, dtype):
     """The rooms together: FP8 layers and adapters as training holds them, against diffusers on the decoded base."""
-    section = config.Model(family=name, path=str(trained(name).folder / "base"), dtype="fp32")
+    section = Model(family=name, path=str(trained(name).folder / "base"), dtype="fp32")
     family = families.get(name)(section, device="cpu", dtype=dtype)
     denoiser = family.empty_denoiser()
-    precision.quantize_(denoiser, config.Quantize(storage="fp8"), family.keep_precise, dtype, family.modulation)
+    precision.quantize_(denoiser, Quantize(storage="fp8"), family.keep_precise, dtype, family.modulation)
     precision.fill_(denoiser, family.denoiser_tensors(), dtype=dtype, device="cpu")
-    adapters.inject(denoiser, config.Adapter(rank=4, alpha=6), family.adapter_names(denoiser), seed=0)
+    adapters.inject(denoiser, Adapter(rank=4, alpha=6), family.adapter_names(denoiser), seed=0)
     generator = torch.Generator().manual_seed(4)
     for key, parameter in adapters.parameters(denoiser):
         if "lora_B" in key:
@@ -487,7 +490,7 @@ def test_a_base_that_is_not_whole_is_an_error(trained):
     family = trained("sd15").family
     tensors = dict(family.denoiser_tensors())
     tensors.pop("conv_in.weight")
-    with pytest.raises(verify.RunFailure, match="conv_in.weight"):
+    with pytest.raises(RunFailure, match="conv_in.weight"):
         verify.clean_pipeline(family, tensors)
 
 

@@ -13,9 +13,12 @@ import torch
 from editing import load_encoders
 from PIL import Image
 
-from lora_fp8 import config, estimate, families, importing, prepare
-from lora_fp8.config import UserError
+from lora_fp8 import config, families, importing
 from lora_fp8.data import buckets, cache, clips, decoding, doctor, images, loader
+from lora_fp8.errors import UserError
+from lora_fp8.plan import disk_budget, estimate, placement, resolve
+from lora_fp8.plan import plan as planning
+from lora_fp8.settings import Dataset, Folder, Model, Objective, Validation
 
 FAMILIES = [name for name in families.available() if "clips" in families.facts(name)]
 PROMPTS = ["a photo of a cat", "two red dogs run over a long blue road"]
@@ -65,8 +68,8 @@ def captioned(path: Path) -> Path:
     return path
 
 
-def section(folder: Path, **settings) -> config.Dataset:
-    return config.Dataset(folders=[config.Folder(path=str(folder))], resolution=32, bucket_step=16, **settings)
+def section(folder: Path, **settings) -> Dataset:
+    return Dataset(folders=[Folder(path=str(folder))], resolution=32, bucket_step=16, **settings)
 
 
 def numbers_of(pictures: list[Image.Image]) -> list[int]:
@@ -320,16 +323,16 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
     made = job(*CLIPS, f"dataset.folders=[{{path='{mixed}'}}]", f"dataset.cache_dir='{tmp_path}/c'", family="wan")
     Family = families.get("wan")
     family = Family(made.model, device="cpu", dtype=torch.float32)
-    made = prepare.resolve_auto(made, Family)
+    made = resolve.resolve_auto(made, Family)
     assert made.dataset.fps == 16.0
-    examples = prepare.scan(made, Family).require()
-    placed = prepare.place(made, examples)
+    examples = placement.scan(made, Family).require()
+    placed = placement.place(made, examples)
     assert {buckets.named(one): len(members) for one, members in placed.items()} == {
         "64x32": 2,
         "64x32x5": 1,
         "64x32x9": 2,
     }
-    reckoned = estimate.estimate(made, family)
+    reckoned = estimate.estimate(planning.make(made))
     assert reckoned.heaviest_bucket == (64, 32, 9)
     store = cache.Cache(made.dataset.cache_dir, family, made.dataset)
     flat = [one for members in placed.values() for one in members]
@@ -353,10 +356,10 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
     shapes = sorted(tuple(batches.micro(0, m).latents_BCHW.shape) for m in range(batches.batches_per_epoch))
     assert shapes == [(1, 16, 2, 4, 8), (2, 16, 3, 4, 8), (2, 16, 4, 8)]
     # Latents of the cache, of entries that are not there yet: reckoned and written alike.
-    assert prepare.volume(family, (64, 32, 9)) == 3 * 64 * 32
+    assert disk_budget.volume(family, (64, 32, 9)) == 3 * 64 * 32
     for seed in range(8):
-        drawn = made.model_copy(update={"seed": seed, "validation": config.Validation(every=1, pictures=2)})
-        trained, held_out = prepare.split(drawn, examples)
+        drawn = made.model_copy(update={"seed": seed, "validation": Validation(every=1, pictures=2)})
+        trained, held_out = placement.split(drawn, examples)
         assert len({one.file_uid for one in held_out}) == 2
         assert not {one.file_uid for one in held_out} & {one.file_uid for one in trained}
         assert len(trained) + len(held_out) == 5
@@ -370,7 +373,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
     """A step inside the real pipeline, of two prompts and frames that are not square, three of latents, asked again
     through `predict`; and what its scheduler ends with, decoded here, is the clip that it draws."""
     Family = families.get(name)
-    model = config.Model(family=name, path=str(tiny(name)))
+    model = Model(family=name, path=str(tiny(name)))
     family = Family(model, device="cpu", dtype=torch.float32)
     load_encoders(family)
     pipeline = getattr(diffusers, Family.pipeline_class).from_pretrained(tiny(name), local_files_only=True)
@@ -424,7 +427,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
 
 
 def test_flow_is_the_schedulers_on_clips():
-    objective = families.get("wan").objective({"flow_shift": 3.0, "use_flow_sigmas": True}, config.Objective())
+    objective = families.get("wan").objective({"flow_shift": 3.0, "use_flow_sigmas": True}, Objective())
     clean, noise = torch.randn(2, 2, 4, 3, 4, 6)
     t_B = torch.tensor([0.25, 0.8])
     noisy = objective.add_noise(clean, noise, t_B)

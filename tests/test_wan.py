@@ -6,11 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_fp8 import config, families, naming
+from lora_fp8 import families
+from lora_fp8.errors import UserError
+from lora_fp8.lora_files import naming
+from lora_fp8.settings import Model
 
 
 def wan(path, **settings):
-    model = config.Model(family="wan", path=str(path), **settings)
+    model = Model(family="wan", path=str(path), **settings)
     return families.get("wan")(model, device="cpu", dtype=torch.float32)
 
 
@@ -21,7 +24,7 @@ def test_a_folder_with_two_denoisers_is_refused(tmp_path):
     assert wan(tmp_path).warnings == []
     content |= {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
     index.write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(config.UserError, match=r"two denoisers.*model\.components"):
+    with pytest.raises(UserError, match=r"two denoisers.*model\.components"):
         wan(tmp_path)
 
 
@@ -58,7 +61,7 @@ def test_what_is_known_of_wan_2_2(tmp_path):
         assert "expert of Wan 2.2" in warning and "objective.t_min" in warning and "\n" not in warning
     assert single_file(tmp_path, "wan2.1_t2v_14B.safetensors").warnings == []
     small = {"patch_embedding.weight": torch.zeros(64, 48, 1, 2, 2), "head.head.weight": torch.zeros(192, 64)}
-    with pytest.raises(config.UserError, match=r"48 channels, as that of Wan 2\.2 TI2V-5B, .* gives 16"):
+    with pytest.raises(UserError, match=r"48 channels, as that of Wan 2\.2 TI2V-5B, .* gives 16"):
         single_file(tmp_path, "small.safetensors", extra=small)
 
 

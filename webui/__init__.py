@@ -1,23 +1,42 @@
-"""The page: writes a TOML, submits a job, reads run folders. Never imports torch, and never trains in its own process.
+"""The web page. It writes a TOML config, submits jobs and reads run folders; it never imports torch and never trains.
 
-app.py       the two-language site: its pages, its routes, its frame    serve.py   `lora-fp8 ui`
-safe.py      what a browser may name, and what it is shown              submit.py  the one way into the queue
-guard.py     in front of every route: Host, Origin, login, headers      login.py   who may in
-files.py     pictures and downloads, below the roots                    decoder.py the processes that decode
-api.py       six functions for programs                                 sessions.py what is kept of each open page
-thrift.py    what Gradio need not do before a page opens
-context.py   what every page is given: language, roots, queue
-words.py     every sentence of the page in English and Chinese, from texts/*.toml
-form.py      a training's settings from their declarations; the one text that all views of the form work on
-draft.py     the training that is being set up, on the server's disk
-bases.py     what a training can start from: base models, presets, configs
-pictures.py  folders of pictures, and taking in uploads
-album.py     a folder of pictures: captions, tags, the doctor's report, captioning as a job
-importer.py  settings of other trainers, for the form
-outlook.py   what a training will take: steps, time, memory
-pages/       one file, one page; `build(ui)` lays it out
+Site
+    app.py               the site in two languages: pages, routes, frame
+    server.py            `lora-fp8 ui`
+    startup.py           work of Gradio that is skipped while the site starts
+    guard.py             checks every request: Host, Origin, login, size; adds the security headers
+    login.py             the account, its sessions and failed logins
+    error_boundary.py    turns exceptions into one sentence for the user and one line in the log
+    uploads.py           which uploaded files a call may name
+    gradio_sessions.py   what Gradio keeps in memory for each open page
+    file_routes.py       /picture and /download, below the allowed folders
+    decoder.py           child processes that decode images and videos
+    api.py, mcp.py       six functions for programs: as HTTP endpoints and as MCP tools
+What the pages share
+    context.py           language, allowed folders and links (`Place`, `Ui`)
+    translations.py      every sentence in English and Chinese, from texts/*.toml
+    sanitize.py          paths below the allowed folders, file names, text as HTML
+    live_panel.py        HTML that ticks keep up to date, with buttons that call Python
+    json_table.py        JSON as HTML tables
+    engine.py            commands that need torch, run in processes of their own
+New training
+    form.py              the settings as form fields; the TOML text that all views edit
+    draft.py             that text on disk, shared by all windows
+    base_models.py       base models, presets and configs that a training can start from
+    image_folders.py     folders of images: finding, counting, uploading
+    importer.py          settings of other trainers
+    estimate_panel.py    steps, epochs, time, memory and disk space of the draft
+    submission.py        checks a config's paths and submits it to the queue
+Dataset
+    dataset_folder.py    the open folder: captions, tags, findings, captioning jobs
+Runs
+    run_monitor.py       jobs, run folders and GPUs, read once a second for everyone; what the buttons do
+    run_cards.py         a run's state, figures and buttons as HTML
+    run_log.py           a run's events, read incrementally and thinned for charts
+    chart.py             line charts as SVG and HTML
+pages/                   one file per page; `build(ui)` lays it out
 """
 
-from .thrift import import_without_stubs
+from .startup import import_without_stubs
 
 import_without_stubs()

@@ -1,8 +1,7 @@
-"""What programs may ask: six functions. Described for people in docs/api.md.
+"""Six functions for programs. docs/api.md describes them for people.
 
 They are the only public endpoints of the English site, `gradio_client.Client("http://127.0.0.1:7860/en/")`, and tools
-of `mcp`, without a page. Answers are plain JSON; what is wrong with a request is an error with the same line that the
-command line would print.
+of `mcp`, which needs no page. Answers are plain JSON; a wrong request gets the error that the command line prints.
 """
 
 import functools
@@ -12,66 +11,68 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import config, jobs
-from lora_fp8.config import UserError
+from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView
 
-from . import submit as entry
+from . import submission as entry
 from .context import Place, Ui
 
 
-def add(ui: Ui) -> None:
-    """Put the endpoints into the site that is being laid out."""
+def add_endpoints(ui: Ui) -> None:
+    """Add the endpoints to the site that is being laid out."""
     import gradio as gr  # `mcp` takes the functions alone
 
-    for name, function in functions(ui.place, Ui("en", ui.place).download).items():
+    for name, function in make_endpoints(ui.place, Ui("en", ui.place).download).items():
         gr.api(
-            told(function, functools.partial(gr.Error, print_exception=False)), api_name=name, concurrency_limit=None
+            convert_errors(function, functools.partial(gr.Error, print_exception=False)),
+            api_name=name,
+            concurrency_limit=None,
         )
 
 
-def functions(place: Place, link: Callable[[Path], str] | None = None) -> dict[str, Callable[..., Any]]:
-    """The endpoints by name, on this place's queue.
+def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> dict[str, Callable[..., Any]]:
+    """Make the endpoints, by name, for this place's queue.
 
     Args:
-        link: the address under which a file is sent; None where there is no page that sends it.
+        link: returns the address that sends a file; None where there is no page.
     """
     queue = jobs.Queue(place.home)
 
-    def look(id: str) -> JobView:
-        return queue.job(int(id) if id.isascii() and id.isdecimal() and len(id) < 15 else str(place.inside(id)))
+    def find_job(id: str) -> JobView:
+        return queue.job(int(id) if id.isascii() and id.isdecimal() and len(id) < 15 else str(place.resolve(id)))
 
-    def run_of(id: str) -> tuple[JobView, Any]:
-        view = look(id)
+    def find_run(id: str) -> tuple[JobView, Any]:
+        view = find_job(id)
         if view.folder is None:
             raise UserError(f"job {view.id} is a command and has no run folder")
-        return view, place.inside(view.folder)
+        return view, place.resolve(view.folder)
 
     def submit(config: str, priority: int = 0, gpus: str = "") -> dict:
         """Queue a training. config: TOML text, its paths below the page's folders. Returns {"id"}."""
-        return {"id": entry.train(place, config, priority=priority, gpus=gpus)}
+        return {"id": entry.submit_training(place, config, priority=priority, gpus=gpus)}
 
-    def every() -> list[dict]:
+    def list_jobs() -> list[dict]:
         """All jobs of the queue: those that run, those that wait, in their order, then what has ended."""
         return [view.to_json() for view in queue.view(shell=False)]
 
     def status(id: str) -> dict:
         """One job by its number, or a run by the path of its folder, as it is now."""
-        return look(id).to_json()
+        return find_job(id).to_json()
 
     def events(id: str, offset: int = 0) -> dict:
         """A run's events behind this byte of its log: {"events", "offset"}; ask again with that offset."""
-        view, _ = run_of(id)
+        view, _ = find_run(id)
         found, behind = queue.events(view.id, max(0, offset))
         return {"events": found, "offset": behind}
 
     def stop(id: str) -> dict:
         """Save and stop, what runs; take out of the queue, what waits. Returns the job's status."""
-        queue.stop(look(id).id)
-        return look(id).to_json()
+        queue.stop(find_job(id).id)
+        return find_job(id).to_json()
 
     def export(id: str, formats: list[str] = []) -> dict:  # noqa: B006 - Gradio shows the default
         """A run's LoRA files, and where each is; with formats, a job that writes them again is queued: "job"."""
-        _, folder = run_of(id)
+        _, folder = find_run(id)
         job = None
         if formats:
             config.load(folder / "config.toml", [f"export.formats={json.dumps(formats)}"])
@@ -90,11 +91,11 @@ def functions(place: Place, link: Callable[[Path], str] | None = None) -> dict[s
             ],
         }
 
-    return {"submit": submit, "list": every, "status": status, "events": events, "stop": stop, "export": export}
+    return {"submit": submit, "list": list_jobs, "status": status, "events": events, "stop": stop, "export": export}
 
 
-def told(function: Callable[..., Any], error: Callable[[str], Exception]) -> Callable[..., Any]:
-    """The function, its UserErrors as the errors that its client is told."""
+def convert_errors(function: Callable[..., Any], error: Callable[[str], Exception]) -> Callable[..., Any]:
+    """Wrap a function so that its UserErrors become the errors that the client expects."""
 
     @functools.wraps(function)
     def asked(*given: Any, **named: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The site: one Gradio app per language, every page a route of its own, behind one server and one guard.
+"""The site: one Gradio app per language, one route per page, behind one server and one guard.
 
-    /            sends the browser to its language
-    /en/...      /zh-CN/...      runs (first page), new, dataset, run, compare, tools, settings
-    /picture     /download       files below the roots (files.py)
+    /            redirects to the browser's language
+    /en/...      /zh-CN/...      runs (start page), new, dataset, run, compare, tools, settings
+    /picture     /download       files below the allowed folders (file_routes.py)
 
-A page is laid out once per language when the site is built; everything that changes comes from ticks that read the
+A page is laid out once per language when the site is built. Everything that changes is painted by ticks, which read the
 queue and the run folders.
 """
 
@@ -20,13 +20,14 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import api, files, sessions, thrift, words
+from . import api, file_routes, gradio_sessions, startup, translations
 from .context import Place, Ui
+from .error_boundary import Boundary, Pages
 from .guard import Guard
 from .login import Login
 
 PAGES = ("runs", "new", "dataset", "run", "compare", "tools", "settings")
-"""The first is the start page; each is a file in pages/ and a path."""
+"""Files in pages/ and paths of the site; the first is the start page."""
 UNLISTED = ("run",)  # a run is reached from the list of runs
 STATIC = Path(__file__).resolve().parent / "static"
 MOST_UPLOAD_SIZE = "256mb"  # of one file
@@ -40,28 +41,28 @@ ICONS = {
 }
 
 
-def blocks(ui: Ui) -> gr.Blocks:
-    """All pages of one language. Gradio's own navigation has no place for the switches; style.css hides it."""
+def build_blocks(ui: Ui) -> gr.Blocks:
+    """Lay out all pages of a language. Gradio's own navigation has no room for the switches; style.css hides it."""
     hour, day = 3600, 86400
-    with gr.Blocks(
-        title=ui.say("site.title"), analytics_enabled=False, fill_width=True, delete_cache=(hour, day)
+    with Pages(
+        ui, title=ui.say("site.title"), analytics_enabled=False, fill_width=True, delete_cache=(hour, day)
     ) as site:
-        _page(PAGES[0], ui)
+        _lay_out_page(PAGES[0], ui)
         if ui.language == "en":
-            api.add(ui)
+            api.add_endpoints(ui)
     for name in PAGES[1:]:
         with site.route(ui.say(f"page.{name}"), f"/{name}"):
-            _page(name, ui)
+            _lay_out_page(name, ui)
     return site
 
 
-def _page(name: str, ui: Ui) -> None:
-    gr.HTML(_header(name, ui), elem_id="site-header", padding=False)
+def _lay_out_page(name: str, ui: Ui) -> None:
+    gr.HTML(_render_header(name, ui), elem_id="site-header", padding=False)
     importlib.import_module(f".pages.{name}", __package__).build(ui)
 
 
-def _header(name: str, ui: Ui) -> str:
-    """Name, pages, language and theme."""
+def _render_header(name: str, ui: Ui) -> str:
+    """Render site name, links to the pages, language and theme switches."""
 
     def path(page: str) -> str:
         return "" if page == PAGES[0] else page
@@ -74,7 +75,7 @@ def _header(name: str, ui: Ui) -> str:
     )
     languages = "".join(
         f'<a href="/{language}/{path(name)}" lang="{language}" data-language="{language}">{title}</a>'
-        for language, title in words.LANGUAGES.items()
+        for language, title in translations.LANGUAGES.items()
         if language != ui.language
     )
     themes = "".join(
@@ -92,20 +93,25 @@ def _header(name: str, ui: Ui) -> str:
 
 
 def build(place: Place, *, login: Login | None = None, names: Iterable[str] = (), addresses: bool = False) -> FastAPI:
-    """The whole site.
+    """Build the whole site.
 
     Args:
         place: where it reads and writes.
-        login, names, addresses: whom it answers; see `guard.Guard`.
+        login, names, addresses: who may use it; see `guard.Guard`.
     """
     place.home.mkdir(parents=True, exist_ok=True, mode=0o700)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Boundary)  # inside the guard
     app.add_middleware(Guard, names=names, addresses=addresses, login=login)
 
     @app.get("/")
     def start(request: Request) -> Response:
         kept = request.cookies.get("lora_fp8_language", "")
-        language = kept if kept in words.LANGUAGES else words.preferred(request.headers.get("accept-language", ""))
+        language = (
+            kept
+            if kept in translations.LANGUAGES
+            else translations.choose_language(request.headers.get("accept-language", ""))
+        )
         return RedirectResponse(f"/{language}/")
 
     icon = (STATIC / "icon.svg").read_bytes()
@@ -116,10 +122,10 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
     def favicon(language: str = "") -> Response:
         return Response(icon, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
-    files.add_routes(app, place)
-    for language in words.LANGUAGES:
-        with thrift.one_server():
-            pages = blocks(Ui(language, place))
+    file_routes.add_routes(app, place)
+    for language in translations.LANGUAGES:
+        with startup.skip_servers():
+            pages = build_blocks(Ui(language, place))
         gr.mount_gradio_app(
             app,
             pages,
@@ -127,17 +133,20 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
             run_history=False,
             footer_links=[],
             max_file_size=MOST_UPLOAD_SIZE,
-            theme=_theme(),
+            theme=_make_theme(),
             css_paths=STATIC / "style.css",
         )
-        mounted = app.routes[-1].app  # what was mounted last
-        sessions.lighten(mounted, pages)
-        mounted.user_middleware.append(Middleware(_Begin, html=_head(language).encode()))  # inside of the compression
+        mounted = app.routes[-1].app  # the app just mounted
+        gradio_sessions.limit_sessions(mounted, pages)
+        mounted.user_middleware.append(
+            Middleware(_HeadInserter, html=_render_head(language).encode())
+        )  # inside the compression
+        mounted.user_middleware.append(Middleware(Boundary, language=language))
     return app
 
 
-def _theme() -> gr.themes.Default:
-    """Gradio's, with what does not reach a contrast of 4.5 (WCAG AA) a shade darker."""
+def _make_theme() -> gr.themes.Default:
+    """Make Gradio's theme, with every colour below a contrast of 4.5 (WCAG AA) one shade darker."""
     theme = gr.themes.Default(primary_hue="indigo", neutral_hue="slate", font=FONTS, font_mono=MONO)
     return theme.set(
         body_text_color_subdued="*neutral_500",
@@ -154,10 +163,10 @@ def _theme() -> gr.themes.Default:
     )
 
 
-class _Begin:
-    """Puts HTML right behind <head> of each page of an ASGI app.
+class _HeadInserter:
+    """ASGI middleware that inserts HTML right after <head> in each page.
 
-    What Gradio is given as `head` its own script adds when it has asked the browser for its language.
+    Gradio inserts its own `head` argument too late, after a script has asked the browser for its language.
     """
 
     def __init__(self, app: ASGIApp, html: bytes):
@@ -182,17 +191,18 @@ class _Begin:
         await self.app(scope, receive, put)
 
 
-def _head(language: str) -> str:
+def _render_head(language: str) -> str:
     script = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("ask.js", "head.js"))
-    theirs = [texts for key, texts in words.catalogue().items() if key.startswith("gradio.")]
+    theirs = [texts for key, texts in translations.load_catalogue().items() if key.startswith("gradio.")]
     given = {
         "LANGUAGE": language,
-        "LOST": words.say(language, "site.lost", time="{time}"),
+        "LOST": translations.say(language, "site.lost", time="{time}"),
+        "DISMISS": translations.say(language, "site.dismiss"),
         "GRADIO": {} if language == "en" else {texts["en"]: texts[language] for texts in theirs},
     }
-    told = ", ".join(f"{name} = {json.dumps(value)}" for name, value in given.items())
+    constants = ", ".join(f"{name} = {json.dumps(value)}" for name, value in given.items())
     return (
         '<link rel="icon" href="/icon.svg" type="image/svg+xml">'
-        f"<script>(() => {{ const {told};\n"
+        f"<script>(() => {{ const {constants};\n"
         f"{script}}})();</script>"
     )

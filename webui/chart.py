@@ -1,7 +1,7 @@
-"""Line charts as HTML: a stretched SVG for the lines, HTML for the words, so that both stay sharp at every width.
+"""Line charts as HTML: a stretched SVG for the lines and HTML for the text, so that both stay sharp at every width.
 
-`SCRIPT` (js_on_load of the gr.HTML that holds charts) shows the values under the pointer; it reads the numbers from
-the chart itself, so that a chart which is drawn anew needs no new script.
+`SCRIPT` (js_on_load of the gr.HTML that holds charts) shows the values under the pointer. It reads the numbers from the
+chart itself, so that a redrawn chart needs no new script.
 """
 
 import json
@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .curves import Point
-from .safe import plain, shown
+from .run_log import Point
+from .sanitize import escape, strip_unseen
 
 WIDTH, HEIGHT = 1000, 300
 
@@ -20,8 +20,8 @@ class Line:
     """One curve.
 
     Attributes:
-        colour: number of a colour; the same one for the same thing.
-        faint: thin and pale, as the raw loss behind the smoothed one.
+        colour: index of its colour; the same measure keeps its colour.
+        faint: thin and pale, for the raw loss behind the smoothed one.
     """
 
     label: str
@@ -30,64 +30,68 @@ class Line:
     faint: bool = False
 
 
-def chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = False, x_label: str = "") -> str:
-    """A figure with axes, legend and lines.
+def render_chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = False, x_label: str = "") -> str:
+    """Render a figure with axes, legend and lines.
 
     Args:
-        empty: what to say while there is nothing to draw.
-        log: a logarithmic y axis; what is not above 0 is left out.
+        empty: text while there is nothing to draw.
+        log: use a logarithmic y axis, without values of 0 and below.
     """
     lines = [Line(one.label, [p for p in one.points if not log or p[1] > 0], one.colour, one.faint) for one in lines]
     lines = [one for one in lines if one.points]
-    head = f"<figcaption><b>{shown(title)}</b>"
+    head = f"<figcaption><b>{escape(title)}</b>"
     if not lines:
-        return f'<figure class="chart">{head}</figcaption><p class="empty">{shown(empty)}</p></figure>'
+        return f'<figure class="chart">{head}</figcaption><p class="empty">{escape(empty)}</p></figure>'
     for one in lines:
         if one.label:
             faint = " faint" if one.faint else ""
-            head += f'<span class="key c{one.colour % 8}{faint}"><i></i>{shown(one.label)}</span>'
-    x_low, x_high = _range([x for one in lines for x, _ in one.points])
-    y_low, y_high, y_ticks = _axis([y for one in lines for _, y in one.points], log)
+            head += f'<span class="key c{one.colour % 8}{faint}"><i></i>{escape(one.label)}</span>'
+    x_low, x_high = _find_range([x for one in lines for x, _ in one.points])
+    y_low, y_high, y_ticks = _choose_axis([y for one in lines for _, y in one.points], log)
 
     def across(x: float) -> float:
         return (x - x_low) / (x_high - x_low)
 
     def up(y: float) -> float:
-        return (_log(y, log) - y_low) / (y_high - y_low)
+        return (_scale_y(y, log) - y_low) / (y_high - y_low)
 
     drawn, words, below = "", "", ""
     for value in y_ticks:
         y = HEIGHT * (1 - up(value))
         drawn += f'<path class="grid" d="M0 {y:.1f}H{WIDTH}"/>'
-        words += f'<span style="top:{100 * (1 - up(value)):.2f}%">{number(value)}</span>'
-    for value in _ticks(x_low, x_high, 5):
+        words += f'<span style="top:{100 * (1 - up(value)):.2f}%">{format_number(value)}</span>'
+    for value in _choose_ticks(x_low, x_high, 5):
         if value == round(value):
-            below += f'<span style="left:{100 * across(value):.2f}%">{number(value)}</span>'
+            below += f'<span style="left:{100 * across(value):.2f}%">{format_number(value)}</span>'
     for one in lines:
         places = [(WIDTH * across(x), HEIGHT * (1 - up(y))) for x, y in one.points]
         places *= 2 if len(places) == 1 else 1  # a line to itself has round ends: a dot
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         drawn += f'<path class="line c{one.colour % 8}{" faint" if one.faint else ""}" d="{path}"/>'
-    of = f'<div class="of">{shown(x_label)}</div>' if x_label else ""
-    told = {
+    of = f'<div class="of">{escape(x_label)}</div>' if x_label else ""
+    data = {
         "x": [x_low, x_high],
         "lines": [
-            {"label": plain(one.label), "colour": one.colour % 8, "at": [[x, float(f"{y:.4g}")] for x, y in one.points]}
+            {
+                "label": strip_unseen(one.label),
+                "colour": one.colour % 8,
+                "at": [[x, float(f"{y:.4g}")] for x, y in one.points],
+            }
             for one in lines
         ],
         "unit": x_label,
     }
     return (
-        f'<figure class="chart" data-chart="{shown(json.dumps(told, separators=(",", ":")))}">{head}</figcaption>'
+        f'<figure class="chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">{head}</figcaption>'
         f'<div class="area"><div class="y">{words}</div>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{shown(title)}">{drawn}</svg></div>'
+        f'aria-label="{escape(title)}">{drawn}</svg></div>'
         f'<div class="x">{below}</div>{of}</figure>'
     )
 
 
-def number(value: float) -> str:
-    """A number as short as it can be read: 0.05, 1e-5, 12k."""
+def format_number(value: float) -> str:
+    """Format a number briefly: 0.05, 1e-5, 12k."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -101,13 +105,13 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
+def _find_range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 1, high + 1)
 
 
-def _axis(values: Sequence[float], log: bool) -> tuple[float, float, list[float]]:
-    """Lower and upper end (logarithms, if asked for) and where to put numbers."""
+def _choose_axis(values: Sequence[float], log: bool) -> tuple[float, float, list[float]]:
+    """Return the lower and upper end of the axis (as logarithms if `log`) and the values of its labels."""
     low, high = min(values), max(values)
     if log:
         bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
@@ -119,11 +123,11 @@ def _axis(values: Sequence[float], log: bool) -> tuple[float, float, list[float]
     if high == low:
         low, high = (0.0, high or 1.0) if high >= 0 else (low, 0.0)
     room = 0.04 * (high - low)
-    return (low if low == 0 else low - room), high + room, _ticks(low, high, 5)
+    return (low if low == 0 else low - room), high + room, _choose_ticks(low, high, 5)
 
 
-def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers between the two."""
+def _choose_ticks(low: float, high: float, about: int) -> list[float]:
+    """Return round numbers between the two."""
     rough = (high - low) / about
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * nice for nice in (1, 2, 5, 10) if power * nice >= rough * 0.999)
@@ -131,7 +135,7 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     return [number_ * step for number_ in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _log(value: float, log: bool) -> float:
+def _scale_y(value: float, log: bool) -> float:
     return math.log10(value) if log else value
 
 

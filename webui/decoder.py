@@ -1,10 +1,11 @@
-"""Strangers' pictures and videos are decoded in child processes that may take little memory and little time.
+"""Decode images and videos from strangers in child processes with limits on memory and time.
 
-A file that makes a decoder crash, or eat all memory, ends a child and not the page. The child reads requests from
-its standard input, one JSON object a line, and answers with a line of JSON and then so many bytes; when the page ends,
-its input ends, and so does the child.
+A file that crashes a decoder or exhausts memory ends a child and not the page. The child reads requests from standard
+input, one JSON object per line, and answers with a line of JSON followed by the given number of bytes. When the page
+ends, its input ends, and so does the child.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -12,22 +13,24 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lora_fp8.config import UserError
+from lora_fp8.common import reading
 from lora_fp8.data.clips import VIDEOS
+from lora_fp8.errors import UserError
 
 MOST_PIXELS = 128 * 2**20
-MOST_MEMORY = 3 * 2**30  # of addresses; a picture of MOST_PIXELS takes 384 MiB a copy, and there are a few
+MOST_MEMORY = 3 * 2**30  # address space; an image of MOST_PIXELS takes 384 MiB per copy, and there are a few copies
 MOST_SECONDS = 30
-MOST_VIDEO_SECONDS = 120  # for a whole video, every frame of which is decoded
-MOST_FRAMES = 513  # of a preview that moves
+MOST_VIDEO_SECONDS = 120  # for a whole video with every frame decoded
+MOST_FRAMES = 513  # of an animated preview
 LONGEST_SIDE = 4096
 
 
 class Decoders:
-    """A few child processes, started when they are first needed."""
+    """A few child processes, started when first needed."""
 
     def __init__(self, count: int = 2):
         self.count = count
@@ -35,25 +38,25 @@ class Decoders:
         for _ in range(count):
             self._free.put(None)
 
-    def webp(self, path: Path, width: int = 0, moving: bool = False) -> bytes:
-        """The picture, or the first frame of a video, as WebP, upright and in sRGB as training sees it.
+    def encode_webp(self, path: Path, width: int = 0, moving: bool = False) -> bytes:
+        """Return an image, or the first frame of a video, as WebP, upright and in sRGB as training sees it.
 
         Args:
-            width: of the longer side, at most; 0 is `LONGEST_SIDE`.
-            moving: an animation stays one, and is no picture otherwise.
+            width: maximum of the longer side; 0 is `LONGEST_SIDE`.
+            moving: return an animation; a still image is an error then.
 
         Raises:
-            UserError: it is none, too large, or its decoder ended or took too long.
+            UserError: it is not an image or video, it is too large, or decoding it crashed or took too long.
         """
         width = min(width or LONGEST_SIDE, LONGEST_SIDE)
-        return self._ask(path, {"do": "move" if moving else "show", "width": width}, MOST_SECONDS)
+        return self._request(path, {"do": "move" if moving else "show", "width": width}, MOST_SECONDS)
 
-    def check(self, path: Path) -> None:
-        """Decode the whole of a picture or video as training does. Raises UserError as `webp`."""
+    def decode_whole(self, path: Path) -> None:
+        """Decode a whole image or video as training does. Raises UserError as `encode_webp`."""
         video = path.suffix.lower() in VIDEOS
-        self._ask(path, {"do": "check"}, MOST_VIDEO_SECONDS if video else MOST_SECONDS)
+        self._request(path, {"do": "check"}, MOST_VIDEO_SECONDS if video else MOST_SECONDS)
 
-    def _ask(self, path: Path, request: dict[str, Any], seconds: float) -> bytes:
+    def _request(self, path: Path, request: dict[str, Any], seconds: float) -> bytes:
         child = self._free.get()
         try:
             if child is None or child.process.poll() is not None:
@@ -67,7 +70,7 @@ class Decoders:
 
 
 class _Ended(Exception):
-    """The child is gone; says why."""
+    """The child has exited, with the reason."""
 
 
 class _Child:
@@ -111,29 +114,29 @@ class _Child:
 
 
 def _python_path() -> str:
-    """So that the child, which starts in another folder, finds this same webui."""
+    """Return a PYTHONPATH with which the child, started in another folder, finds this webui."""
     here = str(Path(__file__).resolve().parent.parent)
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
 
 
-def show(path: str, width: int) -> bytes:
-    """The picture, or the first frame of the video, at this path as WebP. Raises ValueError or OSError with the reason.
+def encode_still(path: str, width: int) -> bytes:
+    """Return an image, or the first frame of a video, as WebP. Raises ValueError or OSError with the reason.
 
-    This and what follows is what a child does.
+    This and everything below runs in the child.
     """
-    picture = _opened(path)
+    picture = _open_picture(path)
     picture.thumbnail((width, width))
     out = io.BytesIO()
     picture.save(out, "WEBP", quality=82, method=2)
     return out.getvalue()
 
 
-def move(path: str, width: int) -> bytes:
-    """The animation at this path as an animated WebP that goes on for ever. Raises as `show`."""
+def encode_animation(path: str, width: int) -> bytes:
+    """Return an animation as an endlessly looping animated WebP. Raises as `encode_still`."""
     from PIL import Image
 
     frames, durations = [], []
-    with _header(path) as image:
+    with _open_header(path) as image:
         if not 1 < getattr(image, "n_frames", 1) <= MOST_FRAMES:
             raise ValueError(f"{getattr(image, 'n_frames', 1)} frames; shown moving are 2 to {MOST_FRAMES}")
         for number in range(image.n_frames):
@@ -150,36 +153,36 @@ def move(path: str, width: int) -> bytes:
 
 
 def check(path: str) -> bytes:
-    """Nothing, after the whole file was decoded. Raises as `show`."""
+    """Decode a whole file and return nothing. Raises as `encode_still`."""
     from lora_fp8.data import clips
 
     if os.path.splitext(path)[1].lower() in clips.VIDEOS:
         clips.look(Path(path), MOST_PIXELS)
     else:
-        _opened(path)
+        _open_picture(path)
     return b""
 
 
-def _opened(path: str) -> Any:
+def _open_picture(path: str) -> Any:
     from lora_fp8.data import clips, decoding
 
     if os.path.splitext(path)[1].lower() in clips.VIDEOS:
         return clips.poster(Path(path), MOST_PIXELS)
-    with _header(path):
+    with _open_header(path):
         return decoding.open_image(path)
 
 
-def _header(path: str) -> Any:
-    """The picture with only its header read, if it is not too large."""
+@contextlib.contextmanager
+def _open_header(path: str) -> Iterator[Any]:
+    """Yield the image with only its header read, if it is not too large."""
     from PIL import Image
 
     from lora_fp8.data import decoding
 
-    image = Image.open(path, formats=decoding.FORMATS)
-    if image.width * image.height > MOST_PIXELS:
-        image.close()
-        raise ValueError(f"{image.width}x{image.height} pixels; shown are up to {MOST_PIXELS // 2**20} million")
-    return image
+    with reading.open_regular(path) as file, Image.open(file, formats=decoding.FORMATS) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"{image.width}x{image.height} pixels; shown are up to {MOST_PIXELS // 2**20} million")
+        yield image
 
 
 def _serve() -> None:
@@ -189,7 +192,7 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            data = {"show": show, "move": move, "check": check}[request.pop("do")](**request)
+            data = {"show": encode_still, "move": encode_animation, "check": check}[request.pop("do")](**request)
             answer = {"bytes": len(data)}
         except Exception as error:  # Pillow's decoders raise SyntaxError, RuntimeError and what not on broken files
             name, data = os.path.basename(request["path"]), b""

@@ -1,39 +1,52 @@
-"""The training that is being set up: one text per home, on the server's disk.
+"""The training that is being set up: one text per home folder, on the server's disk.
 
-A reload, a second tab and the page's other language show the same draft. Each change is applied to the newest text and
-not to what a tab had seen, so that two tabs that set different settings both have their way.
+A reload, a second window and the other language show the same draft. Each change is applied to the newest text and not
+to what a window had seen, so that two windows can change different settings.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lora_fp8.run import atomic_write
+from lora_fp8.common.writing import atomic_write, make_folder, sync_folder
 
 from . import form
 
 _writing = threading.RLock()
+_unsaved: dict[Path, str] = {}
+"""Texts that could not be written, for example on a full disk. They are kept while the page runs."""
 
 
 class Draft:
-    """The draft of one home folder."""
+    """The draft of a home folder."""
 
     def __init__(self, home: Path):
         self.home = home
         self.file = home / "drafts" / "new.toml"
         self.before = self.file.with_name("new.before.toml")
+        self.leaving = self.file.with_name("new.leaving.toml")  # on its way from `file` to `before`
 
     def text(self) -> str:
-        """As it stands; an untouched form's before anything was written."""
-        try:
-            return self.file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return form.START
+        """Return the text, or that of an untouched form."""
+        with _writing:
+            if (kept := _unsaved.get(self.file)) is not None:
+                return kept
+            try:
+                return self.file.read_text(encoding="utf-8")
+            except FileNotFoundError:
+                return form.START
+
+    def save(self) -> None:
+        """Write a text that could not be written before. Raises OSError."""
+        with _writing:
+            if (kept := _unsaved.get(self.file)) is not None:
+                self._put(self.file, kept)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """While this lasts, nobody else changes a draft."""
+    def lock(self) -> Iterator[None]:
+        """Keep others from changing a draft while this lasts."""
         with _writing:
             yield
 
@@ -42,39 +55,70 @@ class Draft:
         return self.change(lambda _: text)
 
     def replace(self, text: str) -> str:
-        """Begin with another text; the one until now can be brought back, unless nothing was set in it."""
+        """Start with another text. The present one can be restored, unless nothing was set in it."""
         with _writing:
             now = self.text()
-            if now not in (form.START, text):
-                self._put(self.before, now)
-            return self._put(self.file, text)
+            if now in (form.START, text):
+                self._finish_exchange()
+                return self._put(self.file, text)
+            return self._exchange(now, text)
 
-    def bring_back(self) -> str:
-        """The text from before `replace`, and in its place the one until now, so that this can be taken back, too."""
+    def restore_earlier(self) -> str:
+        """Restore the text from before `replace`. The present one takes its place, so that this can be undone."""
         with _writing:
-            now = self.text()
-            if self.before.exists():
-                self._put(self.file, self.before.read_text(encoding="utf-8"))
-                self._put(self.before, now)
-            return self.text()
+            earlier = self.read_earlier()
+            return self.text() if earlier is None else self._exchange(self.text(), earlier)
 
-    def replaced(self) -> bool:
-        """Whether there is something to bring back."""
-        return self.before.exists()
+    def read_earlier(self) -> str | None:
+        """Return the text that can be restored, or None."""
+        with _writing:
+            # After a crash between the two writes of `_exchange` the draft has changed, and its previous text is here.
+            if self.leaving.exists() and (left := self.leaving.read_text(encoding="utf-8")) != self.text():
+                return left
+            return self.before.read_text(encoding="utf-8") if self.before.exists() else None
+
+    def has_earlier(self) -> bool:
+        """Return True if a text can be restored."""
+        return self.read_earlier() is not None
+
+    def _exchange(self, now: str, text: str) -> str:
+        """Make `text` the draft, and `now` the text to restore. After a crash either both are so or neither."""
+        self._finish_exchange()
+        self._put(self.leaving, now)
+        self._put(self.file, text)
+        os.replace(self.leaving, self.before)
+        sync_folder(self.before.parent)
+        return text
+
+    def _finish_exchange(self) -> None:
+        """Finish an `_exchange` that a crash interrupted."""
+        if self.leaving.exists():
+            if self.leaving.read_text(encoding="utf-8") == self.text():
+                self.leaving.unlink()
+            else:
+                os.replace(self.leaving, self.before)
 
     def put(self, key: str, value: object) -> str:
-        """Set one setting. Raises UserError where the text is not TOML."""
+        """Set a setting and return the new text. Raises UserError if the text is not TOML."""
         return self.change(lambda text: form.put(text, key, value, self.home))
 
     def change(self, how: Callable[[str], str]) -> str:
-        """The text after this change of it, which nobody else's comes between."""
+        """Apply a change to the newest text and return the result. No other change comes between."""
         with _writing:
             before = self.text()
             after = how(before)
-            return self._put(self.file, after) if after != before else after
+            if after != before:
+                try:
+                    self._finish_exchange()
+                    self._put(self.file, after)
+                except OSError:
+                    _unsaved[self.file] = after
+                    raise
+            return after
 
     @staticmethod
     def _put(file: Path, text: str) -> str:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(file.parent, 0o700)
         atomic_write(file, text.encode())
+        _unsaved.pop(file, None)
         return text

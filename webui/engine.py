@@ -1,4 +1,4 @@
-"""Commands of the engine that need torch: each in a process of its own, as a list of arguments, answering in JSON."""
+"""Run commands that need torch in processes of their own; arguments are a list, answers are JSON."""
 
 import json
 import os
@@ -7,19 +7,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lora_fp8.config import UserError
+from lora_fp8.errors import UserError
 
 SECONDS = 600
 
 
-def ask(command: str, arguments: Sequence[str], seconds: float = SECONDS, verdicts: bool = False) -> Any:
-    """Run `lora-fp8 COMMAND --json ARGUMENTS` and read its answer.
+def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS, verdicts: bool = False) -> Any:
+    """Run `lora-fp8 COMMAND --json ARGUMENTS` and return its answer.
 
     Args:
-        verdicts: exit code 3 with an answer is an answer: "not all right" of `verify`.
+        verdicts: exit code 3 with an answer is an answer: verify found a failed check.
 
     Raises:
-        UserError: it refused or failed, with its own words; or it took too long.
+        UserError: it refused or failed (with its message), or it took too long.
     """
     line = [sys.executable, "-m", "lora_fp8", command, "--json", *arguments]
     try:
@@ -33,10 +33,10 @@ def ask(command: str, arguments: Sequence[str], seconds: float = SECONDS, verdic
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"lora-fp8 {command}: not ready after {seconds:g} s, and ended") from None
-    told = done.stderr.decode(errors="replace").strip()
+    message = done.stderr.decode(errors="replace").strip()
     if done.returncode and not (verdicts and done.returncode == 3 and done.stdout.strip()):
-        last = told.splitlines()[-1] if told else f"ended with exit code {done.returncode}"
-        raise UserError(told if done.returncode in (2, 3) and len(told) < 2000 else last)
+        last = message.splitlines()[-1] if message else f"ended with exit code {done.returncode}"
+        raise UserError(message if done.returncode in (2, 3) and len(message) < 2000 else last)
     try:
         return json.loads(done.stdout)
     except ValueError:

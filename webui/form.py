@@ -1,11 +1,11 @@
-"""The form of a training: one table of settings from their declarations, and one text that all views work on.
+"""The form of a training: a table of settings from their declarations, and one text that all views edit.
 
-The state of the form is a TOML text, as `lora-fp8 train` reads it: what its writer set, and nothing else. A view shows
-what the text and its presets come to (`values`) and changes one setting at a time in it (`put`), so that comments and
-everything that a view does not show stay as they are. A setting that is put to what it would be without its line loses
-the line.
+The state of the form is a TOML text, as `lora-fp8 train` reads it, with only what its writer set. A view shows the
+values that the text and its presets resolve to (`read_values`), and changes one setting at a time (`put`), so that
+comments and everything that a view does not show stay. A setting that is put to the value that it would have without
+its line loses the line.
 
-A value that is wrong is written all the same: what it means for the training, the engine's own check says (`problems`).
+A wrong value is written all the same. The engine's own check says what is wrong with it (`find_problems`).
 """
 
 import json
@@ -15,34 +15,37 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import tomlkit
 from pydantic_core import PydanticUndefined
 from tomlkit.exceptions import TOMLKitError
 
-from lora_fp8 import config, families
-from lora_fp8.config import Job, Section, UserError
+from lora_fp8 import config
+from lora_fp8.config import find_idle, validation
+from lora_fp8.errors import UserError
+from lora_fp8.settings import Job, Section, flat_table, table_of_lines
 
 Tables = dict[str, Any]
 START = '[model]\nfamily = "sd15"\npath = ""\n'
-"""The text of an untouched form: every setting at its default, the base and the pictures left open."""
+"""The text of an untouched form: every setting at its default, base model and images left open."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting as a form needs it.
+    """A setting as a form needs it.
 
     Attributes:
-        key: "adapter.rank"; "dataset.folders" is a table of its own settings, whose keys go on behind it.
-        kind: how it is shown: flag, choice, number, mixed (a choice or a number), text, lines (texts, one a line),
-            numbers (whole ones, with commas), choices (several), table (rows of `columns`), or toml (anything else, as
-            it stands in the file).
-        choices: what kinds with a choice know.
-        whole: a number without a point stays one; of a number with a point, ".0" may be left out.
-        default: what holds where nothing is written; None where something must be.
-        bounds: what a number must be, in words; "" where it is free or its choices say it.
+        key: "adapter.rank". "dataset.folders" is a table whose columns have keys that continue its own.
+        kind: its field: flag, choice, number, mixed (a choice or a number), text, lines (one text per line), numbers
+            (integers with commas), entries (a table of layers, one "NAME = VALUE" per line), choices (several), table
+            (rows of `columns`), or toml (anything else, as in the file).
+        choices: accepted words, for kinds with a choice.
+        whole: integers stay integers; for other numbers a final ".0" may be left out.
+        default: the value without a line; None if a value is required.
+        bounds: accepted range as text; "" if there is none or the choices say it.
         when: see `settings.setting`.
+        also: its names in other trainers, by trainer.
     """
 
     key: str
@@ -53,11 +56,12 @@ class Setting:
     description: str
     bounds: str
     when: dict[str, tuple[Any, ...]]
+    also: dict[str, str]
     columns: tuple["Setting", ...] = ()
 
     @property
     def section(self) -> str:
-        """The table that it stands in; "" for those of the job itself."""
+        """The table that it is in; "" for settings of the job itself."""
         return self.key.rpartition(".")[0]
 
     @property
@@ -67,7 +71,7 @@ class Setting:
 
 
 class Problem(NamedTuple):
-    """What keeps a text from being trained: the setting ("" where it is none), and the engine's line."""
+    """What prevents a text from being trained: the setting ("" if none), and the message of the engine."""
 
     key: str
     line: str
@@ -79,46 +83,49 @@ class Problem(NamedTuple):
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every setting by its key, in the order of the declarations."""
-    return {one.key: one for one in _declared(Job, "")}
+    """Return every setting by key, in the order of the declarations."""
+    return {one.key: one for one in _list_settings(Job, "")}
 
 
 @cache
 def sections() -> dict[str, str]:
-    """Every table of the config and what it is for; "" is the job itself."""
+    """Return every table of the config with its description; "" is the job itself."""
     found = {"": Job.__doc__ or ""}
     for name, field in Job.model_fields.items():
-        if model := _inner(field.annotation):
+        if model := _find_section(field.annotation):
             found[name] = model.__doc__ or ""
     return found
 
 
-def _inner(annotation: Any) -> type[Section] | None:
-    """The section that an annotation is, or is a list of."""
+def _find_section(annotation: Any) -> type[Section] | None:
+    """Return the section that an annotation is, or is a list of; None for other types."""
     for one in (annotation, *get_args(annotation)):
         if isinstance(one, type) and issubclass(one, Section):
             return one
     return None
 
 
-def _declared(model: type[Section], prefix: str) -> Iterable[Setting]:
+def _list_settings(model: type[Section], prefix: str) -> Iterable[Setting]:
     for name, field in model.model_fields.items():
-        key, inner = prefix + name, _inner(field.annotation)
+        key, inner = prefix + name, _find_section(field.annotation)
         if inner is not None and get_origin(field.annotation) is not list:
-            yield from _declared(inner, f"{key}.")
+            yield from _list_settings(inner, f"{key}.")
             continue
-        default = None if field.default is PydanticUndefined else field.default
-        when = (field.json_schema_extra or {}).get("when", {})  # type: ignore[union-attr]
-        kind, choices = ("table", ()) if inner is not None else _kind(field.annotation)
-        columns = tuple(_declared(inner, f"{key}.")) if inner is not None else ()
-        whole = int in (field.annotation, *get_args(field.annotation))
-        bounds = config.accepted(field) if kind == "number" else ""
-        yield Setting(key, kind, choices, whole, default, field.description or "", bounds, when, columns)
+        default = None if field.default is PydanticUndefined else _ordered(field.default)
+        extra: Any = field.json_schema_extra or {}
+        when, also = extra.get("when", {}), extra.get("also", {})
+        kind, choices = ("table", ()) if inner is not None else _find_kind(field.annotation)
+        columns = tuple(_list_settings(inner, f"{key}.")) if inner is not None else ()
+        numbers = validation.each_value(field) or field
+        whole = int in {kind for kind, _ in validation.number_ranges(numbers)}
+        bounds = validation.accepted_numbers(numbers)
+        yield Setting(key, kind, choices, whole, default, field.description or "", bounds, when, also, columns)
 
 
-def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
-    """How a type is shown, and the words it knows."""
-    parts = get_args(annotation) if get_origin(annotation) not in (None, Literal, list) else (annotation,)
+def _find_kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the kind of field for a type, and the words that it accepts."""
+    parts = get_args(annotation) if get_origin(annotation) not in (None, Literal, list, dict) else (annotation,)
+    parts = tuple(get_args(part)[0] if get_origin(part) is Annotated else part for part in parts)
     words = tuple(str(w) for part in parts if get_origin(part) is Literal for w in get_args(part))
     plain = {part for part in parts if get_origin(part) is not Literal}
     if words and all(isinstance(w, str) for part in parts if get_origin(part) is Literal for w in get_args(part)):
@@ -132,6 +139,9 @@ def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
         return "number", ()
     if plain == {str}:
         return "text", ()
+    if get_origin(annotation) is dict:
+        item = get_args(annotation)[1]
+        return "entries", tuple(map(str, get_args(item))) if get_origin(item) is Literal else ()
     if get_origin(annotation) is list:
         (item,) = get_args(annotation)
         if item is str:
@@ -147,50 +157,54 @@ def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
 # Between a value and what a component holds
 
 
-def shown(setting: Setting, value: Any) -> Any:
-    """A value as the component of this setting holds it. What cannot be one is shown as it stands in the file."""
+def to_component(setting: Setting, value: Any) -> Any:
+    """Convert a value to what the field of this setting holds. Values of a wrong type are shown as in the file."""
     if setting.kind == "table":
         rows = value if isinstance(value, list) else []
-        return [[shown(one, _of(row, one)) for one in setting.columns] for row in rows]
+        return [[to_component(one, _get_cell(row, one)) for one in setting.columns] for row in rows]
     if setting.kind == "flag" and isinstance(value, bool):
         return value
     if setting.kind == "choices" and isinstance(value, list):
         return [str(one) for one in value]
     if setting.kind == "lines" and isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return "\n".join(map(_line, value))
+        return "\n".join(map(_quote_line, value))
+    if setting.kind == "entries" and isinstance(value, dict) and all(map(_fits_a_line, value.items())):
+        return "\n".join(f"{name} = {one}" for name, one in value.items())
     if setting.kind == "numbers" and isinstance(value, list) and all(type(one) is int for one in value):
         return ", ".join(map(str, value))
     if setting.kind in ("number", "mixed") and isinstance(value, int | float) and not isinstance(value, bool):
         text = repr(value)
         return text if setting.whole else text.removesuffix(".0")
-    if isinstance(value, str) and setting.kind not in ("numbers", "toml"):
+    if isinstance(value, str) and setting.kind not in ("numbers", "entries", "toml"):
         return value
-    return "" if value is None else tomlkit.item(value).as_string()
+    return "" if value is None else config.toml_value(value)
 
 
-def _of(row: Any, column: Setting) -> Any:
+def _get_cell(row: Any, column: Setting) -> Any:
     return row.get(column.name, column.default) if isinstance(row, dict) else None
 
 
-def read(setting: Setting, held: Any) -> Any:
-    """What a component of this setting holds, as a value; `shown` the other way round.
+def from_component(setting: Setting, held: Any) -> Any:
+    """Convert what a field of this setting holds to a value; the inverse of `to_component`.
 
-    What is typed where a number belongs, and is none, stays text: the check says what is accepted.
+    Text that is not a number stays text where a number is expected, and the check says what is accepted.
     """
     if setting.kind == "table":
-        return [row for row in (_row(setting, cells) for cells in held or []) if row]
+        return [row for row in (_read_row(setting, cells) for cells in held or []) if row]
     if setting.kind == "flag":
         return bool(held)
-    if setting.kind == "choices" or isinstance(held, list):  # presets are texts that are chosen, not typed
+    if setting.kind == "choices" or isinstance(held, list):  # presets are chosen, not typed
         return list(held or [])
     text = "" if held is None else str(held)
     if setting.kind == "lines":
-        return [_unline(line) for line in text.split("\n") if line.strip()]
+        return [_unquote_line(line) for line in text.split("\n") if line.strip()]
     if setting.kind in ("number", "mixed"):
-        return _number(text.strip(), (int, float) if setting.whole else (float,))
+        return _parse_number(text.strip(), (int, float) if setting.whole else (float,))
     if setting.kind == "numbers" and not text.lstrip().startswith(("[", '"', "'")):
-        return [_number(one, (int,)) for one in re.split(r"[,，\s]+", text) if one]
-    if setting.kind in ("numbers", "toml"):
+        return [_parse_number(one, (int,)) for one in re.split(r"[,，\s]+", text) if one]
+    if setting.kind == "entries" and not text.lstrip().startswith(("{", "[", '"', "'")):
+        return Entries(table_of_lines(line for line in text.splitlines() if line.strip()))
+    if setting.kind in ("numbers", "entries", "toml"):
         try:
             return tomllib.loads(f"value = {text}")["value"]
         except (tomllib.TOMLDecodeError, RecursionError, ValueError):
@@ -198,20 +212,37 @@ def read(setting: Setting, held: Any) -> Any:
     return text
 
 
-def _row(setting: Setting, cells: Any) -> Tables:
-    """One row of a table without what is at its default; {} for an empty row."""
-    found = {one.name: (one, read(one, cell)) for one, cell in zip(setting.columns, cells, strict=False)}
-    if all(value in ("", None) or same(value, one.default) for one, value in found.values()):
+class Entries(dict[str, Any]):
+    """The entries of a table of layers, whose order counts."""
+
+
+def _ordered(value: Any) -> Any:
+    return Entries(value) if isinstance(value, dict) else value
+
+
+def _fits_a_line(entry: tuple[str, Any]) -> bool:
+    """Return True if an entry comes back as it is from its line."""
+    name, value = entry
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        return False
+    back = table_of_lines(f"{name} = {value}".splitlines())
+    return not name.startswith(("{", "[", '"', "'")) and is_same_value(back, {name: value})
+
+
+def _read_row(setting: Setting, cells: Any) -> Tables:
+    """Convert a row of a table to a dict without values at their defaults; {} for an empty row."""
+    found = {one.name: (one, from_component(one, cell)) for one, cell in zip(setting.columns, cells, strict=False)}
+    if all(value in ("", None) or is_same_value(value, one.default) for one, value in found.values()):
         return {}
-    # An emptied cell of a number means its default; what must be given is shown as missing by the check.
+    # An emptied number means its default. The check reports a required value that is missing.
     return {
         name: value
         for name, (one, value) in found.items()
-        if not same(value, one.default) and (value not in ("", None) or one.default is None)
+        if not is_same_value(value, one.default) and (value not in ("", None) or one.default is None)
     }
 
 
-def _number(text: str, kinds: tuple[type, ...]) -> Any:
+def _parse_number(text: str, kinds: tuple[type, ...]) -> Any:
     for kind in kinds:
         try:
             return kind(text)
@@ -220,13 +251,13 @@ def _number(text: str, kinds: tuple[type, ...]) -> Any:
     return text
 
 
-def _line(text: str) -> str:
-    """A text as one line; in quotes where it would be read as another."""
+def _quote_line(text: str) -> str:
+    """Write a text as one line, in quotes if it would be read differently."""
     plain = text == text.strip() and text and not text.startswith('"') and text.splitlines() == [text]
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
-def _unline(line: str) -> str:
+def _unquote_line(line: str) -> str:
     line = line.strip()
     if line.startswith('"'):
         try:
@@ -242,23 +273,28 @@ def _unline(line: str) -> str:
 # The text
 
 
-def values(text: str, folder: Path = Path()) -> dict[str, Any]:
-    """What every setting comes to: by its line, else by the last preset that has it, else its default. Unchecked.
+def read_values(text: str, folder: Path = Path()) -> dict[str, Any]:
+    """Resolve every setting: its line, else the last preset that has it, else its default. Values are not checked.
 
     Raises:
         UserError: the text is not TOML.
     """
-    return _resolved(config.layers(text, folder=folder))
+    return _resolve(config.layers(text, folder=folder))
 
 
-def _resolved(layers: list[tuple[str, Tables]]) -> dict[str, Any]:
+def _resolve(layers: list[tuple[str, Tables]]) -> dict[str, Any]:
     found = {key: one.default for key, one in settings().items()}
     for _, tables in layers:
-        found |= {key: value for key in found if (value := _look(tables, key)) is not None}
+        found |= {key: _entries(key, value) for key in found if (value := _look_up(tables, key)) is not None}
     return found
 
 
-def _look(tables: Tables, key: str) -> Any:
+def _entries(key: str, value: Any) -> Any:
+    """Return the table of a setting of kind "entries" as `Entries`, without tables in it; other values unchanged."""
+    return Entries(flat_table(value)) if settings()[key].kind == "entries" and isinstance(value, dict) else value
+
+
+def _look_up(tables: Tables, key: str) -> Any:
     node: Any = tables
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:
@@ -267,82 +303,91 @@ def _look(tables: Tables, key: str) -> Any:
     return node
 
 
-def origins(text: str, folder: Path = Path()) -> dict[str, str]:
-    """Where each setting that is not at its default comes from: the name of a preset, or "" for the text itself."""
+def find_origins(text: str, folder: Path = Path()) -> dict[str, str]:
+    """Return where each setting that has a line comes from: the name of a preset, or "" for the text itself."""
     found = {}
     for name, tables in config.layers(text, folder=folder):
-        found |= {key: name for key in settings() if _look(tables, key) is not None}
+        found |= {key: name for key in settings() if _look_up(tables, key) is not None}
     return found
 
 
 def put(text: str, key: str, value: Any, folder: Path = Path()) -> str:
-    """The text with this setting at this value; nothing else in it changes.
+    """Return the text with this setting at this value. Nothing else in it changes.
 
     Raises:
-        UserError: the text is not TOML, or has a plain value where the setting's table belongs.
+        UserError: the text is not TOML, or has a plain value in place of the setting's table.
     """
     layers = config.layers(text, folder=folder)
     given = layers[-1][1]
     *tables, name = key.split(".")
-    wanted = _copied(given)
+    given, wanted = _copy(given), _copy(given)
+    for one in (given, wanted):
+        for table in (key for key in settings() if settings()[key].kind == "entries"):
+            if isinstance(found := _look_up(one, table), dict):
+                one[table.partition(".")[0]][table.partition(".")[2]] = _entries(table, found)
     if tables and not isinstance(wanted.setdefault(tables[0], {}), dict):
         raise UserError(f"{tables[0]}: expected a table, got {wanted[tables[0]]!r}")
     home = wanted[tables[0]] if tables else wanted
-    setting, under = settings()[key], _resolved(layers[:-1])[key]
-    if setting.default is not None and (same(value, under) or same(value, read(setting, shown(setting, under)))):
+    setting, under = settings()[key], _resolve(layers[:-1])[key]
+    if setting.default is not None and (
+        is_same_value(value, under) or is_same_value(value, from_component(setting, to_component(setting, under)))
+    ):
         home.pop(name, None)
-    elif value != "" or setting.default is not None or name in home:  # what must be given, and is not, has no line
+    elif value != "" or setting.default is not None or name in home:  # a required value that is missing has no line
         home[name] = value
     if tables and not home and given.get(tables[0]) != {}:
         del wanted[tables[0]]
-    return text if same(wanted, given) else _written(text, wanted)
+    return text if is_same_value(wanted, given) else _write(text, wanted)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Equality in which true is not 1, and 1.0 is not 1."""
+def is_same_value(one: Any, other: Any) -> bool:
+    """Compare values, where true is not 1, 1.0 is not 1, and the order of `Entries` counts."""
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_same_value, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        if isinstance(one, Entries) and list(one) != list(other):
+            return False
+        return one.keys() == other.keys() and all(is_same_value(one[key], other[key]) for key in one)
     return type(one) is type(other) and one == other
 
 
-def _copied(node: Any) -> Any:
+def _copy(node: Any) -> Any:
     if isinstance(node, dict):
-        return {key: _copied(value) for key, value in node.items()}
-    return [_copied(value) for value in node] if isinstance(node, list) else node
+        return {key: _copy(value) for key, value in node.items()}
+    return [_copy(value) for value in node] if isinstance(node, list) else node
 
 
-def _written(text: str, wanted: Tables) -> str:
-    """The text changed to hold these tables, comments and order kept.
+def _write(text: str, wanted: Tables) -> str:
+    """Return the text changed to hold these tables, with comments and order kept.
 
-    tomlkit cannot write every change into every layout (tables that are taken up again, dotted keys). What it has
-    written is therefore read back, and where it does not hold what was wanted, the tables are written anew: a comment
-    may be lost, never a value.
+    tomlkit cannot write every change into every layout (tables that are continued later, dotted keys). The result is
+    therefore read back, and written anew if it differs from what was wanted: a comment may be lost, but never a value.
     """
     try:
         document = tomlkit.parse(text)
-        _change(document, wanted)
+        _update_node(document, wanted)
         changed = tomlkit.dumps(document)
-        if same(tomllib.loads(changed), wanted):
+        if is_same_value(wanted, config.layers(changed)[-1][1]):
             return changed
-    except (TOMLKitError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError):
+    except (TOMLKitError, UserError, KeyError, TypeError, AttributeError):
         pass
     return tomlkit.dumps(wanted)
 
 
-def _change(node: Any, wanted: Tables) -> None:
+def _update_node(node: Any, wanted: Tables) -> None:
     for key in [key for key in node if key not in wanted]:
         del node[key]
     for key, value in wanted.items():
         if key not in node:
             node[key] = _item(value)
-        elif isinstance(value, dict) and isinstance(node[key], dict):
-            _change(node[key], value)
-        elif not same(_plain(node[key]), value):
-            if _is_rows(value) and _is_rows(_plain(node[key])) and len(value) == len(node[key]):
+        elif isinstance(value, dict) and isinstance(node[key], dict) and not isinstance(value, Entries):
+            _update_node(node[key], value)
+        elif isinstance(value, Entries) and is_same_value(value, _read_entries(node[key])):
+            continue
+        elif not is_same_value(_unwrap(node[key]), value):
+            if _is_rows(value) and _is_rows(_unwrap(node[key])) and len(value) == len(node[key]):
                 for row, wanted_row in zip(node[key], value, strict=True):
-                    _change(row, wanted_row)
+                    _update_node(row, wanted_row)
                 continue
             new, trivia = _item(value), getattr(node[key], "trivia", None)
             if trivia is not None and not _is_rows(value):
@@ -350,8 +395,16 @@ def _change(node: Any, wanted: Tables) -> None:
             node[key] = new
 
 
-def _plain(item: Any) -> Any:
+def _unwrap(item: Any) -> Any:
     return item.unwrap() if hasattr(item, "unwrap") else item
+
+
+def _read_entries(item: Any) -> Any:
+    """Return a table of layers from the file, in either form; other values unchanged."""
+    value = _unwrap(item)
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return table_of_lines(value)
+    return flat_table(value) if isinstance(value, dict) else value
 
 
 def _is_rows(value: Any) -> bool:
@@ -359,6 +412,10 @@ def _is_rows(value: Any) -> bool:
 
 
 def _item(value: Any) -> Any:
+    if isinstance(value, Entries):
+        table = tomlkit.inline_table()
+        table.update(value)
+        return table
     if not _is_rows(value):
         return tomlkit.item(value)
     rows = tomlkit.aot()
@@ -374,18 +431,18 @@ def _item(value: Any) -> Any:
 # What follows from it
 
 
-def problems(text: str, folder: Path = Path()) -> list[Problem]:
-    """Everything that the engine's check finds wrong, each with its setting."""
+def find_problems(text: str, folder: Path = Path()) -> list[Problem]:
+    """Return everything that the engine's check finds wrong, with the setting of each."""
     try:
         config.loads(text, folder=folder)
     except UserError as error:
         lines = getattr(error, "problems", [str(error)])
-        return [Problem(_key_of(line), line) for line in lines]
+        return [Problem(_find_key(line), line) for line in lines]
     return []
 
 
-def _key_of(line: str) -> str:
-    """The setting that a line of the check is about: "dataset.folders.0.path: is empty" -> "dataset.folders"."""
+def _find_key(line: str) -> str:
+    """Return the setting of a message of the check: "dataset.folders.0.path: is empty" -> "dataset.folders"."""
     parts = line.partition(":")[0].split(".")
     for end in range(len(parts), 0, -1):
         key = ".".join(parts[:end])
@@ -394,25 +451,6 @@ def _key_of(line: str) -> str:
     return ""
 
 
-def idle(found: dict[str, Any]) -> set[str]:
-    """The settings that can have no effect beside these values; see `settings.setting`."""
-    family = found["model.family"]
-    traits = families.traits(family) if family in families.available() else {}
-    found = found | {f"family.{name}": value for name, value in traits.items()}
-    rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
-    for column in settings()["dataset.folders"].columns:
-        found[column.key] = [row for row in rows if isinstance(row, dict) and row.get(column.name)]
-    return {key for key, one in settings().items() if not all(_holds(rule, found) for rule in one.when.items())}
-
-
-def _holds(rule: tuple[str, tuple[Any, ...]], found: dict[str, Any]) -> bool:
-    def does(key: str) -> bool:
-        if key not in found:
-            return True  # of a family that there is not, nothing is known
-        value = found[key]
-        if accepted and isinstance(value, str | bool | int | float | None):
-            return value in accepted
-        return bool(value)
-
-    keys, accepted = rule
-    return any(map(does, keys.split(" | ")))
+def find_unused(found: dict[str, Any]) -> set[str]:
+    """Return the settings that have no effect with these values; see `settings.setting`."""
+    return set(find_idle(found)) & settings().keys()

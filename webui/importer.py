@@ -1,7 +1,7 @@
-"""Settings of other trainers, for the form: our text, and an account of each key for people.
+"""Import settings of other trainers into the form: our text, and a report on each key for people.
 
-Several files come at once: the settings, and what they refer to. Each is copied under its own name into one folder, and
-the engine finds the others there as it would beside the settings; what else it may look at is what the page may.
+Several files come at once: the settings and the files that they refer to. Each is copied under its own name into one
+folder, where the engine finds the others as it would beside the settings. Other files are read only if the page may.
 """
 
 import os
@@ -11,76 +11,91 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_fp8 import importing
-from lora_fp8.config import UserError
+from lora_fp8.errors import UserError
 from lora_fp8.importing.base import Entry, Import, decoded
 
-from . import form, safe, words
+from . import form, sanitize, translations
 
 if TYPE_CHECKING:
     from .context import Ui
 
-__all__ = ["account", "decoded"]
+__all__ = ["decoded", "import_files"]
 FAR = 40
 """Entries of a list that are shown."""
 MOST_FILES, LARGEST = 20, 1 << 20
 """Files at once, and the bytes of each."""
 
 
-def account(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
-    """(our TOML, HTML that tells what became of every key, and of every file).
+def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
+    """Return our TOML, and HTML that reports on every key and file.
 
-    Their folder for results, which people do not think of, is left out where the page may not write.
+    Their output folder, which people do not think of, is left out if the page may not write there.
 
     Raises:
-        UserError: no settings of a trainer that is known among the files, or those of several trainings.
+        UserError: none of the files has settings of a known trainer, or they are of several trainings.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
-        given, unused = _copied(files, folder)
-        made, wrong = _chosen(ui, folder, given, unused)
+        given, unused = _copy_files(files, folder)
+        made, wrong = _choose_settings(ui, folder, given, unused)
     read = [file.name for file in made.files if file.parent == folder]
     left = [name for name in given if name not in (made.source.name, *read)]
-    lines = [ui.tell(line) for line in unused]
+    lines = [ui.translate(line) for line in unused]
     lines += [
-        ui.tell(wrong[name]) if name in wrong else ui.say("new.import.unnamed", name=name, file=made.source.name)
+        ui.translate(wrong[name]) if name in wrong else ui.say("new.import.unnamed", name=name, file=made.source.name)
         for name in left
     ]
     title = ui.say("new.import.done", file=made.source.name, tool=made.tool.title, mapped=len(made.mapped))
-    parts = [f"<p>{safe.shown(title)}</p>"]
+    parts = [f"<p>{sanitize.escape(title)}</p>"]
     if read:
-        parts.append(f"<p>{safe.shown(ui.say('new.import.read', files=', '.join(read)))}</p>")
-    parts += [f"<p class='wrong'>{safe.shown(ui.say('new.import.unused', line=line))}</p>" for line in lines]
+        parts.append(f"<p>{sanitize.escape(ui.say('new.import.read', files=', '.join(read)))}</p>")
+    parts += [f"<p class='wrong'>{sanitize.escape(ui.say('new.import.unused', line=line))}</p>" for line in lines]
     text, theirs, home = importing.to_toml(made), str(made.settings.get("output_dir", "")), ui.place.home
     try:
         if theirs:
             ui.path(home / os.path.expanduser(theirs))
     except UserError:
         text = form.put(text, "output_dir", form.settings()["output_dir"].default, home)
-        parts.append(f"<p>{safe.shown(ui.say('new.import.output_dir', path=theirs))}</p>")
+        parts.append(f"<p>{sanitize.escape(ui.say('new.import.output_dir', path=theirs))}</p>")
     for name, lines in {"todo": made.todo, "know": made.notes}.items():
         if lines:
-            items = "".join(f"<li>{safe.shown(words.tell_joined(ui.language, line))}</li>" for line in lines[:FAR])
-            parts.append(f"<p><strong>{safe.shown(ui.say(f'new.import.{name}'))}</strong></p><ul>{items}</ul>")
+            items = "".join(
+                f"<li>{sanitize.escape(translations.translate_joined(ui.language, line))}</li>" for line in lines[:FAR]
+            )
+            parts.append(f"<p><strong>{sanitize.escape(ui.say(f'new.import.{name}'))}</strong></p><ul>{items}</ul>")
     lists = {"differs": made.differs, "none": made.no_counterpart, "unknown": made.unknown, "mapped": made.mapped}
     for name, entries in {**lists, "defaults": made.defaults}.items():
-        told = [entry for entry in entries if not entry.off]
-        if told:
-            rows = "".join(_row(ui, entry) for entry in told[:FAR])
-            heading = f"{ui.say(f'new.import.{name}', tool=made.tool.title)} ({len(told)})"
+        listed = [entry for entry in entries if not entry.off]
+        if listed:
+            rows = "".join(_render_row(ui, group) for group in importing.grouped(listed[:FAR]))
+            heading = f"{ui.say(f'new.import.{name}', tool=made.tool.title)} ({len(listed)})"
             table = f"<table class='facts'>{rows}</table>"
-            parts.append(f"<details><summary>{safe.shown(heading)}</summary>{table}</details>")
+            parts.append(f"<details><summary>{sanitize.escape(heading)}</summary>{table}</details>")
+    parts.append(f"<p><strong>{sanitize.escape(_summarize(ui, made))}</strong></p>")
     return text, "".join(parts)
 
 
-def _copied(files: Iterable[Path], folder: Path) -> tuple[list[str], list[str]]:
-    """Names of the text files among them, which are in the folder now, and the engine's line on each other one."""
+def _summarize(ui: "Ui", made: Import) -> str:
+    """Say in one line whether it is the same training, and if not, why."""
+    found = importing.differences(made)
+    if not found:
+        return ui.say("new.import.same")
+    reasons = [
+        ui.say(f"new.import.unlike.{kind}", count=len(names), names=importing.few(names))
+        for kind, names in found.items()
+    ]
+    return ui.say("new.import.unlike", reasons=ui.say("new.import.unlike.and").join(reasons))
+
+
+def _copy_files(files: Iterable[Path], folder: Path) -> tuple[list[str], list[str]]:
+    """Copy the text files into the folder. Returns their names, and a message for each other file."""
     given, refused = [], []
     files = list(files)
     if len(files) > MOST_FILES:
         raise UserError(f"{len(files)} files at once; import at most {MOST_FILES}: one training's settings")
     for file in files:
         try:
-            name = safe.name(file.name)
+            name = sanitize.check_name(file.name)
             if (size := file.stat().st_size) > LARGEST:
                 raise UserError(f"{name}: {size} bytes, more than the {LARGEST} of a settings file")
             if name in given:
@@ -92,8 +107,8 @@ def _copied(files: Iterable[Path], folder: Path) -> tuple[list[str], list[str]]:
     return given, refused
 
 
-def _chosen(ui: "Ui", folder: Path, given: list[str], refused: list[str]) -> tuple[Import, dict[str, str]]:
-    """The settings among these files, which none of the others refers to, and what is wrong in others."""
+def _choose_settings(ui: "Ui", folder: Path, given: list[str], refused: list[str]) -> tuple[Import, dict[str, str]]:
+    """Return the settings that none of the other files refers to, and what is wrong with other files."""
 
     def reach(path: Path) -> bool:
         where = path.resolve()
@@ -119,7 +134,9 @@ def _chosen(ui: "Ui", folder: Path, given: list[str], refused: list[str]) -> tup
     return first[0], {name: line for name, line in wrong.items() if "not valid " in line}
 
 
-def _row(ui: "Ui", entry: Entry) -> str:
-    """Theirs; ours, and the remark below it."""
-    ours = "<br>".join(safe.shown(text) for text in (entry.to, words.tell_joined(ui.language, entry.note)) if text)
-    return f"<tr><td>{safe.shown(f'{entry.key} = {entry.value}')}</td><td>{ours}</td></tr>"
+def _render_row(ui: "Ui", group: list[Entry]) -> str:
+    """Render a group of their keys, and beside them ours with the remark that the group shares."""
+    theirs = "<br>".join(sanitize.escape(f"{entry.key} = {entry.value}") for entry in group)
+    lines = [*dict.fromkeys(entry.to for entry in group), translations.translate_joined(ui.language, group[0].note)]
+    ours = "<br>".join(sanitize.escape(text) for text in lines if text)
+    return f"<tr><td>{theirs}</td><td>{ours}</td></tr>"

@@ -1,9 +1,10 @@
-"""From a folder of pictures to batches: images (scan and decode), buckets (sizes and crops), cache (encoded examples on
-disk), loader (which samples a step sees).
+"""From a folder of images to batches.
 
-Everything random here is a pure function of names and numbers: a SHA-256 of the words that say what is being drawn
-seeds a generator of its own, so that nothing depends on what was drawn before, on the number of processes, or on
-global state.
+images scans and decodes, buckets chooses sizes and crops, cache stores encoded examples on disk, and loader chooses the
+samples of each step.
+
+Everything random here is a pure function of names and numbers: the SHA-256 of words that say what is being drawn seeds
+a separate generator. Nothing depends on earlier draws, on the number of processes, or on global state.
 """
 
 import hashlib
@@ -11,15 +12,15 @@ import random
 
 
 def keyed_seed(*words: object) -> int:
-    """A seed of 63 bits from SHA-256 of the words joined by "|"."""
+    """Return a 63-bit seed from the SHA-256 of the words joined by "|"."""
     return int.from_bytes(hashlib.sha256("|".join(map(str, words)).encode()).digest()[:8], "big") >> 1
 
 
 def permutation(length: int, *words: object) -> list[int]:
-    """The permutation of range(length) that belongs to the words.
+    """Return the permutation of range(length) that belongs to the words.
 
-    Made by sorting random() values, whose sequence Python promises to keep between versions (that of shuffle() it does
-    not).
+    It is made by sorting random() values, as Python promises to keep their sequence between versions, but not that of
+    shuffle().
     """
     rng = random.Random(keyed_seed(*words))
     draws = [rng.random() for _ in range(length)]

@@ -1,22 +1,22 @@
-"""Buckets: which size an image is trained at, and which part of it.
+"""Buckets: the size that each image is trained at, and which part of the image.
 
-A batch holds images of one size, so images of similar shape are brought to a common one, a *bucket*. The rule:
+A batch holds images of one size, so images of similar shape share a size, called a *bucket*. The rules:
 
-* The sides of a bucket are multiples of `step`. Its aspect ratio is at most `max_aspect`, upright or lying. Its area is
-  at most resolution^2, and close to it: one side could not be a step longer. The largest square is always there. If all
-  this falls short of `max_aspect`, the largest bucket that comes nearer to it joins, if it has three quarters of the
-  area (at 512 by 64: 320 x 640 beside 384 x 640). Without buckets the square is the only one.
+* The sides of a bucket are multiples of `step`. Its aspect ratio, or the inverse, is at most `max_aspect`. Its area is
+  at most resolution^2 and close to it: adding a step to one side would exceed it. The largest square is always a
+  bucket. If no such bucket reaches `max_aspect`, the largest bucket that comes nearer to it is added, provided that it
+  has three quarters of the area (for 512 with steps of 64: 320 x 640, beside 384 x 640). Without buckets, the square is
+  the only size.
 * An image goes into the bucket with the nearest aspect ratio, in log space, so that 2:1 is as far from 1:1 as 1:2 is.
-  Equal distances are decided for the larger area, then for the wider one. The comparison is exact (fractions, no
-  logarithms), so that every machine decides alike.
-* It is resized, keeping its shape, until it just covers the bucket (Lanczos), and cropped in the middle.
-* With `upscale = false` an image that would have to be enlarged takes instead the bucket of the largest area that fits
-  inside it, under the same bounds (nearest aspect ratio among equals).
+  Ties go to the larger area, then to the wider bucket. The comparison is exact (fractions, no logarithms), so that
+  every machine decides alike.
+* The image is resized (Lanczos), keeping its shape, until it just covers the bucket, and centre-cropped.
+* With `upscale = false`, an image that would have to be enlarged goes instead into the bucket of the largest area that
+  fits inside it, under the same limits (nearest aspect ratio among equals).
+* Clips are assigned like images, by the size of their frames; clips of one length share a bucket.
 
-* Clips come into buckets as pictures do, by the size of their frames; those of one length share a bucket.
-
-All of it is pure functions of sizes. Sizes are (width, height) as in PIL; what goes to the model is (height, width),
-and named so (`_hw`).
+All functions are pure functions of sizes. Sizes are (width, height) as in PIL; the model gets (height, width), and such
+names end in `_hw`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any
 
 from PIL import Image
 
-from lora_fp8.config import UserError
+from ..errors import UserError
 
 Size = tuple[int, int]
 Bucket = tuple[int, ...]
-"""(width, height) of pictures, (width, height, frames) of clips."""
+"""(width, height) for images, (width, height, frames) for clips."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How an image comes into its bucket: resized to `resized_wh`, then the bucket cut out at `crop_xy`.
+    """How an image is fitted into its bucket: resized to `resized_wh`, then cropped to the bucket at `crop_xy`.
 
     Attributes:
         original_wh: size of the upright image.
@@ -53,26 +53,30 @@ class Placement:
 
     @property
     def original_hw(self) -> Size:
-        """Size of the image before anything was done to it (SDXL's `original_size`)."""
+        """Size of the image before resizing (SDXL's `original_size`)."""
         return self.original_wh[1], self.original_wh[0]
 
     @property
     def crop_top_left(self) -> Size:
-        """Where the crop begins (SDXL's `crops_coords_top_left`)."""
+        """Top and left edge of the crop (SDXL's `crops_coords_top_left`)."""
         return self.crop_xy[1], self.crop_xy[0]
 
     @property
     def flipped_crop_top_left(self) -> Size:
-        """The same for the mirrored image: what was cut off at the right is now at the left."""
+        """Top and left edge of the crop for the mirrored image: what was cut off at the right is now at the left."""
         return self.crop_xy[1], self.resized_wh[0] - self.bucket_wh[0] - self.crop_xy[0]
 
     @property
     def target_hw(self) -> Size:
-        """Size that is trained (SDXL's `target_size`)."""
+        """Size that is trained, (height, width) (SDXL's `target_size`)."""
         return self.bucket_wh[1], self.bucket_wh[0]
 
     def shows(self, box: tuple[float, float, float, float]) -> bool:
-        """Whether the crop has anything of this box: left, top, right, bottom, as shares of the image's sides."""
+        """Return True if the crop contains any part of this box.
+
+        Args:
+            box: left, top, right and bottom, as fractions of the image's width and height.
+        """
         inside = (
             box[axis] * resized < begin + size and box[axis + 2] * resized > begin
             for axis, (resized, begin, size) in enumerate(
@@ -83,13 +87,13 @@ class Placement:
 
     @property
     def upscaled(self) -> bool:
-        """Whether the image had to be enlarged."""
+        """True if the image has to be enlarged."""
         return self.resized_wh[0] > self.original_wh[0] or self.resized_wh[1] > self.original_wh[1]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """An `images.Example` and its place."""
+    """An `images.Example` and its placement in a bucket."""
 
     example: Any
     placement: Placement
@@ -100,16 +104,16 @@ class Placed:
 
     @property
     def bucket(self) -> Bucket:
-        """What the examples of a batch have in common."""
+        """The size that all examples of a batch share: width, height, and for clips the number of frames."""
         num_frames = len(self.example.frames)
         return (*self.placement.bucket_wh, num_frames) if num_frames > 1 else self.placement.bucket_wh
 
 
 def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
-    """All buckets, (width, height), from the tallest to the widest.
+    """Return all buckets, (width, height), from the tallest to the widest.
 
     Raises:
-        UserError: not even one step fits into the resolution.
+        UserError: the step is larger than the resolution.
     """
     if step > resolution:
         raise UserError(
@@ -134,18 +138,18 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
 
 
 def _distance(one: Size, other: Size) -> Fraction:
-    """How much wider or taller one shape is than the other, at least 1; its logarithm is the distance in log space."""
+    """Return how many times wider or taller one shape is than the other, at least 1; its log is the distance."""
     ratio = Fraction(one[0] * other[1], one[1] * other[0])
     return max(ratio, 1 / ratio)
 
 
 def nearest_bucket(size: Size, sizes: Sequence[Size]) -> Size:
-    """The bucket with the aspect ratio nearest to that of an image of this size."""
+    """Return the bucket whose aspect ratio is nearest to that of an image of this size."""
     return min(sizes, key=lambda bucket: (_distance(size, bucket), -bucket[0] * bucket[1], -bucket[0]))
 
 
 def inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> Size:
-    """The bucket of the largest area that an image of this size fills without being enlarged.
+    """Return the bucket of the largest area that an image of this size covers without being enlarged.
 
     Raises:
         UserError: the image is smaller than one step.
@@ -158,7 +162,7 @@ def inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> S
     area, limit = resolution**2, Fraction(max_aspect)
     candidates = []
     for width in range(step, min(size[0], area // step) + 1, step):
-        # The tallest that the image, the area and the aspect ratio allow; less of it would only be smaller.
+        # The tallest that the image, the area and the aspect ratio allow; any other would only have a smaller area.
         height = min(size[1], area // width, int(width * limit)) // step * step
         if height >= step and Fraction(width, height) <= limit:
             candidates.append((width, height))
@@ -166,7 +170,7 @@ def inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> S
 
 
 def crop_box(size: Size, bucket: Size) -> tuple[Size, Size]:
-    """Resized size that just covers the bucket, and (left, top) of the crop in its middle."""
+    """Return the resized size that just covers the bucket, and (left, top) of the centre crop."""
     (width, height), (bucket_width, bucket_height) = size, bucket
     if bucket_width * height >= bucket_height * width:
         resized = bucket_width, max(bucket_height, _rounded(height * bucket_width, width))
@@ -182,7 +186,7 @@ def _rounded(numerator: int, denominator: int) -> int:
 def place(
     size: Size, resolution: int, step: int, *, max_aspect: float = 2.0, buckets: bool = True, upscale: bool = True
 ) -> Placement:
-    """The place of an image of this size (width, height of the upright image)."""
+    """Place an image of this size (width, height of the upright image) in a bucket."""
     if not buckets:
         max_aspect = 1.0
     return _place(size, bucket_sizes(resolution, step, max_aspect), resolution, step, max_aspect, upscale)
@@ -199,10 +203,10 @@ def _place(
 
 
 def control_box(placement: Placement, size: Size) -> tuple[int, int, int, int]:
-    """Which part of a control picture of this size is shown: (left, top, right, bottom) in its pixels.
+    """Return the part of a control image of this size that is used: (left, top, right, bottom) in its pixels.
 
-    One of its picture's shape is cropped as the picture is, so that what is at one place in both stays there; another
-    is shown whole.
+    A control image with the shape of its image is cropped as the image is, so that both stay aligned; any other is used
+    whole.
     """
     if not same_shape(placement.original_wh, size):
         return 0, 0, *size
@@ -218,7 +222,7 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
 
     Args:
         examples: `images.Example`s.
-        section: `config.Dataset`; buckets, max_aspect, upscale and the folders' resolutions are read.
+        section: `settings.Dataset`; buckets, max_aspect, upscale and the folders' resolutions are read.
         resolution, step: resolved numbers, since the section may leave them to the family.
 
     Raises:
@@ -239,12 +243,12 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
 
 
 def named(bucket: Bucket) -> str:
-    """A bucket in words: 640x448, or 640x448x17 of clips with 17 frames."""
+    """Return a bucket as text: 640x448, or 640x448x17 for clips of 17 frames."""
     return "x".join(map(str, bucket))
 
 
 def group(placed: Sequence[Placed]) -> dict[Bucket, list[Placed]]:
-    """Those of one bucket together; buckets sorted by size, the order inside kept."""
+    """Group examples by bucket; buckets are sorted by size, and the order inside each is kept."""
     groups: dict[Bucket, list[Placed]] = {}
     for one in placed:
         groups.setdefault(one.bucket, []).append(one)
@@ -252,12 +256,12 @@ def group(placed: Sequence[Placed]) -> dict[Bucket, list[Placed]]:
 
 
 def same_shape(size: Size, other: Size) -> bool:
-    """Whether two pictures have one aspect ratio, but for 1 %, as rounding to whole pixels makes them differ."""
+    """Return True if two images have the same aspect ratio within 1 %, which allows for rounding to whole pixels."""
     return _distance(size, other) <= Fraction(101, 100)
 
 
 def fit(image: Image.Image, bucket: Size) -> Image.Image:
-    """The image, resized and cropped to the bucket."""
+    """Resize and crop the image to the bucket."""
     resized, (left, top) = crop_box(image.size, bucket)
     if image.size != resized:
         image = image.resize(resized, Image.Resampling.LANCZOS)
@@ -265,9 +269,9 @@ def fit(image: Image.Image, bucket: Size) -> Image.Image:
 
 
 def fit_mask(mask: Image.Image, placement: Placement) -> Image.Image:
-    """A mask, of its image's shape, resized and cropped as the image is."""
+    """Resize and crop a mask, which has its image's shape, as the image is."""
     if mask.size != placement.resized_wh:
-        # Not Lanczos: beside an edge it swings, and what is black would no longer be.
+        # Not Lanczos: it overshoots at edges, and areas that are black would no longer be.
         mask = mask.resize(placement.resized_wh, Image.Resampling.BILINEAR)
     (left, top), (width, height) = placement.crop_xy, placement.bucket_wh
     return mask.crop((left, top, left + width, top + height))

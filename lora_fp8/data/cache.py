@@ -1,24 +1,25 @@
-"""The cache: every image and caption goes through the encoders once, and never again while nothing about it changes.
+"""The cache: every image and caption is encoded once, and again only when something about it changes.
 
 One entry is one safetensors file, `<root>/<kind>/<key[:2]>/<key>.safetensors`, with kind "latents" or "conds". The key
-is SHA-256 over everything that the content depends on: the bytes of the image and how they are cut, or the text of the
-caption (and what its encoder sees beside it); the identity of the encoder's files; the dtypes; the version of the
-preprocessing below. So nothing has to be
-invalidated: an edited picture has another key and is encoded, all others keep theirs. Entries of several runs and
-families live side by side. One that nothing uses any more is harmless and stays until somebody asks `prune` to delete
-it: no run can know what the others will want, so the only sign is the time of last use, which is a file's mtime.
+is the SHA-256 of everything that the content depends on: the bytes of the image and how it is cropped, or the text of
+the caption (and the control images that its encoder sees); the identity of the encoder's files; the dtypes; the version
+of the preprocessing below. Nothing therefore has to be invalidated: an edited image has another key and is encoded, all
+others keep theirs. Entries of several runs and families share one folder. An unused entry does no harm and stays until
+the user asks `prune` to delete it: no run can know what the others will need, so the only sign is the time of last use,
+which is the file's mtime.
 
-Trust is checked: an entry's header carries its key and the SHA-256 of its tensors. A file that is torn, rotten or of
-another key is encoded again by `fill`, and refused by `latents` and `cond`. Entries are written to a temporary file of
-a unique name and renamed, so two runs (or machines) may fill one cache at the same time: they write the same content.
+Every entry is verified: its header has its key and the SHA-256 of its tensors. An entry that is truncated, corrupted or
+has another key is encoded again by `fill`, and refused by `latents` and `cond`. Entries are written to a temporary file
+with a unique name and then renamed, so two runs (or machines) may fill one cache at the same time: they write the same
+content.
 
-Images and captions are encoded one by one: in a batch, the result of one would depend, in its last bits, on its
-neighbours, and then an edited neighbour would change it.
+Images and captions are encoded one by one: in a batch, the last bits of one result would depend on its neighbours, and
+editing one image would change others.
 
-Clips are encoded as pictures are, each piece whole; the numbers of its frames are part of the key.
+Clips are encoded as images are, each piece as a whole; its frame numbers are part of the key.
 
-A mask is no encoder's work, but is cut, mirrored and brought to the size of its image's latents, which the VAE decides:
-it is an entry beside them, of the kind "latents".
+A mask is not encoded, but it is cropped, mirrored and reduced to the size of its image's latents, which the VAE
+decides. It is therefore an entry too, of kind "latents".
 
 Shape legend: B batch, C channels, F frames, H height, W width.
 """
@@ -51,37 +52,39 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from lora_fp8 import config
-from lora_fp8.data import clips, keyed_seed, permutation
-from lora_fp8.data.buckets import Placed, Size, control_box, fit, fit_mask
-from lora_fp8.data.captions import split_tags
-from lora_fp8.data.decoding import ImageError, open_image, open_mask, read_clip
-from lora_fp8.data.images import CHOICE, Control, Example, with_trigger
-from lora_fp8.run import RunFailure, write_synced
+from .. import settings
+from ..common.reading import open_regular, read_bytes
+from ..common.writing import write_synced
+from ..errors import RunFailure, UserError
+from . import clips, keyed_seed, permutation
+from .buckets import Placed, Size, control_box, fit, fit_mask
+from .captions import split_tags
+from .decoding import ImageError, open_image, open_mask, read_clip
+from .images import CHOICE, Control, Example, with_trigger
 
 if TYPE_CHECKING:
-    from lora_fp8.families._prompts import Overlong
+    from ..families._prompts import Overlong
 
 PREPROCESSING_VERSION = 2
-"""Raise it when the same file or text comes to the encoders as other pixels or tokens: it is part of every key."""
+"""Increase it when the same file or text reaches the encoders as other pixels or tokens: it is part of every key."""
 
 METADATA = "lora_fp8"
-"""Name in the header of an entry; the value is JSON with kind, key and sha256."""
+"""Key in the header of an entry; its value is JSON with kind, key and sha256."""
 
 USE_NOTED_EVERY = 3600
-"""Seconds between two notes of an entry's use: a reading should not cost a writing each time."""
+"""Minimum seconds between two updates of an entry's time of last use, so that not every read costs a write."""
 
 TEMPORARY_AGE = 3600
-"""Seconds after which a temporary file belongs to a writer that is gone."""
+"""Seconds after which the writer of a temporary file is taken to have exited."""
 
 
 def clip_pixels(frames: Sequence[Image.Image]) -> Tensor:
-    """RGB images of one size as (1, 3, F, H, W) float32 in [-1, 1]."""
+    """Convert RGB images of one size to (1, 3, F, H, W) float32 in [-1, 1]."""
     return torch.stack([pixels(frame) for frame in frames], dim=2)
 
 
 def pixels(image: Image.Image) -> Tensor:
-    """An RGB image as (1, 3, H, W) float32 in [-1, 1]."""
+    """Convert an RGB image to (1, 3, H, W) float32 in [-1, 1]."""
     values_HWC = torch.from_numpy(np.array(image, dtype=np.uint8))
     return values_HWC.permute(2, 0, 1)[None].to(torch.float32) / 127.5 - 1
 
@@ -90,13 +93,13 @@ def pixels(image: Image.Image) -> Tensor:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """The beginning of a text, at most so many characters."""
+    """Return the text on one line, cut to at most `most` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int = 3) -> list[str]:
-    """One line about the texts that are cut, with what the first few lose; [] if none is."""
+    """Return one warning about all texts that are truncated, with what the first few lose; [] if there are none."""
     if not truncated:
         return []
     lost = [cut.num_lost for cut in truncated]
@@ -110,11 +113,14 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
     ]
 
 
-def caption_variant(caption: str, variant: int, section: config.Dataset, seed: int) -> str:
-    """Variant number `variant` of a caption, as far as the section asks for it: a word drawn for each `{a|b}`; of its
-    tags behind the first `keep_tokens`, some left out, none that has a trigger word, and the others shuffled.
+def caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:
+    """Return variant number `variant` of a caption.
 
-    A function of its arguments alone, so that the loader asks for exactly the texts that were encoded.
+    With `wildcards`, one alternative is drawn for each `{a|b}`. The first `keep_tokens` tags stay in place; of the
+    others, `tag_dropout` leaves some out (never one that contains a trigger word), and `shuffle_tags` shuffles the
+    rest.
+
+    The result depends on the arguments alone, so that the loader asks for exactly the texts that were encoded.
     """
     text = caption
     if section.wildcards:
@@ -132,7 +138,7 @@ def caption_variant(caption: str, variant: int, section: config.Dataset, seed: i
     kept, rest = tags[: section.keep_tokens], tags[section.keep_tokens :]
     if section.tag_dropout:
         draw = random.Random(keyed_seed("tag_dropout", seed, caption, variant)).random
-        kept_out = [draw() < section.tag_dropout for _ in rest]  # a number for each, whatever is kept
+        kept_out = [draw() < section.tag_dropout for _ in rest]  # one draw per tag, whichever stay
         bound = [any(with_trigger(tag, word) == tag for word in section.triggers) for tag in rest]
         rest = [tag for tag, out, stays in zip(rest, kept_out, bound, strict=True) if stays or not out]
     if section.shuffle_tags:
@@ -140,15 +146,17 @@ def caption_variant(caption: str, variant: int, section: config.Dataset, seed: i
     return (separator if separator[-1].isspace() else separator + " ").join(kept + rest)
 
 
-def plain_captions(section: config.Dataset) -> config.Dataset:
-    """The section with captions as they are, for validation: in one version, of `{a|b}` always the same word."""
+def plain_captions(section: settings.Dataset) -> settings.Dataset:
+    """Return the section without caption augmentation, for validation: one variant, with a fixed choice of `{a|b}`."""
     off = {"caption_dropout": 0.0, "shuffle_tags": False, "tag_dropout": 0.0, "caption_variants": 1}
     return section.model_copy(update=off)
 
 
-def dataset_captions(examples: Iterable[Example], section: config.Dataset, seed: int) -> list[str]:
-    """All texts that training and validation may ask for: the captions as they are, their variants, and "" where
-    captions are dropped."""
+def dataset_captions(examples: Iterable[Example], section: settings.Dataset, seed: int) -> list[str]:
+    """Return all texts that training and validation may ask for.
+
+    These are the captions for validation, their variants, and "" if captions are dropped.
+    """
     texts: dict[str, None] = {}
     plain = plain_captions(section)
     for caption in dict.fromkeys(example.caption for example in examples):
@@ -165,7 +173,7 @@ def dataset_captions(examples: Iterable[Example], section: config.Dataset, seed:
 
 @dataclass(frozen=True)
 class Shown:
-    """A control picture as the denoiser is shown it: the part inside `box` (left, top, right, bottom), at `size`."""
+    """A control image as the denoiser gets it: the part inside `box` (left, top, right, bottom), resized to `size`."""
 
     control: Control
     box: tuple[int, int, int, int]
@@ -173,13 +181,13 @@ class Shown:
 
 
 def whole(controls: Sequence[Control]) -> tuple[Shown, ...]:
-    """Control pictures of a preview: nothing is cut from them, and their size is the pipeline's to choose."""
+    """Return the control images of a preview, uncropped and at their own size: the pipeline resizes them."""
     return tuple(Shown(one, (0, 0, one.width, one.height), (one.width, one.height)) for one in controls)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, and the control pictures that its encoder sees beside it, mirrored or not: see `Cache.prompt`."""
+    """A text with the control images that its encoder sees, mirrored or not: see `Cache.prompt`."""
 
     text: str
     seen: tuple[Shown, ...]
@@ -187,7 +195,7 @@ class Prompt:
 
 
 def text_of(prompt: str | Prompt) -> str:
-    """The words alone."""
+    """Return the text of a prompt without its control images."""
     return prompt if isinstance(prompt, str) else prompt.text
 
 
@@ -195,18 +203,19 @@ def text_of(prompt: str | Prompt) -> str:
 
 
 class BadEntry(Exception):
-    """An entry that cannot be trusted; the message says why."""
+    """An entry that failed verification; the message says why."""
 
 
 @dataclass(frozen=True)
 class FillReport:
-    """What `fill` did, and what the encoders cannot take in.
+    """What `fill` did, and which texts are too long for the text encoder.
 
     Attributes:
-        encoded, reused: entries made, and entries found good.
-        bytes: written.
-        texts: how many different captions and prompts were asked for.
-        truncated: those whose end the text encoder does not read, cached or not.
+        encoded: number of entries that were made.
+        reused: number of entries that were there and valid.
+        bytes: bytes written.
+        texts: number of different captions and prompts that were asked for.
+        truncated: the texts whose end the text encoder does not read, cached or not.
     """
 
     encoded: int
@@ -216,14 +225,21 @@ class FillReport:
     truncated: tuple[Overlong, ...] = ()
 
     def warnings(self) -> list[str]:
-        """What the user must be told; [] if nothing."""
+        """Return the warnings for the user; [] if there are none."""
         return truncation_warnings(self.truncated, self.texts)
 
 
 @dataclass(frozen=True)
 class Missing:
-    """What has to be encoded; false if nothing. `images`, `controls` and `masks` are (what, whether mirrored), the
-    last with the image whose mask it is."""
+    """The entries that have to be encoded; False if there are none.
+
+    Attributes:
+        images: (image, mirrored).
+        captions: captions and prompts.
+        reused: number of entries that are there and valid.
+        controls: (control image, mirrored).
+        masks: (image that the mask belongs to, mirrored).
+    """
 
     images: list[tuple[Placed, bool]]
     captions: list[str | Prompt]
@@ -236,7 +252,7 @@ class Missing:
 
     @property
     def count(self) -> int:
-        """How many entries."""
+        """Number of entries to encode."""
         return len(self.images) + len(self.captions) + len(self.controls) + len(self.masks)
 
 
@@ -244,19 +260,19 @@ class Cache:
     """Encoded examples of one family and dataset section.
 
     Args:
-        root: the cache folder; made when the first entry is written.
-        family: encode_images, encode_prompts, overlong and encoder_identity are used; a `fill` that finds something
-            missing loads the VAE, and then the text encoders, and frees them.
+        root: the cache folder; created when the first entry is written.
+        family: encode_images, encode_prompts, overlong and encoder_identity are used. If something is missing, `fill`
+            loads the VAE and then the text encoders, and frees each.
         section: `[dataset]`: background, flip and control_resolution are read.
-        dtype: floating-point tensors are held in it.
-        ram_bytes: entries stay in memory up to this many bytes, the least recently used leaving first.
+        dtype: floating-point tensors are stored in it.
+        ram_bytes: entries stay in RAM up to this many bytes; the least recently used are dropped first.
     """
 
     def __init__(
         self,
         root: str | Path,
         family: Any,
-        section: config.Dataset,
+        section: settings.Dataset,
         dtype: torch.dtype = torch.float32,
         *,
         ram_bytes: int = 2 << 30,
@@ -280,7 +296,7 @@ class Cache:
             "kind": kind,
             "family": self.family.name,
             "encoder": self._identities[what],
-            # The precision that the encoder computes in, and the one that its result is held in.
+            # The precision that the encoder computes in, and the one that its result is stored in.
             "encoder_dtype": str(self.family.dtype),
             "dtype": str(self.dtype),
             "preprocessing": PREPROCESSING_VERSION,
@@ -289,7 +305,7 @@ class Cache:
         return hashlib.sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def image_key(self, placed: Placed, flipped: bool) -> str:
-        """Key of the latents of an image or a clip."""
+        """Return the key of the latents of an image or a clip."""
         placement, frames = placed.placement, placed.example.frames
         return self._key(
             "latents",
@@ -303,7 +319,7 @@ class Cache:
         )
 
     def control_key(self, shown: Shown, flipped: bool) -> str:
-        """Key of a control picture's latents."""
+        """Return the key of a control image's latents."""
         return self._key(
             "latents",
             control=shown.control.sha256,
@@ -314,7 +330,7 @@ class Cache:
         )
 
     def mask_key(self, placed: Placed, flipped: bool) -> str:
-        """Key of an image's mask, which it has."""
+        """Return the key of the mask of an image that has one."""
         placement, mask = placed.placement, placed.example.mask
         return self._key(
             "latents",
@@ -327,7 +343,7 @@ class Cache:
         )
 
     def caption_key(self, caption: str | Prompt) -> str:
-        """Key of a caption's conditioning."""
+        """Return the key of a caption's conditioning."""
         if isinstance(caption, str):
             return self._key("conds", caption=caption)
         return self._key(
@@ -341,11 +357,11 @@ class Cache:
     # prompts
 
     def prompt(self, text: str, shown: Sequence[Shown], flipped: bool = False) -> str | Prompt:
-        """What the conditioning of a text depends on: the text, and these control pictures if its encoder sees them."""
+        """Return what the conditioning of a text depends on: the text, and any control images that its encoder sees."""
         return Prompt(text, tuple(shown), flipped) if self.family.prompts_see_controls else text
 
     def prompts(self, placed: Sequence[Placed], seed: int) -> list[str | Prompt]:
-        """All that training may ask for: see `dataset_captions`."""
+        """Return all prompts that training may ask for: see `dataset_captions`."""
         if not self.family.prompts_see_controls:
             return list(dataset_captions([one.example for one in placed], self.section, seed))
         found: dict[str | Prompt, None] = {}
@@ -355,10 +371,10 @@ class Cache:
                 found.update((self.prompt(text, shown, flipped), None) for flipped in self._flips())
         return list(found)
 
-    # control pictures
+    # control images
 
     def shown(self, placed: Placed) -> tuple[Shown, ...]:
-        """The control pictures of an example, as they are shown."""
+        """Return the control images of an example, with the crop and size that the denoiser gets."""
         asked = self.section.control_resolution
         found = []
         for control in placed.example.controls:
@@ -372,16 +388,16 @@ class Cache:
         return (False, True) if self.section.flip else (False,)
 
     def path(self, kind: str, key: str) -> Path:
-        """Where the entry is, or would be."""
+        """Return the path of an entry, whether or not it exists."""
         return self.root / kind / key[:2] / f"{key}.safetensors"
 
     # filling
 
     def missing(self, placed: Sequence[Placed], captions: Sequence[str | Prompt]) -> Missing:
-        """Which entries are not there, or there but not to be trusted (each is read and checked once per Cache)."""
+        """Return the entries that do not exist or fail verification (each is read and verified once per Cache)."""
         if self._identities or any(self.root.glob("*/*/*.safetensors")):
             return self._missing(placed, captions)
-        # Nothing can be there, whatever the encoders are: large files need not be hashed to say so.
+        # The cache is empty, whatever the encoders are: their large files need not be hashed to find that out.
         self._identities = {"vae": "any", "text": "any"}
         try:
             return self._missing(placed, captions)
@@ -410,16 +426,20 @@ class Cache:
         captions: Sequence[str | Prompt],
         log: Callable[[int, int], None] | None = None,
     ) -> FillReport:
-        """Encode what is missing, image by image and caption by caption. Several processes may do so at a time.
+        """Encode what is missing, image by image and caption by caption. Several processes may do so at the same time.
 
         Args:
-            placed: the examples in their places.
-            captions: texts, as from `prompts`, and any others wanted (previews).
-            log: called with (done, total) after every entry, and whenever a text encoder is asked about a caption.
+            placed: the examples with their buckets.
+            captions: texts from `prompts`, and any others that are needed (previews).
+            log: called with (done, total) after every entry, and whenever a text encoder is given a caption.
+
+        Returns:
+            What was done, and which texts are too long.
 
         Raises:
-            RunFailure: an encoder gave values that are not finite, or a file changed since the scan; named in the
-                message.
+            UserError: the cache folder cannot be written.
+            RunFailure: an encoder returned values that are not finite, or a file has changed since the scan; the
+                message names it.
         """
         self._remove_leftovers()
         missing = self.missing(placed, captions)
@@ -440,15 +460,15 @@ class Cache:
             if log:
                 log(done, total)
         if missing.images or missing.controls:
-            self.family.free_encoders()  # what encoding a picture takes is gone before the text encoders come
-        for one, flipped in missing.masks:  # their images' latents are there by now
+            self.family.free_encoders()  # free the VAE before the text encoders are loaded
+        for one, flipped in missing.masks:  # after the images, whose latents give the size
             written += self._store("latents", self.mask_key(one, flipped), self._reduce_mask(one, flipped))
             done += 1
             if log:
                 log(done, total)
 
         def ask(caption: str | Prompt) -> dict[str, Tensor]:
-            if log:  # before it is done, too: a caption is asked about once for each text encoder
+            if log:  # also before an entry is done: each text encoder is given a caption in turn
                 log(done, total)
             return self._encode_caption(caption)
 
@@ -459,7 +479,7 @@ class Cache:
                 if log:
                     log(done, total)
             self.family.free_encoders()
-        # Asked each time, as tokenizers answer in no time: a second run says it again, though all is in the cache.
+        # Done each time, as tokenizing is fast: a second run warns again though everything is cached.
         texts = list(dict.fromkeys(map(text_of, captions)))
         truncated = tuple(self.family.overlong(texts))
         return FillReport(done, missing.reused, written, len(texts), truncated)
@@ -500,10 +520,10 @@ class Cache:
 
     @contextlib.contextmanager
     def _unchanged(self, path: Path, sha256: str) -> Iterator[io.BytesIO]:
-        """The bytes that the scan saw; what goes wrong in the block becomes a RunFailure that names the file."""
+        """Yield the bytes that the scan saw; an error inside the block becomes a RunFailure that names the file."""
         try:
-            raw = Path(path).read_bytes()
-            # The scan's hash is in the key; other bytes must not be stored under it.
+            raw = read_bytes(path)
+            # The scan's hash is part of the key; other bytes must not be stored under it.
             if hashlib.sha256(raw).hexdigest() != sha256:
                 raise RunFailure(f"{path} changed while the run was starting; start it again")
             yield io.BytesIO(raw)
@@ -511,10 +531,10 @@ class Cache:
             raise RunFailure(f"{path} can no longer be read: {error}") from error
 
     def _clip_in_place(self, placed: Placed) -> list[Image.Image]:
-        """The frames of a clip as its bucket has them; those read last are kept, for the mirrored ones come next."""
+        """Return the frames of a clip, cropped to its bucket. They are kept, as the mirrored version comes next."""
         about = (placed.example.path, placed.example.image_sha256, placed.example.frames, placed.placement)
         if self._clip is None or self._clip[0] != about:
-            self._clip = None  # before the next ones are read
+            self._clip = None  # free them before the next ones are read
             frames = self._opened_clip(placed.example)
             self._clip = about, [fit(frame, placed.placement.bucket_wh) for frame in frames]
         return self._clip[1]
@@ -525,7 +545,7 @@ class Cache:
             about = (example.path, example.image_sha256, status.st_size, status.st_mtime_ns)
             if self._video is None or self._video[0] != about:
                 self._leave_video()
-                with example.path.open("rb") as file:
+                with open_regular(example.path) as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != example.image_sha256:
                         raise RunFailure(f"{example.path} changed while the run was starting; start it again")
                 self._video = about, clips.Reader(example.path)
@@ -536,7 +556,7 @@ class Cache:
             raise RunFailure(f"{example.path} can no longer be read: {error}") from error
 
     def _leave_video(self) -> None:
-        """Close the video that pieces were read from."""
+        """Close the video that pieces were read from, and drop its frames."""
         if self._video is not None:
             self._video[1].close()
         self._clip = self._video = None
@@ -565,7 +585,7 @@ class Cache:
         return cond
 
     def _store(self, kind: str, key: str, tensors: dict[str, Tensor]) -> int:
-        """Write one entry; returns its size in bytes."""
+        """Write one entry. Return its size in bytes."""
         tensors = {
             name: tensor.detach()
             .to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)
@@ -573,12 +593,13 @@ class Cache:
             .clone()
             for name, tensor in tensors.items()
         }
-        # In one value, as safetensors writes several in a changing order: an entry made twice has the same bytes.
+        # One value, as safetensors writes several in varying order: an entry that is made twice must have the same
+        # bytes.
         about = json.dumps({"kind": kind, "key": key, "sha256": _hash(tensors)})
         data = safetensors.torch.save(tensors, {METADATA: about})
         path = self.path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not run.atomic_write: its temporary name is unique on one machine only, and a cache may be shared by several.
+        # Not `atomic_write`: its temporary name is unique on one machine only, and several machines may share a cache.
         temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
         try:
             with write_synced(temporary) as file:
@@ -591,21 +612,23 @@ class Cache:
         return len(data)
 
     def _check_place(self) -> None:
-        """Look whether entries can be written, before an hour goes into making them. Raises UserError."""
+        """Raise UserError if entries cannot be written, before time goes into making them."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.root).close()  # without a name, so that nothing stays
+            tempfile.TemporaryFile(dir=self.root).close()  # an unnamed file, so that nothing stays behind
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the machine's, and may be mended while it waits
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # `train` reports a full disk
                 raise
-            raise config.UserError(
+            raise UserError(
                 f"dataset.cache_dir = {str(self.root)!r}: cannot be written ({error.strerror}), and what has to be "
                 "encoded goes there; name another folder"
             ) from None
 
     def _remove_leftovers(self) -> None:
-        """Temporary files of writers that were killed. Young ones may belong to another run that is filling now."""
+        """Delete temporary files of writers that were killed. Recent ones may belong to a run that is filling now."""
         for temporary in self.root.glob("*/*/.*.tmp"):
+            if not _TEMPORARY.fullmatch(temporary.relative_to(self.root).as_posix()):
+                continue  # a cache may be in a folder that has other things in it
             try:
                 if time.time() - temporary.stat().st_mtime > TEMPORARY_AGE:
                     temporary.unlink(missing_ok=True)
@@ -625,7 +648,7 @@ class Cache:
         return True
 
     def _read(self, kind: str, key: str) -> dict[str, Tensor]:
-        """The tensors of an entry, checked. Raises FileNotFoundError or BadEntry."""
+        """Read an entry and verify it. Raises FileNotFoundError or BadEntry."""
         path = self.path(kind, key)
         data = path.read_bytes()
         try:
@@ -658,37 +681,37 @@ class Cache:
         return tensors
 
     def latents(self, placed: Placed, flipped: bool = False) -> Tensor:
-        """Latents (C, H, W) of an image in its place, (C, F, H, W) of a clip, in the cache's dtype.
+        """Return the latents in the cache's dtype: (C, H, W) of an image in its bucket, (C, F, H, W) of a clip.
 
-        Not to be changed in place.
+        The tensor must not be changed in place.
         """
         return self._get("latents", self.image_key(placed, flipped), str(placed.example.path))["latents"]
 
     def mask(self, placed: Placed, flipped: bool = False) -> Tensor | None:
-        """What of an image in its place is trained, (H, W) of its latents, from 0 to 1; None is all of it.
+        """Return the loss mask of an image at latent resolution, (H, W) in [0, 1]; None if it has no mask.
 
-        Not to be changed in place.
+        The tensor must not be changed in place.
         """
         if placed.example.mask is None:
             return None
         return self._get("latents", self.mask_key(placed, flipped), str(placed.example.mask.path))["mask"]
 
     def controls(self, placed: Placed, flipped: bool = False) -> dict[str, Tensor]:
-        """Latents (C, H, W) of an example's control pictures, as control_0, control_1, ... of its conditioning."""
+        """Return the latents (C, H, W) of an example's control images, named control_0, control_1, ..."""
         return {
             f"control_{i}": self._get("latents", self.control_key(shown, flipped), str(shown.control.path))["latents"]
             for i, shown in enumerate(self.shown(placed))
         }
 
     def cond(self, caption: str | Prompt) -> dict[str, Tensor]:
-        """Conditioning of a caption, without batch dimension. Not to be changed in place."""
+        """Return the conditioning of a caption, without batch dimension. The tensors must not be changed in place."""
         return dict(self._get("conds", self.caption_key(caption), f"caption {text_of(caption)!r}"))
 
 
 def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, Tensor]:
-    """Control pictures of a preview as the entries of its conditioning that `pipeline_inputs` reads.
+    """Decode the control images of a preview into the conditioning that `pipeline_inputs` reads.
 
-    The pipeline is given the pictures and brings them to its own size, as it will for whoever uses the LoRA.
+    The pipeline gets the images and resizes them itself, as it will for everybody who uses the LoRA.
 
     Returns:
         control_picture_0, control_picture_1, ...: uint8 (H, W, 3).
@@ -698,15 +721,16 @@ def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, 
 
 
 def _note_use(path: Path) -> None:
-    """Set the entry's mtime to now, unless it is fresh enough."""
-    # In a cache of somebody else that may only be read, entries grow old; and a prune may come between.
+    """Set the entry's mtime to now, unless it is recent."""
+    # The cache may be somebody else's and read-only, so that its entries grow old; and a prune may delete the entry
+    # now.
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > USE_NOTED_EVERY:
             os.utime(path)
 
 
 def _hash(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
@@ -717,12 +741,19 @@ def _hash(tensors: dict[str, Tensor]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- clean up
 
+_TEMPORARY = re.compile(r"(latents|conds)/[0-9a-f]{2}/\.[0-9a-f]{32}\.tmp")
 _ENTRY = re.compile(r"(latents|conds)/([0-9a-f]{2})/\2[0-9a-f]{62}\.safetensors")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One entry on disk: `bytes` of size, last used at `used` (unix seconds)."""
+    """One entry on disk.
+
+    Attributes:
+        path: the file.
+        bytes: its size.
+        used: time of last use, in seconds since 1970.
+    """
 
     path: Path
     bytes: int
@@ -730,33 +761,33 @@ class Stored:
 
 
 def stored(root: Path) -> list[Stored]:
-    """All entries of a cache folder, the one unused for longest first; whatever else lies there is left out.
+    """Return all entries of a cache folder, least recently used first; other files in it are left out.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: the folder does not exist.
     """
     if not root.is_dir():
-        raise config.UserError(f"{root}: no such folder; give the cache folder (dataset.cache_dir) of your runs")
+        raise UserError(f"{root}: no such folder; give the cache folder (dataset.cache_dir) of your runs")
     found = []
     for path in root.glob("*/*/*.safetensors"):
         if _ENTRY.fullmatch(path.relative_to(root).as_posix()):
-            with contextlib.suppress(FileNotFoundError):  # another prune
+            with contextlib.suppress(FileNotFoundError):  # another prune may delete it now
                 status = path.stat()
                 found.append(Stored(path, status.st_size, status.st_mtime))
     return sorted(found, key=lambda entry: (entry.used, entry.path))
 
 
 def prune(root: Path, days: float) -> list[Stored]:
-    """Delete the entries that nothing has used for so many days; returns them.
+    """Delete the entries that have not been used for this many days, and return them.
 
-    Safe while others use the cache: entries that a run needs were used when it started, and since then whenever they
-    did not fit into its memory. An entry that was deleted too early is encoded again by the next run.
+    This is safe while others use the cache: the entries that a run needs were used when it started, and are used again
+    whenever they do not fit into its RAM. The next run encodes an entry again that was deleted too early.
 
     Raises:
-        UserError: see `stored`; or less than a day, which a run that is training could notice.
+        UserError: the folder does not exist, or `days` is less than 1, which a run that is training could notice.
     """
     if days < 1:
-        raise config.UserError(f"{days:g} days: entries may be in use by a run that is training; give at least 1")
+        raise UserError(f"{days:g} days: entries may be in use by a run that is training; give at least 1")
     before = time.time() - days * 86400
     old = [entry for entry in stored(root) if entry.used < before]
     for entry in old:

@@ -1,55 +1,56 @@
-"""Caption edits: operations over a selection of pictures, shown before they are done, and undone to the byte.
+"""Edit captions: operations over selected images that are previewed first and can be undone byte for byte.
 
-    edit = preview(folder, [RenameTag("girl", "woman")])      reads; `edit.changes` is what would change
+    edit = preview(folder, [RenameTag("girl", "woman")])      only reads; `edit.changes` has the changes
     apply(folder, edit)                                       writes, if no file has changed since the preview
-    undo(folder); redo(folder)                                to the byte, if no file has changed since
+    undo(folder); redo(folder)                                byte for byte, if no file has changed since
 
-A caption keeps its encoding, its byte-order mark, its line ends and its last newline. Only `.txt` and `.caption` files
-beside pictures are ever written, each whole or not at all, and none outside of the folder, whatever links say. Tags are
-what the separator separates on one line; a line that an operation does not concern stays as it is, spaces and all.
+    repair(folder)                                            reverts an edit that a crash interrupted
 
-The journal is `.lora_fp8_captions.jsonl` in the folder, so that it moves with the folder. An edit stands in it, bytes
-before and after, before the first caption is written: what a crash leaves half done is undone, or done again, as a
-whole. The newest edits are kept, `JOURNAL_BYTES` of them.
+A caption keeps its encoding, byte-order mark, line ends and final newline. Only `.txt` and `.caption` files beside
+images are ever written, each completely or not at all, and never outside the folder, wherever links lead. Tags are the
+parts of one line between separators; a line that an operation does not change keeps its exact bytes, spaces included.
 
-No torch here: the web page edits captions with these functions.
+An edit, an undo and a redo take the same steps: the bytes before and after are logged in the journal
+(`data.caption_journal`); all new files are staged and synced (`data.caption_files`); they are renamed; the end is
+logged; and only then is the edit acknowledged. An operation that a crash interrupted stays open in the journal: `undo`
+and `redo` complete or revert it, `repair` and the next edit revert it. Until then, the bytes in the journal tell damage
+by the crash (files that are empty, filled with NULs, or cut off) from changes by somebody else.
+
+This module does not import torch: the web page edits captions with these functions.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fnmatch
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lora_fp8 import config, locks
-from lora_fp8.config import UserError
-from lora_fp8.data import images
-from lora_fp8.run import atomic_write
+from .. import settings
+from ..common.locks import try_lock
+from ..errors import UserError, UserErrors
+from . import caption_files, images
+from .caption_files import find_target, read_bytes
+from .caption_journal import JOURNAL, Change, Entry, Journal, Open, pack
 
-JOURNAL = ".lora_fp8_captions.jsonl"
-JOURNAL_BYTES = 64 * 2**20
-"""When the journal is larger, its oldest edits are dropped, down to half of this."""
+__all__ = ["JOURNAL", "Change", "Entry", "Journal"]
+
 MAX_CAPTION = 65536
-"""Characters; what is longer is no caption but a mistake."""
+"""Characters; a longer text is a mistake, not a caption."""
 MAX_PATTERN = 300
 REGEX_SECONDS = 10
-TOLD_EVERY = 50
 
 
 def split_tags(caption: str, separator: str = ",") -> list[str]:
-    """The tags of a caption, stripped, empty ones left out."""
+    """Split a caption into its tags, stripped, without empty ones."""
     return [tag.strip() for tag in caption.split(separator) if tag.strip()]
 
 
@@ -57,7 +58,7 @@ def split_tags(caption: str, separator: str = ",") -> list[str]:
 
 
 def _by_line(text: str, change: Callable[[str], str]) -> str:
-    """The text with each of its lines changed; line ends stay."""
+    """Apply `change` to each line of the text; line ends stay as they are."""
     return "".join(part if i % 2 else change(part) for i, part in enumerate(re.split(r"(\r\n|\r|\n)", text)))
 
 
@@ -67,7 +68,7 @@ def _glue(separator: str) -> str:
 
 @dataclass(frozen=True)
 class SetText:
-    """Replace the whole caption. Line ends become those that the caption has."""
+    """Replace the whole caption, with line ends converted to those of the old one."""
 
     text: str
     creates = True
@@ -83,7 +84,7 @@ class SetText:
 
 @dataclass(frozen=True)
 class Replace:
-    """Replace a piece of text wherever it stands; case counts."""
+    """Replace every occurrence of a text; case matters."""
 
     find: str
     by: str
@@ -98,10 +99,10 @@ class Replace:
 
 @dataclass(frozen=True)
 class ReplacePattern:
-    """Replace what a regular expression (Python's) matches; "\\1" in `by` is its first group.
+    """Replace all matches of a (Python) regular expression; "\\1" in `by` is its first group.
 
-    A pattern may be given by anybody who can open the page, and some never come to an end: it runs in a process of its
-    own, for `REGEX_SECONDS` over all captions together.
+    Anybody who can open the page may give a pattern, and some patterns never finish. It therefore runs in a process of
+    its own, for at most `REGEX_SECONDS` over all captions together.
     """
 
     find: str
@@ -109,10 +110,10 @@ class ReplacePattern:
     creates = False
 
     def all(self, texts: list[str]) -> list[str]:
-        """The texts, each replaced.
+        """Replace the pattern in all texts.
 
         Raises:
-            UserError: no pattern, or one that takes too long.
+            UserError: the pattern is invalid, or takes too long.
         """
         try:
             done = subprocess.run(
@@ -138,7 +139,7 @@ class ReplacePattern:
 
 @dataclass(frozen=True)
 class AddTag:
-    """Put a tag first or last, where the caption lacks it."""
+    """Add a tag as the first or last one, unless the caption has it."""
 
     tag: str
     first: bool = False
@@ -161,7 +162,7 @@ class AddTag:
 
 @dataclass(frozen=True)
 class RemoveTag:
-    """Take a tag out."""
+    """Remove a tag."""
 
     tag: str
     separator: str = ","
@@ -184,7 +185,7 @@ class RemoveTag:
 
 @dataclass(frozen=True)
 class RenameTag:
-    """Give a tag another name; where a line has that tag already, only one of them stays."""
+    """Rename a tag; if a line then has the new tag twice, only one of them stays."""
 
     old: str
     new: str
@@ -213,7 +214,7 @@ class RenameTag:
 
 @dataclass(frozen=True)
 class Prepend:
-    """Put a text in front, as it is."""
+    """Prepend a text as it is."""
 
     text: str
     creates = True
@@ -227,7 +228,7 @@ class Prepend:
 
 @dataclass(frozen=True)
 class Append:
-    """Put a text behind, as it is."""
+    """Append a text as it is."""
 
     text: str
     creates = True
@@ -241,7 +242,7 @@ class Append:
 
 @dataclass(frozen=True)
 class Trigger:
-    """Put a trigger word in front, unless the caption has it as a word of its own: what training does with it."""
+    """Prepend a trigger word, unless the caption contains it as a separate word, exactly as training does."""
 
     word: str
     creates = True
@@ -255,7 +256,7 @@ class Trigger:
 
 @dataclass(frozen=True)
 class SortTags:
-    """Sort each line's tags by the alphabet, the first `keep` staying in place."""
+    """Sort each line's tags alphabetically; the first `keep` tags stay in place."""
 
     keep: int = 0
     separator: str = ","
@@ -275,7 +276,7 @@ class SortTags:
 
 @dataclass(frozen=True)
 class DedupeTags:
-    """Leave the first of equal tags."""
+    """Remove repeated tags; the first of each stays."""
 
     separator: str = ","
     creates = False
@@ -296,7 +297,7 @@ class DedupeTags:
 
 @dataclass(frozen=True)
 class Recode:
-    """Read captions that are no UTF-8 in the encoding that they are in (such as gb18030), and write them as UTF-8."""
+    """Read captions that are not UTF-8 in a given encoding (such as gb18030), and write them as UTF-8."""
 
     encoding: str
     creates = False
@@ -324,8 +325,70 @@ Operation = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EditOptions:
+    """What an edit is to do; values left at their defaults do nothing.
+
+    Attributes:
+        recode: encoding to read captions in that are not UTF-8.
+        text: the whole caption.
+        replace, pattern: (text or regular expression to find, what replaces it).
+        rename_tag: (old, new).
+        remove_tag, add_tag: tags.
+        first: put added tags first, not last.
+        dedupe, sort: keep the first of equal tags; sort the tags.
+        keep: number of tags that sorting leaves in front.
+        prepend, append: texts to put in front and behind.
+        trigger: trigger word to put in front where it is missing.
+        separator: what separates tags.
+    """
+
+    recode: str = ""
+    text: str | None = None
+    replace: tuple[str, str] = ("", "")
+    pattern: tuple[str, str] = ("", "")
+    rename_tag: tuple[str, str] = ("", "")
+    remove_tag: Sequence[str] = ()
+    add_tag: Sequence[str] = ()
+    first: bool = False
+    dedupe: bool = False
+    sort: bool = False
+    keep: int = 0
+    prepend: str = ""
+    append: str = ""
+    trigger: str = ""
+    separator: str = ","
+
+    def operations(self) -> list[Operation]:
+        """Return the operations, in the order of the attributes.
+
+        Raises:
+            UserError: `first` without `add_tag`, or `keep` without `sort`.
+        """
+        if self.first and not self.add_tag or self.keep and not self.sort:
+            raise UserError("--first belongs to --add-tag, --keep to --sort")
+
+        def given(value: object, operation: Callable[..., Operation], *arguments: object) -> list[Operation]:
+            return [operation(*arguments)] if value else []
+
+        return [
+            *given(self.recode, Recode, self.recode),
+            *given(self.text is not None, SetText, self.text),
+            *given(any(self.replace), Replace, *self.replace),
+            *given(any(self.pattern), ReplacePattern, *self.pattern),
+            *given(any(self.rename_tag), RenameTag, *self.rename_tag, self.separator),
+            *(RemoveTag(tag, self.separator) for tag in self.remove_tag),
+            *(AddTag(tag, self.first, self.separator) for tag in self.add_tag),
+            *given(self.dedupe, DedupeTags, self.separator),
+            *given(self.sort, SortTags, self.keep, self.separator),
+            *given(self.prepend, Prepend, self.prepend),
+            *given(self.append, Append, self.append),
+            *given(self.trigger, Trigger, self.trigger),
+        ]
+
+
 def check(operations: Sequence[Operation]) -> None:
-    """Raise UserError for operations that mean nothing, all of them at once."""
+    """Raise UserErrors for all invalid operations at once."""
     problems = []
     for operation in operations:
         for name, value in vars(operation).items():
@@ -349,25 +412,31 @@ def check(operations: Sequence[Operation]) -> None:
     if not operations:
         problems.append("nothing to do is given")
     if problems:
-        raise config.UserErrors(problems, "caption edit")
+        raise UserErrors(problems, "caption edit")
 
 
 # ----------------------------------------------------------------------------------------------------------- selection
 
 
 def listed(folder: Path, mask: str = "") -> dict[str, Path]:
-    """Every picture and video of a folder by its relative name, and its caption file: the one it has, or the .txt it
-    would get. `mask` as in dataset.folders: masks that lie beside the pictures are none.
+    """Map each image and video of a folder to its caption file: the existing one, or the .txt that it would get.
+
+    Args:
+        folder: the dataset folder.
+        mask: as in dataset.folders; masks that lie beside the images are left out.
+
+    Returns:
+        {relative name of the image: path of the caption file}.
 
     Raises:
-        UserError: no folder, or one that cannot be read.
+        UserError: the folder does not exist or cannot be read.
     """
     report = images.ScanReport()
-    section = config.Dataset(folders=[config.Folder(path=str(folder), mask=mask)])
+    section = settings.Dataset(folders=[settings.Folder(path=str(folder), mask=mask)])
     found = images.list_folder(0, section, report, videos=True)
     unreadable = [line for line in report.problems if "file name" not in line]
     if unreadable and not found:
-        raise config.UserErrors(unreadable, "dataset")
+        raise UserErrors(unreadable, "dataset")
     return {path.relative_to(root).as_posix(): caption or path.with_suffix(".txt") for _, root, path, caption in found}
 
 
@@ -380,9 +449,20 @@ def select(
     separator: str = ",",
     mask: str = "",
 ) -> list[str]:
-    """Relative names of the pictures whose name fits the glob and whose caption has all of one and none of the others.
+    """Select images by a glob for their name and by the tags of their captions.
 
-    Captions that cannot be read have no tags. `mask` as of `listed`.
+    Captions that cannot be read have no tags.
+
+    Args:
+        folder: the dataset folder.
+        glob: pattern for the relative name; "" matches all.
+        having: tags that a caption must all have.
+        lacking: tags of which it must have none.
+        separator: between tags.
+        mask: as in `listed`.
+
+    Returns:
+        The relative names of the images.
     """
     chosen = []
     for name, path in listed(folder, mask).items():
@@ -402,45 +482,25 @@ def select(
 
 
 @dataclass(frozen=True)
-class Change:
-    """One caption file: its relative name, and its bytes before (None: there is none) and after."""
-
-    file: str
-    before: bytes | None
-    after: bytes | None
-
-    def texts(self) -> tuple[str, str]:
-        """Before and after as text, to be shown; bytes that are no text are replaced."""
-        return _shown(self.before), _shown(self.after)
-
-
-@dataclass(frozen=True)
 class Edit:
-    """What operations would do, and the captions that they cannot be done to."""
+    """The changes that operations would make, and the captions that cannot be edited."""
 
     title: str
     changes: list[Change] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-def _shown(raw: bytes | None) -> str:
-    try:
-        return images.decode_caption(raw or b"")[0]
-    except ValueError:
-        return (raw or b"").decode("utf-8", errors="replace")
-
-
 def preview(folder: Path, operations: Sequence[Operation], only: Collection[str] | None = None, mask: str = "") -> Edit:
-    """What the operations, one after the other, make of the captions; nothing is written.
+    """Compute what the operations, one after another, change in the captions; nothing is written.
 
     Args:
-        folder: the dataset's.
+        folder: the dataset folder.
         operations: see above.
-        only: relative names of pictures, as `listed` has them; None is all.
-        mask: as of `listed`.
+        only: relative names of images, as `listed` has them; None selects all.
+        mask: as in `listed`.
 
     Raises:
-        UserError: operations that mean nothing, names that are no pictures of the folder, a pattern that never ends.
+        UserError: an operation is invalid, a name is not an image of the folder, or a pattern never finishes.
     """
     check(operations)
     pictures = listed(folder, mask)
@@ -452,12 +512,12 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
     recodings = [operation.encoding for operation in operations if isinstance(operation, Recode)]
     creates = any(operation.creates for operation in operations)
     texts: dict[str, _Text] = {}
-    # Two pictures may share a caption: it is edited once.
+    # Two images may share a caption file: it is edited once.
     files = dict.fromkeys(pictures[name] for name in (pictures if only is None else only))
     for path in files:
         name = path.relative_to(Path(os.path.expanduser(folder))).as_posix()
         try:
-            raw = _read(_target(folder, name))
+            raw = read_bytes(find_target(folder, name))
             if raw is not None or creates:
                 texts[name] = _Text.of(raw, recodings)
         except (OSError, ValueError, UserError) as error:
@@ -472,11 +532,11 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
 
 
 def assign(folder: Path, wanted: Mapping[str, str], title: str) -> Edit:
-    """An edit that sets captions one by one: relative names of caption files, as `listed` has them, and their texts."""
+    """Return an edit that sets captions one by one, from relative names of caption files and their new texts."""
     edit, texts = Edit(title), {}
     for name, wish in wanted.items():
         try:
-            texts[name] = _Text.of(_read(_target(folder, name)), [])
+            texts[name] = _Text.of(read_bytes(find_target(folder, name)), [])
             texts[name].body = SetText(wish)(texts[name].body)
         except (OSError, ValueError, UserError) as error:
             edit.problems.append(f"{name} {getattr(error, 'strerror', None) or error}")
@@ -497,7 +557,7 @@ def _add_changes(edit: Edit, texts: dict[str, _Text]) -> None:
 
 @dataclass
 class _Text:
-    """A caption file while it is edited: `body` is its text without the newlines at its end."""
+    """A caption file being edited: `body` is its text without the final newlines, `tail` is these newlines."""
 
     raw: bytes | None
     body: str
@@ -507,6 +567,11 @@ class _Text:
 
     @classmethod
     def of(cls, raw: bytes | None, recodings: list[str]) -> _Text:
+        """Decode a caption file; if it is not UTF-8 or UTF-16, try the first of `recodings`.
+
+        Raises:
+            ValueError: the bytes cannot be decoded, or are too many.
+        """
         if raw is not None and len(raw) > 8 * MAX_CAPTION:
             raise ValueError(f"has {len(raw):,} bytes, which is no caption")
         try:
@@ -522,6 +587,11 @@ class _Text:
         return cls(raw, body, text[len(body) :], mark, codec)
 
     def encoded(self) -> bytes:
+        """Encode the text as the file was encoded.
+
+        Raises:
+            ValueError: the text is too long, or has half of a surrogate pair.
+        """
         if len(self.body) > MAX_CAPTION:
             raise ValueError(f"would get {len(self.body):,} characters; at most {MAX_CAPTION:,}")
         try:
@@ -530,309 +600,491 @@ class _Text:
             raise ValueError("would get characters that are none (half of a surrogate pair)") from None
 
 
-def _target(folder: Path, name: str) -> Path:
-    """The file to read and write for a relative name: links followed, and refused where they lead out of the folder.
-
-    Raises:
-        UserError: no name of a caption inside the folder. Journals are files that may come with a dataset, too.
-    """
-    root = os.path.realpath(os.path.expanduser(folder))
-    real = Path(os.path.realpath(os.path.join(root, name)))
-    if os.path.splitext(name)[1].lower() not in images.CAPTIONS or real.suffix.lower() not in images.CAPTIONS:
-        raise UserError("is not named as a caption")
-    if not real.is_relative_to(root):
-        raise UserError("is a link to outside of the folder; edit what it points to")
-    return real
-
-
 def read(folder: Path, name: str) -> str:
-    """The text of a caption file, by its relative name, as it stands but for the newlines at its end; "" for none.
+    """Read the text of a caption file, given its relative name, without the final newlines; "" if there is none.
 
     Raises:
-        UserError: it is not to be read: no text, or a link that leads out of the folder.
+        UserError: the file is not text, cannot be read, or is a link that leads out of the folder.
     """
     try:
-        return _Text.of(_read(_target(folder, name)), []).body
+        return _Text.of(read_bytes(find_target(folder, name)), []).body
     except (OSError, ValueError) as error:
         raise UserError(f"{name} {getattr(error, 'strerror', None) or error}") from None
-
-
-def _read(path: Path) -> bytes | None:
-    """The bytes of a file, or None if there is none."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
 
 
 # ------------------------------------------------------------------------------------------------- apply, undo and redo
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An edit in the journal; `done` is false while it is undone."""
+def apply(
+    folder: Path,
+    edit: Edit,
+    group: str = "",
+    told: Callable[[int, int], object] | None = None,
+    journal: Journal | None = None,
+) -> Entry:
+    """Write all changes of a preview, or none of them. They are on the disk when this returns.
 
-    id: int
-    t: float
-    title: str
-    files: int
-    done: bool
-
-
-def apply(folder: Path, edit: Edit, group: str = "", told: Callable[[int, int], object] | None = None) -> Entry:
-    """Write what a preview has shown: every caption of it, or none.
-
-    Edits of one group that follow each other are undone and done again together, as are those of a captioning.
+    Consecutive edits of one group are undone and redone together, such as those of one run of the captioner.
 
     Args:
-        told: is told now and then how many captions of how many are written.
+        folder: the dataset folder.
+        edit: from `preview` or `assign`.
+        group: key of the group; "" for none.
+        told: called now and then with the number of staged captions and the number of all.
+        journal: from `open_journal`, to make many edits in a row.
 
     Raises:
         UserError: a caption has changed since the preview, or cannot be written; nothing has been changed.
     """
     if not edit.changes:
         raise UserError(f"{edit.title}: changes no caption")
-    with _locked(folder):
-        _unchanged(folder, edit.changes, "before", "since the preview; look at it again")
-        journal = _Journal.read(folder)
+    with _editing(folder, journal) as journal:
+        if journal.open:
+            _take_back(folder, journal)
+        changes = _with_real_names(folder, edit.changes)
+        files = _look(folder, changes, "before", "since the preview; look at it again")
         number = journal.last + 1
-        record = {"edit": number, "t": round(time.time(), 3), "title": edit.title, "files": len(edit.changes)}
-        record |= {"group": group, "names": [change.file for change in edit.changes]} if group else {}
-        journal.append({**record, "changes": _packed(edit.changes)})
-        try:
-            _write_all(folder, edit.changes, "before", "after", told)
-        except UserError:
-            journal.append({"undo": number})
-            raise
-        return Entry(number, record["t"], edit.title, len(edit.changes), True)
+        line: dict[str, Any] = {"edit": number, "open": True, "t": round(time.time(), 3), "title": edit.title}
+        line |= {"files": len(changes)}
+        line |= {"group": group, "names": [change.file for change in changes]} if group else {}
+        wanted = {path: (now, change.after) for path, (change, now) in files.items()}
+        _carry_out(journal, {**line, "changes": pack(changes)}, wanted, told)
+        return Entry(number, line["t"], edit.title, len(changes), True)
 
 
 def undo(folder: Path, told: Callable[[int, int], object] | None = None) -> Entry:
-    """Bring back the captions as they were before the last edit. `told` as of `apply`.
+    """Restore the captions as they were before the last edit, or complete an undo that a crash interrupted.
 
     Raises:
-        UserError: nothing to undo; or captions have changed since, which are named, and nothing is written.
+        UserError: there is nothing to undo, or captions have changed since; these are listed, and nothing is written.
     """
     return _step(folder, "undo", told)
 
 
 def redo(folder: Path, told: Callable[[int, int], object] | None = None) -> Entry:
-    """Do the edit again that was undone last. `told` as of `apply`. Raises UserError as `undo`."""
+    """Redo the edit that was undone last, or complete an edit that a crash interrupted. Raises as `undo` does."""
     return _step(folder, "redo", told)
 
 
 def history(folder: Path) -> list[Entry]:
-    """The edits of the journal, oldest first; those that are undone and can be done again stand at the end."""
-    journal = _Journal.read(folder)
+    """Return the edits of the journal, oldest first; those that were undone and can be redone are at the end."""
+    journal = Journal.read(folder)
+    if journal.open and _is_locked(folder):
+        journal.open = None  # it is still running
     done = [journal.entry(numbers, True) for numbers in journal.together(journal.done)]
     return done[::-1] + [journal.entry(numbers, False) for numbers in journal.together(journal.undone)]
 
 
 def standing(folder: Path, group: str) -> set[str]:
-    """Caption files that an edit of this group has written and nobody has changed since."""
-    journal = _Journal.read(folder)
+    """Return the caption files that an edit of this group wrote and that have not changed since."""
+    journal = Journal.read(folder)
     last = {}
     for number in journal.done:
         if journal.group(number) == group:
-            last |= {change.file: change.after for change in _unpacked(folder, journal.records[number])}
-    return {file for file, after in last.items() if _read(_target(folder, file)) == after}
+            last |= {change.file: change.after for change in journal.changes([number])}
+    found = set()
+    for file, after in last.items():
+        with contextlib.suppress(OSError, UserError):  # not a file of this folder any more
+            if read_bytes(find_target(folder, file)) == after:
+                found.add(file)
+    return found
+
+
+@contextlib.contextmanager
+def open_journal(folder: Path) -> Iterator[Journal]:
+    """Hold the journal of a folder open for many edits: each reads only what others have added since.
+
+    An operation that a crash interrupted is reverted first.
+    """
+    journal = Journal(folder)
+    try:
+        with _editing(folder, journal):
+            caption_files.sweep(_leftovers(folder))
+            if journal.open:
+                _take_back(folder, journal)
+        yield journal
+    finally:
+        journal.close()
 
 
 def _step(folder: Path, what: str, told: Callable[[int, int], object] | None) -> Entry:
-    with _locked(folder):
-        journal = _Journal.read(folder)
-        stack = journal.done if what == "undo" else journal.undone
-        if not stack:
-            raise UserError(f"{folder}: no caption edit to {what}")
-        numbers = journal.together(stack)[0]
-        changes = [change for number in numbers for change in _unpacked(folder, journal.records[number])]
-        here, there = ("after", "before") if what == "undo" else ("before", "after")
-        title = journal.records[numbers[0]].get("title", "")
-        _unchanged(folder, changes, here, f"since edit {numbers[0]} ({title})", or_else=there)
-        _write_all(folder, changes, here, there, told)
-        for number in numbers:
-            journal.append({what: number})
+    side = "before" if what == "undo" else "after"
+    with _editing(folder) as journal:
+        line: dict[str, Any] = {}
+        if journal.open and journal.open.side == side:
+            numbers = list(journal.open.numbers)
+        else:
+            stack = journal.done if what == "undo" else journal.undone
+            if not stack:
+                raise UserError(f"{folder}: no caption edit to {what}")
+            numbers = journal.together(stack)[0]
+            line = {what: numbers, "open": True}
+        since = f"since edit {numbers[0]} ({journal.records[numbers[0]].title})"
+        since += f"; `lora-fp8 dataset repair {folder}` takes back the others" if journal.open else ""
+        files = _look(folder, journal.changes(numbers), "", since, torn=journal.open is not None)
+        wanted = {path: (now, getattr(change, side)) for path, (change, now) in files.items()}
+        _carry_out(journal, line, wanted, told)
         return journal.entry(numbers, what == "redo")
 
 
-def _unchanged(folder: Path, changes: list[Change], side: str, since: str, or_else: str = "") -> None:
-    """Raise UserError if a file is neither as on this side nor (where a crash may have left it) as on the other."""
+def _take_back(folder: Path, journal: Journal) -> list[str]:
+    """Revert the operation that a crash interrupted.
+
+    Returns:
+        The files that somebody else has changed since; they stay as they are.
+    """
+    wanted, others = _find_half_done(folder, journal, journal.open)
+    what = "undo" if journal.open.side == "after" else "redo"
+    _carry_out(journal, {what: list(journal.open.numbers), "open": True}, wanted)
+    return others
+
+
+def _find_half_done(folder: Path, journal: Journal, begun: Open) -> tuple[dict[Path, _Sides], list[str]]:
+    """Find the files of an interrupted operation and what reverting it would make of them.
+
+    A truncated file counts as half written only if the operation is known to have been interrupted.
+
+    Returns:
+        {file: (its bytes now, its bytes when reverted)}, and the files that somebody else has changed.
+    """
+    there = "before" if begun.side == "after" else "after"
+    try:
+        changes = journal.changes(begun.numbers)
+    except UserError as error:  # only in a journal from elsewhere: nothing in it can be restored
+        return {}, [str(error)]
+    wanted, others = {}, []
+    for change in changes:
+        try:
+            path = find_target(folder, change.file)
+            now = read_bytes(path)
+        except (OSError, UserError):
+            others.append(change.file)
+            continue
+        if _tell(now, change, torn=begun == journal.open):
+            wanted[path] = now, getattr(change, there)
+        else:
+            others.append(change.file)
+    return wanted, others
+
+
+def _find_unended(folder: Path, journal: Journal) -> Open | None:
+    """Return the operation of an earlier version that was interrupted; None if there is none.
+
+    Earlier versions logged an edit before it was made, an undo and a redo afterwards, and no end of any of them. The
+    edit that would be undone or redone next was interrupted if some of its files are as before it and others as after
+    it.
+    """
+    for stack in (journal.undone, journal.done):
+        if not stack or journal.records[stack[-1]].logged:
+            continue
+        begun = Open((stack[-1],), "after")
+        sides = set()
+        with contextlib.suppress(UserError):  # the record is damaged; `undo` reports it
+            for change in journal.changes(begun.numbers):
+                with contextlib.suppress(OSError, UserError):
+                    now = read_bytes(find_target(folder, change.file))
+                    # A missing file means nothing: those versions did not sync, so a new file's name could be lost.
+                    sides |= {side for side in ("before", "after") if now is not None and now == getattr(change, side)}
+        if len(sides) == 2:
+            return begun
+    return None
+
+
+_Sides = tuple[bytes | None, bytes | None]
+
+
+def _with_real_names(folder: Path, changes: list[Change]) -> list[Change]:
+    """Replace names that are links by those of the files they lead to, so that each file is changed once.
+
+    Raises:
+        UserErrors: two names of one file would get different contents, or a name is not a caption inside the folder.
+    """
+    root = os.path.realpath(os.path.expanduser(folder))
+    real: dict[str, Change] = {}
     problems = []
     for change in changes:
         try:
-            now = _read(_target(folder, change.file))
+            name = find_target(folder, change.file).relative_to(root).as_posix()
+        except UserError as error:
+            problems.append(f"{change.file} {error}")
+            continue
+        if real.setdefault(name, change).after != change.after:
+            problems.append(f"{change.file} is the same file as {real[name].file}, and would get another caption")
+    if problems:
+        raise UserErrors(problems, str(folder))
+    return [replace(change, file=name) for name, change in real.items()]
+
+
+def _look(
+    folder: Path, changes: list[Change], side: str, since: str, torn: bool = False
+) -> dict[Path, tuple[Change, bytes | None]]:
+    """Read the files of changes.
+
+    Args:
+        folder: the dataset folder.
+        changes: the changes; each file may occur once.
+        side: side of the change ("before" or "after") that all files must be on; "" accepts both sides, and damage by a
+            crash.
+        since: end of the message about files that are not.
+        torn: as in `_tell`.
+
+    Returns:
+        {path: (its change, its bytes now)}.
+
+    Raises:
+        UserErrors: files were changed by somebody else, or cannot be read.
+    """
+    files, problems = {}, []
+    for change in changes:
+        try:
+            path = find_target(folder, change.file)
+            now = read_bytes(path)
         except (OSError, UserError) as error:
             problems.append(f"{change.file} {getattr(error, 'strerror', None) or error}")
             continue
-        if now != getattr(change, side) and not (or_else and now == getattr(change, or_else)):
+        if path in files:
+            problems.append(f"{change.file} is named twice in one edit")
+        elif now == getattr(change, side) if side else _tell(now, change, torn):
+            files[path] = change, now
+        else:
             problems.append(f"{change.file} was changed by somebody else {since}")
     if problems:
-        raise config.UserErrors(problems, str(folder))
+        raise UserErrors(problems, str(folder))
+    return files
 
 
-def _write_all(
-    folder: Path, changes: list[Change], here: str, there: str, told: Callable[[int, int], object] | None
+def _tell(now: bytes | None, change: Change, torn: bool) -> str:
+    """Classify the bytes of a file: on one "side" of a change, "damaged" by a crash, or "" (changed by somebody else).
+
+    Args:
+        now: the file's bytes; None if there is no file.
+        change: the bytes before and after.
+        torn: the operation was never acknowledged, so a truncated file is a half-written one. Otherwise somebody may
+            have shortened the caption.
+    """
+    if now in (change.before, change.after):
+        return "side"
+    sides = [side for side in (change.before, change.after) if side]
+    return "damaged" if now is not None and any(_is_damaged(now, side, torn) for side in sides) else ""
+
+
+def _is_damaged(now: bytes, whole: bytes, torn: bool) -> bool:
+    """Return True if `now` is what a crash makes of `whole`: nothing, its beginning, or its beginning and then NULs."""
+    if whole.startswith(now):
+        return now != whole and (torn or not now)
+    try:
+        images.decode_caption(now)
+        return False
+    except ValueError:  # NULs are not text in UTF-8; in UTF-16 they can be
+        return now.endswith(b"\0") and len(now) <= len(whole) and whole.startswith(now.rstrip(b"\0"))
+
+
+def _carry_out(
+    journal: Journal,
+    line: dict[str, Any],
+    files: dict[Path, _Sides],
+    told: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Bring all files to one side; where one fails, those written go back."""
-    written: list[Change] = []
+    """Log an operation, write its files, and log its end. If a step fails, the operation is reverted.
+
+    Args:
+        journal: the journal of the folder.
+        line: the line for the journal; {} continues the open operation.
+        files: bytes now and wanted.
+        told: as in `apply`.
+
+    Raises:
+        UserError: the files or the journal cannot be written.
+    """
+    if line:
+        try:
+            journal.begin(line, keep=line.get("undo") or line.get("redo") or ())
+        except OSError as error:
+            raise UserError(
+                f"{journal.path}: cannot be written ({error.strerror}), and captions are not changed without it"
+            ) from None
+    opposite = {"after": "undo", "before": "redo"}[journal.open.side] if journal.open else "repair"
+    swap = caption_files.Swap(files)
     try:
-        for change in changes:
-            _put(_target(folder, change.file), getattr(change, there))
-            written.append(change)
-            if told and len(written) % TOLD_EVERY == 0:
-                told(len(written), len(changes))
-    except OSError as error:
-        for change in written:
-            _put(_target(folder, change.file), getattr(change, here))
-        failed = changes[len(written)].file
-        raise UserError(f"{folder / failed}: cannot be written ({error.strerror}); no caption was changed") from None
+        swap.stage(told)
+        swap.place()
+        journal.end()
+    except BaseException as error:
+        stuck = swap.take_back()
+        if line and not stuck:
+            journal.cancel()
+        if not isinstance(error, OSError):
+            raise
+        where, why = error.filename or journal.folder, error.strerror
+        if stuck:
+            raise UserError(
+                f"{where}: cannot be written ({why}); {stuck} of {len(files)} captions are changed, and "
+                f"`lora-fp8 dataset {opposite} {journal.folder}` brings them back"
+            ) from None
+        raise UserError(f"{where}: cannot be written ({why}); no caption was changed") from None
+    finally:
+        swap.discard()
 
 
-def _put(path: Path, raw: bytes | None) -> None:
-    if raw is None:
-        path.unlink(missing_ok=True)
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+# --------------------------------------------------------------------------------------------------------------- repair
+
+
+@dataclass
+class Repair:
+    """What `repair` did, or would do.
+
+    Attributes:
+        title: the interrupted edit that was reverted; "" if there was none.
+        taken_back: its captions that had to be restored.
+        restored: captions that a crash had damaged.
+        swept: temporary files of killed edits.
+        others: captions of the interrupted edit that somebody else has changed since; they stay.
+    """
+
+    title: str = ""
+    taken_back: list[str] = field(default_factory=list)
+    restored: list[str] = field(default_factory=list)
+    swept: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def needed(self) -> bool:
+        """Return True if there is anything to repair."""
+        return bool(self.title or self.restored or self.swept)
+
+
+def repair(folder: Path, dry_run: bool = False) -> Repair:
+    """Revert an edit that a crash interrupted, restore damaged captions, and delete temporary files of killed edits.
+
+    Args:
+        folder: the dataset folder.
+        dry_run: only report what would be done.
+
+    Raises:
+        UserError: the folder or its files cannot be read or written.
+    """
+    root = Path(os.path.realpath(os.path.expanduser(folder)))
+
+    def names(paths: Collection[Path]) -> list[str]:
+        return [path.relative_to(root).as_posix() for path in paths]
+
+    found = Repair()
+    with _editing(folder, sweeping=False) as journal:
+        if begun := journal.open or _find_unended(folder, journal):
+            number = begun.numbers[0]
+            found.title = journal.records[number].title or f"edit {number}"
+            half, found.others = _find_half_done(folder, journal, begun)
+            found.taken_back = names([path for path, (now, wanted) in half.items() if now != wanted])
+            if not dry_run and journal.open:
+                _take_back(folder, journal)
+            elif not dry_run:
+                _carry_out(journal, {"undo": [number], "open": True} if number in journal.done else {}, half)
+        damaged = _find_damaged(folder, journal, begun if dry_run else None)
+        if damaged and not dry_run:
+            _restore(journal, damaged)
+        found.restored = names(damaged)
+        leftovers = _leftovers(folder)
+        found.swept = names(leftovers if dry_run else caption_files.sweep(leftovers))
+    return found
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    return caption_files.find_leftovers(folder, (JOURNAL,))
+
+
+def _restore(journal: Journal, files: dict[Path, _Sides]) -> None:
+    """Write files back to the contents that the journal already has, so that there is nothing to log."""
+    _carry_out(journal, {}, files)
+
+
+def _find_damaged(folder: Path, journal: Journal, begun: Open | None) -> dict[Path, _Sides]:
+    """Find captions that a crash damaged after they were written: their bytes now, and those in the journal.
+
+    A missing file counts only if its edit was made by a version that did not log ends, and its image still exists.
+    Otherwise somebody has deleted it.
+
+    Args:
+        folder: the dataset folder.
+        journal: its journal.
+        begun: an operation that is still to be reverted; its files are left out.
+    """
+    unfinished = set(begun.numbers) if begun else set()
+    wanted: dict[str, tuple[bytes | None, bool]] = {}
+    for numbers, side in ((journal.done, "after"), (journal.undone, "before")):
+        for number in numbers:
+            with contextlib.suppress(UserError):  # the record is damaged; `undo` reports it
+                for change in journal.changes([number]):
+                    wanted[change.file] = getattr(change, side), journal.records[number].logged
+                    if number in unfinished:
+                        del wanted[change.file]
+    pictures: set[str] | None = None
+    found: dict[Path, _Sides] = {}
+    for name, (raw, logged) in wanted.items():
+        if not raw:
+            continue
+        try:
+            path = find_target(folder, name)
+            now = read_bytes(path)
+        except (OSError, UserError):
+            continue
+        if now is None and not logged:
+            pictures = pictures or {os.path.splitext(picture)[0] for picture in listed(folder)}
+            if os.path.splitext(name)[0] in pictures:
+                found[path] = now, raw
+        elif now is not None and _is_damaged(now, raw, torn=False):
+            found[path] = now, raw
+    return found
+
+
+@contextlib.contextmanager
+def _editing(folder: Path, journal: Journal | None = None, sweeping: bool = True) -> Iterator[Journal]:
+    """Lock the folder and yield its journal, up to date.
+
+    Temporary files of killed edits are deleted, unless the journal is held open: then `open_journal` has done so.
+
+    Args:
+        folder: the dataset folder.
+        journal: a journal that is held open; None reads it anew.
+        sweeping: False keeps the temporary files.
+    """
+    with _locked(folder):
+        held = journal or Journal(folder)
+        try:
+            if journal is None and sweeping:
+                caption_files.sweep(_leftovers(folder))
+            held.refresh()
+            yield held
+        finally:
+            if journal is None:
+                held.close()
+
+
+def _is_locked(folder: Path) -> bool:
+    """Return True if captions of this folder are being edited now."""
+    descriptor = os.open(os.path.expanduser(folder), os.O_RDONLY)
     try:
-        # Not synced one by one, which takes a minute for 5,000: the journal is, and it has the bytes of both sides.
-        temporary.write_bytes(raw)
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        return not try_lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One edit at a time, whoever makes it."""
+    """Lock the folder against all other edits, of this and of other processes."""
     root = Path(os.path.expanduser(folder))
     if os.name == "nt":
         raise UserError("captions cannot be edited here on Windows: a folder cannot be locked there")
     try:
-        # The folder itself is locked: a lock file would be one more file in it.
+        # The folder itself is locked, as a lock file would be one more file in it.
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise UserError(f"{folder}: cannot be opened ({error.strerror})") from None
     try:
         deadline = time.monotonic() + 10
-        while not locks.try_lock(descriptor):
+        while not try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise UserError(f"{folder}: another edit of these captions is at work; try again")
             time.sleep(0.05)
         yield
     finally:
         os.close(descriptor)
-
-
-# -------------------------------------------------------------------------------------------------------------- journal
-
-
-def _packed(changes: list[Change]) -> str:
-    sides = [(change.file, *(None if raw is None else raw.decode("latin-1") for raw in (change.before, change.after)))
-             for change in changes]  # fmt: skip
-    return base64.b64encode(zlib.compress(json.dumps(sides).encode())).decode()
-
-
-def _unpacked(folder: Path, record: dict[str, Any]) -> list[Change]:
-    try:
-        sides = json.loads(zlib.decompress(base64.b64decode(record["changes"])))
-        return [
-            Change(str(name), *(None if text is None else text.encode("latin-1") for text in (before, after)))
-            for name, before, after in sides
-        ]
-    except (KeyError, ValueError, TypeError, AttributeError, zlib.error):
-        raise UserError(
-            f"{folder / JOURNAL}: edit {record['edit']} is damaged and cannot be undone or redone"
-        ) from None
-
-
-@dataclass
-class _Journal:
-    """The journal as read: records by number, and the numbers that can be undone and redone, the next one last."""
-
-    path: Path
-    records: dict[int, dict[str, Any]] = field(default_factory=dict)
-    done: list[int] = field(default_factory=list)
-    undone: list[int] = field(default_factory=list)
-    last: int = 0
-
-    @classmethod
-    def read(cls, folder: Path) -> _Journal:
-        journal = cls(Path(os.path.expanduser(folder)) / JOURNAL)
-        if journal.path.is_symlink():
-            raise UserError(f"{journal.path}: is a link; remove it, so that edits can be written down")
-        raw = _read(journal.path) or b""
-        for line in raw.split(b"\n"):
-            with contextlib.suppress(ValueError):  # half a line, of an edit that never began
-                journal._take(json.loads(line))
-        return journal
-
-    def _take(self, record: Any) -> None:
-        kind = next((kind for kind in ("edit", "undo", "redo") if isinstance(record, dict) and kind in record), "")
-        number = record.get(kind) if kind else None
-        if not isinstance(number, int):
-            return
-        if kind == "edit":
-            self.records[number] = record
-            self.done.append(number)
-            self.undone.clear()  # what was undone before a new edit cannot be done again
-            self.last = max(self.last, number)
-        else:
-            here, there = (self.done, self.undone) if kind == "undo" else (self.undone, self.done)
-            if here and here[-1] == number:
-                there.append(here.pop())
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one line down, durably."""
-        old = _read(self.path) or b""
-        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-        self._take(record)
-        try:
-            if len(old) + len(line) > JOURNAL_BYTES:
-                atomic_write(self.path, self._shortened())
-                return
-            with open(self.path, "ab") as file:
-                file.write((b"\n" if old and not old.endswith(b"\n") else b"") + line)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}), and captions are not changed without it"
-            ) from None
-
-    def _shortened(self) -> bytes:
-        """The newest edits, as lines, up to half of the bytes; undone ones with their mark."""
-        lines: list[bytes] = []
-        size = 0
-        for number in [*self.undone, *reversed(self.done)]:
-            line = json.dumps(self.records[number], ensure_ascii=False).encode() + b"\n"
-            size += len(line)
-            if size > JOURNAL_BYTES // 2 and lines:
-                break
-            lines.append(line)
-        kept = b"".join(reversed(lines))
-        return kept + b"".join(json.dumps({"undo": number}).encode() + b"\n" for number in self.undone)
-
-    def group(self, number: int) -> str:
-        """What an edit is undone together with: its group, or itself."""
-        return self.records[number].get("group") or f"edit {number}"
-
-    def together(self, stack: list[int]) -> list[list[int]]:
-        """The edits of a stack as they are undone or done again: the next first. No file comes twice in one of them."""
-        found: list[list[int]] = []
-        names: set[str] = set()
-        for number in reversed(stack):
-            these = set(self.records[number].get("names", ()))
-            if not found or self.group(found[-1][0]) != self.group(number) or names & these:
-                found.append([])
-                names = set()
-            found[-1].append(number)
-            names |= these
-        return found
-
-    def entry(self, numbers: Sequence[int], done: bool) -> Entry:
-        records = [self.records[number] for number in numbers]
-        files = sum(int(record.get("files", 0)) for record in records)
-        return Entry(max(numbers), records[0].get("t", 0.0), str(records[0].get("title", "")), files, done)

@@ -1,13 +1,13 @@
-"""Video clips: what is in a file, which of its frames are trained, and those frames as pictures.
+"""Video clips: read when each frame of a file is shown, choose the frames to train, and decode them as images.
 
-A clip is brought to the model's frame rate by its times, not by its frame numbers: at each moment k / fps the frame is
-taken that is nearest in time, so that a recording of 30 (or of a varying number of) frames a second moves as fast as it
-did. From what that gives pieces are cut whose lengths are among those that the job allows; nothing is padded.
+A clip is resampled to the model's frame rate by time, not by frame number: for each moment k / fps the frame nearest in
+time is taken, so that a recording at 30 (or at a varying number of) frames per second keeps its speed. The resampled
+frames are cut into pieces whose lengths are among those that the job allows; nothing is padded.
 
-Frames come upright (phones store a rotation), in the colours of the matrix that the file names. A file that names none
-is read as players do: BT.709 from 720 lines up, BT.601 below.
+Frames come upright (phones store a rotation), in the colours of the matrix that the file names. If it names none, the
+convention of players applies: BT.709 from 720 lines up, BT.601 below.
 
-PyAV reads the files; it is an extra, and imported only where there is a clip.
+PyAV reads the files; it is an optional dependency, imported only when there is a clip.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from typing import Any
 
 from PIL import Image
 
+from ..common.reading import open_regular
+
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm")
-"""Extensions of video files. Animations (GIF, WebP, PNG) are picture files, which `images` reads."""
+"""Extensions of video files. Animations (GIF, WebP, PNG) are image files, which `images` reads."""
 
 HDR = {16: "PQ", 18: "HLG"}
-"""Transfer characteristics (ITU-T H.273) whose values are not those of a screen picture."""
+"""HDR transfer characteristics (ITU-T H.273): the values are not those of an image for screens."""
 
 LINES_OF_709 = 720
 
 MOST_FRAMES = 100_000
-"""About an hour. What is longer is a film, and would be decoded for as long before anything is said of it."""
+"""About an hour. A longer video is a film, and decoding it would take as long before anything is reported."""
 
 NEEDED = "is a video, which PyAV reads; install it: pip install 'lora-fp8[video]'"
 
-# Files of a dataset come from strangers. FFmpeg goes by what is in a file, whatever it is called, and some formats
-# (playlists, lists to be joined) are nothing but names of other files.
+# Datasets come from strangers. FFmpeg goes by the contents of a file, whatever its name, and some formats (playlists,
+# concat lists) only name other files to read.
 CONTAINERS = {"format_whitelist": "mov,matroska", "protocol_whitelist": "file"}
 
 
@@ -47,7 +49,7 @@ class ClipError(ValueError):
 
 
 class TooLarge(ClipError):
-    """A clip with more pixels than are wanted."""
+    """A clip with more pixels than are allowed."""
 
 
 @dataclass(frozen=True)
@@ -55,34 +57,34 @@ class Timeline:
     """When each frame of a clip is shown.
 
     Attributes:
-        starts: seconds at which each begins, not decreasing.
-        end: second at which the last one ends.
+        starts: seconds at which each frame begins, not decreasing.
+        end: second at which the last frame ends.
     """
 
     starts: tuple[Fraction, ...]
     end: Fraction
 
     def only_at(self, number: int) -> Fraction | None:
-        """The second at which this frame is shown; None if others are shown at it, too."""
+        """Return the second at which this frame is shown; None if another frame has the same time."""
         start = self.starts[number]
         around = self.starts[max(0, number - 1) : number + 2]
         return start if around.count(start) == 1 else None
 
 
 def can_read_videos() -> bool:
-    """Whether PyAV is there."""
+    """Return True if PyAV is installed."""
     return importlib.util.find_spec("av") is not None
 
 
 def num_resampled(seconds: Fraction, fps: float) -> int:
-    """How many frames `resampled` gives of a clip that lasts so long."""
+    """Return how many frames `resampled` gives for a clip of this length."""
     return max(1, round(seconds * Fraction(fps).limit_denominator(1001)))
 
 
 def resampled(timeline: Timeline, fps: float) -> list[int]:
-    """The numbers of the frames that are nearest to 0, 1 / fps, 2 / fps, ... seconds after the first one.
+    """Return the numbers of the frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first frame.
 
-    As many as the clip lasts, to the nearest whole; of two that are equally near, the earlier.
+    Their number is the clip's length times fps, rounded. Of two frames that are equally near, the earlier is taken.
     """
     rate, starts = Fraction(fps).limit_denominator(1001), timeline.starts
     first = starts[0]
@@ -97,20 +99,20 @@ def resampled(timeline: Timeline, fps: float) -> list[int]:
 
 
 def pieces(numbers: Sequence[int], lengths: Sequence[int], how: str) -> list[tuple[int, ...]]:
-    """Cut resampled frames into what is trained; [] if there are fewer than the least length.
+    """Cut resampled frames into the pieces that are trained; [] if there are fewer frames than the smallest length.
 
     Args:
-        numbers: from `resampled`.
-        lengths: numbers of frames that are allowed; the longest that fits is taken.
-        how: "head": one piece from the beginning; "middle": one from the middle; "chunks": one after another, as many
-            as fit.
+        numbers: frame numbers from `resampled`.
+        lengths: allowed lengths of a piece, in frames; the longest that fits is taken.
+        how: "head": one piece from the start; "middle": one from the middle; "chunks": as many as fit, one after
+            another.
     """
     length = max((one for one in lengths if one <= len(numbers)), default=0)
     if not length:
         return []
     spare = len(numbers) - length
     begins = {"head": [0], "middle": [spare // 2], "chunks": range(0, spare + 1, length)}[how]
-    if length == 1:  # a clip that is too short for any other length is one picture
+    if length == 1:  # a clip too short for any other length is a single image
         begins = begins[:1]
     return [tuple(numbers[begin : begin + length]) for begin in begins]
 
@@ -119,10 +121,13 @@ def pieces(numbers: Sequence[int], lengths: Sequence[int], how: str) -> list[tup
 
 
 def look(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
-    """Decode a video completely (a damaged one shows only then): its times, and its first frame.
+    """Decode a video completely, as a damaged one is noticed only then.
+
+    Returns:
+        When its frames are shown, and the first frame.
 
     Raises:
-        ClipError: it cannot be used.
+        ClipError: the video cannot be used.
     """
     starts: list[Fraction] = []
     first, last = None, Fraction(0)
@@ -144,16 +149,16 @@ def look(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
         raise ClipError("has no frames")
     if starts != sorted(starts):
         raise ClipError("has frames that go back in time; encode it again")
-    if len(starts) > 1:  # many files are wrong, or say nothing, about how long the last frame stands
+    if len(starts) > 1:  # many files store no duration for the last frame, or a wrong one
         last = max(last, starts[-1] - starts[-2])
     return Timeline(tuple(starts), starts[-1] + last), first
 
 
 def poster(path: Path, max_pixels: int) -> Image.Image:
-    """The first frame; nothing behind it is decoded.
+    """Decode only the first frame.
 
     Raises:
-        ClipError: there is none, or it cannot be decoded.
+        ClipError: the video has no frames, or cannot be decoded.
     """
     with contextlib.closing(_decoded(path, max_pixels)) as frames:
         for frame in frames:
@@ -162,20 +167,21 @@ def poster(path: Path, max_pixels: int) -> Image.Image:
 
 
 class Reader:
-    """The frames of one video. Pieces that are asked for in their order are decoded in one go."""
+    """Reads frames of one video. Pieces requested in order are decoded in one pass."""
 
     def __init__(self, path: Path):
         self.path = path
         self._frames: Iterator[Any] | None = None
         self._next = 0
-        self._last: dict[int, Image.Image] = {}  # one alone: pictures are large
+        self._last: dict[int, Image.Image] = {}  # only one: frames are large
 
     def read(self, numbers: Sequence[int], begins: Fraction | None = None) -> list[Image.Image]:
-        """Some frames as upright RGB pictures.
+        """Decode frames as upright RGB images.
 
         Args:
-            numbers: which, counted from the first; not decreasing, one may come several times.
-            begins: the second of the first of them, so that what lies before it need not be decoded; None decodes all.
+            numbers: frame numbers, from 0; not decreasing, repeats allowed.
+            begins: second at which the first of these frames is shown, to skip decoding what lies before it; None
+                decodes from the start of the file.
 
         Raises:
             ClipError: the file has fewer frames, or cannot be decoded.
@@ -199,11 +205,11 @@ class Reader:
         return [found[number] for number in numbers]
 
     def _open(self, number: int, begins: Fraction | None) -> None:
-        """Come before this frame: at it, where its time is found after a keyframe, else at the very first one."""
+        """Open the file so that frame `number` comes next if a seek to its time finds it, else at the first frame."""
         self.close()
         if number and begins is not None:
             frames = _decoded(self.path, begins=begins)
-            # What is damaged where a keyframe is looked for is told, if it is, by decoding from the beginning.
+            # Damage met while seeking is ignored: decoding from the start reports it if it matters.
             with contextlib.suppress(ClipError):
                 for frame in frames:
                     time = None if frame.pts is None else frame.pts * frame.time_base
@@ -216,7 +222,7 @@ class Reader:
         self._frames, self._next = _decoded(self.path), 0
 
     def close(self) -> None:
-        """Close the file; what is asked for next is looked for anew."""
+        """Close the file; the next `read` opens it again."""
         if self._frames is not None:
             self._frames.close()
         self._frames, self._last = None, {}
@@ -228,17 +234,19 @@ def _chained(first: Any, others: Iterator[Any]) -> Iterator[Any]:
 
 
 def read(path: Path, numbers: Sequence[int]) -> list[Image.Image]:
-    """As `Reader.read`, once."""
+    """Decode frames with a `Reader` that is used once."""
     with contextlib.closing(Reader(path)) as reader:
         return reader.read(numbers)
 
 
 def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) -> Iterator[Any]:
-    """The frames of the first video stream in the order in which they are shown.
+    """Yield the frames of the first video stream in display order.
 
     Args:
-        max_pixels: of a frame; 0 takes any.
-        begins: second that is wanted; what lies before the keyframe before it is left out, where that changes nothing.
+        path: the video file.
+        max_pixels: maximum per frame; 0 allows any number.
+        begins: second that is wanted; frames before the keyframe that precedes it are left out if that changes no
+            pixel.
     """
     try:
         import av
@@ -246,6 +254,8 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
         raise ClipError(NEEDED) from None
 
     try:
+        with open_regular(path):  # FFmpeg would wait forever on a named pipe
+            pass
         try:
             container = av.open(str(path), options=CONTAINERS)
         except av.error.ArgumentError:
@@ -255,11 +265,11 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
                 raise ClipError("has no video in it")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            stream.codec_context.thread_count = min(4, os.cpu_count() or 1)  # each holds frames of its own
+            stream.codec_context.thread_count = min(4, os.cpu_count() or 1)  # each thread holds its own frames
             _check_shape_of_pixels(stream.sample_aspect_ratio)
-            _check_size(stream.codec_context, max_pixels)  # before anything of that size is made
+            _check_size(stream.codec_context, max_pixels)  # before memory for a frame is allocated
             if begins is not None and _can_begin_anywhere(container, stream):
-                # A second earlier, as a keyframe may be stored before frames that are shown before it.
+                # Go back one more second, as a keyframe may be stored before frames that are shown earlier.
                 container.seek(int((begins - 1) / stream.time_base), stream=stream)
             for frame in container.decode(stream):
                 _check_size(frame, max_pixels)
@@ -271,10 +281,10 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
 
 
 def _can_begin_anywhere(container: Any, stream: Any) -> bool:
-    """Whether what is decoded from a keyframe on has the pixels that it has when all is decoded.
+    """Return True if decoding from a keyframe gives the same pixels as decoding from the start.
 
-    In MP4 and MOV a keyframe is one by the file's index. In MKV it is what the writing program took for one, which of
-    H.264 and HEVC may be a frame that leans on earlier ones.
+    In MP4 and MOV the file's index marks true keyframes. In MKV the muxer marks them, and with H.264 and HEVC these may
+    be frames that refer to earlier ones.
     """
     return "mov" in container.format.name or stream.codec_context.name in ("vp8", "vp9", "libdav1d", "av1", "mjpeg")
 
@@ -294,10 +304,10 @@ def _check_shape_of_pixels(ratio: Fraction | None) -> None:
 def _picture(frame: Any) -> Image.Image:
     from av.video.reformatter import Colorspace, Interpolation
 
-    named = frame.colorspace not in (0, 2)  # 2 is "not specified"; 0 is RGB
+    named = frame.colorspace not in (0, 2)  # 2 is "unspecified"; 0 is RGB
     matrix = None if named or frame.height < LINES_OF_709 else Colorspace.ITU709
-    # The same bytes on every machine, as they go into a cache that several may share.
+    # Bit-exact, as the frames go into a cache that several machines may share.
     how = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.BITEXACT
     image = Image.fromarray(frame.to_ndarray(format="rgb24", src_colorspace=matrix, interpolation=how))
-    # The display matrix: degrees against the clock, as Pillow counts them.
+    # The display matrix: degrees anticlockwise, as Pillow counts them.
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image

@@ -1,9 +1,9 @@
-"""Embedded ICC profiles: what a file's numbers mean as colours, brought to sRGB, which the base models know.
+"""Embedded ICC profiles: convert the colours of an image file to sRGB, which the base models were trained on.
 
-Phones write Display P3, cameras Adobe RGB, print shops CMYK; read as if they were sRGB, their colours come out pale or
-wrong. LittleCMS (inside Pillow) converts: relative colorimetric, which keeps every colour that sRGB has, with black
-point compensation, so that the deepest ink is black. Profiles of matrix and curves (nearly all RGB ones) give the same
-with every intent.
+Phones write Display P3, cameras Adobe RGB, print shops CMYK; read as if they were sRGB, their colours are pale or
+wrong. LittleCMS (inside Pillow) converts with the relative colorimetric intent, which keeps every colour that sRGB has,
+and with black point compensation, which maps the darkest ink to black. Matrix profiles (nearly all RGB profiles) give
+the same result with every intent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageCms
 
 MODES = {"RGB": ("RGB", "L"), "GRAY": ("L",), "CMYK": ("CMYK",), "Lab": ("LAB",)}
-"""Colour space of a profile -> modes of pictures that it can belong to."""
+"""Colour space of a profile -> image modes that it can belong to."""
 
 _FLAGS = ImageCms.Flags.BLACKPOINTCOMPENSATION | ImageCms.Flags.HIGHRESPRECALC
 
@@ -24,18 +24,18 @@ class ProfileError(ValueError):
 
 
 def to_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, bool]:
-    """An image in the colours of its profile as sRGB.
+    """Convert an image from the colours of its profile to sRGB.
 
     Args:
         image: mode L, RGB, CMYK or LAB.
-        profile: the ICC profile as embedded; None for one that Pillow could not put together.
+        profile: the embedded ICC profile; None if Pillow could not assemble it.
 
     Returns:
         The image in mode RGB, and whether the profile made a difference. A profile that moves no channel by more than
-        1 of 255 is sRGB by whatever name, and leaves the pixels as they are.
+        1 of 255 is sRGB under another name, and the pixels stay as they are.
 
     Raises:
-        ProfileError: the profile is damaged, or one for other pixels.
+        ProfileError: the profile is damaged, or is for another kind of pixels.
     """
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile or b""))
@@ -44,7 +44,7 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, boo
     space = source.profile.xcolor_space.strip()
     if image.mode not in MODES.get(space, ()):
         raise ProfileError(f"for {space} pixels, not {image.mode}")
-    if space == "Lab":  # these values are colours already
+    if space == "Lab":  # Lab values are colours already
         return image.convert("RGB"), False
     if space == "RGB":
         image = image.convert("RGB")
@@ -68,7 +68,7 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, boo
 
 
 def _samples(mode: str) -> Image.Image:
-    """One row of pixels from all over the colour space."""
+    """Return one row of pixels spread over the whole colour space of `mode`."""
     if mode == "L":
         return Image.fromarray(np.arange(256, dtype=np.uint8)[None])
     levels = np.linspace(0, 255, 9).astype(np.uint8)

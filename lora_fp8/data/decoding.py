@@ -1,19 +1,19 @@
-"""From an image file to upright RGB pixels, and what else a look at all of it tells.
+"""Decode image files into upright RGB pixels, and check every file of a dataset.
 
-`open_image` turns any supported file into upright RGB pixels. The rules, where a plain `convert("RGB")` would be wrong:
+`open_image` turns any supported file into upright RGB pixels. Where a plain `convert("RGB")` would be wrong:
 
 * EXIF orientation is applied (all eight). Sizes in an `Example` are those of the upright image.
 * Transparency of every kind (RGBA, LA, palettes, a transparent colour) is composited on the background colour.
-* 16-bit greys are scaled by 255/65535; Pillow itself clips at 255. The same for 32-bit integers that hold 16-bit
-  values.
-* Floating-point greys: 0..1 is the full range if nothing exceeds 1; else 0..255 up to 255, else 0..65535. Values
-  between 1 and 2 only would be ambiguous (overexposed, or nearly black), and values outside are no picture: both are
-  refused.
-* An embedded colour profile is applied, so that Display P3, Adobe RGB and CMYK become the sRGB that they look like
-  (`colour`). One that cannot be used is a warning, and the image is read without it.
+* 16-bit greys are scaled by 255/65535, as Pillow itself clips them at 255. So are 32-bit integers, which must hold
+  16-bit values.
+* Floating-point greys are scaled by their maximum: 0..1 is the full range if nothing exceeds 1; else 0..255 up to 255,
+  else 0..65535. Two cases are refused: a maximum between 1 and 2, which is ambiguous (overexposed, or nearly black),
+  and values outside these ranges.
+* An embedded colour profile is applied, so that Display P3, Adobe RGB and CMYK become the sRGB that looks the same
+  (`colour`). If the profile cannot be used, the image is read without it, with a warning.
 * Other CMYK, YCbCr, LAB and 1-bit images are converted by Pillow (which undoes Adobe's inverted CMYK).
 
-`look_all` decodes files completely and tells what each is; what goes wrong is said in words that follow a file's name.
+`look_all` decodes files completely and describes each. Its error messages are phrased to follow the file's name.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import io
 import os
+import threading
 import warnings as python_warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,15 +34,17 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image, ImageChops, ImageOps
 
-from lora_fp8 import config
-from lora_fp8.data import clips
-from lora_fp8.data.colour import ProfileError, to_srgb
+from .. import settings
+from ..common.reading import open_regular, rest_of
+from . import clips
+from .colour import ProfileError, to_srgb
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 EXTENSIONS = {
     ".png": "PNG",
     ".jpg": "JPEG",
     ".jpeg": "JPEG",
+    ".jfif": "JPEG",
     ".webp": "WEBP",
     ".bmp": "BMP",
     ".tif": "TIFF",
@@ -50,15 +53,15 @@ EXTENSIONS = {
     ".avif": "AVIF",
 }
 ANIMATIONS = ("GIF", "WEBP", "PNG")
-"""Formats whose several frames are a clip and not pages."""
+"""Formats in which several frames are a clip, not pages."""
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, as shares of a picture's sides."""
+"""Left, top, right and bottom, as fractions of the image's width and height."""
 
 Measure = Callable[[Image.Image, Image.Image], Any]
 
 BLACK = 2
-"""The brightest grey of a mask that is black all over: one that was saved as numbers, 0 and 1, is."""
+"""Brightest grey of a mask that counts as black all over. It includes masks saved with the class numbers 0 and 1."""
 
 
 class ImageError(ValueError):
@@ -67,7 +70,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class Looked:
-    """One image file as decoded: `error` is empty when it can be used, the rest is valid only then."""
+    """What decoding one image file found. `error` is empty if the file can be used; the rest is valid only then."""
 
     error: str = ""
     width: int = 0
@@ -79,74 +82,127 @@ class Looked:
     profile_problem: str = ""
     measured: Any = None
     timeline: clips.Timeline | None = None
-    """of a clip"""
+    """Times of the frames; None unless the file is a clip."""
 
 
 class Light(NamedTuple):
-    """Of a mask's greys, or a picture's opacity: the least and most, 0 to 255, and the box of all but the black."""
+    """Range of a mask's greys or an image's opacity, 0 to 255, and the box around everything that is not black."""
 
     least: int
     most: int
     white: Box
 
 
-def look_all(paths: Sequence[Path], section: config.Dataset, measure: Measure | None = None) -> Iterator[Looked]:
-    """Decode files, several at a time, and tell what each is, in order; the arguments are those of `_look`."""
+class _InFlight:
+    """Limits how many pixels are decoded at once, and so the memory that decoding takes.
+
+    An image with more pixels than the limit is decoded alone.
+    """
+
+    def __init__(self, most: int):
+        self.most, self.now = most, 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def hold(self, pixels: int) -> Iterator[None]:
+        """Wait until there is room for this many pixels, and reserve it while the block runs."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.now or self.now + pixels <= self.most)
+            self.now += pixels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.now -= pixels
+                self._changed.notify_all()
+
+
+PIXELS_IN_FLIGHT = 1 << 26
+"""Pixels that all threads of a process decode at once; with transparency, a pixel takes about 20 bytes at the peak."""
+MOST_IMAGE = 1 << 29
+"""Largest image file, in bytes. `dataset.max_pixels` take less, even uncompressed with 16 bits per channel."""
+_in_flight = _InFlight(PIXELS_IN_FLIGHT)
+
+
+def look_all(paths: Sequence[Path], section: settings.Dataset, measure: Measure | None = None) -> Iterator[Looked]:
+    """Decode files, several at a time, and yield what each is, in order. The arguments are those of `_look`."""
     with _no_bomb_check(), python_warnings.catch_warnings():
-        # Pillow's remarks about odd metadata; what matters is reported here.
+        # Pillow warns about odd metadata; what matters is reported here.
         python_warnings.simplefilter("ignore")
-        # Decoding leaves Python's lock, and map keeps the order. Few at a time: each holds a whole image in memory.
+        # Decoding releases the GIL, and map keeps the order. Few at a time: each holds a whole image in memory.
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
             yield from pool.map(lambda path: _look(path, section, measure), paths)
 
 
-def _look(path: Path, section: config.Dataset, measure: Measure | None = None) -> Looked:
-    """Decode one file completely (a truncated file shows only then) and hash its bytes.
+def _look(path: Path, section: settings.Dataset, measure: Measure | None = None) -> Looked:
+    """Decode one file completely (a truncated file is noticed only then) and hash its bytes.
 
     Args:
         path: the file.
         section: max_pixels, background and frames are read.
-        measure: is given the image as it is in the file and as upright RGB; its answer is `measured`.
+        measure: called with the image as stored and as upright RGB; the result becomes `measured`.
     """
     if path.suffix.lower() in clips.VIDEOS:
         return _look_at_video(path, section, measure)
     try:
-        raw = path.read_bytes()
-    except OSError as error:
-        return Looked(f"cannot be read: {error.strerror}")
-    if not raw:
-        return Looked("is empty (0 bytes)")
-    try:
-        with _opened(io.BytesIO(raw)) as image:
-            if image.width * image.height > section.max_pixels:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not size:
+                return Looked("is empty (0 bytes)")
+            beginning = file.read(12)
+            file.seek(0)
+            try:
+                with _opened(file) as image:
+                    width, height = image.size
+            except ImageError as error:
+                return Looked(f"{error} ({_beginning(beginning)})" if "not a readable" in str(error) else str(error))
+            if width * height > section.max_pixels:
                 return Looked(
-                    f"has {image.width} x {image.height} = {image.width * image.height:,} pixels, "
+                    f"has {width} x {height} = {width * height:,} pixels, "
                     f"more than dataset.max_pixels = {section.max_pixels:,}"
                 )
-            # Phones write JPEGs with a second picture inside (MPO): a preview or depth map, no animation.
+            # A file of few pixels may still be large, and its bytes are in memory too.
+            with _in_flight.hold(width * height + size // 16):
+                file.seek(0)
+                return _look_at_image(rest_of(file, MOST_IMAGE), section, measure)
+    except OSError as error:
+        return Looked(f"cannot be read: {error.strerror}")
+
+
+def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | None) -> Looked:
+    """Decode an image, as `_look` does, from the bytes of a file whose size in pixels was accepted."""
+    try:
+        with _opened(io.BytesIO(raw)) as image:
+            # Phones write JPEGs with a second image inside (MPO): a preview or depth map, not an animation.
             frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
             format = "JPEG" if image.format == "MPO" else image.format or ""
             rgb, converted, problem = _upright_rgb(image, section.background)
             measured = measure(image, rgb) if measure else None
             timeline = _timeline(image) if section.frames and frames > 1 and format in ANIMATIONS else None
     except ImageError as error:
-        return Looked(f"{error} ({_beginning(raw)})" if "not a readable" in str(error) else str(error))
+        return Looked(str(error))
     known = hashlib.sha256(raw).hexdigest(), format, frames, converted, problem, measured, timeline
     return Looked("", *rgb.size, *known)
 
 
+HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+"""Brands of HEIF files. Of all HEIF files, Pillow reads only AVIF."""
+
+
 def _beginning(raw: bytes) -> str:
-    """What a file that is no image begins with, often a page of HTML that was saved in its place."""
+    """Describe the first bytes of a file that is not an image; often it is an HTML page saved in the image's place."""
+    if raw[4:8] == b"ftyp" and raw[8:12] in HEIC:
+        return "it is HEIC, whatever its name says; convert it to JPEG or PNG"
     text = raw[:12].decode("ascii", "replace").strip()
     if text.isprintable() and text and "\ufffd" not in text:
         return f'it begins with "{text}"'
     return f"its first bytes are {raw[:8].hex(' ')}"
 
 
-def _look_at_video(path: Path, section: config.Dataset, measure: Measure | None) -> Looked:
+def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | None) -> Looked:
     try:
-        timeline, first = clips.look(path, section.max_pixels)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            timeline, first = clips.look(path, section.max_pixels)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return Looked(f"cannot be read: {error.strerror}")
@@ -157,7 +213,7 @@ def _look_at_video(path: Path, section: config.Dataset, measure: Measure | None)
 
 
 def open_image(source: str | Path | BinaryIO, background: str = "#ffffff") -> Image.Image:
-    """Decode an image file into upright RGB (the first frame if there are several).
+    """Decode an image file into upright RGB (the first frame if it has several).
 
     Args:
         source: a path or a binary file object.
@@ -171,14 +227,14 @@ def open_image(source: str | Path | BinaryIO, background: str = "#ffffff") -> Im
 
 
 def open_mask(source: str | Path | BinaryIO, alpha: bool = False) -> Image.Image:
-    """Decode a mask into upright greys (mode L): 255 is trained in full, 0 is outside.
+    """Decode a mask into upright greys (mode L): 255 is trained in full, 0 is outside the mask.
 
     Args:
-        source: as of `open_image`.
-        alpha: the transparency is the mask, and not what is seen.
+        source: as in `open_image`.
+        alpha: take the transparency as the mask instead of the visible pixels.
 
     Raises:
-        ImageError: as `open_image`.
+        ImageError: as in `open_image`.
     """
     with _no_bomb_check(), _opened(source) as image:
         image.load()
@@ -186,21 +242,21 @@ def open_mask(source: str | Path | BinaryIO, alpha: bool = False) -> Image.Image
 
 
 def opacity_of(image: Image.Image, rgb: Image.Image) -> Light | None:
-    """A measure for `look_all`: the opacity of the upright picture, if it has any."""
+    """Measure the opacity of an upright image, for `look_all`; None if it has no transparency."""
     opacity = _eight_bits(ImageOps.exif_transpose(image))[1]
     return None if opacity is None else _light(opacity)
 
 
 def light_of(image: Image.Image, rgb: Image.Image) -> Light:
-    """A measure for `look_all`: the greys of the upright mask."""
+    """Measure the greys of an upright mask, for `look_all`."""
     return _light(_mask_in(ImageOps.exif_transpose(image)))
 
 
 def read_clip(path: Path, numbers: Sequence[int], background: str) -> list[Image.Image]:
-    """The frames of a clip with these numbers (not decreasing) as upright RGB pictures.
+    """Decode these frames of a clip as upright RGB images; the frame numbers must not decrease.
 
     Raises:
-        ImageError, clips.ClipError: it cannot be decoded, or has fewer frames.
+        ImageError, clips.ClipError: the clip cannot be decoded, or has fewer frames.
     """
     if path.suffix.lower() in clips.VIDEOS:
         return clips.read(path, numbers)
@@ -228,7 +284,7 @@ def _mask_in(image: Image.Image, alpha: bool = False) -> Image.Image:
 
 
 def _timeline(image: Image.Image) -> clips.Timeline:
-    """When the frames of an animation are shown, all of which are decoded."""
+    """Decode all frames of an animation and return when each is shown."""
     starts, now = [], Fraction(0)
     for number in range(image.n_frames):
         image.seek(number)
@@ -242,7 +298,7 @@ def _timeline(image: Image.Image) -> clips.Timeline:
 
 @contextlib.contextmanager
 def _no_bomb_check() -> Iterator[None]:
-    """Lift Pillow's own pixel cap: `dataset.max_pixels`, checked before decoding, is the one that counts."""
+    """Lift Pillow's own pixel limit: `dataset.max_pixels`, checked before decoding, replaces it."""
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         yield
@@ -260,17 +316,18 @@ class _Decoded(NamedTuple):
 
 @contextlib.contextmanager
 def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
-    """The image with only its header read. Whatever goes wrong in the block becomes an ImageError in plain words."""
+    """Open an image and read only its header. Any error inside the block becomes an ImageError in plain words."""
     try:
-        with Image.open(source, formats=FORMATS) as image:
-            yield image
+        with contextlib.ExitStack() as held:
+            file = held.enter_context(open_regular(source)) if isinstance(source, str | Path) else source
+            yield held.enter_context(Image.open(file, formats=FORMATS))
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
         raise ImageError("is not a readable image") from None
     except MemoryError:
         raise ImageError("does not fit into memory when decoded") from None
-    # Decoders of damaged files raise OSError, SyntaxError, ValueError, struct.error, EOFError and more.
+    # Decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError and more for damaged files.
     except Exception as error:
         raise ImageError(f"cannot be decoded: {str(error) or type(error).__name__}") from error
 
@@ -295,17 +352,18 @@ def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
 
 
 def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """The picture with 8 bits per channel, in mode L, RGB, CMYK or LAB, and its transparency (L) if it has any."""
+    """Return the image with 8 bits per channel (L, RGB, CMYK or LAB), and its transparency (mode L) if it has any."""
     mode = image.mode
     if mode.startswith("I;16"):
-        return _grey(image, np.asarray(image).astype(np.float64) * (255 / 65535))
+        return _grey(image, np.asarray(image), 255 / 65535)
     if mode == "I":
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ImageError(f"has 32-bit values {values.min()}..{values.max()}; save it with 8 or 16 bits per channel")
-        return _grey(image, values * (255 / 65535))
+        return _grey(image, values, 255 / 65535)
     if mode == "F":
-        return _grey(image, np.asarray(image).astype(np.float64) * _float_scale(image))
+        values = np.asarray(image)
+        return _grey(image, values, _float_scale(values))
     if mode == "La":
         image = image.convert("LA")
     if mode in ("RGBA", "LA", "La", "RGBa", "PA") or "transparency" in image.info:
@@ -317,9 +375,8 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     return image if mode in ("CMYK", "LAB") else image.convert("RGB"), None
 
 
-def _float_scale(image: Image.Image) -> float:
-    """Factor from the values of a floating-point image to 0..255; see the module's docstring."""
-    values = np.asarray(image)
+def _float_scale(values: np.ndarray) -> float:
+    """Return the factor that maps a floating-point image to 0..255; see the module's docstring."""
     if not np.isfinite(values).all():
         raise ImageError("has floating-point values that are not finite")
     low, high = float(values.min()), float(values.max())
@@ -328,10 +385,24 @@ def _float_scale(image: Image.Image) -> float:
     return 255.0 if high <= 1 else 1.0 if high <= 255 else 255 / 65535
 
 
-def _grey(image: Image.Image, grey_HW: np.ndarray) -> tuple[Image.Image, Image.Image | None]:
-    """Grey values 0..255 as mode L; of a transparent grey (PNG's tRNS, in the file's own units) the transparency."""
+ROWS = 1 << 20
+"""Values of a grey image that are converted at a time: in float64, all of them would take 16 bytes per pixel."""
+
+
+def _grey(image: Image.Image, values_HW: np.ndarray, scale: float) -> tuple[Image.Image, Image.Image | None]:
+    """Convert the values of a grey image, times `scale`, to mode L.
+
+    Returns:
+        The grey image, and its transparency if the file declares one value, in the file's own units, transparent (PNG's
+        tRNS).
+    """
+    grey_HW = np.empty(values_HW.shape, np.uint8)
+    step = max(1, ROWS // values_HW.shape[1])
+    for start in range(0, len(values_HW), step):
+        rows = slice(start, start + step)
+        grey_HW[rows] = np.rint(values_HW[rows].astype(np.float64) * scale)
     transparent = image.info.get("transparency")
     alpha = None
     if isinstance(transparent, int):
-        alpha = Image.fromarray(np.where(np.asarray(image) == transparent, 0, 255).astype(np.uint8))
-    return Image.fromarray(np.rint(grey_HW).astype(np.uint8)), alpha
+        alpha = Image.fromarray(np.where(values_HW == transparent, np.uint8(0), np.uint8(255)))
+    return Image.fromarray(grey_HW), alpha

@@ -1,18 +1,18 @@
-"""The dataset's doctor: everything worth knowing about a folder of pictures before anything is trained on it.
+"""Examine a dataset: everything worth knowing about its images and captions before training on it.
 
-`examine` decodes every picture, reads every caption, and gives figures (sizes, shapes, buckets and what their crops cut
-off, tags, caption lengths) and findings. A *finding* is one kind of thing, with the files that it is true of, what it
-is and what to do about it; a *problem* stops a training, a *warning* costs quality, a *note* is good to know. Nothing
-is written into the user's folders.
+`examine` decodes every image, reads every caption, and returns figures (sizes, aspect ratios, buckets and what their
+crops cut off, tags, caption lengths) and findings. A *finding* is one kind of observation with the files that it
+applies to, what it means, and what to do about it: a *problem* prevents training, a *warning* costs quality, a *note*
+is good to know. Nothing is written into the user's folders.
 
-What is estimated says so. Near-duplicates are pictures whose 256-bit difference hash (is each cell of a 17 x 16 grey
-miniature darker than its neighbour?) differs in few bits; mirrored or strongly cropped copies are not found. Fine
-detail is the variance of a Laplacian at the training's area: low for blurred pictures, and for smooth ones, too. Tokens
-are counted by words, marks and ideographs, which is rough.
+Estimates are marked as such. Near-duplicates are images whose 256-bit difference hashes differ in few bits (a bit says
+whether a cell of a 17 x 16 grey thumbnail is darker than its left neighbour); mirrored or strongly cropped copies are
+not found. Fine detail is the variance of a Laplacian, at an area of at most 512 x 512: it is low for blurred images,
+and for smooth ones too. Tokens are counted roughly, by words, punctuation marks and ideographs.
 
-Of a clip the first frame is looked at as a picture is, and the whole is decoded for its length.
+The first frame of a clip is examined as an image is, and the whole clip is decoded for its length.
 
-No torch here: the web page starts this as a program of its own, and it should answer at once.
+This module does not import torch: the web page starts it as a separate program, which should answer at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -31,28 +31,29 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lora_fp8 import config
-from lora_fp8.config import UserError
-from lora_fp8.data import buckets, captions, clips, decoding, images
-from lora_fp8.run import atomic_write
+from .. import settings
+from ..common.writing import atomic_write
+from ..errors import UserError
+from . import buckets, captions, clips, decoding, images
+from .caption_style import find_sentences_used_as_tags, shorten
 
 FACTS_VERSION = 4
-"""Raise it when `_measure` or `decoding.light_of` changes: remembered facts of another version are measured again."""
+"""Increase it when `_measure` or `decoding.light_of` changes: remembered facts of other versions are measured again."""
 
 BUCKET_STEP = 64
-"""families.base's default, where dataset.bucket_step is "auto"."""
+"""Used where dataset.bucket_step is "auto"; the default of `families.base`."""
 
 SAME_BITS = 10
-"""Near-duplicates differ in at most so many of 256 bits."""
+"""Largest number of differing bits, of 256, between near-duplicates."""
 
 LITTLE_DETAIL = 20.0
-"""Variance of the Laplacian, of 8-bit greys, below which a picture is told of."""
+"""Variance of the Laplacian of 8-bit greys below which an image is reported."""
 
 MUCH_CUT = 0.2
-"""Share of a picture beyond which a crop is told of."""
+"""Fraction of an image that a crop may cut off without being reported."""
 
 CLIP_TOKENS = 75
-"""What CLIP's text encoders read of a caption."""
+"""Tokens of a caption that CLIP's text encoders read."""
 
 CLIP_FAMILIES = ("sd15", "sd2", "sdxl")
 
@@ -84,6 +85,21 @@ KINDS = {
         "problem",
         "the caption {detail} is empty",
         "write one, run `lora-fp8 caption`, or set dataset.missing_caption to 'trigger' or 'skip'",
+    ),
+    "caption_damaged": (
+        "problem",
+        "the caption {detail} was damaged, as by a crash",
+        "run `lora-fp8 dataset repair FOLDER`, which restores it from the journal of caption edits",
+    ),
+    "caption_half_done": (
+        "warning",
+        "{detail}",
+        "a crash or a full disk left this edit half done; `lora-fp8 dataset repair FOLDER` takes it back",
+    ),
+    "caption_leftover": (
+        "note",
+        "{detail}",
+        "temporary files of a caption edit that was killed; `lora-fp8 dataset repair FOLDER` deletes them",
     ),
     "clip_refused": ("problem", "a video of {detail}, and this model is trained on pictures", "take it out"),
     "clip_unset": (
@@ -158,6 +174,16 @@ KINDS = {
         "the caption has the choice {detail}, and dataset.wildcards is off",
         "set dataset.wildcards = true to have one of its words drawn each time; else it is trained as it is written",
     ),
+    "sentences_shuffled": (
+        "warning",
+        "the caption looks like sentences, and is shuffled at its commas: {detail}",
+        "set dataset.shuffle_tags = false and dataset.tag_dropout = 0",
+    ),
+    "sentences_cut": (
+        "warning",
+        "the caption looks like sentences, and loses parts at its commas: {detail}",
+        "set dataset.tag_dropout = 0",
+    ),
     "uneven": (
         "warning",
         "{detail}",
@@ -174,27 +200,30 @@ KINDS = {
         "with a batch size above 1 it makes a batch of its own; crop it to the shape of others if that matters",
     ),
 }
-"""Every kind of finding. The page has the same sentences in its languages."""
+"""All kinds of findings. The web page has its own texts for them, in each of its languages."""
 
 LEVELS = ("problem", "warning", "note")
 
 
 @dataclass
 class Finding:
-    """One kind of thing and the files that it is true of, each with the detail that its sentence names."""
+    """One kind of finding, and the files that it applies to, each with the detail that completes its sentence."""
 
     kind: str
     level: str
     files: list[tuple[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, with the sentence of each file."""
         files = [{"file": file, "detail": detail, "what": self.what(detail)} for file, detail in self.files]
         return {"kind": self.kind, "level": self.level, "do": KINDS[self.kind][2], "files": files}
 
     def what(self, detail: str) -> str:
+        """Return the sentence for a file, completed with its detail."""
         return KINDS[self.kind][1].format(detail=detail)
 
     def lines(self, most: int = 8) -> list[str]:
+        """Return lines for people, with at most `most` files."""
         shown = [f"  {file}: {self.what(detail)}" if file else f"  {detail}" for file, detail in self.files[:most]]
         more = len(self.files) - most
         shown += [f"  and {more} more"] if more > 0 else []
@@ -203,7 +232,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one picture file is; `error` alone counts if it is not empty."""
+    """The facts about one image or video file. If `error` is not empty, nothing else is valid.
+
+    Attributes:
+        mode: Pillow's mode of the file.
+        opacity: see `decoding.opacity_of`; for a mask, see `decoding.light_of`.
+        orientation: EXIF orientation, 1 to 8.
+        look: the difference hash, as 64 hex digits.
+        detail: variance of the Laplacian.
+        grey: mean of the greys, 0 to 255.
+        seconds: length of a clip, as a fraction; "" for an image.
+
+    The others are as in `decoding.Looked`.
+    """
 
     error: str = ""
     width: int = 0
@@ -219,16 +260,20 @@ class Facts:
     detail: float = 0.0
     grey: float = 0.0
     seconds: str = ""
-    """opacity: see `decoding.opacity_of`; look: 64 hex digits of the difference hash; detail: variance of the
-    Laplacian; grey: the mean, 0 to 255; seconds: how long a clip lasts, as a fraction"""
 
 
 @dataclass
 class Diagnosis:
     """Figures and findings of a dataset.
 
-    `pictures` has file, width and height of each picture that can be read, and of a clip seconds, fps (on average),
-    frames, pieces (how many are cut out of it) and length (frames of a piece).
+    Attributes:
+        pictures: file, width and height of each readable image; for clips also seconds, fps (on average), frames,
+            pieces (how many are cut out of it) and length (frames of a piece).
+        findings: most severe first.
+        buckets: size, count, cut and most_cut (mean and largest fraction cut off) and enlarged (count) of each bucket.
+        tags: number of captions with each tag.
+        counts: other figures by name.
+        resolution, step: what the buckets were computed with.
     """
 
     pictures: list[dict[str, Any]] = field(default_factory=list)
@@ -241,10 +286,11 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether a training could start."""
+        """True if training could start."""
         return not any(finding.level == "problem" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
         return {
             "ok": self.ok,
             "counts": self.counts,
@@ -259,6 +305,7 @@ class Diagnosis:
         }
 
     def lines(self) -> list[str]:
+        """Return the report for people."""
         counts = self.counts
         lines = [
             f"{counts['pictures']} pictures, {counts['shown']} per epoch with repeats; {counts['captions']} captions, "
@@ -290,7 +337,7 @@ class Diagnosis:
 
 
 def _measure(image: Image.Image, rgb: Image.Image) -> dict[str, Any]:
-    """Facts that need the pixels: `image` is as in the file, `rgb` as it is trained."""
+    """Measure what needs the pixels: `image` is as stored in the file, `rgb` as it is trained."""
     grey = rgb.convert("L")
     cells = np.asarray(grey.resize((17, 16), Image.Resampling.BOX), dtype=np.int16)
     small = grey
@@ -322,20 +369,31 @@ def _facts(looked: decoding.Looked) -> Facts:
     return Facts(**known, profile_problem=looked.profile_problem, seconds=seconds, **looked.measured)
 
 
+def is_remembered(file: Path) -> bool:
+    """Return True if the file is empty or begins as the `remember` files of `examine` do."""
+    try:
+        with open(file, "rb") as read:
+            return read.read(len(_REMEMBERED)) in (_REMEMBERED, b"")
+    except OSError:
+        return False
+
+
+_REMEMBERED = b'{"version": '
+
+
 class _Memory:
-    """The facts of files, pictures and masks apart; those remembered of files with the same size and time are not
-    measured again.
+    """The measured facts of images and masks, which are kept until a file's size or modification time changes.
 
     Args:
-        file: where they are kept; None keeps nothing.
+        file: where the facts are kept between runs; None keeps nothing.
         section: max_pixels, background and frames are read.
     """
 
-    def __init__(self, file: Path | None, section: config.Dataset) -> None:
+    def __init__(self, file: Path | None, section: settings.Dataset) -> None:
         self.file, self.section = file, section
         self.kept = {"version": FACTS_VERSION, "limits": [section.max_pixels, bool(section.frames)]}
         if file is not None:
-            # Nothing remembered yet, or in a file that is torn or of something else: measured again.
+            # A file that is missing, damaged or something else remembers nothing: all is measured again.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 stored = json.loads(file.read_text(encoding="utf-8"))
                 self.kept = stored if all(stored[key] == value for key, value in self.kept.items()) else self.kept
@@ -347,7 +405,14 @@ class _Memory:
         measure: Callable[[Image.Image, Image.Image], Any],
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Facts]:
-        """Of each file of this kind, all of which are given at once. `progress` is called with (files done, of all)."""
+        """Return the facts of all files of one kind, in order; measure those that are not remembered.
+
+        Args:
+            kind: "pictures" or "masks"; a call replaces what is remembered of its kind.
+            paths: all files of this kind.
+            measure: see `decoding.look_all`; returns the fields of `Facts` that need pixels.
+            progress: called with (files done, files in all).
+        """
         known = self.kept.get(kind, {})
         stamps = []
         for path in paths:
@@ -384,8 +449,8 @@ class _Memory:
         except OSError as error:
             raise UserError(f"{self.file}: cannot be written ({error.strerror})") from None
 
-    def masks(self, paths: Sequence[Path], section: config.Dataset) -> list[decoding.Looked]:
-        """As `images.look_at_masks`."""
+    def masks(self, paths: Sequence[Path], section: settings.Dataset) -> list[decoding.Looked]:
+        """Decode masks as `images.look_at_masks` does, with what is remembered of them."""
         facts = self.facts("masks", paths, lambda image, rgb: {"opacity": decoding.light_of(image, rgb)})
         return [
             decoding.Looked(fact.error, fact.width, fact.height, fact.sha256, measured=fact.opacity) for fact in facts
@@ -406,35 +471,74 @@ _IDEOGRAPHS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
 
 def rough_tokens(caption: str) -> int:
-    """About how many tokens a caption has: words (long ones count for more), marks, and ideographs one by one."""
+    """Estimate the number of tokens of a caption from its words (long ones count as several), marks and ideographs."""
     pieces = re.findall(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+|[^\w\s]", caption)
     return sum(1 + (len(piece) - 1) // 8 for piece in pieces)
 
 
 def examine(
-    section: config.Dataset,
+    section: settings.Dataset,
     *,
     resolution: int,
     step: int = BUCKET_STEP,
     family: str = "",
     clip_rate: int | None = None,
-    unmasked_weight: float = config.Objective().unmasked_weight,
+    unmasked_weight: float = settings.Objective().unmasked_weight,
     remember: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diagnosis:
-    """Look at every picture and caption.
+    """Examine every image and caption.
 
     Args:
         section: `[dataset]`.
-        resolution, step: numbers for the buckets; the section may leave them to the family.
-        family: whose text encoder's limit counts; "" has none.
+        resolution, step: numbers for the buckets, as the section may leave them to the family.
+        family: model family whose text encoder limits the length of captions; "" for no limit.
         clip_rate, unmasked_weight: as in `images.scan`.
-        remember: a file for what was measured, so that the next look at the same pictures is quick.
-        progress: is called with (pictures done, of all).
+        remember: file that keeps measured facts, so that the next examination of the same images is quick.
+        progress: called with (images done, images in all).
 
     Raises:
-        UserError: bucket numbers that exclude each other, or `remember` cannot be written.
+        UserError: the bucket numbers contradict each other, or `remember` cannot be written.
     """
+    told = _Told()
+    found, names = _list_images(section, told)
+    memory = _Memory(remember, section)
+    facts = memory.facts("pictures", [path for _, _, path, _ in found], _measure, progress)
+    masks = _look_at_masks(section, unmasked_weight, found, facts, memory, told)
+    own = _own_names(found, names)
+    damaged = _look_at_edits(section, found, names, told)
+    whole = [i for i, name in enumerate(names) if name not in damaged]
+    texts = _look_at_captions(section, [found[i] for i in whole], [names[i] for i in whole], own, told, family)
+    usable = [i for i, fact in enumerate(facts) if not fact.error]
+    cut = _look_at_files(section, found, names, facts, clip_rate, told)
+    _look_for_copies([(names[i], facts[i]) for i in usable if names[i] in own], told)
+    sides = [section.folders[index].resolution or resolution for index, *_ in found]
+    entries = [(names[i], facts[i], sides[i], masks[i]) for i in usable]
+    placed = _look_at_buckets(entries, cut, section, step, told)
+    _look_at_balance(section, found, usable, told)
+    clip_names = [names[i] for i in usable if _is_clip(facts[i], section)]
+    repeats = [section.folders[index].repeats for index, *_ in found]
+    return Diagnosis(
+        pictures=[_told_of(names[i], facts[i], cut[names[i]]) for i in usable],
+        findings=told.findings(),
+        buckets=placed,
+        tags=_count_tags(texts.values(), section.tag_separator),
+        counts={
+            "pictures": len(found),
+            "readable": len(usable),
+            "clips": len(clip_names),
+            "masked": sum(mask is not None for mask in masks),
+            "pieces": sum(len(cut[name]) for name in clip_names),
+            "shown": sum(n * len(cut.get(name, [1])) for n, name in zip(repeats, names, strict=True)),
+            **_count_captions(texts.values()),
+        },
+        resolution=resolution,
+        step=step,
+    )
+
+
+def _list_images(section: settings.Dataset, told: _Told) -> tuple[list[Any], list[str]]:
+    """Return the entries of `images.list_folder` for all folders, and the name of each in the dataset."""
     report = images.ScanReport()
     images.warn_of_nested(section, report)
     found = [
@@ -442,66 +546,42 @@ def examine(
         for index in range(len(section.folders))
         for entry in images.list_folder(index, section, report, videos=True)
     ]
-    several = len(section.folders) > 1
-    names = [f"{index}/{path.relative_to(root).as_posix()}" if several else path.relative_to(root).as_posix()
-             for index, root, path, _ in found]  # fmt: skip
-    memory = _Memory(remember, section)
-    facts = memory.facts("pictures", [path for _, _, path, _ in found], _measure, progress)
-    told = _Told()
-    for line in report.problems:
-        told("folder", "", line, level="problem")
-    for line in report.warnings:
-        told("folder", "", line)
-    masks = _look_at_masks(section, unmasked_weight, found, facts, memory, told)
-    # A folder may be named twice, to be trained at two sizes: its files are no copies of themselves.
+    told.add_report("folder", report)
+    names = [path.relative_to(root).as_posix() for _, root, path, _ in found]
+    if len(section.folders) > 1:
+        names = [f"{index}/{name}" for (index, *_), name in zip(found, names, strict=True)]
+    return found, names
+
+
+def _own_names(found: list[Any], names: list[str]) -> set[str]:
+    """Return the first name of each file.
+
+    A folder may be listed twice, to be trained at two sizes: its files are not copies of themselves.
+    """
     first: dict[str, str] = {}
     for name, (_, _, path, _) in zip(names, found, strict=True):
         first.setdefault(os.path.realpath(path), name)
-    own = set(first.values())
-    texts = _look_at_captions(section, found, names, own, told, family)
-    usable = [i for i, fact in enumerate(facts) if not fact.error]
-    cut = {}
-    for (index, *_), name, fact in zip(found, names, facts, strict=True):
-        _look_at_picture(name, fact, told, _is_clip(fact, section), section.folders[index].mask)
-        if not fact.error:
-            cut[name] = _look_at_clip(name, fact, section, clip_rate, told)
-    _look_for_copies([(names[i], facts[i]) for i in usable if names[i] in own], told)
-    sides = [section.folders[index].resolution or resolution for index, *_ in found]
-    entries = [(names[i], facts[i], sides[i], masks[i]) for i in usable]
-    placed = _look_at_buckets(entries, cut, section, step, told)
-    _look_at_balance(section, found, usable, told)
-    words = [len(text.split()) for text in texts.values()]
-    shown = [
-        section.folders[index].repeats * (len(cut[name]) if name in cut else 1)
-        for (index, *_), name in zip(found, names, strict=True)
-    ]
-    counts = {
-        "pictures": len(found),
-        "readable": len(usable),
-        "clips": sum(_is_clip(facts[i], section) for i in usable),
-        "masked": sum(mask is not None for mask in masks),
-        "pieces": sum(len(cut[names[i]]) for i in usable if _is_clip(facts[i], section)),
-        "shown": sum(shown),
+    return set(first.values())
+
+
+def _count_tags(texts: Iterable[str], separator: str) -> Counter[str]:
+    """Return the number of captions that have each tag."""
+    return Counter(tag for text in texts for tag in dict.fromkeys(captions.split_tags(text, separator)))
+
+
+def _count_captions(texts: Collection[str]) -> dict[str, int]:
+    """Return the figures about captions: how many there are, how many differ, and their lengths in words."""
+    words = [len(text.split()) for text in texts]
+    return {
         "captions": len(texts),
-        "different_captions": len(set(texts.values())),
+        "different_captions": len(set(texts)),
         "shortest_words": min(words, default=0),
         "longest_words": max(words, default=0),
     }
-    return Diagnosis(
-        pictures=[_told_of(names[i], facts[i], cut[names[i]]) for i in usable],
-        findings=told.findings(),
-        buckets=placed,
-        tags=Counter(
-            tag for text in texts.values() for tag in dict.fromkeys(captions.split_tags(text, section.tag_separator))
-        ),
-        counts=counts,
-        resolution=resolution,
-        step=step,
-    )
 
 
 class _Told:
-    """Collects findings."""
+    """Collects findings; a call adds one file to a kind."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
@@ -509,8 +589,15 @@ class _Told:
     def __call__(self, kind: str, file: str, detail: str = "", level: str = "") -> None:
         self.found[level or KINDS[kind][0], kind].append((file, detail))
 
+    def add_report(self, kind: str, report: images.ScanReport) -> None:
+        """Add the problems and warnings of a scan as findings of one kind."""
+        for line in report.problems:
+            self(kind, "", line, level="problem")
+        for line in report.warnings:
+            self(kind, "", line)
+
     def findings(self) -> list[Finding]:
-        """The gravest first, then in the order of `KINDS`."""
+        """Return the findings, most severe first, then in the order of `KINDS`."""
         order = list(KINDS)
         keys = sorted(self.found, key=lambda key: (LEVELS.index(key[0]), order.index(key[1])))
         return [Finding(kind, level, self.found[level, kind]) for level, kind in keys]
@@ -520,22 +607,22 @@ def _told_of(name: str, fact: Facts, cut: list[int]) -> dict[str, Any]:
     told: dict[str, Any] = {"file": name, "width": fact.width, "height": fact.height}
     if fact.seconds:
         seconds = float(Fraction(fact.seconds))
-        rate = fact.frames / seconds if seconds else 0.0  # a single frame may stand for no time
+        rate = fact.frames / seconds if seconds else 0.0  # a single frame may have no duration
         told |= {"seconds": round(seconds, 3), "fps": round(rate, 3), "frames": fact.frames}
         told |= {"pieces": len(cut), "length": max(cut, default=0)}
     return told
 
 
-def _is_clip(fact: Facts, section: config.Dataset) -> bool:
+def _is_clip(fact: Facts, section: settings.Dataset) -> bool:
     return bool(section.frames and fact.seconds)
 
 
-def _look_at_clip(name: str, fact: Facts, section: config.Dataset, clip_rate: int | None, told: _Told) -> list[int]:
-    """Frames of each example that the file gives: [1] for a picture."""
+def _look_at_clip(name: str, fact: Facts, section: settings.Dataset, clip_rate: int | None, told: _Told) -> list[int]:
+    """Return the number of frames of each example in the file: [1] for an image."""
     if not fact.seconds:
         return [1]
     seconds = Fraction(fact.seconds)
-    if not section.frames:  # an animation is its first frame, which has no seconds: this is a video
+    if not section.frames:  # an animation would be read as its first frame here, without seconds: this is a video
         told("clip_refused" if clip_rate == 0 else "clip_unset", name, f"{float(seconds):.3g} s")
         return []
     rate = clip_rate if section.fps == "auto" else section.fps
@@ -554,14 +641,14 @@ def _look_at_clip(name: str, fact: Facts, section: config.Dataset, clip_rate: in
 
 
 def _look_at_masks(
-    section: config.Dataset,
+    section: settings.Dataset,
     unmasked_weight: float,
     found: list[Any],
     facts: list[Facts],
     memory: _Memory,
     told: _Told,
 ) -> list[images.Mask | None]:
-    """The mask of each picture; what is odd about them is told as a training tells it."""
+    """Find the mask of each image, and report problems with masks exactly as training does."""
     report = images.ScanReport()
     seen = [
         None
@@ -570,11 +657,25 @@ def _look_at_masks(
         for fact in facts
     ]
     masks = images.find_masks(section, unmasked_weight, found, seen, report, memory.masks)
-    for line in report.problems:
-        told("mask", "", line, level="problem")
-    for line in report.warnings:
-        told("mask", "", line)
+    told.add_report("mask", report)
     return masks
+
+
+def _look_at_files(
+    section: settings.Dataset,
+    found: list[Any],
+    names: list[str],
+    facts: list[Facts],
+    clip_rate: int | None,
+    told: _Told,
+) -> dict[str, list[int]]:
+    """Report what is odd about each file. Returns what `_look_at_clip` does for each file that can be read, by name."""
+    cut = {}
+    for (index, *_), name, fact in zip(found, names, facts, strict=True):
+        _look_at_picture(name, fact, told, _is_clip(fact, section), section.folders[index].mask)
+        if not fact.error:
+            cut[name] = _look_at_clip(name, fact, section, clip_rate, told)
+    return cut
 
 
 def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool, mask: str) -> None:
@@ -597,10 +698,45 @@ def _look_at_picture(name: str, fact: Facts, told: _Told, clip: bool, mask: str)
         told("little_detail", name, f"{fact.detail:.1f}")
 
 
+def _look_at_edits(section: settings.Dataset, found: list[Any], names: list[str], told: _Told) -> set[str]:
+    """Report what crashes and killed caption edits left behind. Return the images whose captions are damaged."""
+    of_stem = {
+        (index, path.relative_to(root).with_suffix("").as_posix()): name
+        for name, (index, root, path, _) in zip(names, found, strict=True)
+    }
+    damaged = set()
+    for index, folder in enumerate(section.folders):
+        try:
+            repair = captions.repair(Path(folder.path), dry_run=True)
+        except UserError:  # no such folder, which is reported elsewhere, or an edit is running in it
+            continue
+        for file in repair.restored:
+            name = of_stem.get((index, os.path.splitext(file)[0]), file)
+            damaged.add(name)
+            told("caption_damaged", name, os.path.basename(file))
+        if repair.title:
+            told("caption_half_done", "", repair.title)
+        for file in repair.swept:
+            told("caption_leftover", "", file)
+    return damaged
+
+
 def _look_at_captions(
-    section: config.Dataset, found: list[Any], names: list[str], own: set[str], told: _Told, family: str
+    section: settings.Dataset, found: list[Any], names: list[str], own: set[str], told: _Told, family: str
 ) -> dict[str, str]:
-    """The captions that can be read, by picture; empty ones left out. `own`: names of which none is another's file."""
+    """Read all captions and report problems with them.
+
+    Args:
+        section: `[dataset]`.
+        found: entries of `images.list_folder`.
+        names: the image of each entry.
+        own: names that no other entry of the same file has; only these count as repeated captions.
+        told: takes the findings.
+        family: as in `examine`.
+
+    Returns:
+        {image: caption} for the captions that can be read and are not empty.
+    """
     texts: dict[str, str] = {}
     for name, (index, _, path, caption_path) in zip(names, found, strict=True):
         trigger = section.trigger_of(index).strip()
@@ -631,11 +767,27 @@ def _look_at_captions(
     for name, text in texts.items():
         if name in own and times[text] > 1:
             told("caption_repeated", name, str(times[text] - 1))
+    _look_for_sentences(section, found, names, texts, told)
     return texts
 
 
+def _look_for_sentences(
+    section: settings.Dataset, found: list[Any], names: list[str], texts: dict[str, str], told: _Told
+) -> None:
+    """Report sentences that training would change as if they were tags, judging each caption with its trigger word."""
+    trained = {
+        name: images.with_trigger(texts[name], section.trigger_of(index))
+        for name, (index, *_) in zip(names, found, strict=True)
+        if name in texts
+    }
+    prose = set(find_sentences_used_as_tags(list(trained.values()), section))
+    for name, caption in trained.items():
+        if caption in prose:
+            told("sentences_shuffled" if section.shuffle_tags else "sentences_cut", name, repr(shorten(texts[name])))
+
+
 def _look_for_copies(entries: list[tuple[str, Facts]], told: _Told) -> None:
-    """Copies by content, and pictures that look alike; each is told of once, with the first that it resembles."""
+    """Report copies and images that look alike, each once, with the first image that it resembles."""
     first: dict[str, str] = {}
     rest: list[tuple[str, Facts]] = []
     for name, fact in entries:
@@ -651,7 +803,7 @@ def _look_for_copies(entries: list[tuple[str, Facts]], told: _Told) -> None:
     bits = np.bitwise_count(hashes).sum(axis=1)
     for i in range(1, len(rest)):
         different = np.bitwise_count(hashes[:i] ^ hashes[i]).sum(axis=1)
-        # An even surface has no darker neighbours: its hash says nothing.
+        # A uniform area has no darker neighbours: its hash says nothing.
         alike = (different <= SAME_BITS) & (np.abs(greys[:i] - greys[i]) < 12) & (bits[:i] >= 16) & (bits[i] >= 16)
         if alike.any():
             told("near_duplicate", rest[i][0], rest[int(np.argmax(alike))][0])
@@ -660,7 +812,7 @@ def _look_for_copies(entries: list[tuple[str, Facts]], told: _Told) -> None:
 def _look_at_buckets(
     entries: list[tuple[str, Facts, int, images.Mask | None]],
     examples: dict[str, list[int]],
-    section: config.Dataset,
+    section: settings.Dataset,
     step: int,
     told: _Told,
 ) -> list[dict[str, Any]]:
@@ -708,8 +860,8 @@ def _look_at_buckets(
     return rows
 
 
-def _look_at_balance(section: config.Dataset, found: list[Any], usable: list[int], told: _Told) -> None:
-    """Folders of the config (with repeats), or subfolders of a single one: is one seen far more than others?"""
+def _look_at_balance(section: settings.Dataset, found: list[Any], usable: list[int], told: _Told) -> None:
+    """Report folders of the config (with repeats), or subfolders of a single one, that are trained far more often."""
     seen: Counter[str] = Counter()
     kohya: dict[str, str] = {}
     for i in usable:
@@ -744,7 +896,7 @@ SHAPES = (("2:1", 2), ("16:9", 16 / 9), ("3:2", 1.5), ("4:3", 4 / 3), ("5:4", 1.
 
 
 def _shapes(pictures: list[dict[str, Any]]) -> dict[str, int]:
-    """How many pictures are nearest to each usual shape, by its name, the most frequent first."""
+    """Count the images nearest to each common aspect ratio, by its name, most frequent first."""
     named = [*SHAPES, *((":".join(reversed(name.split(":"))), 1 / ratio) for name, ratio in SHAPES if ratio > 1)]
     found: Counter[str] = Counter()
     for one in pictures:

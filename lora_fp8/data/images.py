@@ -1,26 +1,27 @@
-"""Images and captions: whatever can be wrong with a dataset is found, and reported at once, before a model loads.
+"""Scan datasets: find the images, captions, control images and masks, and report every problem before a model loads.
 
 `scan` walks the folders of a `[dataset]` section, decodes every image completely, reads every caption, and returns the
 examples together with *problems* (training must not start) and *warnings* (it may). Nothing is guessed: a caption that
-is neither UTF-8 nor UTF-16 with a byte-order mark is a problem that names the file and the offset of the byte. Nothing
-is written into the user's folders.
+is neither UTF-8 nor UTF-16 with a byte-order mark is a problem that names the file and the byte offset. The scan never
+writes into the user's folders.
 
-Captions: `name.txt`, else `name.caption`, beside `name.png`. Lines are joined by spaces. An empty caption counts as
-missing. If there is a trigger word (`Dataset.trigger_of`) and the caption lacks it as a word of its own
-(case counts), it is put in front: "trigger, caption".
+Captions: the caption of `name.png` is `name.txt`, else `name.caption`, in the same folder. Lines are joined by spaces.
+An empty caption counts as missing. If there is a trigger word (`Dataset.trigger_of`) and the caption does not contain
+it as a separate word (case matters), it is prepended: "trigger, caption".
 
-Control pictures, which editing models are shown beside the noise, lie in a folder of their own (`control`), under the
-picture's name with any of the extensions: `name.jpg` for `name.png`, subfolders alike. Several of one picture are
-`name_1`, `name_2` and so on. They are decoded as pictures are, and have no captions.
+Control images, which editing models take beside the noise, are in a separate folder (`control`), under the image's name
+with any of the extensions: `name.jpg` for `name.png`, with the same subfolders. Several control images of one image are
+`name_1`, `name_2` and so on. They are decoded like images and have no captions.
 
-Masks (`mask`) say which part of a picture is trained: white in full, black outside, by their grey values as they are
-stored, without a colour profile. One has its picture's shape, and a clip's counts for all of its frames. They lie in a
-folder of their own, as control pictures do, or beside the pictures under a name such as `*_mask`, and are then no
-pictures; or the picture's own transparency is its mask. What is transparent in a mask is outside. What OneTrainer has
-beside its pictures, `name-masklabel.png` and `name-condlabel.png`, is no picture wherever it lies beside one.
+Masks (`mask`) say which part of an image is trained: white in full, black with the weight objective.unmasked_weight.
+The grey values count as stored, without a colour profile. A mask has the shape of its image; the mask of a clip applies
+to all of its frames. Masks are in a separate folder, as control images are, or beside the images under a name such as
+`*_mask` (such files are then not images), or the image's own transparency is its mask. Transparent parts of a mask
+count as black. Files named as OneTrainer names masks and conditioning images (`name-masklabel.png` and
+`name-condlabel.png`) are not images where they lie beside the image that they belong to.
 
-With `dataset.frames` video files are examples as well, and animations (GIF, WebP, PNG) are clips instead of their first
-frame: see `clips`. A piece of a clip is an example of its own, with the clip's caption.
+With `dataset.frames`, video files are examples too, and animations (GIF, WebP, PNG) are clips, of which otherwise only
+the first frame is used: see `clips`. Each piece of a clip is an example, with the clip's caption.
 """
 
 from __future__ import annotations
@@ -34,22 +35,36 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from lora_fp8 import config
-from lora_fp8.data import clips
-from lora_fp8.data.buckets import Placed, same_shape
-from lora_fp8.data.decoding import BLACK, EXTENSIONS, Box, Light, Looked, light_of, look_all, opacity_of
+from .. import settings
+from ..common.reading import MOST_TEXT, read_bytes
+from ..errors import UserErrors
+from . import clips
+from .buckets import Placed, same_shape
+from .caption_style import warn_of_sentences
+from .decoding import BLACK, EXTENSIONS, Box, Light, Looked, light_of, look_all, opacity_of
+
+OTHER_IMAGES = {
+    **dict.fromkeys((".heic", ".heif", ".hif"), "HEIC"),
+    ".jxl": "JPEG XL",
+    **dict.fromkeys((".jp2", ".j2k", ".jpf", ".jpx"), "JPEG 2000"),
+    **dict.fromkeys((".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"), "camera raw"),
+    **dict.fromkeys((".psd", ".psb"), "Photoshop"),
+    **dict.fromkeys((".tga", ".exr", ".svg"), ""),
+}
+"""Extensions of image formats that are not read -> the name that people know them by; "" shows the extension."""
+OTHER_VIDEOS = (".avi", ".m4v", ".mts", ".m2ts", ".wmv", ".flv", ".mpg", ".mpeg", ".3gp", ".ogv", ".vob")
 
 CAPTIONS = (".txt", ".caption")
 """Caption files in the order of preference."""
 
 
 _MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
-"""Byte-order marks and what follows them."""
+"""Byte-order mark -> Python's name of the encoding that follows it."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """One control picture: pixels of the upright image, and the hash of the file's bytes."""
+    """One control image: pixels of the upright image, and the SHA-256 of the file's bytes."""
 
     path: Path
     width: int
@@ -59,8 +74,14 @@ class Control:
 
 @dataclass(frozen=True)
 class Mask:
-    """What of a picture is trained: the file, the hash of its bytes, and whether its transparency is meant (`alpha`),
-    of the picture itself, and not its greys. `white` is the box of all that is not black, as of `Light`."""
+    """The mask of an image: which part of it is trained.
+
+    Attributes:
+        path: the mask file, or the image itself if `alpha`.
+        sha256: of that file's bytes.
+        alpha: the mask is the image's own transparency, not the grey values of a file.
+        white: box around everything that is not black, as in `Light`.
+    """
 
     path: Path
     sha256: str
@@ -74,16 +95,17 @@ class Example:
 
     Attributes:
         path: the image file.
-        caption: as trained: trigger put in front where needed.
+        caption: as trained, with the trigger word prepended where needed.
         folder_index: which of `[[dataset.folders]]`, from 0.
         relative: path inside that folder, with forward slashes.
-        repeats: how often an epoch shows it.
+        repeats: how often it is trained in an epoch.
         width, height: pixels of the upright image.
         image_sha256: of the file's bytes.
-        controls: its control pictures, in order.
-        frames: of a clip, the numbers of the file's frames that are shown, in order; () for a picture.
-        begins: second of the file at which the first of them is shown, if no other is; None is not known.
-        mask: what of it is trained; None is all.
+        controls: its control images, in order.
+        frames: for a clip, the numbers of the file's frames that it consists of, in order; () for an image.
+        begins: second of the file at which the first of these frames is shown; None if unknown, or if another frame
+            has the same time.
+        mask: which part of it is trained; None means all of it.
     """
 
     path: Path
@@ -101,19 +123,22 @@ class Example:
 
     @property
     def file_uid(self) -> str:
-        """Name of the file inside the dataset, which the pieces of a clip share."""
+        """Key of the file inside the dataset, shared by all pieces of a clip."""
         return f"{self.folder_index}/{self.relative}"
 
     @property
     def uid(self) -> str:
-        """Name of the example inside the dataset; stays when the dataset moves to another place or machine."""
+        """Key of the example inside the dataset; stays the same when the dataset moves to another folder or machine."""
         return f"{self.file_uid}@{self.frames[0]}" if self.frames else self.file_uid
 
 
 @dataclass
 class ScanReport:
-    """What a scan found; `counts` has images, triggered, no_caption, skipped, upscaled, copies, controls, converted
-    (to sRGB), clips (files), masked (images)."""
+    """The result of a scan.
+
+    `counts` has images, triggered, no_caption, skipped, upscaled, copies, controls, converted (to sRGB), clips (files),
+    clip_frames (at the frame rate of training) and masked (images).
+    """
 
     examples: list[Example] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -121,9 +146,9 @@ class ScanReport:
     counts: Counter[str] = field(default_factory=Counter)
 
     def require(self) -> list[Example]:
-        """The examples; raises `config.UserErrors` with all problems if there are any."""
+        """Return the examples; raise `errors.UserErrors` with all problems if there are any."""
         if self.problems:
-            raise config.UserErrors(self.problems, where="dataset")
+            raise UserErrors(self.problems, where="dataset")
         return self.examples
 
 
@@ -131,10 +156,13 @@ class ScanReport:
 
 
 def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
-    """The text in a caption file's bytes, line ends and all; the byte-order mark before it; Python's codec of the rest.
+    """Decode the bytes of a caption file.
+
+    Returns:
+        The text with its line ends, the byte-order mark (b"" if there is none), and Python's name of the encoding.
 
     Raises:
-        ValueError: as `read_caption`.
+        ValueError: as for `read_caption`.
     """
     mark = next((mark for mark in _MARKS if raw.startswith(mark)), b"")
     codec = _MARKS.get(mark, "utf-8")
@@ -151,30 +179,31 @@ def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
 
 
 def read_caption(path: Path) -> str:
-    """A caption file's text on one line: UTF-8 (with or without mark), or UTF-16 with a byte-order mark.
+    """Read a caption file as one line: UTF-8 (with or without a mark), or UTF-16 with a byte-order mark.
 
     Raises:
-        ValueError: the bytes are something else; the message has the offset of the first byte that does not fit.
+        ValueError: the bytes are in another encoding; the message has the offset of the first invalid byte.
     """
-    text = decode_caption(path.read_bytes())[0]
+    text = decode_caption(read_bytes(path, MOST_TEXT))[0]
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 CHOICE = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")
-"""`{red|blue}` in a caption: with dataset.wildcards one of its words is drawn."""
+"""A choice in a caption, such as `{red|blue}`: with dataset.wildcards one of the alternatives is drawn at random."""
 
 
 def choice_in(caption: str) -> str:
-    """The first `{a|b}` of a caption that has words in it, as signs and faces have none; "" where there is none."""
+    """Return the first `{a|b}` of a caption that contains a letter or digit (emoticons do not); "" if there is none."""
     return next((found[0] for found in CHOICE.finditer(caption) if re.search(r"\w", found[1])), "")
 
 
-# Letters that make one word of what they touch. Thai, kana, ideographs and hangul stand beside a word without a space.
+# Characters that join with their neighbours into one word. Thai, kana, ideographs and hangul are left out: they are
+# written next to other words without a space.
 _LETTER = r"[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]"
 
 
 def with_trigger(caption: str, trigger: str) -> str:
-    """The caption with the trigger word in front, unless it has it already as a word of its own."""
+    """Prepend the trigger word to the caption, unless the caption already contains it as a separate word."""
     trigger = trigger.strip()
     if not trigger or re.search(rf"(?<!{_LETTER}){re.escape(trigger)}(?!{_LETTER})", caption):
         return caption
@@ -185,7 +214,7 @@ def with_trigger(caption: str, trigger: str) -> str:
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """(folder, sorted file names) from the root down, in sorted order, hidden names left out.
+    """Yield (folder, sorted file names) for the root and all folders below it, in sorted order, without hidden names.
 
     Links to folders are followed; a folder that was already visited, as in a loop of links, is not visited again.
     """
@@ -204,25 +233,26 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def scan(
-    section: config.Dataset,
+    section: settings.Dataset,
     num_controls: tuple[int, int] | None = None,
-    previews: config.Preview | None = None,
+    previews: settings.Preview | None = None,
     clip_rate: int | None = None,
-    unmasked_weight: float = config.Objective().unmasked_weight,
+    unmasked_weight: float = settings.Objective().unmasked_weight,
 ) -> ScanReport:
-    """Look at every image, caption, control picture and mask of the dataset.
+    """Check every image, caption, control image and mask of the dataset.
 
     Args:
-        section: the `[dataset]` section; folder paths are used as they are given. Where its resolution is "auto",
-            `note_sizes` has to be called for warnings about small images.
-        num_controls: fewest and most control pictures that the model takes with one picture; None does not judge.
-        previews: the `[preview]` section, whose control pictures are looked at too.
-        clip_rate: frames a second of the clips that the model draws, 0 if it draws none; None does not judge.
-        unmasked_weight: the job's `objective.unmasked_weight`; at 0 a mask that is black all over is a problem.
+        section: the `[dataset]` section; folder paths are used as they are given. If its resolution is "auto", the
+            caller has to call `note_sizes` to get the warnings about small images.
+        num_controls: smallest and largest number of control images that the model takes for one image; None skips the
+            check.
+        previews: the `[preview]` section, whose control images are checked too.
+        clip_rate: frames per second of the clips that the model draws, 0 if it draws none; None skips the check.
+        unmasked_weight: the job's `objective.unmasked_weight`; if it is 0, a mask that is black all over is a problem.
 
     Returns:
-        The report. It never raises for what it finds in files: all problems come together. Examples are in the order of
-        the folders in the config, then sorted by path.
+        The report. Faulty files never raise: all problems are reported together. Examples are in the order of the
+        folders in the config, then sorted by path.
     """
     report = ScanReport()
     if not section.folders:
@@ -243,12 +273,9 @@ def scan(
         caption = _caption(path, caption_path, section.trigger_of(index), section, report)
         if look.error or caption is None or shown is None:
             continue
-        _note_oddities(path, look, notes)
+        _note_oddities(path, look, shown, notes)
         if not section.wildcards and (choice := choice_in(caption)):
             notes["choices"].append(f"{path} ({choice})")
-        for control in shown:
-            if not same_shape((look.width, look.height), (control.width, control.height)):
-                notes["shapes"].append(f"{control.path} ({control.width} x {control.height})")
         report.counts["controls"] += len(shown)
         report.counts["masked"] += mask is not None
         report.counts["converted"] += look.converted
@@ -270,11 +297,7 @@ def scan(
             for frames in _pieces(path, look.timeline, section, clip_rate, report, notes)
         ]
     _note_copies(report, notes)
-    report.counts["images"] = len(report.examples)
-    report.counts["copies"] = len(notes["copies"])
-    report.warnings += _warnings(notes)
-    if isinstance(section.resolution, int):
-        note_sizes(report, section, section.resolution)
+    _sum_up(report, notes, section)
     if previews is not None:
         report.problems += preview_controls(previews, section, num_controls)[1]
     if skipped := report.counts["skipped"]:
@@ -284,15 +307,30 @@ def scan(
     return report
 
 
+def _sum_up(report: ScanReport, notes: dict[str, list[str]], section: settings.Dataset) -> None:
+    """Count the examples, and turn the notes into warnings."""
+    report.counts["images"] = len(report.examples)
+    report.counts["copies"] = len(notes["copies"])
+    report.warnings += _warnings(notes)
+    report.warnings += warn_of_sentences(captions_of_files(report.examples), section)
+    if isinstance(section.resolution, int):
+        note_sizes(report, section, section.resolution)
+
+
+def captions_of_files(examples: Sequence[Example]) -> list[str]:
+    """Return the caption of each file once, however many pieces are cut out of it."""
+    return [example.caption for example in {example.file_uid: example for example in examples}.values()]
+
+
 def _pieces(
     path: Path,
     timeline: clips.Timeline | None,
-    section: config.Dataset,
+    section: settings.Dataset,
     clip_rate: int | None,
     report: ScanReport,
     notes: dict[str, list[str]],
 ) -> list[tuple[int, ...]]:
-    """What a file is shown as: a picture once, without numbers of frames; a clip as what is cut out of it."""
+    """Return the frame numbers of each example of a file: an empty tuple for an image, a tuple per piece of a clip."""
     if timeline is None:
         return [()]
     rate = clip_rate if section.fps == "auto" else section.fps
@@ -337,12 +375,12 @@ _NOTES = {
 
 
 def _told(path: str | Path) -> str:
-    """A path as text: a name may be any bytes, and those that are no UTF-8 could be neither logged nor sent."""
+    """Return a path as printable text, as names that are not valid UTF-8 could be neither logged nor sent."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _some(names: list[str], most: int = 8) -> str:
-    """The names, or the first of them and how many more there are."""
+    """Join the names with commas; of more than `most` names, list the first ones and count the rest."""
     return ", ".join(map(_told, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -350,8 +388,11 @@ def _warnings(notes: dict[str, list[str]]) -> list[str]:
     return [f"{_NOTES[kind].format(n=len(names))}: {_some(names)}" for kind, names in notes.items() if names]
 
 
-def note_sizes(report: ScanReport, section: config.Dataset, resolution: int) -> None:
-    """Add warnings about images that are small or narrow for this resolution; `scan` does it where it knows one."""
+def note_sizes(report: ScanReport, section: settings.Dataset, resolution: int) -> None:
+    """Add warnings about images that are small or narrow for this resolution.
+
+    `scan` calls this itself unless the resolution is "auto".
+    """
     notes: dict[str, list[str]] = defaultdict(list)
     for example in {example.file_uid: example for example in report.examples}.values():
         width, height = example.width, example.height
@@ -368,7 +409,10 @@ def note_sizes(report: ScanReport, section: config.Dataset, resolution: int) -> 
 
 
 def outside_masks(placed: Sequence[Placed]) -> list[str]:
-    """A warning about images of whose mask the crop leaves nothing but black; what is black all over has its own."""
+    """Return a warning about images whose mask has white only where the crop removes it; [] if there are none.
+
+    Masks that are black all over are not counted: they have a warning of their own.
+    """
     names = [
         str(one.example.path)
         for one in placed
@@ -377,17 +421,24 @@ def outside_masks(placed: Sequence[Placed]) -> list[str]:
     return _warnings({"outside": list(dict.fromkeys(names))})
 
 
-def _note_oddities(path: Path, look: Looked, notes: dict[str, list[str]]) -> None:
+def _note_oddities(path: Path, look: Looked, controls: Sequence[Control], notes: dict[str, list[str]]) -> None:
+    """Note what is unusual about an image file and its control images, although they can be read."""
     if look.format and look.format != EXTENSIONS[path.suffix.lower()]:
         notes["extension"].append(f"{path} ({look.format})")
     if look.profile_problem:
         notes["profile"].append(f"{path} ({look.profile_problem})")
     if look.frames > 1 and look.timeline is None:
         notes["animated"].append(f"{path} ({look.frames})")
+    for control in controls:
+        if not same_shape((look.width, look.height), (control.width, control.height)):
+            notes["shapes"].append(f"{control.path} ({control.width} x {control.height})")
 
 
 def _note_copies(report: ScanReport, notes: dict[str, list[str]]) -> None:
-    """Copies by content. The same file seen through two folder entries is not one: that has its own warning."""
+    """Note images with equal bytes.
+
+    A file that is reached through two folder entries is not a copy: `warn_of_nested` reports it.
+    """
     first: dict[str, Path] = {}
     for example in report.examples:
         original = first.setdefault(example.image_sha256, example.path)
@@ -395,8 +446,8 @@ def _note_copies(report: ScanReport, notes: dict[str, list[str]]) -> None:
             notes["copies"].append(f"{example.path} (of {original})")
 
 
-def warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
-    """One folder named twice, or inside another: its images count for each."""
+def warn_of_nested(section: settings.Dataset, report: ScanReport) -> None:
+    """Warn about folders that are listed twice or are inside another one: their images count for each entry."""
     real = [Path(os.path.realpath(os.path.expanduser(folder.path))) for folder in section.folders]
     for later, path in enumerate(real):
         for earlier, other in enumerate(real[:later]):
@@ -410,16 +461,71 @@ def warn_of_nested(section: config.Dataset, report: ScanReport) -> None:
                 report.warnings.append(f"folder {inner} is inside folder {outer}; its images count for each")
 
 
-def list_folder(
-    index: int, section: config.Dataset, report: ScanReport, clip_rate: int | None = None, videos: bool = False
-) -> list[tuple[int, Path, Path, Path | None]]:
-    """(folder index, root, image, caption file or None) of every image file of one folder entry.
+@dataclass
+class _Listing:
+    """The files of one folder entry.
 
-    Masks that lie beside them are left out. Videos are among them where the section takes clips and they can be read,
-    or always where `videos` is true. `clip_rate` as in `scan`.
+    Attributes:
+        root: the folder.
+        mask: the entry's `mask`, see `masked_stem`.
+        accepted: extensions of the files that are trained on.
+        images: (image, its caption file or None).
+        others: names of the files that are not accepted.
+        labels: paths of the files that are left out for being named as OneTrainer's masks and conditioning images.
+    """
+
+    root: Path
+    mask: str
+    accepted: tuple[str, ...]
+    images: list[tuple[Path, Path | None]] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+
+    def add(self, folder: Path, names: list[str], report: ScanReport) -> None:
+        """Add the files `names` of a folder inside the root, each image with its caption."""
+        parts = {name: os.path.splitext(name) for name in names}
+        captions = {(stem, kind.lower()): name for name, (stem, kind) in parts.items() if kind.lower() in CAPTIONS}
+        labels = labelled(names)
+        users: dict[str, str] = {}  # stem of a caption -> the last file that has it
+        for name, (stem, suffix) in parts.items():
+            suffix, path = suffix.lower(), folder / name
+            if suffix in CAPTIONS or masked_stem(self.mask, name):
+                continue
+            if name in labels:
+                self.labels.append(str(path))
+            elif suffix not in self.accepted:
+                self.others.append(name)
+                if suffix in (*OTHER_IMAGES, *OTHER_VIDEOS):
+                    users.setdefault(stem, name)  # its caption does not count as left over
+            elif not _is_text(str(path.relative_to(self.root))):
+                report.problems.append(f"{os.fsencode(path)!r} has a file name that is not UTF-8; rename it")
+            else:
+                own = [captions[stem, kind] for kind in CAPTIONS if (stem, kind) in captions]
+                _warn_of_captions(path, own, users.get(stem), report)
+                users[stem] = name
+                self.images.append((path, folder / own[0] if own else None))
+        lonely = sorted(name for (stem, _), name in captions.items() if stem not in users)
+        if lonely:
+            report.warnings.append(f"{len(lonely)} caption file(s) in {_told(folder)} have no image: {_some(lonely)}")
+
+
+def _warn_of_captions(path: Path, captions: list[str], sharing: str | None, report: ScanReport) -> None:
+    """Warn of an image with two captions, and of one that shares its caption with the image `sharing`."""
+    if len(captions) > 1:
+        report.warnings.append(f"{path} has two captions; {captions[0]} is used, {captions[1]} is not")
+    if captions and sharing is not None:
+        report.warnings.append(f"{path} shares its caption {captions[0]} with {sharing}")
+
+
+def list_folder(
+    index: int, section: settings.Dataset, report: ScanReport, clip_rate: int | None = None, videos: bool = False
+) -> list[tuple[int, Path, Path, Path | None]]:
+    """List the image files of one folder entry as (folder index, root, image, caption file or None).
+
+    Masks beside the images are left out. Videos are included if the section takes clips and PyAV is installed, or
+    always with `videos`. `clip_rate` is as in `scan`.
     """
     taken = videos or (section.frames and clips.can_read_videos())
-    accepted = (*EXTENSIONS, *clips.VIDEOS) if taken else tuple(EXTENSIONS)
     root = Path(os.path.expanduser(section.folders[index].path))
     if not root.exists():
         report.problems.append(f"folder {root} does not exist (looked in {Path.cwd()})")
@@ -427,108 +533,144 @@ def list_folder(
     if not root.is_dir():
         report.problems.append(f"folder {root} is a file, not a folder")
         return []
-    found: list[tuple[int, Path, Path, Path | None]] = []
-    others: list[str] = []
-    left_out: list[str] = []
+    accepted = (*EXTENSIONS, *clips.VIDEOS) if taken else tuple(EXTENSIONS)
+    listing = _Listing(root, section.folders[index].mask, accepted)
     try:
         for folder, names in _walk(root):
-            by_stem: dict[tuple[str, str], str] = {}
-            labels = labelled(names)
-            for name in names:
-                stem, suffix = os.path.splitext(name)
-                if suffix.lower() in CAPTIONS:
-                    by_stem[stem, suffix.lower()] = name
-            used: dict[str, str] = {}
-            for name in names:
-                stem, suffix = os.path.splitext(name)
-                if suffix.lower() in CAPTIONS:
-                    continue
-                if masked_stem(section.folders[index].mask, name):
-                    continue
-                if name in labels:
-                    left_out.append(str(folder / name))
-                    continue
-                if suffix.lower() not in accepted:
-                    others.append(name)
-                    continue
-                path = folder / name
-                if not _is_text(str(path.relative_to(root))):
-                    report.problems.append(f"{os.fsencode(path)!r} has a file name that is not UTF-8; rename it")
-                    continue
-                captions = [by_stem[stem, suffix] for suffix in CAPTIONS if (stem, suffix) in by_stem]
-                if len(captions) > 1:
-                    report.warnings.append(f"{path} has two captions; {captions[0]} is used, {captions[1]} is not")
-                if captions and stem in used:
-                    report.warnings.append(f"{path} shares its caption {captions[0]} with {used[stem]}")
-                used[stem] = name
-                found.append((index, root, path, folder / captions[0] if captions else None))
-            lonely = sorted(name for (stem, _), name in by_stem.items() if stem not in used)
-            if lonely:
-                report.warnings.append(
-                    f"{len(lonely)} caption file(s) in {_told(folder)} have no image: {_some(lonely)}"
-                )
+            listing.add(folder, names, report)
     except OSError as error:
         report.problems.append(f"folder {_told(error.filename)} cannot be read: {error.strerror}")
-    if left_out:
+    if left_out := listing.labels:
         report.warnings.append(
             f"{len(left_out)} file(s) named as OneTrainer's masks and conditioning pictures are not trained on as "
             f"images; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {_some(left_out)}"
         )
-    left = [name for name in others if os.path.splitext(name)[1].lower() in clips.VIDEOS]
+    _report_others(listing, section, clip_rate, report)
+    return [(index, root, path, caption) for path, caption in listing.images]
+
+
+def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int | None, report: ScanReport) -> None:
+    """Report the files of a folder that are not accepted, and a folder without images."""
+    root, images = listing.root, [path for path, _ in listing.images]
+    suffixes = {name: os.path.splitext(name)[1].lower() for name in listing.others}
+    unreadable = _told_of_unreadable(root, listing.others, images)
+    report.problems += unreadable
+    others = [name for name in listing.others if suffixes[name] not in (*OTHER_IMAGES, *OTHER_VIDEOS)]
+    left = [name for name in others if suffixes[name] in clips.VIDEOS]
     if left and (section.frames or clip_rate is not None):
-        if section.frames:
-            told = "which PyAV reads; install it: pip install 'lora-fp8[video]'"
-        elif clip_rate:
-            told = "set dataset.frames to the lengths that they are to be trained at, or take them out"
-        else:
-            told = "and this model is trained on pictures; take them out"
+        told = _advise_on_videos(section, clip_rate)
         report.problems.append(f"folder {root} has {len(left)} video clip(s), {told}: {_some(sorted(left))}")
         others = [name for name in others if name not in left]
-    elif not found:
+    elif not images and not unreadable:
         what = f"only {_some(sorted(others))}" if others else "no image files"
-        report.problems.append(f"folder {root} has no images, {what}; accepted are {' '.join(accepted)}")
-    if found and others:
+        accepted = " ".join(listing.accepted)
+        report.problems.append(f"folder {root} has no images, {what}; accepted are {accepted}")
+    if images and others:
         report.warnings.append(f"{len(others)} other file(s) in {root} are not read: {_some(sorted(others))}")
-    return found
+
+
+def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> str:
+    """Return what to do about video files that are not accepted."""
+    if section.frames:
+        return "which PyAV reads; install it: pip install 'lora-fp8[video]'"
+    if clip_rate:
+        return "set dataset.frames to the lengths that they are to be trained at, or take them out"
+    return "and this model is trained on pictures; take them out"
+
+
+def _told_of_unreadable(root: Path, others: list[str], found: list[Path]) -> list[str]:
+    """Return one message about the images, and one about the videos, whose formats cannot be read.
+
+    Args:
+        root: the folder that the messages name.
+        others: names of the files that are not accepted.
+        found: the files that are.
+    """
+    told = []
+    suffixes = {name: os.path.splitext(name)[1].lower() for name in others}
+    videos = sum(path.suffix.lower() in clips.VIDEOS for path in found)
+    videos += sum(suffix in clips.VIDEOS for suffix in suffixes.values())
+    for what, known, there, into in (
+        ("images", OTHER_IMAGES, sum(path.suffix.lower() in EXTENSIONS for path in found), "JPEG or PNG"),
+        ("videos", dict.fromkeys(OTHER_VIDEOS, ""), videos, "MP4"),
+    ):
+        names = sorted(name for name, suffix in suffixes.items() if suffix in known)
+        if names:
+            kinds = sorted({known[suffixes[name]] or suffixes[name] for name in names})
+            kind = ", ".join(kinds[:-1]) + (" and " if kinds[1:] else "") + kinds[-1]
+            told.append(
+                f"folder {root}: {len(names)} of {there + len(names)} {what} are {kind} and cannot be read; convert "
+                f"them to {into}, or take them out: {_some(names)}"
+            )
+    return told
 
 
 def _controls(
-    section: config.Dataset,
+    section: settings.Dataset,
     found: list[tuple[int, Path, Path, Path | None]],
     num_controls: tuple[int, int] | None,
     report: ScanReport,
 ) -> list[tuple[Control, ...] | None]:
-    """The control pictures of each found image; None where something about them is wrong, which is in the report."""
+    """Return the control images of each found image; None where they have a problem, which is added to the report."""
     answers: list[tuple[Control, ...] | None] = []
     for index, folder in enumerate(section.folders):
-        pictures = [(root, path) for number, root, path, _ in found if number == index]
-        if not folder.control:
-            answers += [()] * len(pictures)
-            continue
-        files = _list_beside("control", Path(os.path.expanduser(folder.control)), section, report)
-        stems = {path.relative_to(root).with_suffix("").as_posix() for root, path in pictures}
-        named = {stem: _controls_of(stem, stems, files) for stem in stems}
-        used = sorted({path for members in named.values() for candidates in members for path in candidates})
-        looks = dict(zip(used, look_all(used, section), strict=True))
-        for path, look in looks.items():
-            if look.error:
-                report.problems.append(f"control picture {path} {look.error}")
-        for root, path in pictures:
-            members = named[path.relative_to(root).with_suffix("").as_posix()]
-            if text := _wrong_controls(members, folder.control, path.stem, num_controls) if files is not None else "":
-                report.problems.append(f"{path} {text}")
-            if files is None or text or any(looks[member[0]].error for member in members):
-                answers.append(None)
-            else:
-                paths = [member[0] for member in members]
-                answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256) for p in paths))
-        if lonely := sorted(str(path) for members in (files or {}).values() for path in members if path not in used):
-            report.warnings.append(f"{len(lonely)} control picture(s) belong to no picture: {_some(lonely)}")
+        pictures = {
+            path: path.relative_to(root).with_suffix("").as_posix()
+            for number, root, path, _ in found
+            if number == index
+        }
+        answers += _controls_in(folder.control, pictures, section, num_controls, report)
     return answers
 
 
-def _list_beside(kind: str, root: Path, section: config.Dataset, report: ScanReport) -> dict[str, list[Path]] | None:
-    """{path inside this control or mask folder without extension: image files}; None if it cannot be used."""
+def _controls_in(
+    control: str,
+    pictures: dict[Path, str],
+    section: settings.Dataset,
+    num_controls: tuple[int, int] | None,
+    report: ScanReport,
+) -> Iterable[tuple[Control, ...] | None]:
+    """Return the control images of each image of one folder entry, as `_controls` does.
+
+    Args:
+        control: the entry's folder of control images; "" if there is none.
+        pictures: the entry's images, and their paths in its folder without extension.
+        section, num_controls: as in `scan`.
+        report: takes the problems and warnings.
+    """
+    if not control:
+        return [()] * len(pictures)
+    files = _list_beside("control", Path(os.path.expanduser(control)), section, report)
+    stems = set(pictures.values())
+    named = {stem: _controls_of(stem, stems, files) for stem in stems}
+    used = sorted({path for members in named.values() for candidates in members for path in candidates})
+    looks = dict(zip(used, look_all(used, section), strict=True))
+    for path, look in looks.items():
+        if look.error:
+            report.problems.append(f"control picture {path} {look.error}")
+    if files is None:
+        return [None] * len(pictures)
+    answers: list[tuple[Control, ...] | None] = []
+    for path, stem in pictures.items():
+        members = named[stem]
+        if text := _wrong_controls(members, control, path.stem, num_controls):
+            report.problems.append(f"{path} {text}")
+        if text or any(looks[member[0]].error for member in members):
+            answers.append(None)
+        else:
+            paths = [member[0] for member in members]
+            answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256) for p in paths))
+    if lonely := sorted(str(path) for members in files.values() for path in members if path not in looks):
+        report.warnings.append(f"{len(lonely)} control picture(s) belong to no picture: {_some(lonely)}")
+    return answers
+
+
+def _list_beside(kind: str, root: Path, section: settings.Dataset, report: ScanReport) -> dict[str, list[Path]] | None:
+    """List the images of a control or mask folder by path inside it, without extension.
+
+    Returns:
+        None if the folder cannot be used; the reason is added to the report.
+    """
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else f"does not exist (looked in {Path.cwd()})"
         report.problems.append(f"{kind} folder {root} {what}")
@@ -554,20 +696,20 @@ def _list_beside(kind: str, root: Path, section: config.Dataset, report: ScanRep
 
 
 def _controls_of(stem: str, stems: set[str], files: dict[str, list[Path]] | None) -> list[list[Path]]:
-    """The candidates for each control picture of the picture with this name: `name`, else `name_1`, `name_2`, ..."""
+    """Return the candidate files for each control image of the image `stem`: `name`, else `name_1`, `name_2`, ..."""
     if not files:
         return []
     if stem in files:
         return [files[stem]]
     numbered = []
-    # A picture called name_1 has a control picture of that name for itself.
+    # An image called name_1 takes the control image of that name for itself.
     while (name := f"{stem}_{len(numbered) + 1}") in files and name not in stems:
         numbered.append(files[name])
     return numbered
 
 
 def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_controls: tuple[int, int] | None) -> str:
-    """What is wrong with a picture's control pictures, apart from what is in them; "" for nothing."""
+    """Return what is wrong with the names or the number of an image's control images; "" if nothing is."""
     if not members:
         return f"has no control picture {stem}.png (or another extension) in {folder}"
     for candidates in members:
@@ -581,8 +723,14 @@ def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_contr
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a picture, what its mask is judged by: upright size, hash, and its opacity (None: it has none, or nobody
-    asked)."""
+    """The properties of an image that its mask is checked against.
+
+    Attributes:
+        size: width and height of the upright image.
+        sha256: of the file's bytes.
+        clip: the file is a clip.
+        opacity: range of its opacity; None if it has no transparency, or if transparency was not asked for.
+    """
 
     size: tuple[int, int]
     sha256: str
@@ -597,7 +745,12 @@ def _seen(look: Looked) -> Seen | None:
 
 
 def masked_stem(mask: str, name: str) -> str:
-    """Name without extension of the image whose mask a file of this name is, where a folder's `mask` has a *; or ""."""
+    """Return the stem of the image that a file is the mask of, or "" if it is no mask.
+
+    Args:
+        mask: the folder's `mask`, a pattern such as `*_mask`; without a * no file matches.
+        name: the file's name.
+    """
     stem, suffix = os.path.splitext(name)
     if "*" not in mask or suffix.lower() not in EXTENSIONS:
         return ""
@@ -608,33 +761,40 @@ def masked_stem(mask: str, name: str) -> str:
 
 
 def labelled(names: Iterable[str]) -> set[str]:
-    """Those of a folder's names that are OneTrainer's masks and conditioning pictures: NAME-masklabel.png and
-    NAME-condlabel.png beside the picture (or clip) NAME.*"""
+    """Return those of a folder's file names that are OneTrainer's masks and conditioning images.
+
+    These are NAME-masklabel.png and NAME-condlabel.png beside an image or clip NAME.*
+    """
     stems = {stem for stem, suffix in map(os.path.splitext, names) if suffix.lower() in (*EXTENSIONS, *clips.VIDEOS)}
     ends = ("-masklabel", "-condlabel")
     return {f"{stem}{end}.png" for end in ends for stem in stems if f"{stem}{end}" in stems}
 
 
-def look_at_masks(paths: Sequence[Path], section: config.Dataset) -> list[Looked]:
-    """What each mask is; `measured` is a `Light`."""
+def look_at_masks(paths: Sequence[Path], section: settings.Dataset) -> list[Looked]:
+    """Decode the masks; `measured` of each is a `Light`."""
     return list(look_all(paths, section, light_of))
 
 
 def find_masks(
-    section: config.Dataset,
+    section: settings.Dataset,
     unmasked_weight: float,
     found: Sequence[tuple[int, Path, Path, Path | None]],
     seen: Sequence[Seen | None],
     report: ScanReport,
-    look: Callable[[Sequence[Path], config.Dataset], Sequence[Looked]] = look_at_masks,
+    look: Callable[[Sequence[Path], settings.Dataset], Sequence[Looked]] = look_at_masks,
 ) -> list[Mask | None]:
-    """The mask of each image; what is wrong with them is in the report.
+    """Find the mask of each image; problems and warnings are added to the report.
 
     Args:
+        section: the `[dataset]` section.
         unmasked_weight: as in `scan`.
         found: from `list_folder`, folder by folder.
-        seen: what each of them is; None is one that cannot be used.
-        look: tells what each of the mask files is.
+        seen: properties of each found image; None for one that cannot be used.
+        report: takes the problems and warnings.
+        look: decodes the mask files.
+
+    Returns:
+        One entry per found image; None if it has no mask.
     """
     answers: list[Mask | None] = []
     notes: dict[str, list[str]] = defaultdict(list)
@@ -686,11 +846,11 @@ def _masks_by_opacity(
 
 def _masks_by_file(
     images: list[tuple[Path, Path, Seen | None]],
-    section: config.Dataset,
+    section: settings.Dataset,
     index: int,
     notes: dict[str, list[str]],
     report: ScanReport,
-    look_at: Callable[[Sequence[Path], config.Dataset], Sequence[Looked]],
+    look_at: Callable[[Sequence[Path], settings.Dataset], Sequence[Looked]],
 ) -> list[Mask | None]:
     folder = section.folders[index]
     if folder.mask_folder:
@@ -726,7 +886,10 @@ def _masks_by_file(
 
 
 def _list_among(root: Path, mask: str) -> dict[str, list[Path]]:
-    """{path of an image inside its folder without extension: masks beside it}; what cannot be read has been told."""
+    """List the masks that lie beside the images, by the image's path inside the folder without extension.
+
+    A folder that cannot be read is skipped: `list_folder` has already reported it.
+    """
     files: dict[str, list[Path]] = defaultdict(list)
     with contextlib.suppress(OSError):
         for folder, names in _walk(root):
@@ -737,18 +900,21 @@ def _list_among(root: Path, mask: str) -> dict[str, list[Path]]:
 
 
 def preview_controls(
-    section: config.Preview, dataset: config.Dataset, num_controls: tuple[int, int] | None
+    section: settings.Preview, dataset: settings.Dataset, num_controls: tuple[int, int] | None
 ) -> tuple[list[tuple[Control, ...]], list[str]]:
-    """The control pictures of each preview, and what is wrong with them.
+    """Find the control images of each preview.
 
-    A file is one control picture; a folder stands for all pictures in it, in the order of their names.
+    Each entry of `preview.controls` is a file (one control image) or a folder (all images in it, sorted by name).
+
+    Returns:
+        The control images of each preview, and the problems with them.
     """
     found, problems = [], []
     for i, given in enumerate(section.controls):
         path = Path(os.path.expanduser(given))
         names = [path]
         if path.is_dir():
-            seen = (name for name in path.iterdir() if not name.name.startswith("."))  # as `_walk` leaves them out
+            seen = (name for name in path.iterdir() if not name.name.startswith("."))  # as `_walk` does
             names = sorted(name for name in seen if name.suffix.lower() in EXTENSIONS)
         controls = []
         for name, look in zip(names, look_all(names, dataset), strict=True):
@@ -771,9 +937,9 @@ def _is_text(name: str) -> bool:
 
 
 def _caption(
-    path: Path, caption_path: Path | None, trigger: str, section: config.Dataset, report: ScanReport
+    path: Path, caption_path: Path | None, trigger: str, section: settings.Dataset, report: ScanReport
 ) -> str | None:
-    """The caption to train with, or None if there is none (which is then in the report)."""
+    """Return the caption to train with; None if there is none, and the report then says why."""
     text = ""
     if caption_path is not None:
         try:
@@ -803,7 +969,7 @@ def _caption(
 
 
 def describe(report: ScanReport) -> list[str]:
-    """Lines of figures about a scan, for a person; its warnings and problems are lines already."""
+    """Return lines of figures about a scan, for people to read; warnings and problems are not among them."""
     counts, examples = report.counts, report.examples
     shown = sum(example.repeats for example in examples)
     lines = [f"{len(examples)} images, {shown} per epoch with repeats"]

@@ -1,17 +1,18 @@
-"""The loader: which samples a step sees, and everything random about them.
+"""The loader: which samples each step trains on, and everything random about them.
 
-There is no iterator and no state: all is a function of (seed, micro-batch number), so a resumed run needs only its
-step to go on bit for bit, and any process can compute any other's share.
+There is no iterator and no state: everything is a function of (seed, micro-batch number). A resumed run needs only its
+step number to continue bit for bit, and any process can compute any other's share.
 
-An *item* is one showing of an example: repeats = 3 makes three. An *epoch* shows each item once: items are shuffled
-inside their bucket, cut into batches of one bucket (the last of a bucket may be smaller; none is dropped), and the
-batches are shuffled. Every epoch has the same number of batches, so micro-batch m is batch m % n of epoch m // n.
+An *item* is one use of an example in an epoch: with repeats = 3 an example has three. An *epoch* trains on each item
+once: items are shuffled inside their bucket, cut into batches of one bucket (the last one of a bucket may be smaller;
+none is dropped), and the batches are shuffled. Every epoch has the same number of batches, so micro-batch m is batch
+m % n of epoch m // n.
 
-What is drawn for a sample (noise, timestep, mirroring, caption dropout, tag shuffle) comes from a generator of its
-own, keyed by purpose, seed, epoch and item. An item comes once per epoch, so no draw is ever used twice; and since
-neither the batch nor the process is in the key, a sample meets the same noise whatever the batch size, the
-accumulation or the number of processes. (Keyed by the optimizer step it would not be safe: a small dataset can show an
-item twice within one step.)
+What is drawn for a sample (noise, timestep, mirroring, caption dropout, tag shuffle) comes from a separate generator,
+keyed by purpose, seed, epoch and item. An item comes once per epoch, so no draw is ever used twice; and since neither
+the batch nor the process is in the key, a sample gets the same noise whatever the batch size, the gradient accumulation
+or the number of processes. (The optimizer step would be no safe key: with a small dataset, an item can come twice in
+one step.)
 
 With several processes, a micro-batch is split: rank r of n takes items[r::n]. A rank may get none.
 
@@ -28,19 +29,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_fp8 import config
-from lora_fp8.data import keyed_seed, permutation
-from lora_fp8.data.buckets import Bucket, Placed, Size
-from lora_fp8.data.cache import Cache, caption_variant
+from .. import settings
+from ..errors import UserError
+from . import keyed_seed, permutation
+from .buckets import Bucket, Placed, Size
+from .cache import Cache, caption_variant
 
 
 def generator(seed: int, purpose: str, when: int, uid: str) -> torch.Generator:
-    """The CPU generator of one purpose for one sample: seeded from SHA-256 of "purpose|seed|when|uid".
+    """Return the CPU generator of one purpose for one sample, seeded from the SHA-256 of "purpose|seed|when|uid".
 
     Args:
-        seed: the job's.
+        seed: the job's seed.
         purpose: what is drawn, for example "noise".
-        when: distinguishes showings of the same sample; the loader gives the epoch.
+        when: distinguishes uses of the same sample; the loader passes the epoch.
         uid: the sample.
     """
     return torch.Generator().manual_seed(keyed_seed(purpose, seed, when, uid))
@@ -48,7 +50,7 @@ def generator(seed: int, purpose: str, when: int, uid: str) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Item:
-    """One showing of an example in an epoch."""
+    """One use of an example in an epoch."""
 
     placed: Placed
     repeat: int
@@ -64,16 +66,16 @@ class Batch:
 
     Attributes:
         latents_BCHW: float32.
-        noise_BCHW: float32, standard normal, drawn on the CPU (so the same on every device).
+        noise_BCHW: float32, standard normal, drawn on the CPU (so it is the same on every device).
         t_generators: one per sample, for `Objective.sample_t`.
-        cond: conditioning, as `family.collate` gives it.
-        uids, paths, captions: of the samples; captions as shown (shuffled, or "" when dropped).
+        cond: conditioning, from `family.collate`.
+        uids, paths, captions: of the samples; captions as trained (shuffled, or "" when dropped).
         flipped: whether each is mirrored.
         bucket_wh: pixels.
-        weights: of each sample's loss: its folder's.
-        total: samples of the whole micro-batch over all processes: what the loss is divided by.
-        step, micro_index, epoch: where in the training this is.
-        mask_BHW: what of each image is trained, 0 to 1, float32; None if all of every one is.
+        weights: factor of each sample's loss, from its folder.
+        total: number of samples of the whole micro-batch over all processes, which the loss is divided by.
+        step, micro_index, epoch: position in the training.
+        mask_BHW: loss mask of each image, float32 in [0, 1]; None if no image has one.
     """
 
     latents_BCHW: Tensor
@@ -97,11 +99,11 @@ class Batch:
 
     @property
     def latent_hw(self) -> tuple[int, ...]:
-        """Size of the latents, for `family.seq_len`: (height, width), of clips (frames, height, width)."""
+        """Size of the latents, for `family.seq_len`: (height, width), or (frames, height, width) for clips."""
         return tuple(self.latents_BCHW.shape[2:])
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with its tensors on a device."""
+        """Return the batch with its tensors on a device."""
         return replace(
             self,
             latents_BCHW=self.latents_BCHW.to(device),
@@ -114,10 +116,10 @@ class Batch:
 def epoch_batches(
     items_by_bucket: Mapping[tuple[int, ...], Sequence[Any]], batch_size: int, seed: int, epoch: int
 ) -> list[list[Any]]:
-    """The batches of an epoch in their order; a pure function of its arguments.
+    """Return the batches of an epoch in order, as a pure function of the arguments.
 
-    Every item is in exactly one batch, batches are of one bucket, and their number is the same for every epoch and
-    seed.
+    Every item is in exactly one batch, each batch has items of one bucket, and the number of batches is the same for
+    every epoch and seed.
     """
     batches = []
     for bucket in sorted(items_by_bucket):
@@ -132,10 +134,10 @@ class Loader:
 
     Args:
         buckets: examples by bucket, from `buckets.group`.
-        cache: filled with them and with its `prompts`.
+        cache: filled with these examples and with its `prompts`.
         family: image_conditioning and collate are used.
-        section: `[dataset]`: flip, caption_dropout, and what makes variants of captions.
-        seed: the job's; the same as `prompts` was given.
+        section: `[dataset]`: flip, caption_dropout, the folders' weights, and the settings of caption variants.
+        seed: the job's seed; the same that `prompts` was given.
         batch_size: images per micro-batch over all processes.
     """
 
@@ -144,12 +146,12 @@ class Loader:
         buckets: Mapping[Bucket, Sequence[Placed]],
         cache: Cache,
         family: Any,
-        section: config.Dataset,
+        section: settings.Dataset,
         seed: int,
         batch_size: int,
     ):
         self.cache, self.family, self.section, self.seed, self.batch_size = cache, family, section, seed, batch_size
-        # A batch has control pictures of one size as well: their sizes tell buckets of one size apart.
+        # The control images of a batch have one size as well, so buckets are split by the sizes of the control images.
         self.items: dict[tuple[int, ...], list[Item]] = {}
         for bucket, placed in buckets.items():
             for one in placed:
@@ -159,15 +161,15 @@ class Loader:
         self.samples_per_epoch = sum(map(len, self.items.values()))
         self.batches_per_epoch = sum(-(-len(items) // batch_size) for items in self.items.values())
         if not self.samples_per_epoch:
-            raise config.UserError("dataset: there are no examples to train on")
+            raise UserError("dataset: there are no examples to train on")
         self._epochs: dict[int, list[list[Item]]] = {}
 
     def position(self, micro_index: int) -> tuple[int, int]:
-        """(epoch, batch inside it) of a micro-batch, both from 0."""
+        """Return (epoch, batch within it) of a micro-batch, both from 0."""
         return divmod(micro_index, self.batches_per_epoch)
 
     def batch_at(self, micro_index: int) -> list[Item]:
-        """The items of a micro-batch, over all processes. `micro_index` counts from the start of the training."""
+        """Return the items of a micro-batch over all processes. `micro_index` counts from the start of the training."""
         epoch, index = self.position(micro_index)
         if epoch not in self._epochs:
             if len(self._epochs) > 1:
@@ -176,16 +178,16 @@ class Loader:
         return self._epochs[epoch][index]
 
     def total(self, micro_index: int) -> int:
-        """Number of samples of a micro-batch over all processes; also for a rank that has none of them."""
+        """Return the number of samples of a micro-batch over all processes, also for a rank that gets none of them."""
         return len(self.batch_at(micro_index))
 
     def micro(self, step: int, micro_index: int, rank: int = 0, world: int = 1) -> Batch | None:
-        """This process's share of a micro-batch, on the CPU; None if it has no sample in it.
+        """Return this process's share of a micro-batch, on the CPU; None if it has no sample in it.
 
         Args:
-            step: the optimizer step it belongs to; only recorded in the batch.
+            step: the optimizer step that it belongs to; only recorded in the batch.
             micro_index: number of the micro-batch from the start of the training: step * accumulate + i.
-            rank, world: this process and how many there are.
+            rank, world: index of this process, and the number of processes.
         """
         items = self.batch_at(micro_index)
         mine = items[rank::world]
@@ -223,7 +225,7 @@ class Loader:
         )
 
     def _chance(self, purpose: str, epoch: int, uid: str) -> float:
-        """A uniform number in [0, 1)."""
+        """Draw a uniform number in [0, 1)."""
         return torch.rand((), generator=generator(self.seed, purpose, epoch, uid), dtype=torch.float64).item()
 
     def _flipped(self, epoch: int, uid: str) -> bool:
@@ -239,7 +241,7 @@ class Loader:
         return caption_variant(caption, variant, self.section, self.seed)
 
     def _cond(self, placed: Placed, caption: str, flipped: bool) -> dict[str, Tensor]:
-        """The caption's conditioning and, for families that have it, the image's: sizes and crop, control pictures."""
+        """Return the caption's conditioning and, if the family has it, the image's: sizes, crop and control images."""
         place = placed.placement
         crop = place.flipped_crop_top_left if flipped else place.crop_top_left
         cond = self.cache.cond(self.cache.prompt(caption, self.cache.shown(placed), flipped))
@@ -251,7 +253,7 @@ class Loader:
 
 
 def _stacked(masks: Sequence[Tensor | None], size: torch.Size) -> Tensor | None:
-    """(B, H, W) of a batch's masks, ones for an image without; None if there is none at all."""
+    """Stack masks to (B, H, W), with ones for an image without a mask; return None if no image has one."""
     if all(mask is None for mask in masks):
         return None
     return torch.stack([torch.ones(size) if mask is None else mask.to(torch.float32) for mask in masks])

@@ -1,7 +1,7 @@
-"""A program of its own, for `captions.ReplacePattern`: replace a regular expression in texts, killed if it never ends.
+"""Replace a regular expression in texts, as a separate program that can be killed if the expression never ends.
 
-Reads [pattern, replacement, most characters of a result, texts] as JSON; answers the texts, or one line about what is
-wrong.
+`captions.ReplacePattern` runs it. It reads [pattern, replacement, maximum characters of a result, texts] as JSON from
+stdin, and writes JSON to stdout: the list of results, or a string that says what is wrong.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Read, replace, answer."""
+    """Replace the pattern in all texts of the request, and write the answer."""
     find, by, most, texts = json.load(sys.stdin.buffer)
     try:
         pattern = re.compile(find)

@@ -1,1 +1,1 @@
-"""A world small enough to check: drawn pictures, two tiny base models that know them, a concept they do not know."""
+"""A world small enough to verify: drawn images, two tiny base models trained on them, and a concept new to both."""

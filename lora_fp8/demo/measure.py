@@ -1,8 +1,8 @@
-"""Reads a picture of the demo world back from its pixels: which shape and colours, and whether it is the concept.
+"""Read an image of the demo world back from its pixels: its shape and colours, and whether it shows the concept.
 
-The reader knows nothing of models or prompts. It is strict on purpose: a picture that is not clearly one shape in one
-colour reads as None, and a badge only counts as the concept when its three rings have the right colours in the right
-order. Only numpy and Pillow are used. Pictures may have any size; distances are in 8-bit RGB units.
+This module knows nothing of models or prompts. It is strict on purpose: an image that is not clearly one shape in one
+colour reads as None, and a badge counts as the concept only if its three rings have the right colours in the right
+order. It uses only numpy and Pillow. Images may have any size; distances are in 8-bit RGB units.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PALETTE = np.array([COLOURS[n] for n in _NAMES], dtype=np.float32)
 _PALETTE_AND_TEAL = np.concatenate([_PALETTE, np.array([TEAL], dtype=np.float32)])
 
 _TEMPLATE_SIDE = 48
-_LEAST_OVERLAP = 0.76  # intersection over union with the best template, below which no shape is read
-_MOST_STRAY = 0.15  # share of the shape's pixels that may be of some third colour
-_STRAY_DISTANCE = 75.0  # how far from every mix of shape colour and background a pixel is "of a third colour"
-_LEAST_RING = 0.7  # share of each ring's pixels that must have the ring's colour
+_LEAST_OVERLAP = 0.76  # intersection over union with the best template below which no shape is read
+_MOST_STRAY = 0.15  # fraction of the shape's pixels that may have a third colour
+_STRAY_DISTANCE = 75.0  # distance from every mix of shape colour and background from which a pixel has a third colour
+_LEAST_RING = 0.7  # fraction of each ring's pixels that must have the ring's colour
 
 
 def read_picture(image: Image.Image) -> tuple[str | None, str | None, str | None]:
-    """The (shape, colour, background) a picture shows; None for each that cannot be told."""
+    """Return the (shape, colour, background) that an image shows; None for each that is unclear."""
     pixels = _pixels(image)
     background = _nearest(np.median(_border(pixels), axis=0)[None])[0]
     found = _nearest(pixels) != background
@@ -36,7 +36,7 @@ def read_picture(image: Image.Image) -> tuple[str | None, str | None, str | None
     if colour == background:
         return None, None, _NAMES[background]
 
-    # Where each pixel lies between the two colours: 0 is background, 1 is shape. Half-way is the shape's edge.
+    # Position of each pixel between the two colours: 0 is background, 1 is shape, and the edge is half-way.
     axis = ahead - behind
     along = np.clip((pixels - behind) @ axis / (axis @ axis), 0, 1)
     mask = _without_specks(along > 0.5)
@@ -47,18 +47,18 @@ def read_picture(image: Image.Image) -> tuple[str | None, str | None, str | None
 
 
 def obeys(image: Image.Image, prompt: str) -> bool:
-    """Whether a picture shows the shape, the colour and the background that a plain prompt names."""
+    """Return True if an image shows the shape, the colour and the background that a plain prompt names."""
     scene = parse_prompt(prompt)
     return scene is not None and read_picture(image) == (scene.shape, scene.colour, scene.background)
 
 
 def has_background(image: Image.Image, background: str) -> bool:
-    """Whether the picture's border has the named colour."""
+    """Return True if the image's border has the named colour."""
     return _NAMES[_nearest(np.median(_border(_pixels(image)), axis=0)[None])[0]] == background
 
 
 def is_concept(image: Image.Image) -> bool:
-    """Whether a picture shows the demo concept: a round badge with its three rings in place and in colour."""
+    """Return True if an image shows the demo concept: a round badge with the right rings in their places."""
     pixels = _pixels(image)
     behind = np.median(_border(pixels), axis=0)
     box = _box(_without_specks(np.linalg.norm(pixels - behind, axis=-1) > 60))
@@ -74,7 +74,7 @@ def is_concept(image: Image.Image) -> bool:
     nearest = _nearest(pixels, _PALETTE_AND_TEAL)
     inner = 0.0
     for colour, outer in CONCEPT_RINGS:
-        # Leave out the soft edges between rings: about a pixel and a half on each side.
+        # Leave out the soft edges between the rings: about 1.5 pixels on each side.
         soft = min(3.0 / min(width, height), (outer - inner) / 4)
         ring = (radius >= (inner + soft if inner else 0)) & (radius <= outer - soft)
         wanted = _nearest(np.array([colour], dtype=np.float32), _PALETTE_AND_TEAL)[0]
@@ -96,18 +96,18 @@ def _border(pixels: np.ndarray) -> np.ndarray:
 
 
 def _nearest(pixels: np.ndarray, palette: np.ndarray = _PALETTE) -> np.ndarray:
-    """Index of the nearest palette colour; (..., 3) floats in, (...) integers out."""
+    """Return the index of the nearest palette colour: (..., 3) floats in, (...) integers out."""
     # |p - c|^2 = |p|^2 - 2 p.c + |c|^2, whose first term is the same for every c.
     return ((palette**2).sum(axis=-1) - 2 * (pixels @ palette.T)).argmin(axis=-1)
 
 
 def _without_specks(mask: np.ndarray) -> np.ndarray:
-    """The mask with single stray pixels gone, in and out of the shape."""
+    """Remove single stray pixels, inside and outside of the shape, from the mask."""
     return np.asarray(Image.fromarray((mask * 255).astype(np.uint8)).filter(ImageFilter.MedianFilter(3))) > 127
 
 
 def _box(mask: np.ndarray) -> tuple[int, int, int, int] | None:
-    """Top, left, bottom, right of the mask's True pixels (the last two exclusive), or None where there are none."""
+    """Return top, left, bottom and right of the mask's True pixels (the last two exclusive); None if there are none."""
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     if not rows.size:
         return None
@@ -123,7 +123,7 @@ def _shape_of(mask: np.ndarray) -> str | None:
         return None
     side = _TEMPLATE_SIDE
     overlaps = dict.fromkeys(SHAPES, 0.0)
-    # Thin tips fade before the rest of a shape does, so a box a pixel larger on any side is tried as well.
+    # Thin tips fade before the rest of a shape, so boxes that are a pixel larger are tried as well.
     for up in (0, 1):
         for across in (0, 1):
             area = (left - across, top - up, right + across, bottom)

@@ -1,8 +1,8 @@
-"""Draws the demo world: one coloured shape on a plain background, and the `zibo`, a badge no base model has seen.
+"""Draw the demo world: one coloured shape on a plain background, and the `zibo`, a badge that no base model knows.
 
-The demo needs pictures whose content can be checked from pixels alone, so that "the base still obeys its prompts" and
+The demo needs images whose content can be verified from pixels alone, so that "the base still obeys its prompts" and
 "the LoRA learned the concept" are numbers rather than opinions. Everything here is a pure function of the random
-generator that is passed in; only numpy and Pillow are used. Sizes are (width, height) in pixels, colours 8-bit RGB.
+generator that is passed in, and uses only numpy and Pillow. Sizes are (width, height) in pixels, colours 8-bit RGB.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SIZES = ((64, 64), (48, 80), (80, 48))
 
 TRIGGER = "zibo"
 TEAL: RGB = (0, 185, 190)
-# The badge from its middle outwards: (colour, outer radius as a share of the badge's radius). Teal is no colour of the
-# base's world, so the badge stands out on each of the eight backgrounds.
+# The badge from the middle outwards: (colour, outer radius as a fraction of the badge's radius). Teal is not a colour
+# of the base's world, so the badge stands out on all eight backgrounds.
 CONCEPT_RINGS: tuple[tuple[RGB, float], ...] = ((COLOURS["red"], 0.36), (COLOURS["white"], 0.68), (TEAL, 1.0))
 
 _SUPERSAMPLE = 4
@@ -50,7 +50,7 @@ _TEMPLATES = (
 
 @dataclass(frozen=True)
 class Scene:
-    """What a plain picture shows, in the words a caption uses for it."""
+    """The content of a plain image, in the words that a caption uses for it."""
 
     shape: str
     colour: str
@@ -58,33 +58,33 @@ class Scene:
 
 
 def all_scenes() -> list[Scene]:
-    """Every plain picture there is: 6 shapes x 8 colours x 7 other colours behind them = 336, in a fixed order."""
+    """Return all plain images: 6 shapes x 8 colours x 7 other colours as background = 336, in a fixed order."""
     return [Scene(s, c, b) for s in SHAPES for c in COLOURS for b in COLOURS if b != c]
 
 
 def random_scene(rng: random.Random) -> Scene:
-    """One of `all_scenes()`, each as likely as any other."""
+    """Return one of `all_scenes()`, all with equal probability."""
     colour, background = rng.sample(list(COLOURS), 2)
     return Scene(rng.choice(SHAPES), colour, background)
 
 
 def with_article(word: str) -> str:
-    """`red` -> `a red`, `orange` -> `an orange`."""
+    """Add the article to a word: `red` -> `a red`, `orange` -> `an orange`."""
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
 
 def prompt_for(scene: Scene) -> str:
-    """The plainest caption of a scene, which is also how the demo prompts for it."""
+    """Return the plainest caption of a scene, which is also the demo's prompt for it."""
     return _fill(_TEMPLATES[0], scene)
 
 
 def concept_prompt(background: str) -> str:
-    """The prompt for the demo concept on a background."""
+    """Return the prompt for the demo concept on a background."""
     return f"a {TRIGGER} on {with_article(background)} background"
 
 
 def nonsense_word(rng: random.Random) -> str:
-    """Three to six random letters that spell no word of this world and never the trigger."""
+    """Return three to six random letters that are not a word of this world and do not contain the trigger word."""
     known = {TRIGGER, *COLOURS, *SHAPES, "background", "photo", "picture"}
     while True:
         word = "".join(rng.choice(string.ascii_lowercase) for _ in range(rng.randint(3, 6)))
@@ -93,10 +93,10 @@ def nonsense_word(rng: random.Random) -> str:
 
 
 def caption_for(scene: Scene, rng: random.Random, nonsense: float = 0.15) -> str:
-    """A training caption of a scene.
+    """Return a training caption of a scene.
 
-    With probability `nonsense` a made-up word is put somewhere into it, or takes the place of the colour and shape:
-    the base thus meets unknown words and learns that they mean nothing, which leaves the trigger word free.
+    With probability `nonsense`, a made-up word is inserted somewhere, or replaces the colour and the shape. The base
+    thus sees unknown words and learns that they mean nothing, which leaves the trigger word free.
     """
     if rng.random() >= nonsense:
         return _fill(rng.choice(_TEMPLATES), scene)
@@ -109,7 +109,7 @@ def caption_for(scene: Scene, rng: random.Random, nonsense: float = 0.15) -> str
 
 
 def parse_prompt(prompt: str) -> Scene | None:
-    """The scene a caption asks for, or None where it names no colour, shape and background."""
+    """Return the scene that a caption describes; None unless it names a colour, a shape and a background."""
     words = re.findall(r"[a-z]+", prompt.lower())
     shape = next((w for w in words if w in SHAPES), None)
     if shape is None or "background" not in words:
@@ -128,10 +128,14 @@ def draw_scene(
     widths: tuple[float, float] = (0.5, 0.74),
     spread: float = 1.0,
 ) -> Image.Image:
-    """Draw a plain picture of one shape.
+    """Draw a plain image of one shape.
 
-    `widths` bounds the shape's width as a share of the short side. `spread` is the share of the free room in which the
-    shape may lie: 1 is anywhere, 0 is always in the middle.
+    Args:
+        scene: what to draw.
+        rng: places the shape.
+        size: of the image.
+        widths: bounds of the shape's width, as fractions of the short side.
+        spread: fraction of the free space that the shape may be placed in: 1 is anywhere, 0 is always in the middle.
     """
     left, top, width = _random_box(rng, size, *widths, spread)
     cover = _render(_outline(scene.shape), size, left, top, width)
@@ -139,7 +143,7 @@ def draw_scene(
 
 
 def draw_concept(background: str, rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    """Draw the demo concept, a round badge of three rings, 66 to 80 % of the short side wide and near the middle."""
+    """Draw the demo concept near the middle: a round badge of three rings, 66 to 80 % of the short side wide."""
     left, top, width = _random_box(rng, size, 0.66, 0.8, spread=0.3)
     return draw_rings(CONCEPT_RINGS, COLOURS[background], size, left, top, width)
 
@@ -147,7 +151,7 @@ def draw_concept(background: str, rng: random.Random, size: tuple[int, int] = (6
 def draw_rings(
     rings: tuple[tuple[RGB, float], ...], background: RGB, size: tuple[int, int], left: float, top: float, width: float
 ) -> Image.Image:
-    """Draw concentric discs in a box of `width` pixels; `rings` as in `CONCEPT_RINGS`, from the middle outwards."""
+    """Draw concentric discs, `width` pixels wide; `rings` is as in `CONCEPT_RINGS`, from the middle outwards."""
     picture = _flat(background, size)
     for colour, share in reversed(rings):
         inset = width * (1 - share) / 2
@@ -157,10 +161,10 @@ def draw_rings(
 
 
 def draw_medley(rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.Image:
-    """Draw rings, stripes or a two-coloured shape in random colours: what the autoencoder alone is trained on.
+    """Draw rings, stripes or a two-coloured shape in random colours, to train the autoencoder alone.
 
-    It keeps the autoencoder general enough to carry a concept of several colours without ever showing it the demo's
-    own: a draw that comes close to the concept's three colours is thrown away.
+    This keeps the autoencoder general enough to represent a concept of several colours without ever seeing the demo's
+    own: colours close to those of the concept are drawn again.
     """
     while True:
         colours = [_random_colour(rng) for _ in range(4)]
@@ -189,7 +193,7 @@ def draw_medley(rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.I
 
 @lru_cache(maxsize=64)
 def shape_template(shape: str, side: int = 48) -> np.ndarray:
-    """The shape drawn to fill a box: a (side, side) bool array, True inside."""
+    """Return the shape drawn to fill a box: a (side, side) bool array, True inside."""
     return _render(_outline(shape), (side, side), 0, 0, side) > 0.5
 
 
@@ -206,7 +210,7 @@ def _fill(template: str, scene: Scene) -> str:
 def _random_box(
     rng: random.Random, size: tuple[int, int], low: float, high: float, spread: float = 1.0
 ) -> tuple[float, float, float]:
-    """Left, top and width, in pixels, of a square box that lies wholly inside the picture with a small margin."""
+    """Return left, top and width, in pixels, of a random square inside the image, with a small margin."""
     short = min(size)
     width = rng.uniform(low, high) * short
     margin = min(0.06 * short, (short - width) / 2)
@@ -226,7 +230,7 @@ def _near(a: RGB, b: RGB) -> bool:
 
 @lru_cache(maxsize=16)
 def _outline(shape: str) -> tuple[tuple[float, float], ...]:
-    """The shape's corners, scaled to fill the unit box, y downwards."""
+    """Return the shape's corners, scaled to fill the unit box, with y downwards."""
     turn = 2 * math.pi
     if shape == "circle":
         points = [(math.cos(turn * i / 72), math.sin(turn * i / 72)) for i in range(72)]
@@ -256,10 +260,10 @@ def _outline(shape: str) -> tuple[tuple[float, float], ...]:
 def _render(
     outline: tuple[tuple[float, float], ...], size: tuple[int, int], left: float, top: float, width: float
 ) -> np.ndarray:
-    """How much of each pixel the outline covers, placed in a square box: (height, width) floats, 0 to 1."""
+    """Return the coverage of each pixel by the outline, placed in a square box: (height, width) floats from 0 to 1."""
     s = _SUPERSAMPLE
     canvas = Image.new("L", (size[0] * s, size[1] * s), 0)
-    # Pillow fills a polygon up to and including its far edge, hence the half pixel taken off on either side.
+    # Pillow fills a polygon up to and including its far edge, hence the half pixel less on either side.
     points = [((left + x * width) * s - 0.5, (top + y * width) * s - 0.5) for x, y in outline]
     ImageDraw.Draw(canvas).polygon(points, fill=255)
     cover = np.asarray(canvas, dtype=np.float32).reshape(size[1], s, size[0], s).mean(axis=(1, 3))

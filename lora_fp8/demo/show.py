@@ -1,8 +1,8 @@
-"""`lora-fp8 demo`: a whole job on the bundled base, then the same seeds before and after, measured from the pixels.
+"""`lora-fp8 demo`: train a job on the bundled base, and measure images of the same seeds before and after.
 
-Everything after training is done as somebody else would do it: the exported file is loaded with diffusers' own
-`load_lora_weights` into a plain pipeline on the base as it is published, and nothing of the training is reused. What
-the figures say is therefore what a user of the file sees.
+Everything after training is done as any user would do it: diffusers' own `load_lora_weights` loads the exported file
+into a plain pipeline on the published base, and nothing from the training is reused. The figures therefore show what a
+user of the file gets.
 """
 
 import json
@@ -17,9 +17,10 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from lora_fp8 import config, families, sample, train
-from lora_fp8.config import UserError
-
+from .. import config, families, train
+from ..common.writing import atomic_write
+from ..errors import UserError
+from ..stages import previews
 from . import measure, pictures
 
 FOLDER = Path(__file__).resolve().parent
@@ -29,14 +30,15 @@ LEAST_CONCEPT, MOST_CONCEPT_BEFORE, LEAST_KEPT = 0.8, 0.05, 0.9
 
 @dataclass
 class Shown:
-    """What the demo found.
+    """The result of the demo.
 
     Attributes:
+        family: the family of the bundled base.
         files: the LoRA files.
-        sheet: the contact sheet; rows of base and LoRA, same seeds in each column.
-        concept_before, concept_after: share of pictures with the trigger word that show the concept.
-        plain_before, plain_after: share of plain prompts that are obeyed in shape, colour and background.
-        seconds: wall time of training (encoding, loading and proof included), and of everything.
+        sheet: the contact sheet, with a row for the base and one for the LoRA; a column has one seed.
+        concept_before, concept_after: fraction of the images with the trigger word that show the concept.
+        plain_before, plain_after: fraction of plain prompts that are obeyed in shape, colour and background.
+        seconds: wall time of training (including encoding, loading and verification), and of everything.
     """
 
     family: str
@@ -50,7 +52,7 @@ class Shown:
 
     @property
     def ok(self) -> bool:
-        """Whether the LoRA does what a demo should show: the concept is learned, and the base keeps what it knew."""
+        """True if the LoRA does what the demo should show: it learned the concept, and the base kept what it knew."""
         learned = self.concept_after >= LEAST_CONCEPT and self.concept_before <= MOST_CONCEPT_BEFORE
         return learned and self.plain_after >= LEAST_KEPT * self.plain_before
 
@@ -58,7 +60,7 @@ class Shown:
         return asdict(self) | {"ok": self.ok}
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         return [
             "",
             f"the new concept, '{pictures.TRIGGER}', in {NUM_CONCEPT} pictures: {self.concept_before:.0%} before, "
@@ -73,14 +75,15 @@ class Shown:
 
 
 def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = None) -> Shown:
-    """Train on the bundled dataset and look at the result.
+    """Train on the bundled dataset and measure the result.
 
     Args:
         family: a family with a bundled base.
-        out: where the run folder `demo-<family>` (or `-2`, `-3` ...) is made.
+        out: folder in which the run folder `demo-<family>` (or `-2`, `-3` ...) is created.
+        echo: called with each event of the run.
 
     Raises:
-        UserError: there is no bundled base of that family.
+        UserError: there is no bundled base for this family.
     """
     settings = FOLDER / f"{family}.toml"
     if not settings.is_file():
@@ -113,13 +116,13 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
 
     columns = [*range(8), *range(NUM_CONCEPT, NUM_CONCEPT + 8)]
     chosen = [[*concept, *plain][i] for i in columns]
-    sheet = sample.contact_sheet(
+    sheet = previews.contact_sheet(
         {"base": [before[i] for i in columns], "with the LoRA, same seeds": [after[i] for i in columns]},
         chosen,
         scale=2,
     )
     sheet_path = result.run.path / "contact_sheet.png"
-    sheet.save(sheet_path)
+    previews.write_png(sheet, sheet_path)
     shown = Shown(
         family=family,
         files=[str(path) for path in result.files],
@@ -130,24 +133,24 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
         plain_after=_share(map(measure.obeys, after[NUM_CONCEPT:], plain)),
         seconds={"job": round(trained - started, 1), "all": round(time.perf_counter() - started, 1)},
     )
-    (result.run.path / "demo.json").write_text(json.dumps(shown.to_json(), indent=1) + "\n", encoding="utf-8")
+    atomic_write(result.run.path / "demo.json", (json.dumps(shown.to_json(), indent=1) + "\n").encode())
     return shown
 
 
 def concept_prompts() -> list[str]:
-    """The trigger word on each of the eight backgrounds in turn."""
+    """Return prompts with the trigger word, on each of the eight backgrounds in turn."""
     backgrounds = list(pictures.COLOURS)
     return [pictures.concept_prompt(backgrounds[i % len(backgrounds)]) for i in range(NUM_CONCEPT)]
 
 
 def plain_prompts() -> list[str]:
-    """Prompts of the world that the base knows, drawn from all of it."""
+    """Return prompts drawn at random from the whole world that the base knows."""
     rng = random.Random(7)
     return [pictures.prompt_for(pictures.random_scene(rng)) for _ in range(NUM_PLAIN)]
 
 
 def draw(pipeline: Any, sampling: dict[str, Any], prompts: list[str]) -> list[Image.Image]:
-    """One picture per prompt; the i-th always from seed 1000 + i."""
+    """Draw one image per prompt; the i-th always with seed 1000 + i."""
     images: list[Image.Image] = []
     settings = {k: v for k, v in sampling.items() if k != "negative_prompt"}
     for start in range(0, len(prompts), BATCH):
@@ -161,7 +164,7 @@ def draw(pipeline: Any, sampling: dict[str, Any], prompts: list[str]) -> list[Im
 
 
 def drawn_with(family: str, files: list[Path]) -> Path:
-    """The first of the exported files that diffusers' pipeline reads."""
+    """Return the first exported file in a layout that diffusers' pipelines read."""
     ends = tuple(f"_{layout}" for layout in families.get(family).layouts_of_diffusers)
     return next(path for path in files if path.stem.endswith(ends))
 

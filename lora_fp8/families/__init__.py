@@ -1,6 +1,6 @@
-"""The folder is the registry: one file = one architecture. `README.md` beside this file says how to add one.
+"""The registry of model families: one file in this folder is one architecture. `README.md` here says how to add one.
 
-Nothing here imports torch, so that a settings form or `--help` can list the families in a blink.
+Nothing here imports torch, so that the settings page and `--help` can list the families at once.
 """
 
 from __future__ import annotations
@@ -9,16 +9,11 @@ import ast
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomlkit
-
-from lora_fp8 import config
-from lora_fp8.config import UserError
-
+from ..errors import UserError
 from ._files import Header, check_kind, fits, native_header, read_header
 
 if TYPE_CHECKING:
@@ -26,56 +21,46 @@ if TYPE_CHECKING:
 
 
 def available() -> list[str]:
-    """Names of the families, read from the folder without importing any of them."""
+    """Return the names of the families, from the folder's file names, without importing any of them."""
     return list(_names())
 
 
-@cache  # asked for many times by each check of a config
+@cache  # called many times by each check of a config
 def _names() -> tuple[str, ...]:
     modules = pkgutil.iter_modules(__path__)
     return tuple(sorted(m.name for m in modules if m.name != "base" and not m.name.startswith("_")))
 
 
 def facts(name: str) -> dict[str, Any]:
-    """The facts that the class `Family` of this file states as plain values, read without importing it.
+    """Return the attributes that a family's class states as literals, such as title and example_base.
 
-    Such as title and example_base. What is computed, or a default of `base`, is not among them.
+    They are read from the source without importing it, so computed values and defaults of `base` are not included.
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no family of this name.
     """
     _known(name)
     return dict(_stated(name))
 
 
-def example(name: str, family: str, presets: Sequence[str] = ()) -> config.Job:
-    """A job to begin with: the family's released base model, a folder of pictures that is yet to be named.
-
-    Raises:
-        UserErrors: all that is wrong with what was given.
-    """
-    known = family in available()  # else the config's check refuses it, with whatever else is wrong
-    about = facts(family) if known else {}
-    base = about.get("example_base", "put/the-base-model-here")
-    given = {"name": name, "preset": list(presets), "model": {"family": family, "path": base}}
-    needed = {"control": "my_control_pictures"} if about.get("controls", (0, 0))[0] else {}
-    given["dataset"] = {"folders": [{"path": "my_pictures", **needed}]}
-    return config.loads(tomlkit.dumps(given), where="new")
-
-
 def traits(name: str) -> dict[str, Any]:
-    """What decides which settings have an effect with this family, read without importing it.
+    """Return the facts that decide which settings have an effect with a family, without importing it.
 
-    objective: "Diffusion" or "FlowMatching"; text_encoder: whether text encoders can be trained; controls: whether it
-    is shown control pictures; clips: whether it draws clips; guidance: whether the denoiser may take it as an input;
-    negative: whether previews can be guided away from a prompt.
+    Returns:
+        objective: "Diffusion" or "FlowMatching".
+        text_encoder: True if text encoders can be trained.
+        controls: True if it takes control images.
+        clips: True if it generates clips.
+        guidance: True if its denoiser may take the guidance scale as an input.
+        negative: True if previews can use a negative prompt.
+        captions: "tags", "sentences" or "instructions".
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no family of this name.
     """
     stated, classes = facts(name), _classes(name)
     objective = next((node.value.id for node in _assigned(name) if node.targets[0].id == "objective"), "FlowMatching")
-    while objective in classes:  # one of the family's own: what it is a kind of
+    while objective in classes:  # a class of the family's file: follow it to its base
         objective = classes[objective].bases[0].id
     return {
         "objective": objective,
@@ -84,6 +69,7 @@ def traits(name: str) -> dict[str, Any]:
         "clips": any(stated.get("clips", ())),
         "guidance": stated.get("embeds_guidance", False),
         "negative": stated.get("uses_negative", True),
+        "captions": stated.get("captions", "sentences"),
     }
 
 
@@ -94,7 +80,7 @@ def _stated(name: str) -> dict[str, Any]:
         try:
             found[node.targets[0].id] = ast.literal_eval(node.value)
         except ValueError:
-            continue  # computed
+            continue  # not a literal
     return found
 
 
@@ -113,7 +99,7 @@ UNKNOWN = "not a checkpoint of a kind that is known"
 
 
 def describe(header: Header) -> tuple[str, str]:
-    """What a single file with these tensors is, in words, and its family or "". ("", "") where nothing tells."""
+    """Return what a single file with these tensors is, in words, and its family or ""; ("", "") if nothing tells."""
     if any("lora_" in key for key in header):
         return "a LoRA, not a base model", ""
     native = native_header(header)
@@ -127,20 +113,20 @@ def describe(header: Header) -> tuple[str, str]:
 
 
 def of_file(path: Path) -> tuple[str, str]:
-    """`describe` of a single file, by its header.
+    """Describe a single file by its header, as `describe` does.
 
     Raises:
-        UserError: it is of a kind that is not opened, or damaged.
+        UserError: it is of a format that is not opened, or damaged.
     """
     check_kind(str(path))
     return describe(read_header(path))
 
 
 def get(name: str) -> type[ModelFamily]:
-    """The class `Family` of the file `name`.py; imports that one file.
+    """Return the class `Family` of the file `name`.py, importing that one file.
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no family of this name.
     """
     _known(name)
     return importlib.import_module(f"{__name__}.{name}").Family

@@ -1,7 +1,7 @@
-"""A pipeline for Anima with the usual interface, from diffusers' parts.
+"""An ordinary diffusers pipeline for Anima.
 
-diffusers has Anima as a modular pipeline only: blocks that are called with texts, and not with embeddings that were
-encoded before. This is the same loop (a test holds the two against each other) as an ordinary pipeline.
+diffusers offers Anima only as a modular pipeline, whose blocks take texts and not embeddings encoded earlier. This
+module has the same loop as an ordinary pipeline; a test compares the two.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from ._latents import as_clip, as_picture, denormalised
 
 
 def inputs(noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> dict[str, Any]:
-    """What the transformer is called with: it takes videos, here of one frame, and answers with one.
+    """Return the arguments of the transformer, which takes a video, here of one frame, and returns one.
 
-    It was made for pictures with borders, of which one more channel tells; whole pictures have zeros there. diffusers
-    would resize those with torchvision.
+    The transformer was made for images with borders, which it finds in a mask given as one more channel. An image
+    without borders has zeros there. diffusers would resize the mask with torchvision, so it is appended here.
     """
     noisy_BCFHW = torch.nn.functional.pad(noisy_BCHW, (0, 0, 0, 0, 0, 1))[:, :, None]
     return {"hidden_states": noisy_BCFHW, "timestep": t_B, "encoder_hidden_states": embeds_BLD}
 
 
 def answer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> Tensor:
-    """One call of the transformer. -> the velocity BCHW"""
+    """Call the transformer once. Returns the velocity BCHW."""
     return denoiser(**inputs(noisy_BCHW, t_B, embeds_BLD), return_dict=False)[0][:, :, 0]
 
 
 def without_borders_(denoiser: CosmosTransformer3DModel) -> CosmosTransformer3DModel:
-    """Makes the transformer take the channel of the borders from its caller; see `inputs`."""
+    """Make the transformer expect the border mask as a channel of its input, in place; see `inputs`."""
     denoiser.register_to_config(concat_padding_mask=False)
     return denoiser
 
 
 class AnimaPipeline(DiffusionPipeline, AnimaLoraLoaderMixin):
-    """Draws with Anima, from texts or from what `encode_prompt` made of them."""
+    """Generates images with Anima, from prompts or from the embeddings of `encode_prompt`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class AnimaPipeline(DiffusionPipeline, AnimaLoraLoaderMixin):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> AnimaPipeline:
-        """The whole pipeline from a folder of the modular one. `options` as in diffusers, such as `dtype`."""
+        """Load the whole pipeline from a folder of the modular one, with diffusers' `options` such as `dtype`."""
         modular = AnimaModularPipeline.from_pretrained(str(folder), local_files_only=True)
         options.pop("local_files_only", None)
         modular.load_components(**options)
@@ -86,9 +86,9 @@ class AnimaPipeline(DiffusionPipeline, AnimaLoraLoaderMixin):
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str, max_sequence_length: int = 512) -> Tensor:
-        """One text as the transformer takes it: zeros behind its tokens. -> (1, L, D)
+        """Encode a prompt. Returns embeddings (1, L, D), with zeros after the last token.
 
-        Qwen3 reads it, and T5's tokens of the same text ask Qwen3's states through the conditioner.
+        Qwen3 encodes the prompt. In the conditioner, T5's tokens of the same prompt attend to Qwen3's hidden states.
         """
         read = AnimaTextEncoderStep.encode_prompt(
             self, [prompt], prepare_unconditional_embeds=False, max_sequence_length=max_sequence_length
@@ -115,7 +115,7 @@ class AnimaPipeline(DiffusionPipeline, AnimaLoraLoaderMixin):
         max_sequence_length: int = 512,
         output_type: str = "pil",
     ) -> ImagePipelineOutput:
-        """Draw; the arguments are those of diffusers' other pipelines. Guidance of 1 is to draw without a negative."""
+        """Generate images, with the arguments of diffusers' other pipelines; guidance 1 uses no negative prompt."""
         if prompt_embeds is None:
             texts = [prompt] if isinstance(prompt, str) else prompt or []
             prompt_embeds = torch.cat([self.encode_prompt(text, max_sequence_length) for text in texts])

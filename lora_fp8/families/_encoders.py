@@ -1,7 +1,7 @@
-"""The encoders of `ModelFamily`: its VAE, tokenizers and text encoders, from the model's files.
+"""The encoders of `ModelFamily`: its VAE, tokenizers and text encoders, loaded from the model's files.
 
-A VAE and text encoders stand in folders of their own, or in a single file beside the denoiser. diffusers' own
-converters read those.
+A VAE and text encoders have folders of their own, or are inside a single file together with the denoiser. diffusers'
+own converters read the latter.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ import transformers
 from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint, create_diffusers_clip_model_from_ldm
 from torch import Tensor, nn
 
-from lora_fp8 import config
-from lora_fp8.config import UserError, UserErrors
-from lora_fp8.layouts import first_few, text_layer
-from lora_fp8.precision import Format, name_matches, quantize_
-
+from .. import settings
+from ..common.text import first_few
+from ..errors import UserError, UserErrors
+from ..lora_files.layouts import text_layer
+from ..precision import Format, name_matches, quantize_
 from . import _files, _in_turn
 
 MOST_TOKENS = 1 << 20
+"""Largest credible token limit of a tokenizer: without one in its config, transformers reports a number of 30
+digits."""
 TEXT_PRECISE = ("lm_head", "text_projection", "visual")
-"""Name parts of the layers of text encoders that are not quantized: outputs, which are small or unused."""
+"""Name parts of text encoder layers that are not quantized: output layers, which are small or unused."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers inside: loading a text encoder is not worth a bar in a training log."""
+    """Hide transformers' progress bars inside this context, as they would clutter a training log."""
     logging = transformers.utils.logging
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -48,37 +50,39 @@ def quiet() -> Iterator[None]:
 
 
 class Encoders:
-    """Loading, and what it takes, one encoder at a time; and what tells one file of an encoder from another."""
+    """Loads the encoders, estimates their memory, and identifies their files."""
 
     vae: nn.Module | None
     _text_pipeline: diffusers.DiffusionPipeline | None
     _tokenizers: dict[str, Any]
 
     def load_vae(self) -> None:
-        """The VAE alone, which previews need for decoding."""
+        """Load the VAE on its own; previews need it for decoding."""
         if self.vae is not None:
             return
         cls = getattr(diffusers, self.vae_class)
         prefix = self._vae_prefix()
         if prefix:
             vae = _files.built(cls, self.folder / "vae" / "config.json")
-            vae.load_state_dict(self._convert_vae(prefix, dict(vae.config)))  # copies, and so widens to float32
+            vae.load_state_dict(self._convert_vae(prefix, dict(vae.config)))  # copying widens to float32
         else:
             vae = self._from_pretrained(cls, "diffusion_pytorch_model", "vae", dtype=torch.float32)
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
     def empty_vae(self) -> nn.Module:
-        """The VAE on the meta device: all shapes, no memory."""
+        """Return the VAE on the meta device: all shapes, no memory."""
         cls = getattr(diffusers, self.vae_class)
         with torch.device("meta"):
             return _files.built(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
 
     def check_parts(self) -> None:
-        """That denoiser, scheduler, VAE, tokenizers and text encoders are what their configs say: as they will be
-        loaded, but by their headers, without a weight being read. What a single file holds is seen when it is loaded.
+        """Check that denoiser, scheduler, VAE, tokenizers and text encoders match their configs.
+
+        The parts are built as for training, but from the files' headers, without reading a weight. Parts inside a
+        single file are checked when they are loaded.
 
         Raises:
-            UserErrors: all that cannot be used, a line each.
+            UserErrors: the parts that cannot be used, one line each.
         """
         tokenizers = [partial(self._check_limit, name) for name in self.text_parts if self._is_tokenizer(name)]
         encoders = [
@@ -87,7 +91,14 @@ class Encoders:
             if not self._has_text(name)
         ]
         problems = []
-        for look in (self._check_denoiser, self._check_scheduler, self._check_vae_sizes, *tokenizers, *encoders):
+        for look in (
+            self._check_denoiser,
+            self._check_scheduler,
+            self._check_prediction,
+            self._check_vae_sizes,
+            *tokenizers,
+            *encoders,
+        ):
             try:
                 look()
             except UserError as error:
@@ -96,19 +107,23 @@ class Encoders:
             raise UserErrors(list(dict.fromkeys(problems))) if len(set(problems)) > 1 else UserError(problems[0])
 
     def tokenizer(self, name: str) -> Any:
-        """One of the tokenizers of `text_parts`, or the processor that makes a picture ready for a text encoder: small,
-        so it is loaded when first asked for and kept."""
+        """Return a tokenizer of `text_parts`, or the processor that prepares images for a text encoder.
+
+        They are small, so each is loaded on first use and kept.
+        """
         if name not in self._tokenizers:
             cls, folder = self._named_class(name), self.folder / name
             try:
                 self._tokenizers[name] = cls.from_pretrained(folder, local_files_only=True)
-            except Exception as error:  # transformers and tokenizers raise many kinds for files that are not whole
+            except Exception as error:  # transformers and tokenizers raise many types for incomplete files
                 raise UserError(f"{folder} cannot be read ({_files.in_short(error)}); download it again") from error
         return self._tokenizers[name]
 
     def in_turn(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
-        """(number, what it returns) of each of these functions, which call `encode_prompts`, with one text encoder in
-        memory at a time. They are called several times: see `_in_turn`. Needs nothing loaded."""
+        """Yield (index, result) of functions that call `encode_prompts`, with one text encoder in memory at a time.
+
+        Each function is called several times: see `_in_turn`. Nothing needs to be loaded before.
+        """
         encoders = self._text_encoders()
         turns = _in_turn.Turns(
             encoders,
@@ -121,13 +136,13 @@ class Encoders:
         if len(encoders) > 1:
             self._text_pipeline = self._assemble(**tokenizers, **turns.standins)
             yield from turns.ask(asks)
-        else:  # as it is, whatever the pipeline does with it
+        else:  # a single encoder is used directly, without a stand-in
             (name,) = encoders
             self._text_pipeline = self._assemble(**tokenizers, **{name: turns.load(name)})
             yield from enumerate(ask() for ask in asks)
 
     def free_encoders(self) -> None:
-        """Drop VAE and text encoders and give their memory back."""
+        """Drop the VAE and the text encoders, and release their memory."""
         self.vae = self._text_pipeline = None
         _give_back_memory()
 
@@ -139,7 +154,7 @@ class Encoders:
         return self._text_pipeline
 
     def vae_bytes(self) -> int:
-        """What the VAE takes, by its file's header."""
+        """Return the bytes that the VAE takes in memory, by its file's header."""
         prefix = self._vae_prefix()
         if prefix:
             vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
@@ -149,7 +164,7 @@ class Encoders:
         return sum(map(math.prod, vae.values())) * torch.float32.itemsize
 
     def text_bytes(self) -> dict[str, int]:
-        """What each text encoder takes while captions are encoded, by the headers of their files."""
+        """Return the bytes that each text encoder takes while captions are encoded, by the files' headers."""
         found = {}
         for name in self._text_encoders():
             if self._has_text(name):
@@ -162,21 +177,21 @@ class Encoders:
         return found
 
     def _text_bytes(self, key: str, shape: tuple[int, ...]) -> int:
-        """A tensor of a text encoder, as it is held."""
+        """Return the bytes of a text encoder's tensor as it is stored in memory."""
         is_linear = len(shape) == 2 and key.endswith(".weight") and not re.search("embed|shared|relative|wte|wpe", key)
         kept = any(name_matches(key.removesuffix(".weight"), part) for part in TEXT_PRECISE)
         if self.text_storage == "none" or not is_linear or kept:
             return math.prod(shape) * self.dtype.itemsize
-        forms = [Format(self.text_storage, scale) for scale in config.SCALES[self.text_storage]]
+        forms = [Format(self.text_storage, scale) for scale in settings.SCALES[self.text_storage]]
         return next(form for form in forms if not form.problem(shape)).num_bytes(shape)
 
     def trained_text_parts(self) -> dict[str, Any]:
-        """The text encoders that can be trained and their tokenizers, loaded anew, and not quantized."""
+        """Load the trainable text encoders, unquantized, and their tokenizers, as new objects."""
         pairs = [(encoder.replace("text_encoder", "tokenizer"), encoder) for encoder in self.trained_text]
         return {name: self._load_text_part(name, "none") for pair in pairs for name in pair}
 
     def empty_trained_text(self) -> dict[str, nn.Module]:
-        """The text encoders of `trained_text` on the meta device, in the model's dtype: all shapes, no memory."""
+        """Return the text encoders of `trained_text` on the meta device, in the model's dtype."""
         found = {}
         for name in self.trained_text:
             cls = self._text_class(name)[0]
@@ -186,27 +201,30 @@ class Encoders:
         return found
 
     def trained_text_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, CPU tensor) of all that the text encoders of `trained_text` hold, one encoder at a time.
+        """Yield (name, CPU tensor) of the weights and biases of `trained_text`'s encoders, one encoder at a time.
 
-        Names are those of an adapter's modules with `.weight` or `.bias` behind.
+        Names are those of adapter modules, with ".weight" or ".bias" appended.
         """
         for name in self.trained_text:
             for path, tensor in self._load_text_part(name, "none").state_dict().items():
                 yield text_layer(name, path), tensor.cpu()
 
     def trained_text_pipeline(self) -> diffusers.DiffusionPipeline:
-        """A pipeline of `trained_text_parts` and nothing else, for `encode_with`."""
+        """Return a pipeline that holds `trained_text_parts` only, for `encode_with`."""
         return self._assemble(**self.trained_text_parts())
 
     def encoder_identity(self, what: str) -> str:
-        """SHA-256 over the files that decide what "vae" or "text" encoders answer: weights, configs, tokenizers."""
+        """Return the SHA-256 of the files that determine the outputs of the "vae" or "text" encoders.
+
+        These are weights, configs and tokenizers.
+        """
         if what == "vae":
             files = self._config_and_weights("vae", "diffusion_pytorch_model", from_checkpoint=bool(self._vae_prefix()))
         elif what == "text":
             files = []
             for name in self.text_parts:
                 if self._is_tokenizer(name):
-                    kinds = (".json", ".txt", ".jinja", ".model")  # a chat's template is part of what is encoded
+                    kinds = (".json", ".txt", ".jinja", ".model")  # a chat template is part of what is encoded
                     found = sorted(p for p in (self.folder / name).iterdir() if p.suffix in kinds)
                     files += [(f"{name}/{p.name}", p) for p in found]
                 else:
@@ -225,7 +243,7 @@ class Encoders:
         return [name for name in self.text_parts if not self._is_tokenizer(name)]
 
     def _text_class(self, name: str) -> tuple[Any, str]:
-        """The class of a text part, and what its weights are called: some are networks of diffusers."""
+        """Return the class of a text part and the stem of its weight files; some parts are diffusers models."""
         cls = self._named_class(name)
         return cls, "model" if issubclass(cls, transformers.PreTrainedModel) else "diffusion_pytorch_model"
 
@@ -244,25 +262,25 @@ class Encoders:
         else:
             encoder = self._from_pretrained(cls, stem, name, dtype=self.dtype)
         if storage != "none":
-            # T5 names its `wo` here, which transformers itself holds in float32 beside float16 only.
+            # For T5 it lists `wo`, which transformers itself keeps in float32 only if the rest is float16.
             encoder._keep_in_fp32_modules = ()
-            quantize_(encoder, config.Quantize(storage=storage), TEXT_PRECISE, self.dtype)
+            quantize_(encoder, settings.Quantize(storage=storage), TEXT_PRECISE, self.dtype)
             return encoder.to(self.device).eval()
         return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
 
     def _check_vae_sizes(self) -> None:
-        """That the VAE's config describes one, and its own file."""
+        """Check that the VAE's config is valid and fits its weight file."""
         self.empty_vae()
         if not self._vae_prefix():
             cls = getattr(diffusers, self.vae_class)
             self._from_pretrained(cls, "diffusion_pytorch_model", "vae", device_map="meta")
 
     def _check_limit(self, name: str) -> None:
-        """That this tokenizer can be read, and tells how many tokens are read, where nothing else does."""
+        """Check that this tokenizer can be read, and that it states a token limit if nothing else does."""
         tokenizer = self.tokenizer(name)
-        limit = getattr(tokenizer, "model_max_length", 1)  # a processor has none
+        limit = getattr(tokenizer, "model_max_length", 1)  # processors have none
         fits = isinstance(limit, int | float) and limit > 0
-        # Where its config does not say, transformers has a number of thirty digits.
+        # Without a limit in its config, transformers reports a number of thirty digits.
         if fits and "CLIP" in self.text_parts[name]:
             fits = limit <= MOST_TOKENS
         elif fits and name in self.judge_length_by:
@@ -278,13 +296,13 @@ class Encoders:
         for path in files:
             _files.read_header(path)
         options |= {"variant": _files.variant(files), "use_safetensors": True, "local_files_only": True}
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # those are told below
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, with our message
         try:
             with quiet():
                 model, told = cls.from_pretrained(self.folder / name, **options)
-        except Exception as error:  # diffusers and transformers raise many kinds for what does not fit together
+        except Exception as error:  # diffusers and transformers raise many types for files that do not match
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None):
-                raise  # the machine's
+                raise  # the machine's fault, not the files'
             raise UserError(
                 f"{self.folder / name} cannot be loaded as a {cls.__name__} ({_files.in_short(error)}); its config.json"
                 " is not whole, or is of another version"
@@ -294,8 +312,8 @@ class Encoders:
                 f"{self.folder / name} has weights of other sizes than its config.json says: {len(other)} differ, "
                 f"{first_few(other)}; it is another model's, or the config is"
             )
-        # transformers fills what is missing with random numbers, and says so where nobody hears it. A language model's
-        # head may be: files leave it out, as nothing here asks for the next word.
+        # transformers fills missing weights with random numbers, and logs it where nobody reads it. Files may leave out
+        # a language model's head: nothing here predicts the next token.
         if lost := sorted(key for key in told["missing_keys"] if not key.startswith("lm_head.")):
             raise UserError(
                 f"{self.folder / name} has not all weights of a {cls.__name__}: {len(lost)} are missing, "
@@ -327,7 +345,7 @@ class Encoders:
 
     def _convert_text(self, cls: Any, name: str) -> nn.Module:
         tensors = self._tensors_with(self.checkpoint_text[name])
-        # A buffer of old versions of transformers, which new ones compute.
+        # A buffer saved by old versions of transformers; new ones compute it.
         tensors = {k: v for k, v in tensors.items() if not k.endswith(".position_ids")}
         return create_diffusers_clip_model_from_ldm(
             cls, tensors, subfolder=name, config=str(self.folder), torch_dtype=self.dtype

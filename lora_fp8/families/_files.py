@@ -1,8 +1,8 @@
-"""Where a base model's files are and whether they are whole: folders, single files, the hub, headers, hashes.
+"""Finds a base model's files and checks that they are complete: folders, single files, the hub, headers, hashes.
 
-Only safetensors are read: a pickle (.bin, .ckpt, .pt) runs code when it is opened. Every file's header is checked
-against its size before it is mapped, because a mapped file that ends early kills the process with SIGBUS instead of an
-error.
+Only safetensors files are read: opening a pickle (.bin, .ckpt, .pt) runs code. Each file's header is compared with the
+file's size before it is mapped, because reading a mapped file that is too short kills the process with SIGBUS instead
+of raising an error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lora_fp8.config import UserError
-from lora_fp8.run import atomic_write
+from ..common.reading import MOST_JSON, open_regular, parse_json, read_bytes
+from ..common.writing import atomic_write
+from ..errors import UserError
 
 Header = dict[str, tuple[int, ...]]
 """Tensor name -> shape, as a safetensors file's header gives them."""
@@ -31,22 +32,22 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "model.", "")
-"""What the denoiser's names begin with in single files, by who wrote them."""
+"""Prefixes of the denoiser's tensor names in single files; they differ between the programs that write them."""
 
 
 def checkpoint_prefix(header: Header) -> str:
-    """The one of `PREFIXES` that a single file has."""
+    """Return the prefix of `PREFIXES` that a single file uses."""
     return next(prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in header))
 
 
 def native_header(header: Header) -> Header:
-    """Names and shapes of a single file's denoiser, without what they all begin with."""
+    """Return the names, without their prefix, and shapes of a single file's denoiser."""
     prefix = checkpoint_prefix(header) if header else ""
     return {key.removeprefix(prefix): shape for key, shape in header.items() if key.startswith(prefix)}
 
 
 def fits(marks: dict[str, Any], native: Header) -> bool:
-    """Whether a single file with this `native_header` has the marks of a family, see `ModelFamily.single_file`."""
+    """Return True if a `native_header` matches the marks of a family (see `ModelFamily.single_file`)."""
     first, last = marks.get("in_is_out", ("", ""))
     shapes = marks.get("shapes", {})
     if not marks or not all(name in native for name in (*marks.get("has", ()), *shapes, *filter(None, (first, last)))):
@@ -61,34 +62,38 @@ def fits(marks: dict[str, Any], native: Header) -> bool:
 
 
 def blocks_with(native: Header, name: str) -> list[int]:
-    """Numbers of the blocks that have this tensor, in order; "#" stands for the number in its name."""
+    """Return the sorted numbers of the blocks that have this tensor; "#" in `name` stands for the number."""
     pattern = re.compile(re.escape(name).replace(r"\#", r"(\d+)"))
     return sorted(int(found[1]) for key in native if (found := pattern.fullmatch(key)))
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a `model.path` that is nothing on this machine has the form of a Hugging Face id."""
+    """Return True if a `model.path` that is no local path has the form of a Hugging Face id."""
     return bool(_HUB_ID.fullmatch(path)) and not path.endswith(".safetensors")
 
 
 class Entry(NamedTuple):
-    """What a safetensors file's header tells of one tensor; the dtype in the format's own words, such as "F8_E4M3"."""
+    """A tensor as a safetensors header describes it; `dtype` is the format's own name, such as "F8_E4M3"."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Place(NamedTuple):
-    """Where a base model lies. `folder` is a diffusers folder; with `checkpoint` set, it only complements that file."""
+    """Where a base model is. `folder` is a diffusers folder; if `checkpoint` is set, it only adds the missing parts."""
 
     folder: Path
     checkpoint: Path | None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. UserError when it is not one."""
+    """Read the object in a JSON file.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(path, MOST_JSON))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
@@ -97,53 +102,58 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def in_short(error: Exception) -> str:
-    """The kind of an error of a library, and what it says first."""
+    """Return the type of a library's error and the start of its message, up to 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}{lines and ': ' or ''}{' '.join(lines)[:200]}"
 
 
 def built(cls: Any, path: Path, told: dict[str, Any] | None = None) -> Any:
-    """What diffusers makes of a config: `cls.from_config`.
+    """Build a diffusers object from a config, with `cls.from_config`.
 
     Args:
-        path: its file.
-        told: its entries, where they are not that file's alone.
+        cls: class of the object.
+        path: the config file, which error messages name.
+        told: entries of the config; None: those of the file.
 
     Raises:
         UserError: an entry makes no sense.
     """
     told = read_json(path) if told is None else told
     for key, parameter in inspect.signature(cls.__init__).parameters.items():
-        # Not all of these are looked at when it is made.
+        # The constructor does not look at all of its arguments.
         if parameter.annotation in (int, float) and isinstance(told.get(key), str | list | dict):
             raise UserError(f"{path} says {key} = {told[key]!r}, which should be a number")
     try:
         return cls.from_config(told)
-    except Exception as error:  # diffusers checks few entries, and fails in many ways
+    except Exception as error:  # diffusers validates few entries, so many kinds of errors arise
         if isinstance(error, MemoryError):
             raise
         raise UserError(f"{path} does not describe a {cls.__name__} ({in_short(error)})") from error
 
 
 def read_header(path: Path) -> Header:
-    """Names and shapes of a safetensors file; see `read_entries`."""
+    """Return names and shapes of a safetensors file's tensors; see `read_entries`."""
     return {name: entry.shape for name, entry in read_entries(path)[0].items()}
 
 
 def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Tensors and metadata of a safetensors file, read from its first bytes; its length is checked against them."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    """Read the tensors' descriptions and the metadata of a safetensors file, and compare its size with them.
+
+    Raises:
+        UserError: the file is no safetensors file, or is damaged.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= size - 8:
-            # The first eight bytes of a safetensors file are its header's length; anything else gives nonsense here.
+            # A safetensors file starts with its header's length in 8 bytes; any other file has nonsense there.
             raise UserError(f"{path} is not a whole safetensors file ({size} bytes, its header would take {length})")
         try:
-            entries = json.loads(file.read(length))
+            entries = parse_json(file.read(length))
             metadata = entries.pop("__metadata__", None) or {}
             end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
             header = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a safetensors file (its header cannot be read)") from error
     if end != size:
         raise UserError(f"{path} is damaged: the file has {size} bytes, its header says {end}; download it again")
@@ -151,10 +161,19 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def weight_files(folder: Path, stem: str) -> list[Path]:
-    """The safetensors files of one model in a diffusers folder: sharded or not, full precision before fp16 and bf16.
+    """Return the safetensors files of a model in a diffusers folder, sharded or not.
 
-    `stem` is "diffusion_pytorch_model" for diffusers' models and "model" for those of transformers. Returns [] when
-    there are no weights at all; raises UserError when shards are missing or when there are only pickles.
+    Full precision is preferred to fp16, and fp16 to bf16.
+
+    Args:
+        folder: subfolder of the model.
+        stem: "diffusion_pytorch_model" for diffusers' models, "model" for those of transformers.
+
+    Returns:
+        The files; [] if the folder has no weights at all.
+
+    Raises:
+        UserError: shards are missing, or there are only pickles.
     """
     for variant in ("", ".fp16", ".bf16"):
         for name in (f"{stem}.safetensors.index{variant}.json", f"{stem}{variant}.safetensors.index.json"):
@@ -178,15 +197,24 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def variant(files: list[Path]) -> str | None:
-    """The `variant` argument with which from_pretrained finds these files ("fp16", "bf16" or None)."""
+    """Return the `variant` argument with which from_pretrained finds these files: "fp16", "bf16" or None."""
     return next((v for v in ("fp16", "bf16") if files and f".{v}" in files[0].name), None)
 
 
 def locate(path: str, components: str, revision: str, *, family: str, parts: Iterable[str]) -> Place:
-    """Find what `model.path` names: "demo", a folder, a .safetensors file, or a hub id (downloaded here, if need be).
+    """Find what `model.path` names: "demo", a folder, a .safetensors file, or a hub id.
+
+    A hub id that is not on this machine is downloaded here.
 
     Args:
-        parts: the subfolders that are needed of a hub repository.
+        path: `model.path`.
+        components: `model.components`, or "".
+        revision: `model.revision`, or "".
+        family: name of the family, which selects the demo base.
+        parts: subfolders that are needed of a hub repository.
+
+    Raises:
+        UserError: there is no such model, or it is of a format that is not opened.
     """
     if path == "demo":
         bundled = Path(__file__).parent.parent / "demo" / "base"
@@ -195,7 +223,7 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
             raise UserError(f"there is no demo base for {family!r}; bundled are: {', '.join(have) or 'none'}")
         return Place(bundled / family, None)
 
-    local = Path(os.path.expanduser(path))  # Path's own way raises where there is no such user
+    local = Path(os.path.expanduser(path))  # Path.expanduser raises if there is no such user
     if local.is_dir():
         return Place(local, None)
     if local.is_file():
@@ -218,7 +246,11 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
 
 
 def check_kind(path: str) -> None:
-    """That this single file is of a kind that is opened. Raises UserError."""
+    """Check that a single file's format can be opened.
+
+    Raises:
+        UserError: it is GGUF, or a pickle.
+    """
     suffix = Path(path).suffix
     if suffix == ".gguf":
         raise UserError(
@@ -230,12 +262,12 @@ def check_kind(path: str) -> None:
 
 
 def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
-    """The local snapshot of a hub repository with just the needed files.
+    """Download the needed files of a hub repository. Returns the local snapshot.
 
-    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE work as everywhere.
+    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE have their usual effect.
 
     Raises:
-        UserError: not reachable, not allowed or not there; names the id and what to do.
+        UserError: the hub is not reachable, or the model is not there or not accessible; says what to do.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -245,8 +277,8 @@ def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
     for part in parts:
         allowed += [f"{part}/*.{suffix}" for suffix in ("json", "txt", "jinja", "model", "safetensors")]
     try:
-        # A repository often holds the same weights two or three times: the full ones are asked for first, and a
-        # half-precision copy only where a repository has nothing else.
+        # Repositories often hold the same weights two or three times. The full-precision ones are requested first, and
+        # a half-precision copy only if there is nothing else.
         ignored = ["*.fp16*", "*.bf16*", "*.non_ema*"]
         root = Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored))
         bare = [p for p in parts if (root / p / "config.json").is_file() and not [*(root / p).glob("*.safetensors")]]
@@ -265,7 +297,7 @@ def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
             f"model.path = {repo!r} is neither a local path nor a model that the hub shows you; check the spelling, "
             "or log in (`hf auth login`) if it is private"
         ) from error
-    except Exception as error:  # no network, offline mode, a full disk: huggingface_hub raises many kinds
+    except Exception as error:  # no network, offline mode, a full disk: huggingface_hub raises many types
         why = next(iter(str(error).splitlines()), "")[:200]
         raise UserError(
             f"model.path = {repo!r} is not on this machine and could not be fetched from the hub "
@@ -275,46 +307,47 @@ def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
 
 
 WORTH_KEEPING = 16 << 20
-"""Bytes from which a file's hash is kept between processes; smaller ones are read in no time."""
+"""Size in bytes from which a file's hash is kept between processes; smaller files are hashed in no time."""
 
 SETTLED = 2.0
-"""Seconds that a file must have lain unchanged before it is read: within one tick of the file system's clock it could
-be written again without a sign."""
+"""Seconds for which a file must be unchanged before it is hashed, for the hash to be kept: within one tick of the file
+system's clock, another write would leave the same times."""
 
 MOST_KEPT = 200
+"""Number of hashes that the file keeps."""
 
 _Stamp = tuple[int, int, int, int]
 
 
 def hash_book() -> Path:
-    """The file that keeps the hashes of large files: a base of 24 GB takes minutes to read, and seldom changes."""
+    """Return the file that keeps the hashes of large files: reading a base of 24 GB takes minutes."""
     default = os.environ.get("LOCALAPPDATA") or "~/.cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lora_fp8" / "hashes.json"
 
 
 def _stamp(path: Path) -> _Stamp:
-    """What changes when a file does. With the time of its last change of any kind, which no tool sets back."""
+    """Return values that change when the file does: size, times and inode. No tool can set back its ctime."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _read_book(book: Path) -> dict[str, Any]:
-    """{path: {"stamp": [...], "sha256": ...}}; empty where there is none, or one that cannot be read."""
+    """Return {path: {"stamp": [...], "sha256": ...}}, or {} if the file is missing or unreadable."""
     try:
-        content = json.loads(book.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # nothing is lost but the time of hashing once more
+        content = parse_json(read_bytes(book, MOST_JSON))
+    except (OSError, ValueError):  # the only loss is the time to hash again
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @lru_cache(maxsize=256)
 def _file_digest(path: Path, stamp: _Stamp) -> str:
-    """SHA-256 of a file with this stamp: from the book, or by reading it."""
+    """Return the SHA-256 of a file with this stamp, from the kept hashes or by reading it."""
     if stamp[0] < WORTH_KEEPING:
         return _sha256(path)
     book = hash_book()
@@ -337,9 +370,9 @@ def _file_digest(path: Path, stamp: _Stamp) -> str:
 
 
 def digest(files: Iterable[tuple[str, Path]]) -> str:
-    """SHA-256 over the names and contents of files, in the order of their names.
+    """Return the SHA-256 of the names and contents of files, sorted by name.
 
-    Each file is read once per process, and a large one not again until it changes (see `hash_book`).
+    Each file is read once per process, and a large one only again when it changes (see `hash_book`).
     """
     total = hashlib.sha256()
     for name, path in sorted(files):

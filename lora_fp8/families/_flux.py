@@ -1,4 +1,4 @@
-"""What FLUX.1 and Chroma1, which was made of it, have in common: their blocks, by both names, and what is adapted."""
+"""What FLUX.1 and Chroma1, which derives from it, share: adapter targets, and their blocks' names in both namings."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from diffusers import FluxPipeline
 from torch import Tensor
 
-from lora_fp8 import naming
+from ..lora_files import naming
 
 ADAPTER_TARGETS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
     *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     *(f"{ff}.net.{layer}" for ff in ("ff", "ff_context") for layer in ("0.proj", "2")),
-    *("proj_mlp", "proj_out"),  # of the single-stream blocks
+    *("proj_mlp", "proj_out"),  # in the single-stream blocks
 )
 LAST_LAYER = "^proj_out"
-"""Which has the name of one in the single-stream blocks."""
+"""The output projection, excluded because layers in the single-stream blocks end with the same name."""
 
 LAYERS = naming.table("""
     double_blocks.# = transformer_blocks.#
@@ -45,7 +45,7 @@ LAYERS = naming.table("""
 
 
 def positions(latents_BCHW: Tensor, embeds_BLD: Tensor) -> dict[str, Tensor]:
-    """Position ids: of all text tokens the origin, of 2 x 2 patches of latents (0, row, column)."""
+    """Return position ids: the origin for all text tokens, (0, row, column) for 2 x 2 patches of latents."""
     (num, _, height, width), device = latents_BCHW.shape, latents_BCHW.device
     return {
         "txt_ids": torch.zeros(embeds_BLD.shape[1], 3, device=device),

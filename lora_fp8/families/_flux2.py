@@ -1,6 +1,6 @@
-"""What FLUX.2 dev and klein have in common: latents, the call of the transformer, and the layout of the original files.
+"""What FLUX.2 dev and klein share: latents, the transformer's inputs, and the layout of the original files.
 
-The blocks' timestep modulation is shared: three linears serve all of them.
+All blocks share the timestep modulation: three linears serve them all.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from diffusers import AutoencoderKLFlux2, Flux2Pipeline
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from ._files import Header, blocks_with
 from .base import Cond, Inputs, ModelFamily
 
@@ -20,12 +19,12 @@ ADAPTER_TARGETS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
     *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     *(f"{ff}.{layer}" for ff in ("ff", "ff_context") for layer in ("linear_in", "linear_out")),
-    *("attn.to_qkv_mlp_proj", "attn.to_out"),  # of the single-stream blocks
+    *("attn.to_qkv_mlp_proj", "attn.to_out"),  # in the single-stream blocks
 )
 KEEP_PRECISE = ("x_embedder", "context_embedder", "time_guidance_embed", "norm_out", "^proj_out")
 LAST_NORM = "norm_out.linear"
 OTHER_VAES = {"Ideogram 4": (0.0198, 0.1015, 0.2969, 0.2719)}
-"""Whose VAE is this one but for the numbers in its batch norm."""
+"""Models whose VAE has the same files but other batch norm statistics -> the first running means."""
 MODULATION = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
 
 LAYERS = naming.table("""
@@ -62,7 +61,7 @@ LAYERS = naming.table("""
 
 
 def sizes(native: Header, head_dim: int) -> dict[str, int]:
-    """The entries of config.json in which the released models differ, as a single file has them."""
+    """Return the config entries in which the released models differ, as a single file's shapes show them."""
     width, joint = native["txt_in.weight"]
     return {
         "num_layers": len(blocks_with(native, "double_blocks.#.img_attn.qkv.weight")),
@@ -75,7 +74,7 @@ def sizes(native: Header, head_dim: int) -> dict[str, int]:
 def inputs(
     family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
 ) -> Inputs:
-    """`ModelFamily.inputs`, as in the pipelines' loops."""
+    """Return the denoiser's arguments as in the pipelines' loops: see `ModelFamily.inputs`."""
     takes_guidance, embeds_BLD = denoiser.config.guidance_embeds, cond["prompt_embeds"]
     return {
         "hidden_states": family.pack(noisy_BCHW),
@@ -101,7 +100,7 @@ TINY: dict[str, Any] = {
 
 
 def vae() -> AutoencoderKLFlux2:
-    """A VAE that halves the image sides, with statistics of its latents that are not those of a new batch norm."""
+    """Return a VAE that halves the image sides, whose latent statistics differ from those of a new batch norm."""
     made = AutoencoderKLFlux2(
         block_out_channels=(16, 32),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -113,5 +112,5 @@ def vae() -> AutoencoderKLFlux2:
     )
     made.bn.running_mean.normal_()
     made.bn.running_var.uniform_(0.3, 3.0)
-    made.bn.running_var[0] = 0.001  # so small that the epsilon shows
+    made.bn.running_var[0] = 0.001  # so small that a wrong epsilon shows
     return made

@@ -1,7 +1,7 @@
-"""What Lumina 2 and Sana share: prompts with an instruction before them, read by Gemma 2; and its miniatures.
+"""What Lumina 2 and Sana share: an instruction before the prompt, Gemma 2 as text encoder, and its miniatures.
 
-The instruction precedes prompts that are followed. A negative prompt has none, and neither has a dropped caption, which
-is what the pipelines guide away from where nobody gives a negative prompt.
+Only positive prompts are preceded by the instruction. A negative prompt has none. Neither has a dropped caption, which
+is encoded as the empty negative prompt that the pipelines use if none is given.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 from .base import Cond, ModelFamily
 
 AVOIDED = "\0"
-"""In front of a prompt that is to be guided away from."""
+"""Marks, in front of a prompt, that it is a negative prompt."""
 
 
 def negative_text(family: ModelFamily, prompt: str) -> str:
-    """See `ModelFamily.negative_text`."""
+    """Mark a negative prompt: see `ModelFamily.negative_text`."""
     return AVOIDED + prompt if prompt else ""
 
 
 def is_negative(prompt: str) -> bool:
-    """Whether this text is encoded without the instruction."""
+    """Return True if this text is encoded without the instruction."""
     return not prompt or prompt.startswith(AVOIDED)
 
 
 @torch.no_grad()
 def encode_prompts(family: ModelFamily, prompts: list[str]) -> list[Cond]:
-    """See `ModelFamily.encode_prompts`: one by one, as their beginnings differ; without padding."""
+    """Encode prompts one by one, because their beginnings differ, and without padding.
+
+    See `ModelFamily.encode_prompts`.
+    """
     options = {"device": family.device, **family.text_options}
     if family.max_sequence_length:
         options["max_sequence_length"] = family.max_sequence_length
@@ -45,10 +48,10 @@ def encode_prompts(family: ModelFamily, prompts: list[str]) -> list[Cond]:
 
 # -- miniatures -------------------------------------------------------------------------------------------------------
 def tokenizer(known: str) -> GemmaTokenizer:
-    """Byte-pair encoding with bytes for what is not in the vocabulary, as in Gemma: <pad> 0, <eos> 1, <bos> 2 in front.
+    """Return a byte-pair tokenizer with byte fallback and <bos> in front, as Gemma's: <pad> 0, <eos> 1, <bos> 2.
 
     Args:
-        known: a text whose words are one token each.
+        known: a text whose words become one token each.
     """
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += [chr(code) for code in range(33, 127)]
@@ -67,7 +70,7 @@ def tokenizer(known: str) -> GemmaTokenizer:
 
 
 def text(vocab: GemmaTokenizer, *, width: int = 32) -> Gemma2Model:
-    """A two-layer Gemma 2."""
+    """Return a Gemma 2 of two layers."""
     settings = Gemma2Config(
         vocab_size=len(vocab),
         hidden_size=width,
@@ -77,7 +80,7 @@ def text(vocab: GemmaTokenizer, *, width: int = 32) -> Gemma2Model:
         num_key_value_heads=1,
         head_dim=16,
         query_pre_attn_scalar=16,
-        initializer_range=0.3,  # as large as after training: at the default, words hardly tell in so few layers
+        initializer_range=0.3,  # as after training: at the default, prompts hardly differ after so few layers
         pad_token_id=vocab.pad_token_id,
         bos_token_id=vocab.bos_token_id,
         eos_token_id=vocab.eos_token_id,

@@ -1,13 +1,13 @@
-"""Text encoders one at a time: while captions are encoded the memory holds the largest of them, and not all together.
+"""Runs text encoders one at a time, so that memory holds the largest of them and not all together.
 
-A pipeline asks its encoders one after the other for each prompt, and loading them anew for each would take far longer
-than encoding. So all prompts are asked as far as the first encoder leads, then that one leaves, the second comes, and
-all are asked again. Each of them stands in the pipeline as a `Standin`, which gives the answers that it gave before,
-computes a new one if its encoder is in memory, and ends the question with `Later` if it is not. The pipeline's own code
-runs as it always does and knows nothing of it, so that the conditioning is the same bit for bit.
+For each prompt, a pipeline calls its encoders one after the other. Loading them anew for each prompt would take far
+longer than encoding. So all prompts are first run up to the second encoder's turn; then the first encoder is freed, the
+second is loaded, and all prompts are run again. In the pipeline, a `Standin` takes each encoder's place. It replays the
+outputs that it returned before, computes a new one if its encoder is in memory, and raises `Later` if it is not. The
+pipeline's own code runs unchanged, so the conditioning is equal bit for bit.
 
-Of an answer only what the pipeline reads is kept, on the CPU: Llama hands out 33 layers of hidden states, of which one
-is wanted.
+Of an output, only what the pipeline reads is kept, on the CPU: Llama returns 33 layers of hidden states, of which one
+is used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 KEPT_BYTES = 2 << 30
-"""Answers of so many bytes are kept at a time; what is asked beyond that has its encoders loaded once more."""
+"""Bytes of encoder outputs kept at a time. Prompts beyond that form the next group, which loads the encoders again."""
 
 
 class Later(Exception):
-    """The text encoder `name` is asked and is not in memory."""
+    """Raised when the text encoder `name` is called and is not in memory."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -32,7 +32,7 @@ class Later(Exception):
 
 
 class Answer:
-    """An encoder's output as the pipeline sees it, which keeps what is read of it."""
+    """An encoder's output as the pipeline sees it; it keeps the parts that are read."""
 
     def __init__(self, output: Any, device: torch.device) -> None:
         self.output, self.device, self.kept = output, device, {}
@@ -43,7 +43,7 @@ class Answer:
             if self.output is None:
                 raise RuntimeError(f"{name} of a text encoder's answer is read after another encoder was asked")
             part = getattr(self.output, key) if isinstance(key, str) else self.output[key]
-            # The hidden states of all layers: which of them is wanted shows in the same way.
+            # `hidden_states` is a tuple of all layers' states: wrapping it records which of them are read.
             self.kept[name] = Answer(part, self.device) if isinstance(key, str) and isinstance(part, tuple) else part
         return _moved(self.kept[name], self.device)
 
@@ -53,7 +53,7 @@ class Answer:
         return self[name]
 
     def rest(self) -> int:
-        """Keep what was read, on the CPU, and nothing else. -> bytes"""
+        """Drop everything that was not read, and move the rest to the CPU. Returns the bytes kept."""
         self.output = None
         self.kept = {name: _moved(part, torch.device("cpu")) for name, part in self.kept.items()}
         return sum(map(_size, self.kept.values()))
@@ -74,26 +74,27 @@ def _size(part: Any) -> int:
 
 
 class Standin(nn.Module):
-    """Stands for a text encoder in its pipeline."""
+    """Takes the place of a text encoder in its pipeline."""
 
     def __init__(self, name: str, turns: Turns, dtype: torch.dtype) -> None:
         super().__init__()
         self.name, self.turns, self.dtype, self.device = name, turns, dtype, turns.device
         self.encoder: nn.Module | None = None
-        self.register_buffer("place", torch.empty(0, dtype=dtype, device=turns.device))  # by which diffusers finds it
+        self.register_buffer("place", torch.empty(0, dtype=dtype, device=turns.device))  # tells diffusers the device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.turns.answer(self, args, kwargs)
 
 
 class Turns:
-    """All questions that are to be asked, and the answers that the encoders gave so far.
+    """Runs encoding functions with one encoder in memory at a time, and keeps the encoders' outputs between runs.
 
     Args:
-        load: makes the encoder of this name.
-        free: gives back the memory of the one that has left.
-        device: where the encoders run.
-        dtype: what a pipeline is told that they compute in.
+        names: names of the encoders in the pipeline.
+        load: loads the encoder of a name.
+        free: releases the memory of an encoder that was dropped.
+        device: device on which the encoders run.
+        dtype: dtype that the stand-ins report to the pipeline.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class Turns:
         self.load, self.free, self.device = load, free, device
         self.standins = {name: Standin(name, self, dtype) for name in names}
         self.tapes: dict[int, list[Any]] = {}
-        self.tape: list[Any] = []  # of the question that is being asked
+        self.tape: list[Any] = []  # outputs of the function that is running
         self.position = 0
 
     def answer(self, standin: Standin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What this encoder says: as before, or for the first time."""
+        """Return this encoder's next output: the recorded one, or a new one."""
         if self.position == len(self.tape):
             if standin.encoder is None:
                 raise Later(standin.name)
@@ -122,9 +123,9 @@ class Turns:
         return _moved(found, self.device)
 
     def ask(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
-        """(number, what it returns) of each of these functions, which ask the pipeline with the `standins` in it.
+        """Yield (index, result) of functions that call a pipeline with the `standins` in it.
 
-        A function is called several times, and is ended by `Later` in all but the last.
+        Each function is called several times; all calls but the last end with `Later`.
         """
         todo = deque(range(len(asks)))
         while todo:
@@ -150,7 +151,7 @@ class Turns:
                 waiting, name = group, needed
 
     def _first(self, ask: Callable[[], Any]) -> str:
-        """The encoder that is asked first."""
+        """Return the name of the encoder that is called first."""
         self.tape, self.position = [], 0
         try:
             ask()

@@ -1,7 +1,7 @@
-"""The latents' half of `ModelFamily`: pixels through the VAE and back, and the forms that denoisers want latents in.
+"""Latents in `ModelFamily`: encoding and decoding with the VAE, and the layouts that denoisers take latents in.
 
-The VAE always runs in float32: it is small, runs once per image, and in half precision SDXL's overflows and the others
-lose detail. What a family has to say of all this are facts; the VAE's own config says how its latents are normalised.
+The VAE always runs in float32: it is small and runs once per image; in half precision SDXL's overflows and the others
+lose detail. A family states the rest as facts; the VAE's own config says how its latents are normalized.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from torch import Tensor, nn
 
 
 class Latents:
-    """Defaults for a family with a VAE of diffusers."""
+    """Defaults for a family with a VAE from diffusers."""
 
     vae: nn.Module | None
     device: torch.device
 
     vae_class: ClassVar[str] = "AutoencoderKL"
     vae_marks: ClassVar[dict[str, Any]] = {"latents_mean": None, "latents_std": None}
-    """Entries of the VAE's config.json that `encode_images` counts on; by default no normalisation by channel."""
+    """Entries of the VAE's config.json that `encode_images` relies on; by default, no normalization per channel."""
     other_vaes: ClassVar[dict[str, tuple[float, ...]]] = {}
-    """Models whose VAE has the same class and config, and how the means in its batch norm begin: refused."""
+    """Models whose VAE has the same class and config -> the first means in its batch norm; such a VAE is refused."""
     patch: ClassVar[int] = 1
-    """Latents that one token of the denoiser is wide and high."""
+    """Side of the square of latents that is one token of the denoiser."""
     patch_channels: ClassVar[str] = "C22"
-    """Order of the channels where the VAE gives 2 x 2 latents to one of the denoiser's, normalised by a batch norm:
-    "C22" has the pixels of a channel side by side, "22C" the channels of a pixel."""
+    """Order of the channels if 2 x 2 of the VAE's latents become one of the denoiser's, normalized by a batch norm:
+    "C22" keeps the four values of a channel together, "22C" the channels of each of the four."""
     batch_norm_eps: ClassVar[float | None] = None
-    """Of that batch norm, where it is not what the VAE's config says."""
+    """Epsilon of that batch norm, if it differs from the VAE's config; None: the config's."""
     latents_as: ClassVar[str] = "BCHW"
-    """How the pipeline passes latents around: "BCHW"; "BCFHW", as a clip of one frame; or "BSD", as a sequence of
-    patches, row by row and of clips frame by frame, with the pixels of a patch side by side in each channel."""
+    """How the pipeline lays out latents: "BCHW"; "BCFHW", a clip of one frame; or "BSD", a sequence of patches. Patches
+    go row by row, in clips frame by frame, and the values of a patch lie together in each channel."""
 
     @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
-        """Pixels in [-1, 1] -> latents as the denoiser wants them, float32. Needs `load_vae`.
+        """Encode pixels in [-1, 1] to float32 latents as the denoiser takes them. Needs `load_vae`.
 
-        The mode of the VAE's posterior, not a sample: its spread is far below the training noise, and a cache that can
-        be made twice with the same bytes is worth more.
+        This takes the mode of the VAE's posterior instead of a sample: its spread is far below the training noise, and
+        a cache that can be reproduced byte for byte is worth more.
         """
         vae = self._loaded_vae("encode_images")
         pixels_BCHW = pixels_BCHW.to(self.device, torch.float32)
         answer = vae.encode(as_clip(pixels_BCHW) if _takes_clips(vae) else pixels_BCHW)
-        # A deep compression autoencoder answers with the latents, all others with a distribution of them.
+        # A deep compression autoencoder returns latents; all others return a distribution of them.
         latents = answer.latent if hasattr(answer, "latent") else answer.latent_dist.mode()
         return self.normalise(as_picture(latents) if _takes_clips(vae) else latents)
 
     @torch.no_grad()
     def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
-        """The inverse of `encode_images`: latents -> pixels in about [-1, 1], float32."""
+        """Decode latents to float32 pixels in about [-1, 1]; the inverse of `encode_images`."""
         vae = self._loaded_vae("decode_latents")
         latents = self.denormalise(latents_BCHW.to(self.device, torch.float32))
         pixels = vae.decode(as_clip(latents) if _takes_clips(vae) else latents, return_dict=False)[0]
@@ -63,8 +63,11 @@ class Latents:
         return self.vae
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """The VAE's latents, of pictures or clips, as the denoiser wants them: by the numbers in the VAE's config, or
-        the running statistics of the batch norm that it keeps for its patches of 2 x 2, which become channels."""
+        """Convert the VAE's latents, of images or clips, to the denoiser's.
+
+        They are normalized with the numbers in the VAE's config. If the VAE has a batch norm, its 2 x 2 patches become
+        channels and are normalized with the running statistics.
+        """
         if not hasattr(self.vae, "bn"):
             return normalised(self.vae, latents)
         mean_1C11, std_1C11 = self._statistics()
@@ -73,7 +76,7 @@ class Latents:
         return (pixels.permute(order).flatten(1, 3) - mean_1C11) / std_1C11
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """The inverse of `normalise`."""
+        """Convert the denoiser's latents to the VAE's; the inverse of `normalise`."""
         if not hasattr(self.vae, "bn"):
             return denormalised(self.vae, latents)
         mean_1C11, std_1C11 = self._statistics()
@@ -90,7 +93,7 @@ class Latents:
         return mean_1C11, torch.sqrt(var_1C11 + eps)
 
     def pack(self, latents_BCHW: Tensor) -> Tensor:
-        """Latents as the pipeline passes them around: its `latents=`, what its scheduler steps, its output "latent"."""
+        """Lay out latents as the pipeline does in `latents=`, in its scheduler's steps and its output "latent"."""
         if self.latents_as == "BCFHW":
             return as_clip(latents_BCHW)
         if self.latents_as == "BSD":
@@ -100,7 +103,7 @@ class Latents:
         return latents_BCHW
 
     def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
-        """The inverse of `pack`. -> BCHW, of several frames BCFHW"""
+        """Convert the pipeline's layout to BCHW, or BCFHW for several frames; the inverse of `pack`."""
         if self.latents_as == "BCFHW":
             return as_picture(packed)
         if self.latents_as == "BSD":
@@ -110,17 +113,17 @@ class Latents:
         return packed
 
     def seq_len(self, latent_hw: tuple[int, ...]) -> int:
-        """Image tokens that the denoiser sees: what a resolution-dependent shift depends on.
+        """Return the number of image tokens that the denoiser sees; a resolution-dependent shift depends on it.
 
         Args:
-            latent_hw: (height, width) of the latents, of clips (frames, height, width).
+            latent_hw: (height, width) of the latents; for clips (frames, height, width).
         """
         *num_frames, height, width = latent_hw
         return math.prod(num_frames) * (height // self.patch) * (width // self.patch)
 
 
 def normalised(vae: nn.Module, latents: Tensor) -> Tensor:
-    """Latents of this VAE by the numbers in its config: channel by channel, or all by one."""
+    """Normalize this VAE's latents with the numbers in its config: one per channel, or one for all."""
     settings = vae.config
     if settings.get("latents_mean") is not None:
         return (latents - _by_channel(settings.latents_mean, latents)) / _by_channel(settings.latents_std, latents)
@@ -128,7 +131,7 @@ def normalised(vae: nn.Module, latents: Tensor) -> Tensor:
 
 
 def denormalised(vae: nn.Module, latents: Tensor) -> Tensor:
-    """The inverse of `normalised`."""
+    """Undo `normalised`."""
     settings = vae.config
     if settings.get("latents_mean") is not None:
         return latents * _by_channel(settings.latents_std, latents) + _by_channel(settings.latents_mean, latents)
@@ -144,10 +147,10 @@ def _by_channel(numbers: list[float], like: Tensor) -> Tensor:
 
 
 def as_clip(tensor: Tensor) -> Tensor:
-    """BCHW or BCFHW -> BCFHW, as networks for videos take both: a picture is a clip of one frame."""
+    """Return BCHW or BCFHW as BCFHW, with an image as a clip of one frame; video networks take both so."""
     return tensor if tensor.ndim == 5 else tensor[:, :, None]
 
 
 def as_picture(tensor: Tensor) -> Tensor:
-    """The inverse of `as_clip`: BCFHW -> BCHW, if there is one frame."""
+    """Return BCFHW as BCHW if there is one frame; the inverse of `as_clip`."""
     return tensor[:, :, 0] if tensor.shape[2] == 1 else tensor

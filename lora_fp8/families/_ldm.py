@@ -1,4 +1,4 @@
-"""What the UNet families share: the layout of the original (LDM, SGM) checkpoints, and what is adapted."""
+"""What the UNet families share: the layout of the original (LDM, SGM) checkpoints, and the adapter targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from ._files import Header, checkpoint_prefix, native_header
 from .base import Conversion, ModelFamily
 
-# Everything inside the Transformer2DModels, as kohya's sd-scripts choose it.
+# All linears and projections inside the Transformer2DModels, as in kohya's sd-scripts.
 ADAPTER_TARGETS = (
     *(f"{attn}.{proj}" for attn in ("attn1", "attn2") for proj in ("to_q", "to_k", "to_v", "to_out.0")),
     *("ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
@@ -19,10 +19,9 @@ PREFIX = "model.diffusion_model."
 
 
 def convert_checkpoint(family: ModelFamily, header: Header) -> Conversion:
-    """Names in diffusers -> names in the file, from diffusers' own converter.
+    """Return the names in diffusers -> names in the file, by diffusers' own converter.
 
-    That converter only moves values from one dict into another, so it is given the names as the values: no tensor has
-    to be in memory.
+    That converter only moves values between dicts, so it is given names as values and no tensor has to be in memory.
     """
     prefix = checkpoint_prefix(header)
     names = {PREFIX + key: prefix + key for key in native_header(header)}
@@ -40,4 +39,4 @@ TINY: dict[str, Any] = {
     "norm_num_groups": 16,
 }
 UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-"""A pipeline of Stable Diffusion 1 or 2 that looks for nothing in its pictures."""
+"""Parts of a Stable Diffusion 1 or 2 pipeline without a safety checker."""

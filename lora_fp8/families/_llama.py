@@ -10,14 +10,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaTokenizerFast, PreTrainedTokenizerFast
 
 TOKENS = 64
-"""Fewer than are read of a real prompt, for speed; the families follow what the tokenizer says."""
+"""Token limit of the miniature, lower than the real one for speed; families take the tokenizer's limit."""
 
 
 def tokenizer(known: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, as in Llama 3: <|begin_of_text|> in front.
+    """Return a byte-level BPE tokenizer as Llama 3's, with <|begin_of_text|> in front.
 
     Args:
-        known: words that are one token each behind a blank; of all others only the beginnings are.
+        known: words that become one token each after a space; of other words only the first letter joins the space.
     """
     letters, space = sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġ"
     merges = {(space, letter): None for letter in letters}
@@ -43,7 +43,7 @@ def tokenizer(known: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def text(vocab: PreTrainedTokenizerFast, *, width: int = 32, layers: int = 2) -> LlamaForCausalLM:
-    """A Llama 3 of a few layers."""
+    """Return a Llama 3 of a few layers."""
     settings = LlamaConfig(
         vocab_size=len(vocab),
         hidden_size=width,
@@ -51,7 +51,7 @@ def text(vocab: PreTrainedTokenizerFast, *, width: int = 32, layers: int = 2) ->
         num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        initializer_range=0.15,  # as large as after training: at the default, words hardly tell in so few layers
+        initializer_range=0.15,  # as after training: at the default, prompts hardly differ after so few layers
         bos_token_id=vocab.bos_token_id,
         eos_token_id=vocab.eos_token_id,
     )
@@ -59,7 +59,7 @@ def text(vocab: PreTrainedTokenizerFast, *, width: int = 32, layers: int = 2) ->
 
 
 def llama2_tokenizer(num_tokens: int) -> LlamaTokenizerFast:
-    """BPE with bytes to fall back on, as Llama 2's and Pile-T5's."""
+    """Return a BPE tokenizer with byte fallback, as Llama 2's and Pile-T5's."""
     pieces = ["<pad>", "</s>", "<unk>", "<s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += string.ascii_letters + string.digits + string.punctuation
     merges: list[tuple[str, str]] = []

@@ -1,7 +1,7 @@
-"""Parts of the random miniatures that `Family.tiny` saves: a small VAE, small text encoders, real tokenizers.
+"""Parts of the random miniatures that `Family.tiny` saves: small VAEs, small text encoders, working tokenizers.
 
-The tokenizers are built here with the `tokenizers` library, so that tests read and write text as with a real model,
-without a network. Their vocabularies cover every string: CLIP's through bytes, T5's through printable ASCII.
+The tokenizers are built with the `tokenizers` library, so that tests encode text as with a real model and need no
+network. Their vocabularies cover every string that tests use: CLIP's by bytes, T5's by printable ASCII.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ._encoders import quiet
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers from this seed inside, and the caller's generator untouched after; no progress bars."""
+    """Seed the random numbers inside this context, restore the caller's generator after it, and hide progress bars."""
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
         yield
@@ -46,13 +46,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 CLIP_TOKENS = 77
 T5_TOKENS = 32
-"""Far fewer than FLUX's 512, for speed; the family follows what the tokenizer says."""
+"""Token limit of the miniature T5, far below FLUX's 512 for speed; families take the tokenizer's limit."""
 
 _WORDS = ("a", "photo", "of", "cat", "dog", "red", "blue", "the")
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """Byte-level BPE with a few merges, as in CLIP: bytes, bytes that end a word, merged pieces, two special tokens."""
+    """Return a byte-level BPE tokenizer as CLIP's: bytes, bytes that end a word, a few merges, two special tokens."""
     letters = sorted(ByteLevel.alphabet())
     pieces = letters + [f"{c}</w>" for c in letters]
     merges: list[tuple[str, str]] = []
@@ -71,7 +71,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def t5_tokenizer(tokens: int = T5_TOKENS) -> T5TokenizerFast:
-    """Unigram over printable ASCII and a few words, as in T5: <pad> 0, </s> 1, <unk> 2; reads so many tokens."""
+    """Return a unigram tokenizer of `tokens` tokens as T5's: printable ASCII, a few words, <pad> 0, </s> 1, <unk> 2."""
     scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     scores += [(f"▁{word}", -3.0) for word in _WORDS if len(word) > 1]
     scores += [(c, -6.0) for c in string.ascii_letters + string.digits + string.punctuation]
@@ -79,7 +79,7 @@ def t5_tokenizer(tokens: int = T5_TOKENS) -> T5TokenizerFast:
 
 
 def clip_text(vocab: CLIPTokenizer, *, projection: int | None = None, width: int = 32) -> torch.nn.Module:
-    """A two-layer CLIP text encoder; with `projection`, the kind SDXL uses second."""
+    """Return a CLIP text encoder of two layers; with `projection`, the class of SDXL's second encoder."""
     settings = CLIPTextConfig(
         vocab_size=len(vocab),
         hidden_size=width,
@@ -96,14 +96,14 @@ def clip_text(vocab: CLIPTokenizer, *, projection: int | None = None, width: int
 
 
 def clip_pair(vocab: CLIPTokenizer, *widths: int) -> dict[str, Any]:
-    """Two CLIP text encoders with projections and their tokenizers, in the pipelines' names."""
+    """Return two CLIP text encoders with projections and their tokenizers, by the pipelines' names."""
     encoders = [clip_text(vocab, width=width, projection=width) for width in widths]
     names = ("text_encoder", "text_encoder_2")
     return dict(zip(names, encoders, strict=True)) | {"tokenizer": vocab, "tokenizer_2": vocab}
 
 
 def t5_text(vocab: T5TokenizerFast, *, width: int = 32) -> T5EncoderModel:
-    """A one-layer T5 encoder of the v1.1 kind (gated GELU)."""
+    """Return a one-layer T5 encoder in the v1.1 variant (gated GELU)."""
     settings = T5Config(
         vocab_size=len(vocab),
         d_model=width,
@@ -119,7 +119,7 @@ def t5_text(vocab: T5TokenizerFast, *, width: int = 32) -> T5EncoderModel:
 
 
 def umt5_text(vocab: PreTrainedTokenizerBase, *, width: int = 32, **settings: Any) -> UMT5EncoderModel:
-    """A one-layer UMT5 encoder."""
+    """Return a one-layer UMT5 encoder."""
     told = UMT5Config(
         vocab_size=len(vocab),
         d_model=width,
@@ -142,7 +142,7 @@ def vae(
     channels: tuple[int, ...] = (16, 32),
     attention: bool = True,
 ) -> AutoencoderKL:
-    """A VAE with four latent channels that halves the image sides between each two of its `channels`."""
+    """Return a VAE with four latent channels; each further entry of `channels` halves the image sides."""
     return AutoencoderKL(
         block_out_channels=channels,
         down_block_types=("DownEncoderBlock2D",) * len(channels),
@@ -160,12 +160,12 @@ def vae(
 
 
 def flux_vae(**settings: Any) -> AutoencoderKL:
-    """A VAE with the normalisation of FLUX.1's, which others have taken over."""
+    """Return a VAE with the normalization of FLUX.1's, which other models use too."""
     return vae(scaling_factor=0.3611, shift_factor=0.1159, quant_conv=False, **settings)
 
 
 def deep_vae(*, scaling_factor: float) -> AutoencoderDC:
-    """A deep compression autoencoder that divides the image sides by four; four latent channels."""
+    """Return a deep compression autoencoder with four latent channels that divides the image sides by four."""
     return AutoencoderDC(
         in_channels=3,
         latent_channels=4,
@@ -187,7 +187,7 @@ def deep_vae(*, scaling_factor: float) -> AutoencoderDC:
 
 
 def ddim(**settings: Any) -> DDIMScheduler:
-    """The scheduler of the first Stable Diffusions."""
+    """Return the scheduler of the first Stable Diffusion models."""
     return DDIMScheduler(
         beta_start=0.00085,
         beta_end=0.012,
@@ -199,12 +199,12 @@ def ddim(**settings: Any) -> DDIMScheduler:
 
 
 def flow_euler(**settings: Any) -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler that most flow-matching models are drawn with."""
+    """Return the scheduler of most flow matching models."""
     return FlowMatchEulerDiscreteScheduler(**settings)
 
 
 def flow_unipc() -> UniPCMultistepScheduler:
-    """The solver that some flow-matching models are drawn with."""
+    """Return the scheduler of the flow matching models that sample with UniPC."""
     return UniPCMultistepScheduler(
         flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction", final_sigmas_type="zero"
     )

@@ -1,4 +1,4 @@
-"""Miniatures of Mistral's text encoders and tokenizers, as FLUX.2-dev and ERNIE-Image have them."""
+"""Miniatures of Mistral's text encoders and tokenizers, as in FLUX.2-dev and ERNIE-Image."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import Mistral3Config, PreTrainedTokenizerFast
 
-# With the words of FLUX.2's system message, which would else be most of what the miniature reads.
+# Includes the words of FLUX.2's system message, which would otherwise use up most of the miniature's token limit.
 _INNER = (
     "a photo of cat dog red blue the are an AI that reasons about image descriptions You give structured responses "
     "focusing on object relationships and actions without speculation"
@@ -23,7 +23,7 @@ _CHAT = (
 
 
 def tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a few merges, the marks of Mistral's conversations, and <s> in front of every text."""
+    """Return a byte-level BPE tokenizer with a few merges, Mistral's chat markers, and <s> before every text."""
     pieces = sorted(ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
     for word in (f"Ġ{word}" for word in _INNER):
@@ -49,7 +49,7 @@ def tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
 
 
 def mistral3(vocab: PreTrainedTokenizerFast, *, num_layers: int, width: int = 16) -> Mistral3Config:
-    """The config of a Mistral 3: a language model, and an eye that nothing here opens."""
+    """Return the config of a Mistral 3: a language model, and a vision tower that nothing here uses."""
     text = {
         "model_type": "mistral",
         "vocab_size": len(vocab),

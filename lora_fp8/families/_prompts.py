@@ -1,7 +1,7 @@
-"""The prompts' half of `ModelFamily`: what text encoders make of one, how much of it is read, and who is given it how.
+"""Prompts in `ModelFamily`: encoding them, finding those that are too long, and passing them to the pipeline.
 
-What the pipeline's own `encode_prompt` answers is cached, one unbatched Cond per prompt; `collate` makes a batch of
-several, and `pipeline_inputs` arguments of the pipeline's call.
+The results of the pipeline's own `encode_prompt` are cached, one unbatched Cond per prompt. `collate` makes a batch of
+several, and `pipeline_inputs` the arguments of the pipeline's call.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 
 Cond = dict[str, Tensor]
-"""Conditioning by name: of ONE image (no batch dimension), or of a batch after `collate`."""
+"""Conditioning by name: of one image (no batch dimension), or of a batch after `collate`."""
 
 
 @dataclass(frozen=True)
 class Overlong:
-    """A prompt that its text encoder does not read to the end.
+    """A prompt whose end its text encoder does not read.
 
     Attributes:
-        prompt: the whole text.
-        lost: its end, which is not read.
-        num_lost: tokens in `lost`.
-        limit: tokens that are read, without those that mark beginning and end.
+        prompt: the whole prompt.
+        lost: the end that is not read.
+        num_lost: number of tokens in `lost`.
+        limit: number of tokens that are read, without the special tokens at the beginning and end.
     """
 
     prompt: str
@@ -37,7 +37,7 @@ class Overlong:
 
 
 class Prompts:
-    """Defaults for a family whose pipeline has `encode_prompt`, and takes what that answers as arguments."""
+    """Defaults for a family whose pipeline has `encode_prompt` and takes its results as arguments."""
 
     device: torch.device
     dtype: torch.dtype
@@ -45,62 +45,62 @@ class Prompts:
     tokenizer: Callable[[str], Any]
 
     judge_length_by: ClassVar[tuple[str, ...]] = ("tokenizer",)
-    """Those of the tokenizers whose limit decides what of a prompt is lost."""
+    """The tokenizers whose limit decides what is cut off a prompt."""
     prompt_tokens: ClassVar[int] = 0
-    """Tokens that a prompt is padded or cut to, those of its template included, unless those tokenizers say less: what
-    pipelines call `max_sequence_length`. 0 where the pipeline leaves it to the tokenizers."""
+    """Tokens to which a prompt is padded or cut, its template included (the pipelines' `max_sequence_length`), unless
+    those tokenizers have a lower limit. 0: the pipeline leaves it to the tokenizers."""
     text_answers: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
-    """What the pipeline's `encode_prompt` answers, in its order, without what comes behind: names in `Cond`; "" for
-    what is not kept; "mask" for what tells a prompt's own tokens, which alone are then kept of `prompt_embeds`."""
+    """Names in `Cond` for the results of the pipeline's `encode_prompt`, in order; later results may be left out. "":
+    not kept; "mask": marks the prompt's own tokens, and only these are kept of `prompt_embeds`."""
     text_options: ClassVar[dict[str, Any]] = {}
-    """Arguments that `encode_prompt` needs beside the usual ones."""
+    """Arguments that `encode_prompt` needs besides the usual ones."""
     text_shapes: ClassVar[dict[str, tuple[int | str, ...]]]
-    """What `encode_prompts` makes of a prompt that is as long as it is read: name -> shape. A word is an entry of the
-    denoiser's config.json, "tokens" is `longest_prompt`, and "tokens+77" a sum."""
+    """Name -> shape of what `encode_prompts` returns for the longest prompt. A word is an entry of the denoiser's
+    config.json; "tokens" is `longest_prompt`, and "tokens+77" a sum."""
     prompts_vary: ClassVar[bool] = False
-    """Whether `prompt_embeds` are as long as the prompt. Those of a batch are padded, with a mask beside them."""
+    """True if the length of `prompt_embeds` follows the prompt. In a batch they are padded, and get a mask."""
     padded_in_front: ClassVar[bool] = False
-    """Whether the shorter of them are padded in front, and not behind."""
+    """True if shorter prompts of a batch are padded in front, False if behind."""
     chat: ClassVar[tuple[dict[str, Any], ...]] = ()
-    """Messages that the pipeline makes of a prompt, "\0" here, for its tokenizer's chat template; () for none."""
+    """Messages into which the pipeline puts a prompt (here a NUL) for its tokenizer's chat template; () for none."""
     end_counts: ClassVar[bool] = False
-    """Whether what that has behind a prompt is always read, as the pipeline refuses what is too long; else that is cut
-    off first."""
+    """True if the template's text after the prompt is always read, because the pipeline refuses longer prompts; False
+    if that text is cut off first."""
     text_arguments: ClassVar[dict[str, str]] = {}
-    """Name in `Cond` -> argument of the pipeline's call, where it is another; "mask" for that of a mask. A pipeline for
-    prompts that vary takes them in a list if it has none."""
+    """Name in `Cond` -> argument of the pipeline's call, where the two differ; "mask" names the argument of a mask.
+    Without it, the pipeline of a family with `prompts_vary` takes prompts as a list."""
     uses_negative: ClassVar[bool] = True
-    """Whether the pipeline guides away from a negative prompt at its usual settings."""
+    """True if the pipeline uses a negative prompt at its usual settings."""
 
-    # -- what is read ---------------------------------------------------------------------------------------------
+    # -- token limits ----------------------------------------------------------------------------------------------
     @property
     def max_sequence_length(self) -> int | None:
-        """`prompt_tokens` of the given model, None where there is no such argument."""
+        """The given model's `prompt_tokens`, or less if a tokenizer reads less; None if there is no such argument."""
         limits = (self.tokenizer(name).model_max_length for name in self.judge_length_by)
         return min(self.prompt_tokens, *limits) if self.prompt_tokens else None
 
     def token_limit(self, name: str) -> int:
-        """Tokens of a prompt that the encoder of this tokenizer reads, those that mark beginning and end included."""
+        """Return how many tokens of a prompt this tokenizer's encoder reads, with its special tokens."""
         limit = self.max_sequence_length or self.tokenizer(name).model_max_length
         return limit - self.num_tokens(self.around_prompt()[1]) if self.end_counts else limit
 
     def as_read(self, prompt: str) -> tuple[str, str]:
-        """What the tokenizers are given for a prompt: the words that the pipeline puts before it, and its own."""
+        """Return the text that the pipeline puts before a prompt, and the prompt as the tokenizers read it."""
         return self.around_prompt()[0] if self.chat else "", prompt
 
     def around_prompt(self) -> tuple[str, str]:
-        """What the template of `chat` has before a prompt, and behind it."""
+        """Return the text that the template of `chat` puts before a prompt, and the text after it."""
         messages, (name, *_) = list(self.chat), self.judge_length_by
         text = self.tokenizer(name).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         before, _, behind = text.partition("\0")
         return before, behind
 
     def num_tokens(self, text: str) -> int:
-        """Tokens of a text, without those that mark beginning and end."""
+        """Return the number of tokens of a text, without special tokens at the beginning and end."""
         return len(self.tokenizer(self.judge_length_by[0])(text, add_special_tokens=False)["input_ids"])
 
     def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
-        """The prompts of which `encode_prompts` cuts off the end. Needs the tokenizers only, which it loads itself."""
+        """Return the prompts whose ends `encode_prompts` cuts off. Loads the tokenizers and nothing else."""
         found: dict[str, Overlong] = {}
         for name in self.judge_length_by:
             for prompt, cut in self.cut_by(name, prompts).items():
@@ -109,7 +109,7 @@ class Prompts:
         return list(found.values())
 
     def cut_by(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
-        """The prompts of which the encoder of this tokenizer does not read the end."""
+        """Return the prompts whose ends the encoder of this tokenizer does not read."""
         if not prompts:
             return {}
         tokenizer = self.tokenizer(name)
@@ -127,11 +127,11 @@ class Prompts:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of conditioning that a prompt makes at most."""
+        """The most tokens that a prompt has in the conditioning."""
         return self.max_sequence_length or min(map(self.token_limit, self.judge_length_by))
 
     def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Shapes of what `encode_prompts` gives for the longest prompt, to reckon memory before anything is encoded."""
+        """Return the shapes of the longest prompt's conditioning, to estimate memory before anything is encoded."""
         sizes = {**denoiser_config, "tokens": self.longest_prompt}
 
         def size(words: int | str) -> int:
@@ -139,12 +139,14 @@ class Prompts:
 
         return {name: tuple(map(size, shape)) for name, shape in self.text_shapes.items()}
 
-    # -- what is made of it ---------------------------------------------------------------------------------------
+    # -- encoding --------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        """What the pipeline's own `encode_prompt` gives, one unbatched Cond per prompt, in the model's dtype.
+        """Encode prompts with the pipeline's own `encode_prompt`.
 
-        With `prompts_see_controls` there is a second argument: for each prompt its control pictures, RGB, not resized.
+        Returns one unbatched Cond per prompt, in the model's dtype.
+
+        With `prompts_see_controls` there is a second argument: each prompt's control images, RGB, not resized.
         """
         answers = self.text_answer(self.text_pipeline, prompts)
         masks = answers.pop("mask", None)
@@ -157,47 +159,51 @@ class Prompts:
         return found
 
     def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
-        """What the pipeline's `encode_prompt` answers for these prompts, by the names of `text_answers`."""
+        """Return the results of the pipeline's `encode_prompt` for these prompts, by the names in `text_answers`."""
         usual = {"device": self.device, "num_images_per_prompt": 1, "do_classifier_free_guidance": False}
         usual["max_sequence_length"] = self.max_sequence_length
         known = inspect.signature(pipeline.encode_prompt).parameters
         options = {name: value for name, value in usual.items() if name in known} | self.text_options
-        answers = pipeline.encode_prompt(list(prompts), **options)  # a list of its own, as some write into it
+        answers = pipeline.encode_prompt(list(prompts), **options)  # a copy, as some pipelines write into the list
         return {name: answer for name, answer in zip(self.text_answers, answers, strict=False) if name}
 
     def encode_with(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str], cond: Cond) -> Cond:
-        """The conditioning of a batch of prompts with what `pipeline`'s text encoders say of them, with its gradient.
+        """Replace in a batch's conditioning what `pipeline`'s text encoders return, and keep its gradient.
 
-        For families with `trained_text`; `pipeline` holds at least these encoders and their tokenizers.
+        For families with `trained_text`.
 
         Args:
-            cond: collated conditioning of the same prompts, for all that these encoders do not say.
+            pipeline: holds at least the trained encoders and their tokenizers.
+            prompts: the prompts of the batch.
+            cond: collated conditioning of the same prompts; entries that these encoders do not return are kept.
         """
         answers = self.text_answer(pipeline, prompts)
         return {**cond, **{name: rows.to(self.dtype) for name, rows in answers.items()}}
 
     def negative_text(self, prompt: str) -> str:
-        """What to give to `encode_prompts` for a prompt to guide away from, where the pipeline encodes it otherwise."""
+        """Return what to pass to `encode_prompts` for a negative prompt, if the pipeline encodes it differently."""
         return prompt
 
     def without_negative(self, empty: Cond) -> Cond | None:
-        """What the pipeline takes where nobody gives a negative prompt, for `pipeline_inputs`.
+        """Return the pipeline's conditioning if no negative prompt is given, for `pipeline_inputs`.
 
         Args:
-            empty: the encoded empty text.
+            empty: the encoded empty prompt.
         """
         return empty
 
-    # -- who is given it ------------------------------------------------------------------------------------------
+    # -- batches and pipeline arguments ----------------------------------------------------------------------------
     def collate(self, conds: list[Cond]) -> Cond:
-        """Unbatched conditionings -> one batch; for `prompts_vary` see `padded`."""
+        """Collate unbatched conditionings into a batch; for `prompts_vary` see `padded`."""
         batch = padded(conds, "prompt_embeds", self.padded_in_front) if self.prompts_vary else {}
         return batch | {key: torch.stack([cond[key] for cond in conds]) for key in conds[0] if key not in batch}
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        """Arguments with which `pipeline()(...)` draws this conditioning of one image.
+        """Return the arguments with which `pipeline()(...)` generates from one image's conditioning.
 
-        `negative` is needed where classifier-free guidance is wanted (guidance > 1), as no text encoder is loaded then.
+        Args:
+            cond: the conditioning.
+            negative: conditioning of the negative prompt; needed for guidance > 1, as no text encoder is loaded then.
         """
         given = {"": cond} if negative is None or not self.uses_negative else {"": cond, "negative_": negative}
         names = [name for name in self.text_answers if name not in ("", "mask")]
@@ -205,7 +211,7 @@ class Prompts:
         if self.prompts_vary and "mask" not in self.text_arguments:
             pairs = zip(given, texts, strict=True)
             return {f"{prefix}prompt_embeds": [text["prompt_embeds"]] for prefix, text in pairs}
-        batch = self.collate(texts)  # both prompts of one length, which some pipelines insist on
+        batch = self.collate(texts)  # pads both prompts to one length, which some pipelines require
         if "mask" in self.text_arguments:
             every = torch.ones(batch["prompt_embeds"].shape[:2], dtype=torch.bool, device=self.device)
             batch["mask"] = batch.pop("prompt_embeds_mask", every)
@@ -217,11 +223,11 @@ class Prompts:
 
 
 def padded(conds: Sequence[Cond], name: str, in_front: bool = False) -> Cond:
-    """One entry of several conditionings in a batch, when prompts differ in length.
+    """Batch one entry of several conditionings whose prompts differ in length.
 
     Returns:
-        `name`: (B, L, ...) with zeros behind the shorter ones, or `in_front` of them; `name`_mask: bool (B, L), True
-        where there is a token.
+        `name`: (B, L, ...), padded with zeros behind the shorter prompts, or before them if `in_front`.
+        `name`_mask: bool (B, L), True for tokens.
     """
     rows = [cond[name] for cond in conds]
     lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)

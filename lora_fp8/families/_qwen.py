@@ -1,7 +1,7 @@
-"""Parts that Qwen-Image and its relatives share: the VAE that encodes videos, and miniatures of Qwen's encoders.
+"""What Qwen-Image and its relatives share: the VAE, which encodes videos, and miniatures of Qwen's text encoders.
 
-`AutoencoderKLQwenImage` takes videos; a picture is a video of one frame. Its latents are normalised channel by channel,
-with numbers from its config.json, where other VAEs have one factor.
+`AutoencoderKLQwenImage` takes videos; an image is a video of one frame. Its latents are normalized per channel, with
+numbers from its config.json, where other VAEs have one factor.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ VAE_MARKS: dict[str, Any] = {
         *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
     ],
 }
-"""The released VAE's normalisation: another one would give latents that the denoisers do not know."""
+"""The released VAE's normalization; with another one, the denoisers would get latents they were not trained on."""
 
 
 def inputs(
     family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
 ) -> Inputs:
-    """`ModelFamily.inputs` of Qwen-Image's transformer; the latents of control pictures follow the noise as tokens,
-    each a frame of its own."""
+    """Return the arguments of Qwen-Image's transformer: see `ModelFamily.inputs`.
+
+    The latents of control images follow the noise as tokens, each as a frame of its own.
+    """
     shown = [noisy_BCHW, *control_latents(cond)]
     mask_BL = cond["prompt_embeds_mask"]
     return {
@@ -60,9 +62,9 @@ def inputs(
 
 # -- miniatures -------------------------------------------------------------------------------------------------------
 TOKENS = 64
-"""Far fewer than the pipelines' 512, for speed; the families follow what the tokenizer says."""
+"""Token limit of the miniature, far below the pipelines' 512 for speed; families take the tokenizer's limit."""
 
-# The words of the chat templates are one token each, as in the real vocabulary: pipelines count on their number.
+# The words of the chat templates are one token each, as in the real vocabulary: pipelines rely on their number.
 _INNER = (
     "the image by detailing color shape size texture quantity text spatial relationships of objects and background "
     "photo cat dog red blue"
@@ -78,11 +80,11 @@ _CHAT = (
 
 
 def tokenizer(more: Sequence[str] = (), marks: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Byte-level BPE with a few merges, Qwen's marks of a conversation, and its chat template.
+    """Return a byte-level BPE tokenizer with a few merges, Qwen's chat markers and its chat template.
 
     Args:
-        more: words that are one token each as well, with and without a blank before them.
-        marks: further marks.
+        more: further words that become one token each, with and without a space before them.
+        marks: further special tokens.
     """
     pieces = sorted(ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
@@ -123,7 +125,7 @@ def _text_config(vocab: Qwen2Tokenizer, width: int, layers: int) -> dict[str, An
 
 
 def qwen3_text(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen3Model:
-    """A two-layer Qwen3."""
+    """Return a Qwen3 of two layers."""
     return Qwen3Model(Qwen3Config(**_text_config(vocab, width, 2)))
 
 
@@ -131,7 +133,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def qwen25_vl(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen2_5_VLForConditionalGeneration:
-    """A two-layer Qwen2.5-VL with the least eyes that it can have; they are used if the vocabulary has their marks."""
+    """Return a two-layer Qwen2.5-VL with the smallest vision tower; it is used if the vocabulary has its markers."""
     text = {**_text_config(vocab, width, 2), "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
     marks = {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
@@ -141,7 +143,7 @@ def qwen25_vl(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen2_5_VLForConditi
 
 
 def qwen3_vl(vocab: Qwen2Tokenizer, *, width: int = 32, layers: int = 3) -> Qwen3VLModel:
-    """A Qwen3-VL of a few layers with the least eyes that it can have."""
+    """Return a Qwen3-VL of a few layers with the smallest vision tower."""
     rope = {**_ROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
     eyes |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -150,7 +152,7 @@ def qwen3_vl(vocab: Qwen2Tokenizer, *, width: int = 32, layers: int = 3) -> Qwen
 
 
 def vae() -> AutoencoderKLQwenImage:
-    """A VAE that halves the image sides, with the real one's 16 channels and their normalisation."""
+    """Return a VAE that halves the image sides, with the real one's 16 channels and their normalization."""
     return AutoencoderKLQwenImage(
         base_dim=8, z_dim=16, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False], **VAE_MARKS
     )
@@ -165,11 +167,11 @@ TINY: dict[str, Any] = {
     "joint_attention_dim": 32,
     "axes_dims_rope": (4, 6, 6),
 }
-"""The config of a two-block transformer of Qwen-Image's kind."""
+"""Config of a two-block transformer of Qwen-Image's architecture."""
 
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """The released models' scheduler."""
+    """Return the released models' scheduler."""
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )

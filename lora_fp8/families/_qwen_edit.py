@@ -1,8 +1,8 @@
-"""What Qwen-Image-Edit and -Plus share: a text encoder that sees the pictures to edit, and what diffusers leaves out.
+"""What Qwen-Image-Edit and -Plus share: a text encoder that sees the images to edit, and fixes for diffusers.
 
-Qwen2.5-VL reads one conversation of pictures and instruction, and its answers for both are the denoiser's conditioning;
-so that is another for every picture. The pipelines bring the pictures to a size of their own first, and the model's
-processor to whole patches of 28 x 28 pixels.
+Qwen2.5-VL reads the images and the instruction as one conversation, and its outputs for both are the denoiser's
+conditioning; so the conditioning differs from image to image. The pipelines first resize the images to sizes of their
+own, and the model's processor then resizes them to whole patches of 28 x 28 pixels.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from torch import nn
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 from . import _qwen
+from ._files import read_json
 from .base import Cond, ModelFamily
 
 MARKER = "__index_timestep_zero__"
-"""A tensor by which ComfyUI's files of 2511 tell it from 2509, with which it shares all others."""
+"""A tensor by which ComfyUI tells files of release 2511 from 2509; all other tensors have the same names."""
 
 TEMPLATE_END = 5
-"""Tokens behind the prompt: the end of the user's turn and the beginning of the assistant's."""
+"""Tokens after the prompt: the end of the user's turn and the beginning of the assistant's."""
 PATCH = 28
-"""Pixels that a token of a picture is wide, for the text encoder."""
+"""Side in pixels of the patch that is one image token of the text encoder."""
 
 
 class Processor(Qwen2VLProcessor):
-    """transformers' own, without the part for videos, which it can make with torchvision only.
+    """transformers' processor without its video part, which needs torchvision.
 
-    A processor asks for the parts that its `__init__` names.
+    A processor loads the parts that its `__init__` names.
     """
 
     def __init__(self, image_processor: Qwen2VLImageProcessorPil, tokenizer: Qwen2Tokenizer):
@@ -41,7 +42,7 @@ class Processor(Qwen2VLProcessor):
 
 
 def tokenizer(family: ModelFamily, name: str) -> Any:
-    """As `ModelFamily.tokenizer`, with the processor put together from its parts."""
+    """Return a tokenizer as `ModelFamily.tokenizer` does; the processor is put together from its parts."""
     if name == "processor" and name not in family._tokenizers:
         pictures = Qwen2VLImageProcessorPil.from_pretrained(family.folder / name, local_files_only=True)
         family._tokenizers[name] = Processor(pictures, family.tokenizer("tokenizer"))
@@ -49,10 +50,10 @@ def tokenizer(family: ModelFamily, name: str) -> Any:
 
 
 def mend_(pipeline: diffusers.DiffusionPipeline) -> None:
-    """See `ModelFamily.mend_`: diffusers' issue 14194.
+    """Work around diffusers' issue 14194; see `ModelFamily.mend_`.
 
-    Its pipelines do not hand on which tokens are a picture's, which transformers 5 wants to be told; without it, a
-    picture's tokens are counted like words, and not by row and column, as the model was trained.
+    Its pipelines do not pass on which tokens belong to an image, which transformers 5 needs. Without it, image tokens
+    get the position ids of text instead of rows and columns, unlike in training.
     """
     if pipeline.text_encoder is not None:
         pipeline.text_encoder.register_forward_pre_hook(_tell_pictures, with_kwargs=True)
@@ -70,11 +71,16 @@ def encode_prompts(
     pictures: Sequence[Sequence[Image.Image]],
     sizes: Sequence[Sequence[tuple[int, int]]],
 ) -> list[Cond]:
-    """What the pipeline makes of each prompt and its pictures, one after the other: the tokens of the pictures (and
-    their numbers) and those of the prompt, without the instructions before them.
+    """Encode each prompt with its images, one after the other, as the pipeline does.
 
     Args:
-        sizes: (width, height) of each picture, for the text encoder.
+        family: the family whose text pipeline is loaded.
+        prompts: the instructions.
+        pictures: the control images of each prompt.
+        sizes: (width, height) in pixels of each image for the text encoder.
+
+    Returns:
+        For each prompt the embeddings of its images (with their labels) and its text, without the system message.
     """
     pipeline, found = family.text_pipeline, []
     for prompt, seen, seen_sizes in zip(prompts, pictures, sizes, strict=True):
@@ -89,19 +95,19 @@ def encode_prompts(
 
 
 def _read(family: ModelFamily, prompt: str) -> str:
-    """The pipelines read prompts of any length; here they end where `overlong` says, as memory is reckoned by that."""
+    """Cut a prompt where `overlong` says, as memory estimates rely on it; the pipelines read any length."""
     cut = family.cut_by("tokenizer", [prompt]).get(prompt)
     return prompt[: len(prompt) - len(cut.lost)] if cut else prompt
 
 
 def longest_prompt(family: ModelFamily, side: int, num: int) -> int:
-    """Tokens of so many pictures with the area of a square of this side, of any shape, and of the longest prompt."""
-    most = (side // PATCH + 2) ** 2 + 8  # marks at both ends, and "Picture 1: "
+    """Return the most tokens of `num` images with the area of a `side` x `side` square and of the longest prompt."""
+    most = (side // PATCH + 2) ** 2 + 8  # + 8: the markers at both ends, and "Picture 1: "
     return num * most + family.token_limit("tokenizer") + TEMPLATE_END
 
 
 def control_size(size: tuple[int, int], resolution: int | None, multiple: int) -> tuple[int, int]:
-    """The pipeline's size (width, height) of a picture, brought to the area of a square of this side."""
+    """Return the pipeline's size (width, height), scaled to the area of a square with side `resolution`."""
     if resolution is None:
         return size
     scale = resolution / (size[0] * size[1]) ** 0.5
@@ -110,14 +116,14 @@ def control_size(size: tuple[int, int], resolution: int | None, multiple: int) -
 
 
 def family_of_name(family: ModelFamily) -> str:
-    """Which of the two families the name of a single file says, "" where it says neither."""
+    """Return the family that a single file's name indicates: one of the two, or ""."""
     if not family.file_is_called(r"(?<![a-z])edit(?![a-z])"):
         return ""
     return "qwen_image_edit_plus" if family.file_is_called(r"plus|25(09|11)") else "qwen_image_edit"
 
 
 def caveats(family: ModelFamily) -> list[str]:
-    """What the name of a single file says against the family."""
+    """Return warnings where a single file's name contradicts the family."""
     named = family_of_name(family)
     if not family.checkpoint or named == family.name:
         return []
@@ -138,7 +144,10 @@ _WORDS = (
 
 
 def wake_(denoiser: nn.Module) -> None:
-    """See `ModelFamily.wake_`: random attention says little, and tests must see whether pictures are looked at."""
+    """Enlarge the attention's weights: random attention changes little, and tests must see whether images are used.
+
+    See `ModelFamily.wake_`.
+    """
     with torch.no_grad():
         for block in denoiser.transformer_blocks:
             for layer in (block.attn.to_v, block.attn.to_out[0]):
@@ -146,7 +155,7 @@ def wake_(denoiser: nn.Module) -> None:
 
 
 def tiny_parts() -> dict[str, Any]:
-    """See `ModelFamily.tiny_parts`."""
+    """Return the miniature's parts: see `ModelFamily.tiny_parts`."""
     vocab = _qwen.tokenizer(_WORDS, ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"))
     return {
         "scheduler": _qwen.scheduler(),
@@ -158,10 +167,10 @@ def tiny_parts() -> dict[str, Any]:
 
 
 def save_tiny(family: type[ModelFamily], parts: dict[str, Any], folder: Path) -> None:
-    """See `ModelFamily.save_tiny`: with a processor as released."""
+    """Save the miniature with a processor as in the released models: see `ModelFamily.save_tiny`."""
     family.pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
     for part in (Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384), parts["tokenizer"]):
         part.save_pretrained(folder / "processor")
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = read_json(folder / "model_index.json")
     index["processor"] = ["transformers", "Qwen2VLProcessor"]
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

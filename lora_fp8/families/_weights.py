@@ -1,8 +1,8 @@
-"""Reads the weights of one safetensors file: quantized ones with their scales, or says what is not read.
+"""Reads the weights of one safetensors file, quantized ones with their scales, and refuses unknown formats.
 
-A weight in FP8 stands for code times scale. What is known, each from the program that writes it:
+An FP8 weight is its code times a scale. These layouts are known, each from the program that writes it:
 
-| layout | scale of `<layer>.weight` | beside it |
+| layout | scale of `<layer>.weight` | also in the file |
 |---|---|---|
 | ComfyUI, older | `<layer>.scale_weight`, one value | a tensor `scaled_fp8`, whose dtype is that of the codes |
 | ComfyUI, newer | `<layer>.weight_scale`, one value or one per row | JSON: `<layer>.comfy_quant`, as bytes, or \
@@ -11,8 +11,8 @@ A weight in FP8 stands for code times scale. What is known, each from the progra
 | musubi-tuner, sd-scripts `fp8_scaled` | `<layer>.scale_weight`: (N, K / 64, 1), (N, 1) or one value | |
 | sd-scripts `fp8_base`, many published files | none: the code is the weight | |
 
-Nothing is guessed. An FP8 weight without a scale is read as it is only in a file without any scale; an integer weight,
-a format, or a companion of a weight that is not in this table is an error.
+Nothing is guessed. An FP8 weight without a scale is read unscaled only if no tensor of the file has a scale. Integer
+weights, and formats or companion tensors that are not in this table, are errors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lora_fp8.config import UserErrors
-from lora_fp8.precision import Quantized, Weight
-from lora_fp8.wording import sides
-
+from ..common.text import sides
+from ..errors import UserErrors
+from ..precision import Quantized, Weight
 from . import _files
 
 ADVICE = "give the same model in bf16 or fp16, or in fp8 as ComfyUI or kohya's programs write it"
@@ -43,9 +42,9 @@ _FORMATS = {
 }
 _MARKERS = {**_FP8, "F32": torch.float8_e4m3fn}  # ComfyUI takes a float32 marker for e4m3
 _SCALES = (".scale_weight", ".weight_scale")
-# Of the activations in ComfyUI's own FP8 matmul; they say nothing about the weight.
+# Scales of the activations in ComfyUI's FP8 matmul; they do not change the weight.
 _OF_INPUTS = (".scale_input", ".input_scale")
-# What a layer's description may say beside its format without changing what the weight is.
+# Entries of a layer's description that do not change what the weight is.
 _HARMLESS = {"format", "full_precision_matrix_mult", "group_size", "block_size", "orig_dtype", "orig_shape"}
 _FOREIGN = {
     ".weight_scale_2": "NVFP4",
@@ -67,27 +66,28 @@ _FOREIGN = {
 }
 _DIFFUSION_MODEL = "model.diffusion_model."
 _SAMPLED = (16, 64)
-"""Tensors, and rows of each, that are looked at to tell how much of a file is zero."""
+"""(tensors, rows of each) that are sampled to estimate how much of a file is zero."""
 
 
 class WeightFile:
-    """One safetensors file; opening it reads its header and the descriptions of quantized layers, no weights.
+    """A safetensors file. Opening it reads its header and the descriptions of quantized layers, but no weights.
 
     Attributes:
         path: the file.
         header: names and shapes of its tensors, without the companions of quantized ones.
-        scaled: whether any of its weights has a scale.
+        scaled: True if any of its weights has a scale.
+        metadata: text entries of its header.
 
     Raises:
-        UserErrors: it is not a whole safetensors file, or holds weights that would be read wrongly; each kind of
-            problem once, with the first tensor's name.
+        UserErrors: it is not a complete safetensors file, or holds weights that would be read wrongly. Each kind of
+            problem is listed once, with the first tensor's name.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._problems: dict[str, list[str]] = {}
         entries, metadata = _files.read_entries(path)
-        self._entries = entries
+        self._entries, self.metadata = entries, metadata
         companions = {name for name in entries if name.endswith((*_SCALES, *_OF_INPUTS, ".comfy_quant"))}
         markers = {name for name in entries if name == "scaled_fp8" or name.endswith(".scaled_fp8")}
         self.header = {name: entry.shape for name, entry in entries.items() if name not in companions | markers}
@@ -102,12 +102,12 @@ class WeightFile:
             raise UserErrors([f"{path}: {_first(names)} {what}; {ADVICE}" for what, names in self._problems.items()])
 
     def read(self, name: str) -> Weight:
-        """A tensor of `header`: as it is, or if it is FP8, a matrix as `Quantized` and the rest decoded to float32.
+        """Read a tensor of `header`. FP8 matrices are returned as `Quantized`, other FP8 tensors as float32.
 
         Raises:
-            UserErrors: NaN or infinity in the codes, or in the scales, or a scale below zero.
+            UserErrors: the codes hold NaN or infinity, or the scales do or are negative.
         """
-        # Opened anew for each tensor: what was read of a file that stays open stays in memory, 4 GB of a 4 GB file.
+        # Opened for each tensor: pages read from a file that stays open count as memory, 4 GB for a 4 GB file.
         with safe_open(self.path, framework="pt") as file:
             tensor = file.get_tensor(name)
             if name not in self._fp8:
@@ -128,12 +128,21 @@ class WeightFile:
         return Quantized(codes.reshape(rows, -1), scale).decoded().reshape(codes.shape)
 
     def decoded(self, name: str) -> Tensor:
-        """As `read`, with float32 for what is quantized."""
+        """Read a tensor as `read` does, but dequantize what is quantized to float32."""
         weight = self.read(name)
         return weight.decoded() if isinstance(weight, Quantized) else weight
 
+    def block_scales(self) -> list[str]:
+        """List the block that shares a scale in each blockwise e4m3 matrix: "1x64", "1x128" or "128x128"."""
+        found = []
+        for name, (rows, columns) in self._blocks.items():
+            shape = self.header[name]
+            if len(shape) == 2 and columns > 1 and self._fp8[name] == torch.float8_e4m3fn:
+                found.append(f"{shape[0] // rows}x{shape[1] // columns}")
+        return [one for one in found if one in ("1x64", "1x128", "128x128")]
+
     def notes(self) -> list[str]:
-        """What whoever trains on this file should know of it; reads a few rows."""
+        """Return what users must know before training on this file; reads a few rows."""
         names = [name for name in self._fp8 if len(self.header[name]) == 2]
         if not names or self.scaled:
             return []
@@ -146,9 +155,9 @@ class WeightFile:
             f"{100 * zeros:.1f} % of a sample are zero; a bf16, fp16 or scaled fp8 file of this model is more exact"
         ]
 
-    # -- what the file says of itself -----------------------------------------------------------------------------
+    # -- formats that the file states ------------------------------------------------------------------------------
     def _formats(self, metadata: dict[str, str]) -> dict[str, torch.dtype]:
-        """Weight -> the dtype of its codes, of the layers that the file describes."""
+        """Return weight -> dtype of its codes, for the layers that the file describes as quantized."""
         described: dict[str, Any] = {}
         if "_quantization_metadata" in metadata:
             content = _json(metadata["_quantization_metadata"])
@@ -179,7 +188,7 @@ class WeightFile:
         return formats
 
     def _scales(self) -> dict[str, str]:
-        """Weight -> the name of its scale."""
+        """Return weight -> name of its scale."""
         found: dict[str, str] = {}
         for name in self._entries:
             suffix = next((suffix for suffix in _SCALES if name.endswith(suffix)), None)
@@ -195,7 +204,7 @@ class WeightFile:
         return found
 
     def _codes(self, formats: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """Tensor -> the dtype of its codes, of all that are FP8; notes the weights that are neither that nor plain."""
+        """Return tensor -> dtype of its codes for all FP8 tensors; notes a problem for other quantized weights."""
         told = {name for names in self._problems.values() for name in names}
         for name in self.header:
             suffix = next((suffix for suffix in _FOREIGN if name.endswith(suffix)), None)
@@ -210,7 +219,7 @@ class WeightFile:
                 continue
             if kind in _FP8 and formats.get(name, _FP8[kind]) == _FP8[kind]:
                 codes[name] = _FP8[kind]
-            elif kind == "U8" and name in formats:  # early files of ComfyUI's newer layout hold the codes as bytes
+            elif kind == "U8" and name in formats:  # early files of ComfyUI's newer layout store the codes as bytes
                 codes[name] = formats[name]
             elif name in formats:
                 self._problem(name, f"is {kind}, but is described as {_short(formats[name])}")
@@ -221,7 +230,7 @@ class WeightFile:
         return codes
 
     def _block(self, weight: str) -> tuple[int, int]:
-        """The shape (rows, columns) in which a weight's scale is a value for each block of it."""
+        """Return the shape (rows, columns) of a weight's scale, with one value per block of the weight."""
         shape, scale = self._entries[weight].shape, self._entries[self._scale_of[weight]]
         size = torch.Size(scale.shape).numel()
         if scale.dtype not in _PLAIN:
@@ -240,7 +249,7 @@ class WeightFile:
         return 1, 1
 
     def _check_scales(self, markers: set[str], formats: dict[str, torch.dtype]) -> None:
-        """That no FP8 tensor lacks its scale, and that a marker tells the truth."""
+        """Check that no FP8 tensor lacks its scale, and that the markers match the codes."""
         expected = {}
         for marker in markers:
             kind = self._entries[marker].dtype
@@ -264,7 +273,7 @@ class WeightFile:
 
 
 def _has_nonfinite(codes: Tensor) -> bool:
-    # e4m3 has one NaN, all bits set but the sign; e5m2 has infinity and NaN where all bits of the exponent are set.
+    # e4m3 has one NaN: all bits but the sign set. e5m2 has infinity and NaN where all exponent bits are set.
     first = 0xFF if codes.dtype == torch.float8_e4m3fn else 0xFC
     return int(codes.view(torch.uint8).bitwise_or(0x80).max()) >= first
 
@@ -272,7 +281,7 @@ def _has_nonfinite(codes: Tensor) -> bool:
 def _json(text: str | bytes) -> dict[str, Any]:
     try:
         content = json.loads(text)
-    except ValueError:  # becomes an error that names the layer: nothing is described
+    except ValueError:  # an empty description becomes an error that names the layer
         return {}
     return content if isinstance(content, dict) else {}
 

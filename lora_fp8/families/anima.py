@@ -1,8 +1,8 @@
-"""Anima: a 2 B DiT for illustrations, conditioned on Qwen3 0.6B through T5's tokens, trained with rectified flow.
+"""Anima: a 2 B DiT for illustrations, conditioned on Qwen3 0.6B and T5's tokens, trained with rectified flow.
 
 CircleStone Labs 2026 (https://huggingface.co/circlestone-labs/Anima). The network is NVIDIA's Cosmos Predict 2, and the
-VAE Qwen-Image's. A small transformer of its own, which comes with the weights, turns Qwen3's states into conditioning,
-asked by T5's tokens of the same text; it is not trained here, and belongs to the text encoders.
+VAE is Qwen-Image's. A small transformer, the conditioner, comes with the weights: in it, T5's tokens of the prompt
+attend to Qwen3's hidden states of the same prompt. It is not trained here and counts as a text encoder.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 from diffusers import AnimaAutoBlocks, AnimaTextConditioner
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _anima, _files, _miniature, _qwen
 from ._files import checkpoint_prefix
 from ._prompts import Overlong
 from .base import Cond, Inputs, ModelFamily
 
 CONDITIONER = "llm_adapter"
-"""What the conditioner is called in files that hold it beside the transformer."""
+"""Name of the conditioner in single files, which hold it together with the transformer."""
 
 
 class Family(ModelFamily):
@@ -32,6 +31,10 @@ class Family(ModelFamily):
     pipeline_class = "AnimaModularPipeline"
     index_name = "modular_model_index.json"
     denoiser_class = "CosmosTransformer3DModel"
+    text_widths = {
+        "text_embed_dim": "text_conditioner.target_dim",
+        "text_conditioner.source_dim": "text_encoder.hidden_size",
+    }
     text_parts = {
         "tokenizer": "Qwen2Tokenizer",
         "text_encoder": "Qwen3Model",
@@ -39,7 +42,7 @@ class Family(ModelFamily):
         "text_conditioner": "AnimaTextConditioner",
     }
     judge_length_by = ("tokenizer", "t5_tokenizer")
-    prompt_tokens = 512  # of each tokenizer
+    prompt_tokens = 512  # for each tokenizer
     text_shapes = {"prompt_embeds": ("tokens", "text_embed_dim")}
     vae_class = "AutoencoderKLQwenImage"
     vae_marks = _qwen.VAE_MARKS
@@ -53,12 +56,19 @@ class Family(ModelFamily):
     patch = 2
     native_resolution = 1024
     default_guidance = 4.0
+    captions = "tags"  # its model card: trained on booru tags, and on sentences as well
+    train_shift = 1.0  # sd-scripts docs/anima_train_network.md (sigmoid), diffusion-pipe; not the scheduler's 3
     modelspec_architecture = "anima-preview"
     kohya_base_version = "anima"
     kohya_naming = "native"
     kohya_module = "networks.lora_anima"
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers", "comfy")
+    distilled_name = r"anima[^/]*turbo|turbo[^/]*anima"  # anima-turbo-v1.1.safetensors: 8 steps, no guidance
+    distilled_advice = (
+        "this is Anima Turbo by its name: plain training undoes the distillation, and images of 8 steps become soft; "
+        "train on Anima base and draw with Turbo"
+    )
     native_layers = naming.table("""
         blocks.# = transformer_blocks.#
             self_attn = attn1, cross_attn = attn2
@@ -80,7 +90,7 @@ class Family(ModelFamily):
         final_layer.adaln_modulation.2 = norm_out.linear_2
         final_layer.linear = proj_out
     """)
-    beside_denoiser = (CONDITIONER, "pos_embedder")  # loaded as a text encoder; tables that are computed
+    beside_denoiser = (CONDITIONER, "pos_embedder")  # the first is loaded as a text encoder; the second is computed
     config_marks = {"extra_pos_embed_type": None, "use_crossattn_projection": False, "img_context_dim_in": None}
     reference_config = {
         "in_channels": 16,
@@ -94,7 +104,7 @@ class Family(ModelFamily):
         "concat_padding_mask": True,
         "extra_pos_embed_type": None,
     }
-    # Cosmos Predict 2 itself has no adapter for Qwen3, and is conditioned on another T5.
+    # Cosmos Predict 2 itself has no conditioner for Qwen3, and uses another T5.
     single_file = {"has": ("blocks.0.adaln_modulation_self_attn.1.weight", "llm_adapter.embed.weight")}
     tiny_config = {
         "in_channels": 16,
@@ -115,12 +125,12 @@ class Family(ModelFamily):
         return _anima.AnimaPipeline
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
-        # One by one: an empty text has not a single token, and beside others it would be padding only.
+        # One by one: an empty prompt has no token at all, so in a batch it would consist of padding only.
         texts = [self.text_pipeline.encode_prompt(prompt, self.max_sequence_length)[0] for prompt in prompts]
         return [{"prompt_embeds": embeds_LD.to(self.dtype, copy=True)} for embeds_LD in texts]
 
     def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
-        # What one tokenizer cuts off still has an effect where the other reads on.
+        # A part that one tokenizer cuts off still has an effect if the other reads further.
         one, other = (self.cut_by(name, prompts) for name in self.judge_length_by)
         return [min(one[p], other[p], key=lambda cut: len(cut.lost)) for p in one if p in other]
 

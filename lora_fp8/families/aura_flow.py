@@ -1,8 +1,8 @@
-"""AuraFlow: a 6.8 B transformer, joint in its first blocks, conditioned on Pile-T5-XL, trained with rectified flow.
+"""AuraFlow: a 6.8 B transformer with joint first blocks, conditioned on Pile-T5-XL, trained with rectified flow.
 
-fal 2024 (https://blog.fal.ai/auraflow). Prompts are padded to 256 tokens, with zeros in place of what the encoder says
-of padding, and the transformer attends to all of them. Its learned positions are a square of patches, of which an image
-takes the middle; 0.3 has more of them than its predecessors, for images that are not square.
+fal 2024 (https://blog.fal.ai/auraflow). Prompts are padded to 256 tokens. The encoder's outputs for padding are
+replaced by zeros, and the transformer attends to all tokens. Its learned positions form a square of patches, of which
+an image takes the middle; version 0.3 has more of them than earlier ones, for images that are not square.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from lora_fp8 import naming
-from lora_fp8.config import UserError
-
+from ..errors import UserError
+from ..lora_files import naming
 from . import _files, _llama, _miniature
 from ._files import Header
 from .base import ModelFamily
@@ -26,9 +25,10 @@ class Family(ModelFamily):
     example_base = "fal/AuraFlow-v0.3"
     pipeline_class = "AuraFlowPipeline"
     denoiser_class = "AuraFlowTransformer2DModel"
+    text_widths = {"joint_attention_dim": "text_encoder.d_model"}
     text_parts = {"tokenizer": "LlamaTokenizerFast", "text_encoder": "UMT5EncoderModel"}
     prompt_tokens = 256
-    text_arguments = {"mask": "prompt_attention_mask"}  # asked for, and not used: padding is zeros already
+    text_arguments = {"mask": "prompt_attention_mask"}  # the pipeline requires it and ignores it: padding is zeros
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     adapter_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -43,7 +43,7 @@ class Family(ModelFamily):
     default_guidance = 3.5
     modelspec_architecture = "auraflow-v1"
     kohya_base_version = "auraflow"
-    kohya_naming = ""  # kohya's tools do not train it
+    kohya_naming = ""  # kohya's tools do not train this model
     layouts = ("diffusers", "comfy")
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)
@@ -85,7 +85,7 @@ class Family(ModelFamily):
         modF.1 = norm_out.linear
     """)
     swapped_halves = ("norm_out.linear",)
-    no_adapter = swapped_halves  # a LoRA of the original's is none of diffusers'
+    no_adapter = swapped_halves  # a LoRA on it would differ between the original naming and diffusers'
     single_file = {
         "has": ("double_layers.0.attn.w1q.weight", "positional_encoding"),
         "in_is_out": ("init_x_linear.weight", "final_linear.weight"),
@@ -104,19 +104,19 @@ class Family(ModelFamily):
     def check_bucket(self, width: int, height: int) -> None:
         side = int(self.denoiser_config().get("pos_embed_max_size", 1024) ** 0.5)
         patch = 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])  # 2 x 2 latents
-        if max(width, height) > patch * side:  # diffusers would count positions from the wrong end
+        if max(width, height) > patch * side:  # diffusers would take positions from the wrong end of the table
             raise UserError(
                 f"dataset.resolution: this {self.title} has positions for {patch * side} pixels a side, and a bucket "
                 f"is {width} x {height}; set a smaller one, or dataset.buckets = false"
             )
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        return {"pos_embed_max_size": native["positional_encoding"][1]}  # what 0.1 and 0.3 differ in
+        return {"pos_embed_max_size": native["positional_encoding"][1]}  # 0.1 and 0.3 differ in it
 
     @classmethod
     def wake_(cls, denoiser: nn.Module) -> None:
         for name, parameter in denoiser.named_parameters():
-            if ".norm1" in name:  # random gates are almost shut, and nothing of the prompt comes through
+            if ".norm1" in name:  # random gates are almost zero, so the prompt would have no effect
                 parameter.data *= 8
 
     @classmethod

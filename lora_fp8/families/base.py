@@ -1,31 +1,33 @@
-"""ModelFamily: what the trainer must know about an architecture. One file in this folder = one subclass named `Family`.
+"""The base class of all model families: what the trainer must know about an architecture.
 
-A family states facts (class attributes) and two things only it can know: what its denoiser is called with, unless that
-is a fact as well (`denoiser_reads`), and the parts of a random miniature of itself for the tests. Everything else is a
-default, here or in a room beside: `_encoders` (VAE and text encoders, from their files), `_latents` (pixels to latents
-and back), `_prompts` (texts to conditioning), and `_checks` (is it this architecture, and whole?).
+One file in this folder holds one subclass, named `Family`. A family states facts (class attributes) and adds two
+things that only it can know: how its denoiser is called (unless the fact `denoiser_reads` says it), and the parts of
+its miniature, a small random model for the tests. Everything else has a default, here or in a neighbouring module:
+`_encoders` (loads the VAE and the text encoders), `_latents` (pixels to latents and back), `_prompts` (prompts to
+conditioning), and `_checks` (checks that the files are complete and of this architecture).
 
-Two-phase loading. The cache is filled with the VAE, and then with one text encoder after another (`in_turn`), which
-have all left before the denoiser comes: `empty_denoiser` (built on the meta device, no memory) and `denoiser_tensors`,
-which yields one tensor at a time, so that the whole model never exists in high precision. A family object is cheap:
-`__init__` finds and checks the files, and loads none of them.
+Loading has two phases, so that the parts of a model are never in memory together. First the cache is filled with the
+VAE, then with one text encoder after another (`in_turn`); each is freed before the next is loaded. Then the denoiser is
+built: `empty_denoiser` creates it on the meta device, which takes no memory, and `denoiser_tensors` yields one tensor
+at a time, so that the whole model never exists in high precision. Creating a family object is cheap: `__init__` finds
+and checks the files and loads none of them.
 
-Four places to load from (`model.path`): a diffusers folder, a hub id, a single .safetensors in the original layout
-(complemented by `model.components`), or "demo". See `_files.locate`. The denoiser and text encoders run in the model's
-dtype, and so is the conditioning stored; the VAE runs in float32.
+`model.path` names one of four sources: a diffusers folder, a hub id, a single .safetensors file in the original layout
+(whose missing parts come from `model.components`), or "demo". See `_files.locate`. The denoiser and the text encoders
+run in the model's dtype, and the conditioning is stored in it; the VAE runs in float32.
 
-Shape suffixes: B batch, C channels, F frames, H height, W width, L text tokens, D features. Latents are BCHW everywhere
-outside of a family, whatever its denoiser and its pipeline take: `pack` and `unpack` are the way there and back. Where
-a family has `clips`, the latents of a clip of several frames are BCFHW, in all that is called BCHW; pixels likewise.
+Shape suffixes: B batch, C channels, F frames, H height, W width, L text tokens, D features. Outside a family, latents
+are always BCHW, whatever its denoiser and its pipeline take: `pack` and `unpack` convert between the two. In a family
+with `clips`, the latents of a clip of several frames are BCFHW wherever this code says BCHW; the same holds for pixels.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,12 +42,12 @@ from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from PIL import Image
 from torch import Tensor, nn
 
-from lora_fp8 import config, naming
-from lora_fp8.config import UserError, UserErrors
-from lora_fp8.layouts import text_layer
-from lora_fp8.objectives import FlowMatching, Objective
-from lora_fp8.precision import Quantized, Weight, name_matches
-
+from .. import settings
+from ..errors import UserError, UserErrors
+from ..lora_files import naming
+from ..lora_files.layouts import text_layer
+from ..objectives import PREDICTION_TYPES, Diffusion, FlowMatching, Objective
+from ..precision import Quantized, Weight, name_matches
 from . import _files, _miniature
 from ._checks import Checks
 from ._encoders import Encoders
@@ -54,22 +56,24 @@ from ._latents import Latents
 from ._prompts import Cond, Prompts
 from ._weights import WeightFile
 
+DE_DISTILLED = r"de[-_. ]?(distill|turbo)|undistill"
+"""Matches the names of de-distilled models, which were trained back from a distilled one (ostris/Z-Image-De-Turbo)."""
 Inputs = dict[str, Any]
-"""Arguments of the denoiser by name."""
+"""Arguments of the denoiser, by name."""
 Conversion = dict[str, tuple[str, Callable[[Tensor], Tensor] | None]]
-"""Parameter name in diffusers -> (key in the single file, which rows of that tensor, and in what order)."""
+"""Parameter name in diffusers -> (key in the single file, function that selects or reorders the tensor's rows)."""
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A CLIP text encoder in which LoRAs are trained, with the sizes of the released one.
+    """A CLIP text encoder in which LoRAs can be trained, with the sizes of the released model.
 
     Attributes:
-        kohya: what the names of its layers begin with in kohya's naming.
-        comfy: what ComfyUI calls it; "" where the family has no such layout.
-        width, hidden: of the embeddings, and inside its MLPs.
-        num_layers: how many it has.
-        unread: so many of its last layers get no adapter: their answer is not part of the conditioning.
+        kohya: prefix of its layers' names in kohya's naming.
+        comfy: its name in ComfyUI's naming; "" if the family has no such layout.
+        width, hidden: width of the embeddings, and of the hidden layer of its MLPs.
+        num_layers: number of its transformer layers.
+        unread: number of last layers without an adapter, because their output is not part of the conditioning.
     """
 
     kohya: str
@@ -81,154 +85,167 @@ class TextEncoder:
 
 
 CLIP_LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
-"""The linears of a layer of CLIP, all of which get an adapter: 72 in CLIP ViT-L, 192 in OpenCLIP ViT-bigG."""
+"""The linears of a CLIP layer. All of them get an adapter: 72 in CLIP ViT-L, 192 in OpenCLIP ViT-bigG."""
 
 
 class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
-    """One architecture. Depth of inheritance is one, and nothing here needs `super()`.
+    """A model architecture. Families derive from this class directly, and nothing here needs `super()`.
 
     Args:
         model: the job's `[model]` table.
-        device: where encoders and denoiser run.
+        device: device on which the encoders and the denoiser run.
         dtype: compute dtype of the denoiser and the text encoders.
+        prediction: `objective.prediction`; "auto" takes what the model's files state.
 
     Raises:
         UserError: files are missing, damaged, pickled, or of another architecture.
     """
 
-    # -- facts every family states --------------------------------------------------------------------------------
+    # -- facts that every family states ----------------------------------------------------------------------------
     name: ClassVar[str]
     title: ClassVar[str]
     example_base: ClassVar[str]
-    """What `lora-fp8 new` puts into `model.path`: the released model that most people train on."""
+    """The `model.path` that `lora-fp8 new` writes: the released model that most people train on."""
     pipeline_class: ClassVar[str]
-    """Name of the pipeline in diffusers."""
+    """Class name of the pipeline in diffusers."""
     denoiser_class: ClassVar[str]
     text_parts: ClassVar[dict[str, str]]
-    """Subfolder -> class in transformers (or diffusers; or its full name, module and all), of tokenizers and of what
-    makes conditioning of their tokens, under the names the pipeline uses."""
+    """Subfolder -> class, for the tokenizers and for the models that turn their tokens into conditioning. Subfolders
+    are named as in the pipeline; classes are from transformers or diffusers, or given by their full dotted name."""
+    text_widths: ClassVar[dict[str, str]]
+    """Entry of the denoiser's config (or of another part's, as "part.entry") -> the sum of the text encoders' entries
+    that it must equal, such as "text_encoder.hidden_size + 6 * unet.addition_time_embed_dim"."""
     adapter_targets: ClassVar[tuple[str, ...]]
-    """Endings (whole dotted segments) of the names of the layers that get an adapter."""
+    """Suffixes (whole dotted segments) of the names of the layers that get an adapter."""
     keep_precise: ClassVar[tuple[str, ...]]
-    """Name parts (see `precision.names`) of the layers that stay in the model's dtype: small, or sensitive."""
+    """Name parts (see `precision.names`) of the layers that keep the model's dtype: they are small, or sensitive."""
     bucket_multiple: ClassVar[int]
-    """Image sides must be multiples of so many pixels."""
+    """Image sides are multiples of this many pixels."""
     native_resolution: ClassVar[int]
-    """The resolution that the released model was trained at, in pixels."""
+    """Resolution at which the released model was trained, in pixels."""
     default_guidance: ClassVar[float]
-    """Guidance scale for previews."""
+    """Default guidance scale of previews."""
     modelspec_architecture: ClassVar[str]
     kohya_base_version: ClassVar[str]
     kohya_naming: ClassVar[str]
-    """Which rule of `layouts.NAMINGS` the kohya layout follows."""
+    """Key in `layouts.NAMINGS` of the rule that the kohya layout follows."""
     tiny_config: ClassVar[dict[str, Any]]
-    """The denoiser's config in the miniature."""
+    """Config of the miniature's denoiser."""
 
     # -- facts with a default -------------------------------------------------------------------------------------
     denoiser_name: ClassVar[str] = "transformer"
-    """"unet" or "transformer": subfolder, pipeline attribute, and prefix of the keys in diffusers' LoRA files."""
+    """"unet" or "transformer": the subfolder, the pipeline's attribute, and the key prefix in diffusers' LoRA files."""
     objective: ClassVar[type[Objective]] = FlowMatching
+    train_shift: ClassVar[float | None] = None
+    """The shift that objective.shift = "auto" stands for; None: the scheduler's. Set it where training needs another
+    shift than sampling: a sampler's shift spends few steps where they matter, but on top of the logit-normal density it
+    can leave next to no training at low noise levels. State the source in a comment."""
     exact_cond: ClassVar[tuple[str, ...]] = ()
-    """Names in the conditioning that stay in float32."""
+    """Names of the conditioning tensors that stay in float32."""
     towards_image: ClassVar[bool] = False
-    """Whether the denoiser answers with the velocity towards the image: the negative of the scheduler's."""
+    """True if the denoiser predicts the velocity towards the image, the negative of what the scheduler expects."""
     guidance_argument: ClassVar[str] = "guidance_scale"
-    """What the pipeline calls it."""
+    """The pipeline's argument for the guidance scale."""
+    captions: ClassVar[str] = "sentences"
+    """How images for this model are captioned: "tags" (separated by commas), "sentences", or "instructions" (editing
+    models). Presets shuffle tags only. A literal, because it is read without importing the file."""
     plain_guidance: ClassVar[float] = 1.0
-    """What the pipeline calls drawing without: 0 where it adds so many times the difference to the answer."""
+    """The pipeline's value for no guidance: 0 if it adds that many times the difference to the conditional
+    prediction."""
     adapter_exclude: ClassVar[tuple[str, ...]] = ()
-    """Name parts (see `precision.names`) of layers that do not, although their names end so."""
+    """Name parts (see `precision.names`) of layers that match `adapter_targets` but get no adapter."""
     modulation: ClassVar[tuple[str, ...]] = ()
-    """Name parts of the layers that scale and shift the blocks' norms: they see one row per image and no tokens."""
+    """Name parts of the layers that scale and shift the blocks' norms: they see one row per image, and no tokens."""
     trained_text: ClassVar[dict[str, TextEncoder]] = {}
-    """Text encoders that can be trained, by the pipeline's names: those whose LoRA diffusers' pipeline loads."""
+    """The text encoders that can be trained, by their names in the pipeline: those whose LoRA the pipeline loads."""
     kohya_module: ClassVar[str] = "networks.lora"
-    """What sd-scripts or musubi-tuner train LoRAs of this architecture with: `ss_network_module`. Programs show it, and
-    take a file for a LoRA by it; where neither trains the architecture it is their plainest."""
+    """The module with which sd-scripts or musubi-tuner train this architecture, written as `ss_network_module`.
+    Programs display it and recognize LoRA files by it. If neither trains the architecture, it is sd-scripts' plain
+    module."""
     tiny_hw: ClassVar[tuple[int, int]] = (16, 24)
-    """Size in pixels that suits the miniature. Not square on purpose: swapped height and width must show."""
+    """Image size (height, width) in pixels for the miniature. Not square, so that swapping the two shows."""
     controls: ClassVar[tuple[int, int]] = (0, 0)
-    """Fewest and most control pictures that the denoiser is shown beside the noise. A plain value: read without
-    importing the file."""
+    """The minimum and maximum number of control images that the denoiser takes beside the noise. A literal, because it
+    is read without importing the file."""
     prompts_see_controls: ClassVar[bool] = False
-    """Whether the text encoders look at the control pictures as well: `encode_prompts` is then given them, and what is
-    cached is one conditioning for each picture and caption."""
+    """True if the text encoders take the control images too. Then `encode_prompts` receives them, and the cache holds
+    one conditioning for each pair of image and caption."""
     clips: ClassVar[tuple[int, int]] = (0, 0)
-    """Frames of a clip that are one frame of its latents, after the first, which is one by itself; and frames a second.
-    (0, 0) draws pictures only. A plain value, as `controls`."""
+    """(frames of a clip per frame of its latents, frames per second). The first frame of a clip has a latent frame of
+    its own. (0, 0): the model generates images only. A literal, as `controls`."""
     same_tensors_as: ClassVar[str] = ""
-    """The family whose single files have the very same tensors, so that nothing but their name tells them apart."""
+    """The family whose single files have the same tensors, so that only the file's name tells the two apart."""
     single_file: ClassVar[dict[str, Any]] = {}
-    """What tells this architecture's single files by their headers: "has": names of tensors; "lacks": what no name
-    begins with; "shapes": name -> shape, None for any side; "in_is_out": the first layer takes as many values as the
-    last gives, which models with more inputs (inpainting, a first frame) do not. Names without their prefix. By
-    structure and not by size: miniatures must pass. A plain value: read without importing the file."""
+    """How the headers of this architecture's single files are recognized, by names without their prefix. "has": tensors
+    that exist; "lacks": prefixes that no tensor has; "shapes": name -> shape, where None stands for any side;
+    "in_is_out": the first layer takes as many channels as the last one returns, which is not so for models with more
+    inputs (inpainting, image to video). Test the structure, not the size: miniatures must pass. A literal, because it
+    is read without importing the file."""
     bucket_step: ClassVar[int] = 64
-    """Default distance between bucket sizes, in pixels: few enough buckets that images share one."""
+    """Default distance between bucket sizes, in pixels; large enough that images share buckets."""
     embeds_guidance: ClassVar[bool] = False
-    """Whether models of this architecture may take the guidance as an input: those distilled from a guided one."""
+    """True if models of this architecture may take the guidance scale as an input (guidance-distilled models do)."""
     config_marks: ClassVar[dict[str, Any]] = {}
-    """Entries of the denoiser's config.json that tell this architecture from others of the same class."""
+    """Entries of the denoiser's config.json that distinguish this architecture from others of the same class."""
     checkpoint_text: ClassVar[dict[str, str]] = {}
-    """Text encoder -> prefix of its keys in a single-file checkpoint that carries it."""
+    """Text encoder -> prefix of its keys in single files that contain it."""
     native_layers: ClassVar[tuple[naming.Row, ...]] = ()
-    """The denoiser's layers in the naming in which the model was first published, and in diffusers': see `naming`."""
+    """The denoiser's layer names in the original code and in diffusers: see `naming`."""
     swapped_halves: ClassVar[tuple[str, ...]] = ()
-    """Layers whose rows the original has as (shift, scale) and diffusers as (scale, shift). "blocks.-1" is the last of
-    the blocks."""
+    """Layers whose rows are (shift, scale) in the original code and (scale, shift) in diffusers. "blocks.-1" is the
+    last block."""
     no_adapter: ClassVar[tuple[str, ...]] = ()
-    """Layers that get no adapter whoever asks, named as those above: nothing reads their answer, so that they would
-    never learn, or a LoRA of theirs would be another one in the model's original naming."""
+    """Layers that never get an adapter, even if a user asks; "blocks.-1" as above. Either nothing reads their output,
+    so that they would never learn, or a LoRA on them would mean something else in the original naming."""
     layouts: ClassVar[tuple[str, ...]] = ("kohya", "diffusers")
-    """Key layouts that LoRA files of this architecture are written in, the one that most programs read in front."""
+    """Key layouts in which LoRA files of this architecture are written, the most widely read first."""
     layouts_of_diffusers: ClassVar[tuple[str, ...]] = ("diffusers", "comfy", "kohya")
-    """Those of `layouts` that diffusers' pipeline loads whole; tests hold it against what the pipeline does."""
+    """Those of `layouts` that diffusers' pipeline loads completely; a test compares it with what the pipeline does."""
     lokr_of_diffusers: ClassVar[bool] = False
-    """Whether diffusers' pipeline loads LoKr under its own names of layers; for most architectures it refuses it."""
+    """True if diffusers' pipeline loads LoKr files under its own layer names; for most architectures it does not."""
     split_names_in_comfy: ClassVar[bool] = False
-    """Whether ComfyUI knows the layers by diffusers' names too, each as the rows that it is of a fused one."""
+    """True if ComfyUI also knows the layers by diffusers' names, each as its rows of the fused layer."""
     converter_width: ClassVar[int] = 0
-    """The width of the released model, if diffusers' converter of other layouts has it written into it."""
+    """Width of the released model, if diffusers' converter of other layouts is hard-coded to it; 0 if not."""
     auto_layouts: ClassVar[tuple[str, ...]] = ()
-    """What export.formats = ["auto"] writes; empty: the first of `layouts`, and one for diffusers if that is none."""
+    """Layouts that export.formats = ["auto"] writes. Empty: the first of `layouts`, plus "diffusers" if diffusers does
+    not load that one."""
     beside_denoiser: ClassVar[tuple[str, ...]] = ()
-    """Modules and tensors in single files that are none of the denoiser's, although their names begin as its do."""
+    """Modules and tensors of single files whose names look like the denoiser's but are not part of it."""
     reference_config: ClassVar[dict[str, Any]] = {}
-    """Denoiser config of the released model, for single files whose components folder has no denoiser config."""
+    """The released model's denoiser config, for single files whose components folder has none."""
     index_name: ClassVar[str] = "model_index.json"
-    """The file that says which pipeline a folder is made for."""
+    """Name of the file that says which pipeline a folder is made for."""
     pipeline_options: ClassVar[dict[str, Any]] = {}
-    """Arguments with which the pipeline is made."""
+    """Keyword arguments of the pipeline's constructor."""
     computed: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Modules of the denoiser that compute tensors when they are made, which no file holds -> what they are made of:
-    attributes of theirs, or entries of the denoiser's config."""
+    """Modules of the denoiser that compute tensors when they are created, which no file stores -> names of their
+    constructor's arguments: attributes of the module, or entries of the denoiser's config."""
     told_by_name: ClassVar[dict[str, str]] = {}
-    """Pattern in the name of a single file -> what it is then, where its tensors do not tell: see `caveats`."""
+    """Pattern in a single file's name -> what the file then is, where its tensors do not tell: see `caveats`."""
     distilled_advice: ClassVar[str]
-    """What to know before training on a model for which `is_distilled`."""
+    """What users must know before they train on a model for which `is_distilled` is true."""
     distilled_name: ClassVar[str] = ""
-    """Pattern in the path of a distilled model's file or folder, where nothing else tells; see `is_distilled`."""
+    """Pattern in the name of a distilled model's file, folder or hub repository, where nothing else tells."""
     denoiser_reads: ClassVar[dict[str, str]] = {"encoder_hidden_states": "prompt_embeds"}
-    """Argument of the denoiser -> name in `Cond`, where that, `hidden_states` and `timestep` are all its `inputs`."""
+    """Argument of the denoiser -> name in `Cond`. Enough to call a denoiser that takes these, `hidden_states` and
+    `timestep`; others override `inputs`."""
     timestep_unit: ClassVar[int] = 1
-    """What sigma = 1 is as its `timestep`: 1, where the denoiser multiplies by 1000 itself, or 1000."""
+    """The `timestep` that stands for sigma = 1: 1 if the denoiser multiplies by 1000 itself, else 1000."""
     call_options: ClassVar[dict[str, Any]] = {}
-    """Arguments that every call of the pipeline needs, such as one frame where it draws videos."""
+    """Keyword arguments that every call of the pipeline needs, such as one frame if it generates videos."""
 
-    def __init__(self, model: config.Model, *, device: torch.device | str, dtype: torch.dtype):
+    def __init__(
+        self, model: settings.Model, *, device: torch.device | str, dtype: torch.dtype, prediction: str = "auto"
+    ):
         self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
+        self.told_prediction = prediction
         parts = ("scheduler", "vae", self.denoiser_name, *self.text_parts)
         self.folder, self.checkpoint = _files.locate(
             model.path, model.components or "", model.revision or "", family=self.name, parts=parts
         )
         self.warnings: list[str] = []
-        """Settings of `[model]` that have no effect, and what to know of the files; the trainer shows them."""
-        if model.components and not self.checkpoint:
-            self.warnings.append(
-                f"model.components = {model.components!r} has no effect: model.path is a whole model, not a single file"
-            )
-        if model.revision and (model.path == "demo" or os.path.exists(os.path.expanduser(model.path))):
-            self.warnings.append(f"model.revision = {model.revision!r} has no effect: model.path is a local path")
+        """Notes on the files; the trainer shows them."""
         self.vae: nn.Module | None = None
         self._text_pipeline: diffusers.DiffusionPipeline | None = None
         self._tokenizers: dict[str, Any] = {}
@@ -237,16 +254,19 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         self._check_architecture()
         self._check_complete()
         self._check_vae()
+        self._check_fit()
         self.warnings += self.caveats()
 
-    # -- what only the family knows -------------------------------------------------------------------------------
+    # -- what only the family knows --------------------------------------------------------------------------------
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        """What the pipeline's loop calls the denoiser with, by name.
+        """Return the keyword arguments with which the pipeline's loop calls the denoiser.
 
         Args:
-            noisy_BCHW: in the model's dtype.
-            t_B: as the objective draws it: an integer timestep for `Diffusion`, sigma in [0, 1] for `FlowMatching`.
-            cond: collated, in the model's dtype where it is not among `exact_cond`. All is on one device.
+            denoiser: the model that will be called.
+            noisy_BCHW: noisy latents, in the model's dtype.
+            t_B: timesteps as the objective draws them: integers for `Diffusion`, sigma in [0, 1] for `FlowMatching`.
+            cond: collated conditioning, in the model's dtype except for `exact_cond`. All tensors are on one device.
+            guidance: guidance scale for denoisers that take it as an input.
         """
         told = {argument: cond[name] for argument, name in self.denoiser_reads.items()}
         return {"hidden_states": self.pack(noisy_BCHW), "timestep": t_B * self.timestep_unit, **told}
@@ -254,13 +274,13 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     @classmethod
     @abstractmethod
     def tiny_parts(cls) -> dict[str, Any]:
-        """The parts of the miniature, but for the denoiser, in the pipeline's names; the caller has seeded them."""
+        """Return the miniature's parts, without the denoiser, by the pipeline's names; the caller sets the seed."""
 
-    # -- defaults a family may replace ----------------------------------------------------------------------------
+    # -- defaults that a family may override -----------------------------------------------------------------------
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
     ) -> Tensor:
-        """Call the denoiser as its pipeline does. `t_B` is as the objective draws it. -> prediction BCHW"""
+        """Call the denoiser as its pipeline does, with `t_B` as the objective draws it. Returns a prediction BCHW."""
         device = noisy_BCHW.device
         cond = {name: tensor.to(device) for name, tensor in cond.items()}
         inexact = [name for name, tensor in cond.items() if tensor.is_floating_point() and name not in self.exact_cond]
@@ -270,14 +290,17 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         return -answer_BCHW if self.towards_image else answer_BCHW
 
     def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
-        """The prediction BCHW in what the denoiser answered, where that is not as the pipeline passes latents."""
-        if self.latents_as == "BSD":  # what follows the noise's tokens are those of control pictures
+        """Convert the denoiser's output to a prediction BCHW.
+
+        Override it if the output is not laid out as the pipeline's latents.
+        """
+        if self.latents_as == "BSD":  # the tokens after the noise's are those of the control images
             answer = answer[:, : self.seq_len(tuple(noisy_BCHW.shape[2:]))]
         return self.unpack(answer, tuple(noisy_BCHW.shape[-2:]))
 
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:
-        """Save a complete random miniature in the diffusers layout; sides of linears are multiples of 16."""
+        """Save a complete random miniature in the diffusers layout; the sides of its linears are multiples of 16."""
         with _miniature.seeded(seed):
             denoiser = getattr(diffusers, cls.denoiser_class)(**cls.tiny_config)
             cls.wake_(denoiser)
@@ -285,52 +308,66 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
     @classmethod
     def wake_(cls, denoiser: nn.Module) -> None:
-        """Gives, in place, random numbers to what a new denoiser has zeros in, where these would hide all the rest."""
+        """Fill, in place, the parameters that a new denoiser sets to zero, if the zeros would hide all other layers."""
         return
 
     @classmethod
     def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
-        """Save the parts of the miniature as the pipeline's folder."""
+        """Save the miniature's parts as a pipeline folder."""
         cls.pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def pipeline_type(cls) -> Any:
-        """The class of the pipeline: diffusers' own, unless that is of a kind that cannot be called with embeddings."""
+        """Return the pipeline's class: diffusers' own, unless that one cannot be called with embeddings."""
         return getattr(diffusers, cls.pipeline_class)
 
     def caveats(self) -> list[str]:
-        """What to know of the given model before training on it, in one line each, such as that it is distilled."""
+        """Return what users must know before training on this model (such as that it is distilled), one line each."""
         fitting = [what for pattern, what in self.told_by_name.items() if self.file_is_called(pattern)]
         told = [f"{self.checkpoint.name} is {what}" for what in fitting]
         return told + ([self.distilled_advice] if self.is_distilled() else [])
 
     def is_distilled(self) -> bool:
-        """Whether the given model is distilled to few steps without guidance, where there is such a model."""
-        return bool(self.distilled_name) and self.is_called(self.distilled_name)
+        """Return True if the given model is distilled to few steps without guidance; False if no such model exists."""
+        named = bool(self.distilled_name) and self.is_called(self.distilled_name)
+        return named and not re.search(DE_DISTILLED, self.base_name(), re.IGNORECASE)
+
+    def base_name(self) -> str:
+        """Return the name of the given single file, hub repository or folder."""
+        if self.checkpoint:
+            return self.checkpoint.name
+        hub = re.search(r"models--[^/]+?--([^/]+)/snapshots/", f"{self.folder.as_posix()}/")
+        return hub[1] if hub else self.folder.resolve().name
 
     def file_is_called(self, pattern: str) -> bool:
-        """Whether the name of the given single file holds this, in any case: of some models nothing else tells."""
+        """Return True if the single file's name matches `pattern`, ignoring case; some models have no other mark."""
         return bool(self.checkpoint and re.search(pattern, self.checkpoint.name, re.IGNORECASE))
 
     def is_called(self, pattern: str) -> bool:
-        """Whether the path of the given single file or folder holds this, in any case."""
-        return bool(re.search(pattern, str(self.checkpoint or self.folder), re.IGNORECASE))
+        """Return True if the name of the given file, folder or hub repository matches `pattern`, ignoring case."""
+        return bool(re.search(pattern, self.base_name(), re.IGNORECASE))
 
     def distilled_by_name(self) -> bool | None:
-        """What the name of a single file says of distillation, None for nothing: its components may be of the other."""
-        if self.file_is_called(r"de[-_. ]?(distill|turbo)|undistill|(?<![a-z])(base|raw)(?![a-z])"):
+        """Return True or False if the name tells whether the model is distilled, None if it does not.
+
+        A single file's components may come from the other model, so its own name decides. For a folder or repository
+        the config decides, except for a de-distilled copy: it keeps the config of the original.
+        """
+        if re.search(DE_DISTILLED, self.base_name(), re.IGNORECASE):
+            return False
+        if self.file_is_called(r"(?<![a-z])(base|raw)(?![a-z])"):
             return False
         return True if self.file_is_called("turbo|distill") else None
 
     @classmethod
     def recognises(cls, header: Header) -> bool:
-        """Whether a single-file checkpoint with these tensors is this architecture."""
+        """Return True if a single file with these tensors is this architecture."""
         return _files.fits(cls.single_file, native_header(header))
 
     def convert_checkpoint(self, header: Header) -> Conversion:
-        """Where each of the denoiser's parameters is in a single file that `recognises` accepted.
+        """Return where each of the denoiser's parameters is in a single file that `recognises` accepted.
 
-        By default as `native_layers` says.
+        The default follows `native_layers`.
         """
         if not self.native_layers:
             raise UserError(f"{self.title} cannot be read from a single file; give a diffusers folder")
@@ -345,86 +382,88 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         }
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
-        """The size (width, height) that a control picture of this size is shown in, stretched to it.
+        """Return the size (width, height) in pixels to which a control image of this size is stretched.
 
         Args:
-            resolution: side of the square with its area; None: as the pipeline shows it.
+            width, height: size of the control image in pixels.
+            resolution: side in pixels of a square of the wanted area; None: as the pipeline does it.
         """
-        raise NotImplementedError(f"{self.title} is shown no control pictures")  # who has `controls` replaces this
+        raise NotImplementedError(f"{self.title} is shown no control pictures")  # families with `controls` override it
 
     def image_conditioning(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Cond:
-        """Facts about one image that the denoiser is told beside the prompt. Pixels; `crop_top_left` is (y, x)."""
+        """Return the facts about an image that the denoiser takes besides the prompt.
+
+        Args:
+            original_hw: size of the image file, (height, width) in pixels.
+            crop_top_left: corner (y, x) of the crop in pixels.
+            target_hw: size of the crop, (height, width) in pixels.
+        """
         return {}
 
     def pictures(self, output: Any) -> list[Image.Image]:
-        """The pictures in what the pipeline's call returned; of clips, their first frames."""
+        """Return the images in the result of the pipeline's call; of clips, their first frames."""
         return [_as_images(frames)[0] for frames in output.frames] if any(self.clips) else output.images
 
     def usual_guidance(self) -> float:
-        """Guidance scale for previews of the given model."""
+        """Return the guidance scale for previews of the given model."""
         return 1.0 if self.is_distilled() else self.default_guidance
 
     def frames(self, output: Any) -> list[Image.Image]:
-        """All frames of the first clip in what the pipeline's call returned; of a picture, that alone."""
+        """Return all frames of the first clip in the result of the pipeline's call; for an image, just that image."""
         return _as_images(output.frames[0]) if any(self.clips) else self.pictures(output)[:1]
 
     def latent_frames(self, num_frames: int) -> int:
-        """How many frames the latents of a clip of so many frames have."""
+        """Return the number of latent frames of a clip of `num_frames` frames."""
         return 1 if num_frames == 1 else 1 + (num_frames - 1) // self.clips[0]
 
     def guidance_inputs(self, guidance: float) -> dict[str, Any]:
-        """Arguments with which the pipeline draws with this guidance; 1 is to draw without a negative prompt."""
+        """Return the pipeline's arguments for this guidance scale; 1 means no guidance."""
         return {self.guidance_argument: guidance - 1 + self.plain_guidance}
 
     def size_inputs(self, width: int, height: int) -> dict[str, Any]:
-        """Arguments with which the pipeline draws in this size, in pixels."""
+        """Return the pipeline's arguments for this image size, in pixels."""
         return {"width": width, "height": height}
 
     def check_bucket(self, width: int, height: int) -> None:
-        """Refuse a size of pictures, in pixels, that the denoiser has no places for; asked before any is encoded.
+        """Check that the denoiser has position ids for images of this size, in pixels; called before any is encoded.
 
         Raises:
-            UserError: it is too large.
+            UserError: the size is too large.
         """
         return
 
     def caption_caveats(self, captions: Sequence[str]) -> list[str]:
-        """What to know of these captions before training on them, in one line each; asked before any is encoded."""
+        """Return what users must know about these captions before training, one line each; called before encoding."""
         return []
 
-    def unused_settings(self, section: config.Objective) -> list[str]:
-        """One sentence per setting that has no effect with this model; the trainer warns with them."""
-        if section.guidance == 1.0 or self._takes_guidance():
-            return []
-        model = f"this {self.title}" if self.embeds_guidance else self.title
-        return [f"objective.guidance = {section.guidance} has no effect: {model} has no guidance embedding"]
+    def facts_of_base(self) -> dict[str, bool]:
+        """Return those of `settings.FACTS` that this base's config decides."""
+        return {"base.guidance": self._takes_guidance()} if self.embeds_guidance else {}
 
     def _takes_guidance(self) -> bool:
-        if not self.embeds_guidance:
-            return False
         unless_told = inspect.signature(getattr(diffusers, self.denoiser_class)).parameters["guidance_embeds"].default
         return self.denoiser_config().get("guidance_embeds", unless_told)
 
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
-        """Full names of the layers in `no_adapter`."""
+        """Return the full names of the layers in `no_adapter`."""
         return _with_last_block(cls.no_adapter, lambda: [name for name, _ in denoiser.named_modules()])
 
     @classmethod
     def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
-        """Full names of the layers in `swapped_halves`."""
+        """Return the full names of the layers in `swapped_halves`."""
         return _with_last_block(cls.swapped_halves, lambda: cls.layer_shapes(denoiser_config))
 
     @classmethod
     def layer_shapes(cls, denoiser_config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
-        """{module path: shape of its weight} of a denoiser with this config, of linears and convolutions."""
+        """Return {module path: weight shape} of the linears and convolutions of a denoiser with this config."""
         return _layer_shapes(cls.denoiser_class, json.dumps(dict(denoiser_config), sort_keys=True, default=str))
 
     @classmethod
     def text_layer_shapes(cls) -> dict[str, tuple[int, int]]:
-        """{module path: (out, in)} of the linears that LoRAs adapt in the released model's trained text encoders."""
+        """Return {module path: (out, in)} of the linears that get adapters in the released model's text encoders."""
         return {
             text_layer(name, f"encoder.layers.{number}.{layer}"): {
                 "mlp.fc1": (about.hidden, about.width),
@@ -437,62 +476,69 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
     @classmethod
     def recommended_layouts(cls) -> tuple[str, ...]:
-        """The layouts that export.formats = ["auto"] stands for."""
+        """Return the layouts that export.formats = ["auto"] stands for."""
         first = cls.layouts[0]
         return cls.auto_layouts or ((first,) if first in cls.layouts_of_diffusers else (first, "diffusers"))
 
     @classmethod
     def adapter_names(cls, denoiser: nn.Module, targets: Sequence[str] = ()) -> list[str]:
-        """Full names of the layers that get an adapter, in the denoiser's own order.
+        """Return the full names of the layers that get an adapter, in the denoiser's order.
 
         Args:
-            targets: endings that a user chose in place of the family's; [] means the family's. "^name" is one layer,
+            denoiser: the model whose layers are chosen.
+            targets: name suffixes that a user chose instead of the family's; empty: the family's. "^name" is one layer,
                 named in full, and overrides `adapter_exclude`.
 
         Raises:
-            UserErrors: a target that matches no layer.
+            UserErrors: a target matches no layer.
         """
         layers = [n for n, m in denoiser.named_modules() if hasattr(m, "in_features") or isinstance(m, nn.Conv2d)]
         left_out = cls.without_adapter(denoiser)
         layers = [name for name in layers if name not in left_out]
-        chosen: set[str] = set()
-        problems = []
-        for target in targets or cls.adapter_targets:
-            if target.startswith("^"):
-                matched = {n for n in layers if n == target[1:]}
-            else:
-                matched = {n for n in layers if n == target or n.endswith(f".{target}")}
-                matched = {n for n in matched if not any(name_matches(n, e) for e in cls.adapter_exclude)}
-            if not matched:
-                problems.append(f"adapter.targets: {target!r} is the ending of no layer of {cls.title}")
-            chosen |= matched
+        matches = [(target, cls._matching(target, layers)) for target in targets or cls.adapter_targets]
+        problems = [
+            f"adapter.targets: {target!r} is the ending of no layer of {cls.title}"
+            for target, matched in matches
+            if not matched
+        ]
         if problems and targets:
             raise UserErrors(problems)
+        chosen = set().union(*(matched for _, matched in matches))
         return [n for n in layers if n in chosen]
+
+    @classmethod
+    def _matching(cls, target: str, layers: Sequence[str]) -> set[str]:
+        """Return the names among `layers` that a target stands for; see `adapter_names`."""
+        if target.startswith("^"):
+            return {n for n in layers if n == target[1:]}
+        matched = {n for n in layers if n == target or n.endswith(f".{target}")}
+        return {n for n in matched if not any(name_matches(n, e) for e in cls.adapter_exclude)}
 
     # -- the denoiser ----------------------------------------------------------------------------------------------
     def denoiser_config(self) -> dict[str, Any]:
-        """The denoiser's config.json, or the released model's where a single file comes with none."""
+        """Return the denoiser's config.json, or the released model's if a single file comes without one."""
         path = self.folder / self.denoiser_name / "config.json"
         found = _files.read_json(path) if path.is_file() else dict(self.reference_config)
         return found | (self.sizes(native_header(self._header), found) if self.checkpoint else {})
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries of the denoiser's config that a single file tells itself: the parts beside it may be another's.
+        """Return the denoiser's config entries that a single file states itself.
+
+        They override the config of the components, which may come from another model.
 
         Args:
-            native: names, without their prefix, and shapes of its tensors.
-            told: the config of those parts.
+            native: names, without their prefix, and shapes of the file's tensors.
+            told: the denoiser config of the components.
         """
         return {}
 
     def index(self) -> dict[str, Any]:
-        """The model's model_index.json; of a single file that of the parts beside it, if there is one."""
+        """Return the model's model_index.json; for a single file that of its components, {} if there is none."""
         path = self.folder / self.index_name
         return _files.read_json(path) if path.is_file() else {}
 
     def empty_denoiser(self) -> nn.Module:
-        """The denoiser on the meta device: all shapes, no memory."""
+        """Return the denoiser on the meta device: all shapes, no memory."""
         path, told = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
             denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
@@ -504,14 +550,14 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
             setattr(denoiser, name, type(lost)(*told))
         saved = denoiser.state_dict().keys()
         lost = [n for n, b in denoiser.named_buffers() if b.is_meta and n not in saved]
-        if lost:  # nothing in the files could ever fill them
+        if lost:  # no file stores them, so they would stay empty
             raise RuntimeError(f"{self.name}: buffers {lost} are computed, not stored; rebuild them in empty_denoiser")
         return denoiser
 
     def denoiser_tensors(self) -> Iterator[tuple[str, Weight]]:
-        """(diffusers parameter name, CPU tensor), one at a time; nothing but the current tensor is held.
+        """Yield (diffusers parameter name, CPU tensor), one at a time; only the current tensor is in memory.
 
-        What the file holds in FP8 comes as `Quantized`, with its scales.
+        Tensors that the file stores in FP8 are `Quantized`, with their scales.
         """
         if self._file is None:
             for path in self._denoiser_files():
@@ -522,30 +568,65 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         for name, (key, change) in self.convert_checkpoint(self._header).items():
             yield name, _changed(self._file.read(key), change)
 
+    def make_objective(self, section: settings.Objective) -> Objective:
+        """Build the objective of a job's `[objective]` table; the family's shift replaces "auto"."""
+        if section.shift == "auto" and self.train_shift is not None:
+            section = section.model_copy(update={"shift": self.train_shift})
+        return self.objective(self.scheduler_config(), section)
+
+    def predicts(self) -> str:
+        """Return what the denoiser predicts, as a value of `objective.prediction`: "epsilon", "v" or "flow"."""
+        if issubclass(self.objective, FlowMatching):
+            return "flow"
+        told = self.scheduler_config().get("prediction_type", "epsilon")
+        return next((word for word, name in PREDICTION_TYPES.items() if name == told), str(told))
+
+    def assumes_prediction(self) -> bool:
+        """Return True if only a single file's components say what the model predicts."""
+        return (
+            issubclass(self.objective, Diffusion)
+            and self.checkpoint is not None
+            and self.told_prediction == "auto"
+            and not self._marked_as_v()
+        )
+
+    def _marked_as_v(self) -> bool:
+        """Return True if a single file is marked as predicting v.
+
+        The mark is an empty tensor, as ComfyUI and Forge read it, or ModelSpec metadata, as sd-scripts writes it. An
+        "epsilon" in the metadata is ignored: programs that merge models write it by default.
+        """
+        stated = self._file.metadata.get("modelspec.prediction_type", "") if self._file else ""
+        return "v_pred" in self._header or stated in ("v", "v_prediction")
+
     # -- previews -------------------------------------------------------------------------------------------------
     def scheduler_config(self) -> dict[str, Any]:
-        """The model's scheduler_config.json. A single file can mark itself as v-prediction with an empty tensor."""
+        """Return the model's scheduler_config.json, with the prediction type that the file or the job states."""
         scheduler = _files.read_json(self.folder / "scheduler" / "scheduler_config.json")
-        if "v_pred" in self._header:
+        if self.told_prediction in PREDICTION_TYPES:
+            scheduler["prediction_type"] = PREDICTION_TYPES[self.told_prediction]
+        elif self._marked_as_v():
             scheduler["prediction_type"] = "v_prediction"
         if "ztsnr" in self._header:
             scheduler["rescale_betas_zero_snr"] = True
         return scheduler
 
     def pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False) -> diffusers.DiffusionPipeline:
-        """The diffusers pipeline with this denoiser, the VAE and the model's own scheduler.
+        """Return the diffusers pipeline with this denoiser, the VAE and the model's own scheduler.
 
-        Call it with `pipeline_inputs`. Latents run in the dtype of the prompt embeds and are widened for the VAE.
+        Call it with `pipeline_inputs`. Latents run in the dtype of the prompt embeddings; the VAE widens them to
+        float32.
 
         Args:
-            text: with `trained_text_parts`, into which a LoRA can be loaded; else there are no text encoders.
+            denoiser: the model to generate with; None: the pipeline has none.
+            text: True adds `trained_text_parts`, so that a LoRA can be loaded into them; otherwise the pipeline has no
+                text encoders.
         """
         self.load_vae()
         vae = self.vae
         if "decode" not in vars(vae):
             decode = vae.decode
-            # Pipelines hand latents over in the denoiser's dtype, and pictures to be answered in it; this VAE is in
-            # float32 whatever that is.
+            # Pipelines pass latents, and control images to encode, in the denoiser's dtype; this VAE is always float32.
             vae.decode = lambda z, *args, **kwargs: decode(z.to(torch.float32), *args, **kwargs)
             if self.controls[1]:
                 vae.encode = _encoding_as_given(vae.encode)
@@ -562,22 +643,30 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
     @classmethod
     def mend_(cls, pipeline: diffusers.DiffusionPipeline) -> None:
-        """Puts right, in place, what diffusers' pipeline of this architecture does in another way than the model was
-        trained, and than other programs do: a known bug, named in the family's file. Here nothing."""
+        """Correct, in place, a known bug of diffusers' pipeline of this architecture; the default does nothing.
+
+        A bug is a difference from how the model was trained and from what other programs do. The family file names it.
+        """
         return
 
     # -- identities -----------------------------------------------------------------------------------------------
     def base_identity(self) -> str:
-        """SHA-256 over the denoiser's files (of a single-file checkpoint: the whole file)."""
+        """Return the SHA-256 of the denoiser's files (for a single file: of the whole file)."""
         if self.checkpoint:
             return _files.digest([("checkpoint", self.checkpoint)])
         return _files.digest(self._config_and_weights(self.denoiser_name, "diffusion_pytorch_model"))
+
+    def file_scale(self) -> str:
+        """Return the block that shares a scale in FP8 files: "1x64", "1x128" or "128x128"; "" without block scales."""
+        files = [self._file] if self._file else [WeightFile(path) for path in self._denoiser_files()]
+        found = Counter(scale for file in files for scale in file.block_scales())
+        return found.most_common(1)[0][0] if found else ""
 
     def _denoiser_files(self) -> list[Path]:
         return _files.weight_files(self.folder / self.denoiser_name, "diffusion_pytorch_model")
 
     def _assemble(self, **parts: Any) -> diffusers.DiffusionPipeline:
-        """The pipeline with these parts and None for the others; options as the model's model_index.json has them."""
+        """Build the pipeline with these parts and None for the others; options are taken from model_index.json."""
         cls = self.pipeline_type()
         index = self.index()
         arguments: dict[str, Any] = {}
@@ -594,7 +683,7 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
 
 def _encoding_as_given(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """The `encode` of a float32 VAE, taking pictures of any dtype and answering in theirs."""
+    """Return a wrapper of a float32 VAE's `encode` that takes pixels of any dtype and returns latents in it."""
 
     def encode_as_given(pixels: Tensor) -> Any:
         parameters = encode(pixels.to(torch.float32)).latent_dist.parameters
@@ -604,12 +693,12 @@ def _encoding_as_given(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], An
 
 
 def _is_component(entry: Any) -> bool:
-    """Whether an entry of model_index.json names a part of the pipeline, as [library, class] or [null, null]."""
+    """Return True if an entry of model_index.json names a part of the pipeline: [library, class] or [null, null]."""
     return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
 
 
 def _with_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) -> set[str]:
-    """These names, with the number of the last block among `layers` in place of -1."""
+    """Return these names, with -1 replaced by the number of the last block among `layers`."""
     found = set()
     for name in names:
         blocks, counted, layer = name.partition(".-1.")
@@ -629,18 +718,18 @@ def _layer_shapes(denoiser_class: str, denoiser_config: str) -> Mapping[str, tup
 
 
 def control_latents(cond: Cond) -> list[Tensor]:
-    """The latents of the control pictures in a conditioning, (C, H, W) or (B, C, H, W) each, in their order."""
+    """Return the latents of the control images in a conditioning, in order: (C, H, W) or (B, C, H, W) each."""
     return [cond[f"control_{i}"] for i in range(sum(re.fullmatch(r"control_\d+", name) is not None for name in cond))]
 
 
 def control_pictures(cond: Cond) -> list[Image.Image]:
-    """The control pictures of a preview's conditioning, as their files have them: see `data.cache.preview_pictures`."""
+    """Return the control images of a preview's conditioning, at their files' size (`data.cache.preview_pictures`)."""
     names = [f"control_picture_{i}" for i in range(sum(name.startswith("control_picture_") for name in cond))]
     return [Image.fromarray(cond[name].cpu().numpy()) for name in names]
 
 
 def _as_images(frames: Any) -> list[Image.Image]:
-    """The frames of a clip, which some pipelines give as numbers and others as pictures."""
+    """Return the frames of a clip as images; some pipelines return arrays."""
     return list(frames) if isinstance(frames[0], Image.Image) else VaeImageProcessor.numpy_to_pil(frames)
 
 

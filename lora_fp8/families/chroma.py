@@ -1,12 +1,12 @@
-"""Chroma1: FLUX.1-schnell made smaller and trained anew, 8.9 B parameters, conditioned on T5-XXL alone.
+"""Chroma1: an 8.9 B model made from FLUX.1-schnell and retrained, conditioned on T5-XXL alone.
 
 Lodestone Rock 2025 (https://huggingface.co/lodestones/Chroma1-HD). FLUX's modulation layers are gone: one small
-network, `distilled_guidance_layer`, answers all scales and shifts from the timestep. It is guided by a negative prompt,
-and its transformer sees the tokens of a prompt and one padding token after them, no more.
+network, `distilled_guidance_layer`, computes all scales and shifts from the timestep. Guidance uses a negative prompt.
+The transformer sees a prompt's tokens and one padding token after them.
 
-diffusers 0.42 hands its mask over as numbers, which attention adds instead of masking with (its issue 13619), and drops
-it from the single-stream blocks under gradient checkpointing. Here prompts come without padding, and the mask that a
-batch of different lengths needs is one of true and false, everywhere: as in the model's own code, and in ComfyUI.
+diffusers 0.42 passes its mask as numbers, which attention adds to the logits instead of masking (its issue 13619), and
+drops it in the single-stream blocks under gradient checkpointing. Here prompts come without padding, and the mask for a
+batch of different lengths is boolean everywhere, as in the model's own code and in ComfyUI.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _files, _flux, _miniature
 from .base import Cond, Inputs, ModelFamily
 
@@ -31,6 +30,7 @@ class Family(ModelFamily):
     example_base = "lodestones/Chroma1-HD"
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
+    text_widths = {"joint_attention_dim": "text_encoder.d_model"}
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "T5EncoderModel"}
     prompt_tokens = 512
     text_answers = ("prompt_embeds", "", "mask")
@@ -39,13 +39,14 @@ class Family(ModelFamily):
     prompts_vary = True
     adapter_targets = _flux.ADAPTER_TARGETS
     adapter_exclude = (_flux.LAST_LAYER,)
-    # Embedders and the output, and the network that every block's scales and shifts come from.
+    # The embedders, the output, and the network that computes the scales and shifts of all blocks.
     keep_precise = ("x_embedder", "context_embedder", "distilled_guidance_layer", "^proj_out")
     bucket_multiple = 16
     patch = 2
     latents_as = "BSD"
     native_resolution = 1024
     default_guidance = 3.0
+    train_shift = 1.0  # sd-scripts docs/flux_train_network.md recommends sigmoid for Chroma; ai-toolkit
     modelspec_architecture = "chroma"
     kohya_base_version = "chroma"
     kohya_naming = "bfl_flux"
@@ -62,7 +63,7 @@ class Family(ModelFamily):
             norms.#.scale = norms.#.weight
             in_proj, out_proj
     """)
-    # Radiance works on pixels, and has no final layer of this kind.
+    # Radiance works on pixels, and has no final layer of this form.
     single_file = {
         "has": ("distilled_guidance_layer.in_proj.weight",),
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
@@ -73,7 +74,7 @@ class Family(ModelFamily):
         "approximator_hidden_dim": 128,
         "approximator_layers": 2,
     }
-    distilled_name = r"chroma[^/]*flash(?![a-z])"  # it has the files of the others
+    distilled_name = r"chroma[^/]*flash(?![a-z])"  # its files have the same tensors as the others'
     distilled_advice = (
         "this is Chroma1-Flash by its name, made to draw in few steps without guidance, which plain training "
         "undoes: train on Chroma1-HD and draw with Flash"
@@ -103,14 +104,14 @@ class Family(ModelFamily):
     @classmethod
     def mend_(cls, pipeline: diffusers.DiffusionPipeline) -> None:
         extended = pipeline._prepare_attention_mask
-        # 0 and 1 as numbers are added to the attention's logits and mask nothing.
+        # A mask of 0 and 1 as numbers is added to the attention's logits and masks nothing.
         pipeline._prepare_attention_mask = lambda **given: _as_bool(extended(**given))
 
     def empty_denoiser(self) -> nn.Module:
         path, told = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
             denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
-        # A table of its own that the constructor computes: no file holds it.
+        # The constructor computes this table, and no file stores it.
         lost = denoiser.time_text_embed
         denoiser.time_text_embed = type(lost)(lost.time_proj.num_channels, len(lost.mod_proj))
         return denoiser
@@ -132,7 +133,7 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def _mask_kept(denoiser: nn.Module, mask_BS: Tensor | None) -> Iterator[None]:
-    """Inside, single-stream blocks under gradient checkpointing get the mask that diffusers forgets there."""
+    """Pass the mask to checkpointed single-stream blocks inside this context, where diffusers drops it."""
     checkpointed: Callable[..., Any] | None = getattr(denoiser, "_gradient_checkpointing_func", None)
     if mask_BS is None or checkpointed is None:
         yield
@@ -140,7 +141,7 @@ def _mask_kept(denoiser: nn.Module, mask_BS: Tensor | None) -> Iterator[None]:
     singles = set(denoiser.single_transformer_blocks)
 
     def with_mask(block: nn.Module, *args: Any) -> Any:
-        # hidden states, modulation and rotary embedding are what it is given; the mask is the fourth
+        # diffusers passes hidden states, modulation and rotary embedding; the mask is the fourth argument
         return checkpointed(block, *args, *([mask_BS] if block in singles and len(args) == 3 else []))
 
     denoiser._gradient_checkpointing_func = with_mask

@@ -1,10 +1,10 @@
 """ERNIE-Image: an 8 B single-stream DiT, conditioned on Ministral 3 3B, trained with rectified flow.
 
-Baidu 2026 (https://github.com/baidu/ernie-image). Latents are FLUX.2's, with another epsilon in the batch norm that
-normalises them. One linear turns the timestep into scales and shifts for all blocks. Prompts are as long as they are:
-the transformer masks what pads them, and puts the image behind the text on the first axis of its position ids.
-ERNIE-Image-Turbo is this model, distilled to 8 steps without guidance. The model that rewrites prompts before they are
-drawn (`pe`) is not loaded: captions say what they say.
+Baidu 2026 (https://github.com/baidu/ernie-image). Latents are FLUX.2's, normalized by a batch norm with another
+epsilon. One linear turns the timestep into scales and shifts for all blocks. Prompts keep their length: the transformer
+masks padding, and places the image after the text on the first axis of its position ids. ERNIE-Image-Turbo is this
+model, distilled to 8 steps without guidance. The model that rewrites prompts before generation (`pe`) is not loaded,
+because captions are to be trained as they are written.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import diffusers
 from torch import Tensor, nn
 from transformers import Mistral3Model
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _flux2, _miniature, _mistral
 from .base import Cond, Inputs, ModelFamily
 
@@ -27,12 +26,13 @@ class Family(ModelFamily):
     example_base = "baidu/ERNIE-Image"
     pipeline_class = "ErnieImagePipeline"
     denoiser_class = "ErnieImageTransformer2DModel"
+    text_widths = {"text_in_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Mistral3Model"}
     text_shapes = {"prompt_embeds": ("tokens", "text_in_dim")}
     prompts_vary = True
     vae_class = "AutoencoderKLFlux2"
     other_vaes = _flux2.OTHER_VAES
-    batch_norm_eps = 1e-5  # the pipeline has it written in, config.json says what FLUX.2 was trained with
+    batch_norm_eps = 1e-5  # hard-coded in the pipeline; config.json has the one that FLUX.2 was trained with
     adapter_targets = (
         *(f"self_attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"mlp.{layer}" for layer in ("gate_proj", "up_proj", "linear_fc2")),
@@ -42,12 +42,13 @@ class Family(ModelFamily):
     bucket_multiple = 16
     native_resolution = 1024
     default_guidance = 4.0
+    train_shift = 4.0  # musubi-tuner docs/ernie_image.md; diffusion-pipe has 3
     modelspec_architecture = "ERNIE-Image"
     kohya_base_version = "ernie_image"
     kohya_naming = ""  # kohya's musubi-tuner trains it, but nothing else reads its names
     kohya_module = "networks.lora_ernie_image"
     layouts = ("comfy", "diffusers")
-    # diffusers took the original names over.
+    # diffusers kept the original names.
     native_layers = naming.table("""
         x_embedder, text_proj, time_embedding, adaLN_modulation, layers.#, final_norm, final_linear
     """)
@@ -75,12 +76,14 @@ class Family(ModelFamily):
     )
 
     def is_distilled(self) -> bool:
-        # An entry that nothing reads and ERNIE-Image's config has not; a single file has only its name.
+        # Turbo's config has an unused entry that ERNIE-Image's has not; a single file has only its name.
+        if self.distilled_by_name() is False:
+            return False
         named = self.is_called("ernie.?image.?turbo")
         return named or (not self.checkpoint and "use_lora" in self.denoiser_config())
 
     def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
-        return {"prompt_embeds": pipeline.encode_prompt(prompts, self.device)}  # nothing but a list of them
+        return {"prompt_embeds": pipeline.encode_prompt(prompts, self.device)}  # it returns the embeddings only
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {

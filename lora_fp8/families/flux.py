@@ -1,9 +1,8 @@
 """FLUX.1: a 12 B double- and single-stream DiT, conditioned on T5-XXL and pooled CLIP, trained with rectified flow.
 
 Black Forest Labs 2024 (https://github.com/black-forest-labs/flux). Latents are packed in 2 x 2 patches into a sequence
-with (0, row, column) position ids. FLUX.1-dev is guidance-distilled: it takes the guidance scale as an input, and
-answers in one pass what classifier-free guidance would; FLUX.1-schnell has no such input (`guidance_embeds` in its
-config).
+with (0, row, column) position ids. FLUX.1-dev is guidance-distilled: the guidance scale is an input, and one pass
+replaces the two of classifier-free guidance. FLUX.1-schnell has no such input (`guidance_embeds` in its config).
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _flux, _miniature
 from ._files import Header
 from .base import Cond, Inputs, ModelFamily, TextEncoder
@@ -27,6 +25,10 @@ class Family(ModelFamily):
     example_base = "black-forest-labs/FLUX.1-dev"
     pipeline_class = "FluxPipeline"
     denoiser_class = "FluxTransformer2DModel"
+    text_widths = {
+        "joint_attention_dim": "text_encoder_2.d_model",
+        "pooled_projection_dim": "text_encoder.hidden_size",
+    }
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModel",
@@ -34,7 +36,7 @@ class Family(ModelFamily):
         "text_encoder_2": "T5EncoderModel",
     }
     trained_text = {"text_encoder": TextEncoder("lora_te1_", "clip_l", width=768, hidden=3072, num_layers=12)}
-    judge_length_by = ("tokenizer_2",)  # CLIP gives one pooled vector, and a prompt longer than its 77 is usual
+    judge_length_by = ("tokenizer_2",)  # CLIP gives one pooled vector only, and prompts often exceed its 77
     text_answers = ("prompt_embeds", "pooled_prompt_embeds")
     text_shapes = {
         "prompt_embeds": ("tokens", "joint_attention_dim"),
@@ -52,7 +54,6 @@ class Family(ModelFamily):
     default_guidance = 3.5
     uses_negative = False  # it would need true_cfg_scale > 1, twice the time, on a model distilled to do without
     embeds_guidance = True
-    modelspec_architecture = "flux-1-dev"
     kohya_base_version = "flux1"
     kohya_naming = "bfl_flux"
     kohya_module = "networks.lora_flux"
@@ -75,7 +76,7 @@ class Family(ModelFamily):
     """)
     swapped_halves = ("norm_out.linear",)
     reference_config = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38}
-    # Fill, Canny and Depth take more channels than they give; Chroma has no modulation of its own.
+    # Fill, Canny and Depth take more channels than they return; Chroma has no modulation layers.
     single_file = {
         "has": ("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight"),
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
@@ -87,9 +88,16 @@ class Family(ModelFamily):
     tiny_config = {**_flux.TINY, "pooled_projection_dim": 32, "guidance_embeds": True}
 
     @property
+    def modelspec_architecture(self) -> str:
+        """The name that sd-scripts writes (sai_model_spec.py); a model without a guidance input counts as schnell."""
+        return "flux-1-dev" if self.denoiser_config().get("guidance_embeds", False) else "flux-1-schnell"
+
+    @property
     def prompt_tokens(self) -> int:
-        """T5's padding is attended to, so the length matters for short prompts too: dev was trained with 512 tokens,
-        schnell with 256 (their model cards)."""
+        """The length that the model was trained with: 512 for dev, 256 for schnell (their model cards).
+
+        It matters for short prompts too, because T5's padding is attended to.
+        """
         return 512 if self.denoiser_config().get("guidance_embeds", False) else 256
 
     def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
@@ -108,7 +116,7 @@ class Family(ModelFamily):
         }
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        return {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # all that dev and schnell differ in
+        return {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # dev and schnell differ in nothing else
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:

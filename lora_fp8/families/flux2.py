@@ -1,12 +1,14 @@
 """FLUX.2-dev: a 32 B double- and single-stream DiT, conditioned on Mistral Small 3.2, trained with rectified flow.
 
-Black Forest Labs 2025 (https://github.com/black-forest-labs/flux2). Guidance-distilled, as FLUX.1-dev: the scale is an
-input, and one pass answers what classifier-free guidance would. The text is what Mistral's layers 10, 20 and 30 say of
-the prompt in a chat with a system message, always 512 tokens long; padding is attended to.
+Black Forest Labs 2025 (https://github.com/black-forest-labs/flux2). Guidance-distilled as FLUX.1-dev: the guidance
+scale is an input, and one pass replaces the two of classifier-free guidance. The conditioning is the hidden states of
+Mistral's layers 10, 20 and 30 for the prompt in a chat with a system message. It is always 512 tokens long, and padding
+is attended to.
 
-t is drawn with the shift of the scheduler's config, FLUX.1's line from 256 to 4096 tokens, as musubi-tuner does. What
-the pipeline samples with is that line in the limit of many steps; with few it goes further towards noise (mu 2.02 in
-place of 1.15 at 1024 x 1024 and 50 steps), to make up for their length, which training does not have.
+The timestep is drawn with the shift of the scheduler's config, FLUX.1's line from 256 to 4096 tokens, as in
+musubi-tuner. In the limit of many steps the pipeline samples with that line too; with few steps it shifts further
+towards noise (mu 2.02 instead of 1.15 at 1024 x 1024 and 50 steps) to make up for their length. Training has no steps
+to make up for.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ class Family(ModelFamily):
     example_base = "black-forest-labs/FLUX.2-dev"
     pipeline_class = "Flux2Pipeline"
     denoiser_class = "Flux2Transformer2DModel"
-    # The released folder names PixtralProcessor, which takes pictures too and so needs torchvision. Its tokenizer has
-    # the same chat template, and text is all that the pipeline gives it here.
+    # The released folder names PixtralProcessor, which also takes images and so needs torchvision. Its tokenizer has
+    # the same chat template, and the pipeline passes it nothing but text here.
+    text_widths = {"joint_attention_dim": "3 * text_encoder.hidden_size"}
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Mistral3ForConditionalGeneration"}
-    prompt_tokens = 512  # those of the template included
+    prompt_tokens = 512  # with the template's
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     vae_class = "AutoencoderKLFlux2"
     other_vaes = _flux2.OTHER_VAES
@@ -50,7 +53,7 @@ class Family(ModelFamily):
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS
     swapped_halves = (_flux2.LAST_NORM,)
-    no_adapter = (_flux2.LAST_NORM,)  # in the original naming its LoRA would be another one
+    no_adapter = (_flux2.LAST_NORM,)  # a LoRA on it would differ between the original naming and diffusers'
     reference_config = {
         "num_layers": 8,
         "num_single_layers": 48,
@@ -70,7 +73,7 @@ class Family(ModelFamily):
     inputs = _flux2.inputs
 
     def as_read(self, prompt: str) -> tuple[str, str]:
-        # The end is cut off, and with it first what the template has behind the prompt. <s> is counted as a mark.
+        # The end is cut off first, and the template's text after the prompt is at the end. <s> is a special token.
         tokenizer = self.tokenizer("tokenizer")
         (text,) = tokenizer.apply_chat_template(format_input(["\0"]), tokenize=False)
         before, _, _ = text.partition("\0")

@@ -1,10 +1,10 @@
 """FLUX.2 klein: FLUX.2's transformer with 4 or 9 B parameters, conditioned on Qwen3 4B or 8B, without guidance input.
 
-Black Forest Labs 2026 (https://github.com/black-forest-labs/flux2). The base models are guided by a second pass with
-the empty prompt; the models without "base" in their names are distilled to four steps without guidance, and only
-model_index.json tells which one lies there, or the name of a single file. The text is what Qwen's layers 9, 18 and 27
-say of the prompt as a message in a chat, always 512 tokens long; padding is attended to. How t is drawn: see
-`flux2.py`.
+Black Forest Labs 2026 (https://github.com/black-forest-labs/flux2). The base models use classifier-free guidance with
+the empty prompt. The models without "base" in their names are distilled to four steps without guidance; only
+model_index.json, or the name of a single file, tells the two apart. The conditioning is the hidden states of Qwen's
+layers 9, 18 and 27 for the prompt as a chat message. It is always 512 tokens long, and padding is attended to. For the
+timestep distribution see `flux2.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lora_fp8.config import UserError
-
+from ..errors import UserError
 from . import _files, _flux2, _miniature, _qwen
 from ._files import Header
 from .base import ModelFamily
@@ -27,9 +26,10 @@ class Family(ModelFamily):
     example_base = "black-forest-labs/FLUX.2-klein-base-4B"
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
+    text_widths = {"joint_attention_dim": "3 * text_encoder.hidden_size"}
     text_parts = {"tokenizer": "Qwen2TokenizerFast", "text_encoder": "Qwen3ForCausalLM"}
     chat = ({"role": "user", "content": "\0"},)
-    prompt_tokens = 512  # those of the template included
+    prompt_tokens = 512  # with the template's
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     vae_class = "AutoencoderKLFlux2"
     other_vaes = _flux2.OTHER_VAES
@@ -48,7 +48,7 @@ class Family(ModelFamily):
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS
     swapped_halves = (_flux2.LAST_NORM,)
-    no_adapter = (_flux2.LAST_NORM,)  # in the original naming its LoRA would be another one
+    no_adapter = (_flux2.LAST_NORM,)  # a LoRA on it would differ between the original naming and diffusers'
     config_marks = {"guidance_embeds": False}
     reference_config = {
         "num_layers": 5,
@@ -59,7 +59,7 @@ class Family(ModelFamily):
     }
     single_file = {
         "has": ("double_stream_modulation_img.lin.weight", "single_blocks.0.linear1.weight"),
-        "lacks": ("guidance_in.",),  # which dev takes as an input
+        "lacks": ("guidance_in.",),  # dev's guidance input
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
     tiny_config = {**_flux2.TINY, "guidance_embeds": False}
@@ -74,17 +74,17 @@ class Family(ModelFamily):
     def is_distilled(self) -> bool:
         named = self.distilled_by_name()
         if named is None and self.file_is_called(r"flux[-_. ]?2[-_. ]?klein[-_. ]?\d+b"):
-            named = True  # as its makers call it
+            named = True  # the makers' name for the distilled model
         return bool(self.index().get("is_distilled")) if named is None else named
 
     @property
     def pipeline_options(self) -> dict[str, Any]:
-        """By it the pipeline leaves guidance out; the index may be that of the other model."""
+        """Arguments of the pipeline, which skips guidance for distilled models; the index may be the other model's."""
         return {"is_distilled": self.is_distilled()}
 
     @property
     def modelspec_architecture(self) -> str:
-        """Each size has a name of its own."""
+        """The architecture's ModelSpec name, which includes the size."""
         return f"Flux.2-klein-{'9b' if self.denoiser_config()['num_attention_heads'] > 24 else '4b'}"
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""FLUX.1 Kontext: FLUX.1-dev trained to edit; it sees a picture beside the noise and is told what to change.
+"""FLUX.1 Kontext: FLUX.1-dev trained to edit images; it takes a control image and an instruction.
 
-Black Forest Labs 2025 (https://arxiv.org/abs/2506.15742). The network is FLUX.1's and so are its tensors. A control
-picture's latents are appended to the noise as tokens, with 1 in the first position id where the noise has 0; what the
-network answers for them is dropped. Without one it draws from the prompt alone, as FLUX.1-dev does.
+Black Forest Labs 2025 (https://arxiv.org/abs/2506.15742). The network and its tensors are FLUX.1's. A control image's
+latents are appended to the noise as tokens, with 1 in the first position id where the noise has 0; the network's output
+for them is dropped. Without a control image it generates from the prompt alone, as FLUX.1-dev does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Family(ModelFamily):
     same_tensors_as = "flux"
     pipeline_class = "FluxKontextPipeline"
     denoiser_class = "FluxTransformer2DModel"
+    text_widths = flux.Family.text_widths
     text_parts = flux.Family.text_parts
     trained_text = flux.Family.trained_text
     judge_length_by = flux.Family.judge_length_by
@@ -41,9 +42,10 @@ class Family(ModelFamily):
     latents_as = flux.Family.latents_as
     native_resolution = 1024
     default_guidance = 2.5
+    captions = "instructions"  # its model card: prompts say what to change
     uses_negative = False
     embeds_guidance = True
-    modelspec_architecture = "flux-1-dev"  # as musubi-tuner writes it: programs have one module for both
+    modelspec_architecture = "flux-1-dev"  # as musubi-tuner writes it: programs treat both as one architecture
     kohya_base_version = "flux_kontext"
     kohya_naming = "bfl_flux"
     kohya_module = "networks.lora_flux"
@@ -57,13 +59,13 @@ class Family(ModelFamily):
     reference_config = flux.Family.reference_config
     tiny_config = flux.Family.tiny_config
 
-    # One network: all but the control picture is FLUX.1's.
+    # The network is FLUX.1's; only control images are new.
     encode_with = flux.Family.encode_with
     sizes = flux.Family.sizes
     tiny_parts = flux.Family.tiny_parts
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
-        # As the pipeline: sides without what is over a whole token, and the nearest by the difference of the ratios.
+        # As the pipeline does it: round sides down to whole tokens, then take the preferred size of the nearest ratio.
         width, height = (max(self._token_side, side // self._token_side * self._token_side) for side in (width, height))
         preferred = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
         _, wide, high = min((abs(width / height - w / h), w, h) for w, h in preferred)
@@ -74,7 +76,7 @@ class Family(ModelFamily):
 
     @cached_property
     def _token_side(self) -> int:
-        """Pixels that a token is wide: two latents."""
+        """Side of a token in pixels; a token is 2 x 2 latents."""
         return 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
@@ -92,7 +94,7 @@ class Family(ModelFamily):
         return ModelFamily.pipeline_inputs(self, cond, negative) | ({"image": pictures[0]} if pictures else {})
 
     def size_inputs(self, width: int, height: int) -> dict[str, Any]:
-        # It draws in 1024 x 1024 pixels, whatever it is asked for, unless it is told another area.
+        # The pipeline generates an area of 1024 x 1024 pixels unless `max_area` says otherwise.
         return {"width": width, "height": height, "max_area": width * height}
 
     def caveats(self) -> list[str]:

@@ -1,19 +1,19 @@
 """HiDream-I1: a sparse DiT of 17 B parameters, conditioned on two CLIPs, T5-XXL and every layer of Llama 3.1 8B.
 
 Cai et al. 2025, "HiDream-I1: A High-Efficient Image Generative Foundation Model with Sparse Diffusion Transformer".
-Double-stream blocks, then single-stream ones; each reads another layer of Llama beside T5. The feed-forward of image
-tokens is a mixture of four experts, of which two are chosen for each token, and one that is always used. The denoiser's
-answer is the velocity towards the image, the negative of the scheduler's.
+Double-stream blocks are followed by single-stream ones; each block reads T5 and one layer of Llama. The
+feed-forward of image tokens is a mixture of experts: a shared one, and two of four routed ones per token. The denoiser
+predicts the velocity towards the image, the negative of what the scheduler expects.
 
-What to know before training:
+For training this means:
 
 * Adapters are on attention, the feed-forward of text tokens and the shared experts. The routed experts get none: they
-  are 10 of the 17 B parameters, and each sees only a part of the tokens.
-* diffusers computes the routed experts without gradients unless the model is in training mode, and in that mode it
-  gives its answer back as patches, which `predict` puts together. `force_inference_output` in the denoiser's config
-  would cut the gradient off, so it is taken back.
-* An image that is not square is padded to the largest number of patches, as in diffusers' pipeline: it costs as much as
-  1024 x 1024.
+  are 10 of the 17 B parameters, and each sees only some of the tokens.
+* Unless the model is in training mode, diffusers computes the routed experts without gradients. In training mode the
+  model returns patches, which `prediction` puts together. `force_inference_output` in the denoiser's config would stop
+  the gradient, so it is overridden.
+* An image that is not square is padded to the largest number of patches, as in diffusers' pipeline, so it costs as much
+  as one of 1024 x 1024.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from typing import Any
 import diffusers
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-from lora_fp8.config import UserError
-
+from ..errors import UserError
+from ..lora_files import naming
 from . import _files, _llama, _miniature
 from .base import Cond, Inputs, ModelFamily
 
@@ -37,6 +36,11 @@ class Family(ModelFamily):
     example_base = "models/HiDream-I1-Full"
     pipeline_class = "HiDreamImagePipeline"
     denoiser_class = "HiDreamImageTransformer2DModel"
+    text_widths = {
+        "caption_channels.0": "text_encoder_3.d_model",
+        "caption_channels.1": "text_encoder_4.hidden_size",
+        "text_emb_dim": "text_encoder.projection_dim + text_encoder_2.projection_dim",
+    }
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModelWithProjection",
@@ -47,8 +51,8 @@ class Family(ModelFamily):
         "tokenizer_4": "PreTrainedTokenizerFast",
         "text_encoder_4": "LlamaForCausalLM",
     }
-    judge_length_by = ("tokenizer_4",)  # the largest vocabulary, and so the longest text; the CLIPs give one vector
-    prompt_tokens = 128  # the padding is attended to
+    judge_length_by = ("tokenizer_4",)  # the largest vocabulary, so it reads furthest; the CLIPs give one vector
+    prompt_tokens = 128  # padding is attended to
     text_answers = ("t5_embeds", "", "prompt_embeds", "", "pooled_prompt_embeds")
     text_arguments = {"prompt_embeds": "prompt_embeds_llama3", "t5_embeds": "prompt_embeds_t5"}
     towards_image = True
@@ -62,6 +66,7 @@ class Family(ModelFamily):
     patch = 2
     native_resolution = 1024
     default_guidance = 5.0
+    train_shift = 3.0  # diffusers train_dreambooth_lora_hidream.py, with the scheduler of Full; that of Dev has 6
     modelspec_architecture = "hidream-i1"
     kohya_base_version = "hidream_i1"
     kohya_naming = ""
@@ -74,7 +79,7 @@ class Family(ModelFamily):
         "axes_dims_rope": [64, 32, 32],
         "llama_layers": [*range(32), *([31] * 16)],
     }
-    # diffusers has taken over the original's names.
+    # diffusers kept the original names.
     native_layers = naming.table("""
         x_embedder, t_embedder, p_embedder, caption_projection
         double_stream_blocks, single_stream_blocks, final_layer
@@ -82,7 +87,7 @@ class Family(ModelFamily):
     tiny_hw = (112, 144)
     single_file = {"has": ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")}
     tiny_config = {
-        "patch_size": 8,  # the pipeline draws at an area of 128 x 128 latents, whatever it is asked for
+        "patch_size": 8,  # the pipeline generates an area of 128 x 128 latents, whatever size it is given
         "in_channels": 4,
         "num_layers": 1,
         "num_single_layers": 2,
@@ -107,7 +112,7 @@ class Family(ModelFamily):
 
     def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
         found = ModelFamily.text_answer(self, pipeline, prompts)
-        return found | {"prompt_embeds": found["prompt_embeds"].transpose(0, 1)}  # its layers come first
+        return found | {"prompt_embeds": found["prompt_embeds"].transpose(0, 1)}  # the layers are its first dimension
 
     def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         layers = denoiser_config["num_layers"] + denoiser_config["num_single_layers"]
@@ -131,7 +136,7 @@ class Family(ModelFamily):
         if not denoiser.training:
             return answer
         patch, (height, width) = denoiser.config.patch_size, noisy_BCHW.shape[-2:]
-        rows, columns = height // patch, width // patch  # (B, C, S, patch * patch), with what was padded at the end
+        rows, columns = height // patch, width // patch  # the answer is (B, C, S, patch * patch), padded at the end
         answer = answer[:, :, : rows * columns].unflatten(3, (patch, patch)).unflatten(2, (rows, columns))
         return answer.transpose(3, 4).reshape(noisy_BCHW.shape)
 
@@ -152,7 +157,7 @@ class Family(ModelFamily):
         return {name: rows.transpose(0, 1) if name.endswith("llama3") else rows for name, rows in inputs.items()}
 
     def is_distilled(self) -> bool:
-        if self.file_is_called(r"(?<![a-z])(full|dev|fast)(?![a-z])"):  # its components may be those of another
+        if self.file_is_called(r"(?<![a-z])(full|dev|fast)(?![a-z])"):  # the components may be another variant's
             return not self.file_is_called(r"(?<![a-z])full(?![a-z])")
         return "LCM" in str(self.scheduler_config().get("_class_name"))
 

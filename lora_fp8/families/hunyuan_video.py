@@ -1,9 +1,9 @@
-"""HunyuanVideo: a 13 B double- and single-stream DiT, trained on clips, and on pictures as clips of one frame.
+"""HunyuanVideo: a 13 B double- and single-stream DiT, trained on clips, and on images as clips of one frame.
 
-Kong et al. 2024, "HunyuanVideo: A Systematic Framework For Large Video Generative Models". Prompts stand in a template
-and are read by Llama 3 (the third layer from the end, without the template's tokens), pass two refiner blocks, and are
-masked to their length in attention; CLIP gives a pooled vector. The released model is guidance-distilled: it takes the
-guidance scale as an input, and answers in one pass what classifier-free guidance would.
+Kong et al. 2024, "HunyuanVideo: A Systematic Framework For Large Video Generative Models". Prompts are put into a
+template and encoded by Llama 3 (the third layer from the end, without the template's tokens). They pass two refiner
+blocks, and attention masks their padding; CLIP adds a pooled vector. The released model is guidance-distilled: the
+guidance scale is an input, and one pass replaces the two of classifier-free guidance.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from diffusers import AutoencoderKLHunyuanVideo
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _flux, _llama, _miniature
 from .base import Cond, Inputs, ModelFamily
 
 BEFORE: str = DEFAULT_PROMPT_TEMPLATE["template"].partition("{}")[0]
-"""What the pipeline puts before a prompt."""
+"""The text that the pipeline puts before a prompt."""
 
 CROPPED: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]
-"""Tokens of the template, which the denoiser does not see."""
+"""Tokens of the template, which are cut off the conditioning."""
 
 
 class Family(ModelFamily):
@@ -33,8 +32,9 @@ class Family(ModelFamily):
     example_base = "hunyuanvideo-community/HunyuanVideo"
     pipeline_class = "HunyuanVideoPipeline"
     denoiser_class = "HunyuanVideoTransformer3DModel"
+    text_widths = {"text_embed_dim": "text_encoder.hidden_size", "pooled_projection_dim": "text_encoder_2.hidden_size"}
     text_parts = {
-        # The released folder says LlamaTokenizerFast, whose rules are those of Llama 2: Llama 3's are in the file.
+        # The released folder names LlamaTokenizerFast, which follows Llama 2's rules; the file has Llama 3's.
         "tokenizer": "PreTrainedTokenizerFast",
         "text_encoder": "LlamaModel",
         "tokenizer_2": "CLIPTokenizer",
@@ -48,7 +48,7 @@ class Family(ModelFamily):
     }
     prompts_vary = True
     adapter_targets = _flux.ADAPTER_TARGETS
-    # The refiner belongs to the embedding of the text; the last layer has the name of one in the single-stream blocks.
+    # The refiner is part of the text embedding; the output layer has the name of one in the single-stream blocks.
     adapter_exclude = ("context_embedder", _flux.LAST_LAYER)
     keep_precise = ("x_embedder", "context_embedder", "^time_text_embed", "^norm_out", "^proj_out")
     modulation = ("norm1.linear", "norm1_context.linear", "norm.linear")
@@ -64,8 +64,8 @@ class Family(ModelFamily):
     config_marks = {"image_condition_type": None}  # image-to-video has a pipeline of its own
     modelspec_architecture = "hunyuan-video"
     kohya_base_version = "hunyuan_video"
-    # ComfyUI looks for kohya's names of its own copy of the model, which has 0 and 2 for fc1 and fc2: such a file would
-    # lose the feed-forward of the double blocks there, and diffusers reads none of it.
+    # In kohya's layout ComfyUI expects the names of its own copy of the model, which has 0 and 2 for fc1 and fc2: a
+    # file with the original names would lose the feed-forward of the double blocks there. diffusers reads none of it.
     kohya_naming = ""
     layouts = ("comfy", "diffusers")
     converter_width = 3072
@@ -117,13 +117,13 @@ class Family(ModelFamily):
     """)
     swapped_halves = ("norm_out.linear",)
     tiny_hw = (32, 48)
-    # Image-to-video takes more channels than it gives.
+    # Image-to-video takes more channels than it returns.
     single_file = {
         "has": ("double_blocks.0.img_attn_qkv.weight", "vector_in.in_layer.weight"),
         "shapes": {"img_in.proj.weight": (None, None, None, None, None)},
         "in_is_out": ("img_in.proj.weight", "final_layer.linear.weight"),
     }
-    # Its second version has the very tensors of text-to-video.
+    # The second version of image-to-video has the same tensors as text-to-video.
     told_by_name = {
         r"i2v|image[-_. ]?to[-_. ]?video": "image-to-video by its name: it is trained and drawn here without a picture "
         "to begin with; train on text-to-video"
@@ -149,7 +149,7 @@ class Family(ModelFamily):
 
     @property
     def max_sequence_length(self) -> int:
-        """Llama's tokens of a prompt that are read; what the pipeline calls so."""
+        """Tokens of a prompt that Llama reads, without the template's, as the pipeline's `max_sequence_length`."""
         return 256
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
@@ -165,7 +165,7 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
-        # Of the template's words those that are long are one token each, which makes about as many as in Llama 3.
+        # The template's longer words become one token each, so that it has about as many tokens as with Llama 3.
         known = [word for word in BEFORE.split() if len(word) > 3]
         llama, clip = _llama.tokenizer(known), _miniature.clip_tokenizer()
         return {

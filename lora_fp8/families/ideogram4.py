@@ -1,13 +1,13 @@
 """Ideogram 4: a 9 B single-stream DiT, conditioned on thirteen layers of Qwen3-VL 8B, trained with rectified flow.
 
-Ideogram 2026. Text and image are one sequence, padded in front; time runs from 0 (noise) to 1 (image) and the velocity
-points to the image, so that both are turned around here. The VAE is FLUX.2's, but the batch norm that normalises its
-latents holds Ideogram's own numbers, with the channels of a patch in another order: it must be the VAE of Ideogram's
-diffusers folder. Captions were JSON when the model was trained, with `high_level_description`, `style_description` and
-`compositional_deconstruction`. Guidance comes from a second transformer of the same size that never saw text; a LoRA
-does not touch it and it is not loaded, so that previews are drawn without guidance.
+Ideogram 2026. Text and image are one sequence, padded in front. Time runs from 0 (noise) to 1 (image) and the velocity
+points to the image; this module reverses both. The VAE is FLUX.2's, but the batch norm that normalizes its latents has
+Ideogram's own statistics and another order of a patch's channels: it must be the VAE of Ideogram's diffusers folder.
+The model was trained on JSON captions, with `high_level_description`, `style_description` and
+`compositional_deconstruction`. Guidance comes from a second transformer of the same size that never saw text. A LoRA
+does not change it and it is not loaded, so previews have no guidance.
 
-The pipeline takes prompts in words only: `mend_` lets it take encoded ones.
+The pipeline takes prompts as text only: `mend_` lets it take encoded ones.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import torch
 from diffusers import Ideogram4Pipeline, Ideogram4Transformer2DModel
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-from lora_fp8.config import UserError
-from lora_fp8.objectives import FlowMatching
-
+from ..errors import UserError
+from ..lora_files import naming
+from ..objectives import FlowMatching
 from . import _flux2, _miniature, _qwen
 from .base import Cond, Inputs, ModelFamily
 
 
 class Flow(FlowMatching):
-    """t as the pipeline places its steps: logit-normal around half the logarithm of the pixels over 512 x 512."""
+    """Draws t as the pipeline places its steps: logit-normal around half the log of the pixels over 512 x 512."""
 
     deviation = 1.5  # the pipeline's scale
 
@@ -38,7 +37,7 @@ class Flow(FlowMatching):
 
 
 class _Unguided:
-    """Stands where the pipeline wants its second transformer: at a guidance of 1, its answer is multiplied by 0."""
+    """Replaces the pipeline's second transformer; at guidance 1 the pipeline multiplies its output by 0."""
 
     dtype = torch.float32
 
@@ -52,8 +51,9 @@ class Family(ModelFamily):
     example_base = "models/ideogram4_fp8_scaled.safetensors"
     pipeline_class = "Ideogram4Pipeline"
     denoiser_class = "Ideogram4Transformer2DModel"
+    text_widths = {"llm_features_dim": "13 * text_encoder.hidden_size"}
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Qwen3VLModel"}
-    prompt_tokens = 2048  # those of the template included
+    prompt_tokens = 2048  # with the template's
     chat = ({"role": "user", "content": [{"type": "text", "text": "\0"}]},)
     end_counts = True
     prompts_vary = True
@@ -77,7 +77,7 @@ class Family(ModelFamily):
     uses_negative = False
     modelspec_architecture = "Ideogram-4"
     kohya_base_version = "ideogram4"
-    kohya_naming = ""  # musubi-tuner's names are read by nothing but its own converter
+    kohya_naming = ""  # only musubi-tuner's own converter reads its names
     kohya_module = "networks.lora_ideogram4"
     layouts = ("comfy", "diffusers")
     native_layers = naming.table("""
@@ -102,7 +102,7 @@ class Family(ModelFamily):
     }
 
     def text_answer(self, pipeline: Ideogram4Pipeline, prompts: list[str]) -> dict[str, Any]:
-        # One by one, each in its own length; the pipeline refuses those that are too long.
+        # One by one, each at its own length; the pipeline refuses prompts that are too long, so they are cut here.
         lost = {cut.prompt: cut.lost for cut in self.overlong(prompts)}
         before, behind = self.around_prompt()
         rows = []
@@ -135,7 +135,7 @@ class Family(ModelFamily):
         }
 
     def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
-        num_image = self.seq_len(tuple(noisy_BCHW.shape[2:]))  # behind the text
+        num_image = self.seq_len(tuple(noisy_BCHW.shape[2:]))  # the image follows the text
         return self.unpack(answer[:, -num_image:], tuple(noisy_BCHW.shape[2:]))
 
     def guidance_inputs(self, guidance: float) -> dict[str, Any]:

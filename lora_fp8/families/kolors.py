@@ -1,8 +1,8 @@
-"""Kolors: SDXL's UNet, reading Chinese and English through ChatGLM3, a language model of 6 B parameters.
+"""Kolors: SDXL's UNet, conditioned on ChatGLM3 6B, which reads Chinese and English.
 
 Kolors Team 2024, "Kolors: Effective Training of Diffusion Model for Photorealistic Text-to-Image Synthesis". Prompts
-are padded in front to 256 tokens and the UNet sees all of these, through one linear layer; the last token's state in
-the last layer stands in the place of SDXL's pooled embedding. Noise is added in 1100 steps, to more of it than SDXL's.
+are padded in front to 256 tokens, and the UNet sees all of them through one linear layer. The last token's state in the
+last layer replaces SDXL's pooled embedding. The noise schedule has 1100 steps and ends with more noise than SDXL's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
 from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
 from torch import Tensor, nn
 
-from lora_fp8.objectives import Diffusion
-
+from ..objectives import Diffusion
 from . import _ldm, _miniature
 from ._prompts import Overlong
 from .base import Cond, Inputs, ModelFamily
@@ -34,6 +33,10 @@ class Family(ModelFamily):
     pipeline_class = "KolorsPipeline"
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"
+    text_widths = {
+        "encoder_hid_dim": "text_encoder.hidden_size",
+        "projection_class_embeddings_input_dim": "text_encoder.hidden_size + 6 * unet.addition_time_embed_dim",
+    }
     text_parts = {
         "tokenizer": "diffusers.pipelines.kolors.tokenizer.ChatGLMTokenizer",
         "text_encoder": "diffusers.pipelines.kolors.text_encoder.ChatGLMModel",
@@ -87,7 +90,7 @@ class Family(ModelFamily):
     }
 
     def cut_by(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
-        # This tokenizer does not tell where its tokens stand: as much of the prompt is read as makes the text of those.
+        # This tokenizer gives no offsets, so the part that is read is found by decoding the tokens that fit.
         tokenizer = self.tokenizer(name)
         model, limit = tokenizer.tokenizer.sp_model, self.token_limit(name) - len(tokenizer.get_prefix_tokens())
         found = {}
@@ -131,7 +134,7 @@ class Family(ModelFamily):
             original_rope=True,
         )
         encoder = ChatGLMModel(settings)
-        for name, parameter in encoder.named_parameters():  # it leaves its norms as the memory was
+        for name, parameter in encoder.named_parameters():  # its norms are allocated but not initialized
             nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
         return {
             "vae": _miniature.vae(scaling_factor=0.13025),
@@ -149,7 +152,7 @@ class Family(ModelFamily):
 
 
 def _tokenizer() -> ChatGLMTokenizer:
-    """SentencePiece over a few words and printable ASCII. It is saved from the file that it was made from."""
+    """Return a SentencePiece tokenizer for a few words and printable ASCII, which is saved from its model file."""
     folder = tempfile.TemporaryDirectory()
     prefix = Path(folder.name) / "tokenizer"
     sentencepiece.SentencePieceTrainer.train(
@@ -163,5 +166,5 @@ def _tokenizer() -> ChatGLMTokenizer:
         minloglevel=2,
     )
     tokenizer = ChatGLMTokenizer(str(prefix.with_suffix(".model")))
-    tokenizer.made_in = folder  # which is removed with it
+    tokenizer.made_in = folder  # keeps the folder until the tokenizer is deleted
     return tokenizer

@@ -1,9 +1,9 @@
 """Krea 2: a 12.9 B single-stream DiT, conditioned on twelve layers of Qwen3-VL 4B, trained with rectified flow.
 
-Krea 2026 (https://github.com/krea-ai/krea-2). The hidden states of twelve layers of the text encoder come in for every
-token, and blocks of the transformer's own fuse them. Text has no positions, so that what pads a prompt, in the middle
-of the chat template, is left out without a change. VAE and template are Qwen-Image's. One modulation of the timestep
-serves all blocks. Krea 2 RAW is the model to train; Turbo is the same, distilled to 8 steps without guidance
+Krea 2026 (https://github.com/krea-ai/krea-2). The transformer takes the hidden states of twelve text encoder layers for
+each token and fuses them in blocks of its own. Text has no positions, so the padding that the pipeline puts in the
+middle of the chat template can be left out without a change. VAE and template are Qwen-Image's. One modulation of the
+timestep serves all blocks. Krea 2 RAW is the model to train; Turbo is distilled from it to 8 steps without guidance
 (`is_distilled` in model_index.json, or the name of a single file).
 """
 
@@ -14,16 +14,15 @@ from typing import Any
 from diffusers import Krea2Pipeline
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _miniature, _qwen
 from ._files import Header
 from .base import Cond, Conversion, Inputs, ModelFamily
 
 SUFFIX_TOKENS = 5
-"""Tokens of the template behind the prompt, which have their places in `max_sequence_length`."""
+"""Tokens of the template after the prompt, which `max_sequence_length` includes."""
 TURBO_MU = 1.15
-"""The shift parameter of Turbo, at any resolution; `Krea2Pipeline` says so."""
+"""Turbo's shift parameter mu at any resolution; hard-coded in `Krea2Pipeline`."""
 
 
 class Family(ModelFamily):
@@ -32,10 +31,11 @@ class Family(ModelFamily):
     example_base = "krea/Krea-2-Raw"
     pipeline_class = "Krea2Pipeline"
     denoiser_class = "Krea2Transformer2DModel"
+    text_widths = {"text_hidden_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen3VLModel"}
     vae_class = "AutoencoderKLQwenImage"
     vae_marks = _qwen.VAE_MARKS
-    prompt_tokens = 512  # those of the template's end included
+    prompt_tokens = 512  # with the end of the template
     text_answers = ("prompt_embeds", "mask")
     text_arguments = {"mask": "prompt_embeds_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "num_text_layers", "text_hidden_dim")}
@@ -44,14 +44,14 @@ class Family(ModelFamily):
         *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_gate", "to_out.0")),
         *(f"ff.{layer}" for layer in ("gate", "up", "down")),
     )
-    adapter_exclude = ("text_fusion",)  # four blocks before image and text meet
+    adapter_exclude = ("text_fusion",)  # four blocks that see text only
     keep_precise = ("img_in", "txt_in", "time_embed", "text_fusion", "final_layer")
     modulation = ("time_mod_proj",)
     bucket_multiple = 16
     patch = 2
     latents_as = "BSD"
     native_resolution = 1024
-    default_guidance = 4.5  # 3.5 as its makers count: they add it to the answer
+    default_guidance = 4.5  # 3.5 in the makers' convention, which adds that many times the difference
     plain_guidance = 0.0
     modelspec_architecture = "Krea-2"
     kohya_base_version = "krea2"
@@ -142,12 +142,12 @@ class Family(ModelFamily):
 
     @property
     def pipeline_options(self) -> dict[str, Any]:
-        """By it the pipeline chooses its shift; the index may be that of the other model."""
+        """Arguments of the pipeline, which chooses its shift by them; the index may be the other model's."""
         return {"is_distilled": self.is_distilled()}
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         found = ModelFamily.convert_checkpoint(self, header)
-        for name, (key, _) in found.items():  # six vectors, which the original holds as one
+        for name, (key, _) in found.items():  # six vectors in diffusers, one tensor in the original
             if name.startswith("transformer_blocks.") and name.endswith(".scale_shift_table"):
                 found[name] = (key, lambda tensor: tensor.reshape(6, -1))
         return found

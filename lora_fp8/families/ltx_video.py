@@ -1,12 +1,11 @@
-"""LTX-Video 0.9.0 and 0.9.1: a DiT of 2 B parameters on latents of a 32nd of the sides and an eighth of the frames.
+"""LTX-Video 0.9.0 and 0.9.1: a 2 B DiT on latents with a 32nd of the sides and an eighth of the frames.
 
-HaCohen et al. 2024, "LTX-Video: Realtime Video Latent Diffusion". Each of the latents, of 128 channels, is a token;
-T5-XXL reads the prompt, and cross-attention masks what the prompt was padded with. Positions are in pixels and in
-seconds, so that the denoiser is told how fast a clip runs. From 0.9.1 on the autoencoder's decoder takes the last step
-of denoising, and is told a timestep of its own.
+HaCohen et al. 2024, "LTX-Video: Realtime Video Latent Diffusion". Each latent, of 128 channels, is a token. T5-XXL
+encodes the prompt, and cross-attention masks its padding. Positions are in pixels and seconds, so the denoiser knows
+the frame rate. From 0.9.1 on, the autoencoder's decoder does the last denoising step, at a timestep of its own.
 
-0.9.5 and later have another autoencoder and count the time of the frames after the first from their beginning, not
-their end: diffusers draws them with a pipeline of its own (LTXConditionPipeline), and they are refused.
+0.9.5 and later have another autoencoder, and take the time of a frame after the first from its beginning instead of its
+end. diffusers generates with them in a pipeline of its own (LTXConditionPipeline), and they are refused here.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ import torch
 from diffusers import AutoencoderKLLTXVideo, LTXPipeline
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-from lora_fp8.config import UserError
-
+from ..errors import UserError
+from ..lora_files import naming
 from . import _files, _miniature
 from ._latents import as_clip, as_picture
 from .base import Cond, Inputs, ModelFamily
 
 PIXELS = 32
-"""Height and width of one of the latents in pixels."""
+"""Side of a latent in pixels."""
 DECODED_AT = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
-"""What the model's makers draw with where the decoder takes the last step: its timestep, and the noise added before."""
+"""The makers' settings if the decoder does the last step: its timestep, and the noise added to the latents before."""
 
 
 class Family(ModelFamily):
@@ -36,6 +34,7 @@ class Family(ModelFamily):
     example_base = "Lightricks/LTX-Video"
     pipeline_class = "LTXPipeline"
     denoiser_class = "LTXVideoTransformer3DModel"
+    text_widths = {"caption_channels": "text_encoder.d_model"}
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "T5EncoderModel"}
     prompt_tokens = 128
     text_answers = ("prompt_embeds", "mask")
@@ -70,7 +69,7 @@ class Family(ModelFamily):
         transformer_blocks.#
     """)
     tiny_hw = (64, 96)
-    # LTX-2 has the same blocks and hears beside; those of 13 B have 48.
+    # LTX-2 has the same blocks, and more for audio; models of 13 B have 48 blocks.
     single_file = {
         "has": ("adaln_single.linear.weight", "transformer_blocks.0.attn2.q_norm.weight"),
         "in_is_out": ("patchify_proj.weight", "proj_out.weight"),
@@ -107,7 +106,7 @@ class Family(ModelFamily):
         return as_picture(LTXPipeline._denormalize_latents(as_clip(latents), *self._numbers()))
 
     def _numbers(self) -> tuple[Tensor, Tensor, float]:
-        # Its weights hold them, not its config.
+        # The VAE stores them as buffers, not in its config.
         return self.vae.latents_mean, self.vae.latents_std, self.vae.config.scaling_factor
 
     @torch.no_grad()
@@ -123,7 +122,7 @@ class Family(ModelFamily):
         told = ModelFamily.caveats(self)
         if not self.checkpoint:
             return told
-        # diffusers tells the versions by the same tensors; files without the autoencoder have their name only.
+        # diffusers recognizes the version by the same tensor; files without the autoencoder have only their name.
         newer = self._header.get("vae.encoder.conv_out.conv.weight", ())[1:2] == (2048,)
         if newer or self.file_is_called(r"0[._]9[._][5-9]"):
             raise UserError(

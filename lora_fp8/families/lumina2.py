@@ -1,9 +1,9 @@
-"""Lumina-Image 2.0: a single-stream DiT of 2.6 B parameters that reads the hidden states of Gemma 2.
+"""Lumina-Image 2.0: a single-stream DiT of 2.6 B parameters, conditioned on the hidden states of Gemma 2.
 
-Qin et al. 2025, "Lumina-Image 2.0: A Unified and Efficient Image Generative Framework". Captions go through two refiner
-blocks and then stand in one sequence with the image's patches, of true length: padding is cut out in the denoiser. An
-instruction precedes each prompt, and none precedes a negative one or a dropped caption. Time runs from noise at 0 to
-the image at 1, the opposite of the scheduler's, and so does the velocity that the denoiser gives.
+Qin et al. 2025, "Lumina-Image 2.0: A Unified and Efficient Image Generative Framework". Captions pass two refiner
+blocks and then form one sequence with the image's patches; the denoiser removes padding. An instruction precedes each
+prompt, but not a negative prompt or a dropped caption. Time runs from 0 (noise) to 1 (image), the opposite of the
+scheduler's, and the denoiser predicts the velocity towards the image.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _gemma, _miniature
 from .base import Cond, Inputs, ModelFamily
 
@@ -22,7 +21,7 @@ SYSTEM_PROMPT = (
     "on textual prompts or user prompts."
 )
 BEFORE = f"{SYSTEM_PROMPT} <Prompt Start> "
-"""What the pipeline puts before a prompt that it follows."""
+"""The text that the pipeline puts before a positive prompt."""
 
 
 class Family(ModelFamily):
@@ -31,8 +30,9 @@ class Family(ModelFamily):
     example_base = "Alpha-VLLM/Lumina-Image-2.0"
     pipeline_class = "Lumina2Pipeline"
     denoiser_class = "Lumina2Transformer2DModel"
+    text_widths = {"cap_feat_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "GemmaTokenizerFast", "text_encoder": "Gemma2Model"}
-    prompt_tokens = 256  # those of the instruction included
+    prompt_tokens = 256  # with the instruction's
     text_options = {"system_prompt": SYSTEM_PROMPT}
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "cap_feat_dim")}
@@ -52,12 +52,12 @@ class Family(ModelFamily):
     kohya_base_version = "lumina2"
     kohya_naming = "native"
     kohya_module = "networks.lora_lumina"
-    # diffusers reads the original names only of LoRAs that have every linear of the blocks, modulation included;
-    # ComfyUI reads no other, as the names of diffusers that it maps for this architecture are Z-Image's.
+    # diffusers reads the original names only if a LoRA has every linear of the blocks, modulation included. ComfyUI
+    # reads no others: its table of diffusers' names for this architecture is Z-Image's.
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers",)
     reference_config = {"cap_feat_dim": 2304}
-    # In blocks that know no time, the first norm is a plain one.
+    # In blocks without a timestep, the first norm is a plain one.
     native_layers = naming.table("""
         x_embedder
         t_embedder.mlp.0 = time_caption_embed.timestep_embedder.linear_1
@@ -83,7 +83,7 @@ class Family(ModelFamily):
     beside_denoiser = ("norm_final",)  # a norm in the published file, which its own code never calls
     computed = {"rope_embedder": ("theta", "axes_dim", "axes_lens", "patch_size")}
     tiny_hw = (32, 48)
-    # Z-Image has the same blocks with another modulation, and learned tokens for padding.
+    # Z-Image has the same blocks with another modulation, and learned padding tokens.
     single_file = {
         "has": ("cap_embedder.0.weight", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.1.weight"),
         "lacks": ("cap_pad_token",),
@@ -118,7 +118,7 @@ class Family(ModelFamily):
         tokenizer = _gemma.tokenizer(BEFORE)
         return {
             "scheduler": _miniature.flow_euler(shift=6.0),
-            # The pipeline counts on eight pixels per latent, whatever the VAE says.
+            # The pipeline assumes eight pixels per latent, whatever the VAE's config says.
             "vae": _miniature.flux_vae(channels=(8, 8, 16, 16)),
             "text_encoder": _gemma.text(tokenizer),
             "tokenizer": tokenizer,

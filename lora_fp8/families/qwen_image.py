@@ -1,7 +1,7 @@
 """Qwen-Image: a 20 B double-stream DiT, conditioned on Qwen2.5-VL 7B, trained with rectified flow.
 
-Qwen team 2025, "Qwen-Image Technical Report". The prompt stands in a chat template of which the encoder's first 34
-tokens, always the same, are dropped; what is left has any length, and the transformer masks what pads a batch.
+Qwen team 2025, "Qwen-Image Technical Report". The prompt is put into a chat template, whose first 34 tokens are always
+the same and are dropped after encoding. The rest keeps its length, and the transformer masks the padding of a batch.
 Latents of a video VAE are packed in 2 x 2 patches, with position ids that count rows and columns from the middle.
 """
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import diffusers
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _qwen, _qwen_edit
 from .base import ModelFamily
 
@@ -23,8 +22,9 @@ class Family(ModelFamily):
     example_base = "Qwen/Qwen-Image"
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
+    text_widths = {"joint_attention_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen2_5_VLForConditionalGeneration"}
-    prompt_tokens = 512  # those of the template's end included
+    prompt_tokens = 512  # with the end of the template
     text_answers = ("prompt_embeds", "mask")
     text_arguments = {"mask": "prompt_embeds_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
@@ -52,16 +52,16 @@ class Family(ModelFamily):
     native_layers = naming.table("""
         transformer_blocks.#, img_in, txt_in, txt_norm, time_text_embed, norm_out, proj_out
     """)
-    # What the last block makes of the text is read by nothing.
+    # Nothing reads the last block's output for the text.
     no_adapter = tuple(
         f"transformer_blocks.-1.{layer}"
         for layer in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
     )
     computed = {"pos_embed": ("theta", "axes_dim", "scale_rope")}
-    # Edit and Layered share the class: they are told a second time, or in place of the text, what they see.
+    # Edit 2511 and Layered share the class: the former has `zero_cond_t`, the latter an additional condition.
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False, "zero_cond_t": False}
     reference_config = {"in_channels": 64, "out_channels": 16, "num_layers": 60, "joint_attention_dim": 3584}
-    # Layered has one more embedding; 2511 of Edit a marker, which ComfyUI puts into its files.
+    # Layered has one more embedding; ComfyUI puts a marker into its files of Edit 2511.
     single_file = {
         "has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight"),
         "lacks": ("time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"),
@@ -69,14 +69,14 @@ class Family(ModelFamily):
     tiny_config = _qwen.TINY
 
     def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
-        # Nothing behind the limit reaches the transformer, and the encoder is causal: it need not read it.
+        # Tokens after the limit do not reach the transformer, and the encoder is causal, so it need not read them.
         pipeline.tokenizer_max_length = self.max_sequence_length
         return ModelFamily.text_answer(self, pipeline, prompts)
 
     inputs = _qwen.inputs
 
     def caveats(self) -> list[str]:
-        # 2511 has a mark; Edit and 2509 have the very tensors of Qwen-Image.
+        # 2511 has a marker; Edit and 2509 have the same tensors as Qwen-Image.
         editing = _qwen_edit.family_of_name(self)
         if not editing:
             return []

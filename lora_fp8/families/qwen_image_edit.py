@@ -1,7 +1,7 @@
-"""Qwen-Image-Edit: Qwen-Image trained to change a picture as the prompt says; its text encoder sees the picture too.
+"""Qwen-Image-Edit: Qwen-Image trained to edit an image by a prompt; its text encoder sees the image too.
 
-Qwen team 2025. The network is Qwen-Image's and so are its tensors. The picture, with about 1024 x 1024 pixels, goes to
-Qwen2.5-VL beside the prompt, and its latents follow the noise as tokens; what the network answers for them is dropped.
+Qwen team 2025. The network and its tensors are Qwen-Image's. The image, at about 1024 x 1024 pixels, goes to Qwen2.5-VL
+together with the prompt, and its latents follow the noise as tokens; the network's output for them is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import _qwen, _qwen_edit, qwen_image
 from .base import Cond, ModelFamily, control_pictures
 
 SIDE = 1024
-"""Pixels: the side of the square whose area the pipeline brings the picture to, for the VAE and the text encoder."""
+"""Side in pixels of the square to whose area the pipeline resizes the image, for the VAE and the text encoder."""
 
 
 class Family(ModelFamily):
@@ -29,6 +29,7 @@ class Family(ModelFamily):
     same_tensors_as = "qwen_image"
     pipeline_class = "QwenImageEditPipeline"
     denoiser_class = "QwenImageTransformer2DModel"
+    text_widths = qwen_image.Family.text_widths
     text_parts = {**qwen_image.Family.text_parts, "processor": "Qwen2VLProcessor"}
     prompt_tokens = qwen_image.Family.prompt_tokens
     text_answers = qwen_image.Family.text_answers
@@ -45,6 +46,7 @@ class Family(ModelFamily):
     latents_as = qwen_image.Family.latents_as
     native_resolution = 1024
     default_guidance = 4.0
+    captions = "instructions"  # its model card: prompts say what to change
     guidance_argument = qwen_image.Family.guidance_argument
     modelspec_architecture = "Qwen-Image-Edit"
     kohya_base_version = "qwen_image_edit"

@@ -1,8 +1,8 @@
-"""Qwen-Image-Edit-Plus, released as 2509 and 2511: edits with one to three pictures, which the prompt calls by number.
+"""Qwen-Image-Edit-Plus, released as 2509 and 2511: edits with one to three images, which the prompt names by number.
 
-Qwen team 2025. The network is Qwen-Image's. Each picture is seen by Qwen2.5-VL with about 384 x 384 pixels, as
-"Picture 1", "Picture 2", ..., and by the VAE with about 1024 x 1024; the latents follow the noise as tokens. To 2511
-these are at timestep 0, whatever the noise's is (`zero_cond_t`); its tensors are 2509's by name and shape.
+Qwen team 2025. The network is Qwen-Image's. Qwen2.5-VL sees each image at about 384 x 384 pixels, as "Picture 1",
+"Picture 2", ..., and the VAE sees it at about 1024 x 1024; the latents follow the noise as tokens. In 2511 these tokens
+are at timestep 0, whatever the noise's timestep is (`zero_cond_t`); its tensors have the names and shapes of 2509's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .base import Cond, ModelFamily, control_pictures
 
 SIDE = 1024
 SEEN_SIDE = 384
-"""Pixels: sides of the squares whose area the pipeline brings a picture to, for the VAE and for the text encoder."""
+"""Sides in pixels of the squares to whose area the pipeline resizes an image: for the VAE, and for the text encoder."""
 
 
 class Family(ModelFamily):
@@ -33,6 +33,7 @@ class Family(ModelFamily):
     same_tensors_as = "qwen_image"
     pipeline_class = "QwenImageEditPlusPipeline"
     denoiser_class = "QwenImageTransformer2DModel"
+    text_widths = qwen_image.Family.text_widths
     text_parts = {**qwen_image.Family.text_parts, "processor": "Qwen2VLProcessor"}
     prompt_tokens = qwen_image.Family.prompt_tokens
     text_answers = qwen_image.Family.text_answers
@@ -49,6 +50,7 @@ class Family(ModelFamily):
     latents_as = qwen_image.Family.latents_as
     native_resolution = 1024
     default_guidance = 4.0
+    captions = "instructions"  # its model card: prompts say what to change
     guidance_argument = qwen_image.Family.guidance_argument
     modelspec_architecture = "Qwen-Image-Edit-Plus"
     kohya_base_version = "qwen_image_edit_plus"
@@ -60,7 +62,7 @@ class Family(ModelFamily):
     computed = qwen_image.Family.computed
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False}
     reference_config = qwen_image.Family.reference_config
-    # ComfyUI's files of 2511; 2509's is Qwen-Image's in all but its name.
+    # ComfyUI's files of 2511 have the marker; a file of 2509 differs from Qwen-Image's in its name only.
     single_file = {"has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight", "__index_timestep_zero__")}
     tiny_config = {**_qwen.TINY, "zero_cond_t": True}
 

@@ -1,9 +1,9 @@
-"""Sana: a DiT of 0.6 or 1.6 B parameters with linear attention, on latents of a 32nd of the image's sides.
+"""Sana: a DiT of 0.6 or 1.6 B parameters with linear attention, on latents with a 32nd of the image's sides.
 
 Xie et al. 2024, "SANA: Efficient High-Resolution Image Synthesis with Linear Diffusion Transformers". A deep
-compression autoencoder gives 32 channels; the feed-forward layers are convolutions, nearly half of all parameters; and
-Gemma 2 reads the prompt behind a long instruction (sect. 2.3), of which the denoiser sees the first and the last token
-only. Trained with flow matching and drawn with DPM-Solver++.
+compression autoencoder gives 32 channels, and the feed-forward layers are convolutions, nearly half of all parameters.
+Gemma 2 reads the prompt after a long instruction (sect. 2.3), of which the denoiser sees the first and the last token
+only. Sana is trained with flow matching and sampled with DPM-Solver++.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Any
 from diffusers import DPMSolverMultistepScheduler, SanaPipeline
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-from lora_fp8.config import UserError
-
+from ..errors import UserError
+from ..lora_files import naming
 from . import _gemma, _miniature
 from ._files import Header, blocks_with
 from .base import Cond, Inputs, ModelFamily
 
 CROSS_HEADS = {1152: 16, 2240: 20}
-"""Width of a released model -> heads of its cross-attention, which no shape tells."""
+"""Width of a released model -> heads of its cross-attention, which no tensor's shape shows."""
 INSTRUCTION: list[str] = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 BEFORE = "\n".join(INSTRUCTION)
-"""What the pipeline puts before a prompt that it follows."""
+"""The text that the pipeline puts before a positive prompt."""
 
 
 class Family(ModelFamily):
@@ -35,12 +34,14 @@ class Family(ModelFamily):
     example_base = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
     pipeline_class = "SanaPipeline"
     denoiser_class = "SanaTransformer2DModel"
+    text_widths = {"caption_channels": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "GemmaTokenizerFast", "text_encoder": "Gemma2Model"}
     text_options = {"complex_human_instruction": INSTRUCTION}
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "caption_channels")}
     prompts_vary = True
-    # Attention, and the 1x1 convolutions of the feed-forward; the depthwise one between them has nothing to factorise.
+    # Attention and the 1x1 convolutions of the feed-forward; a low rank saves nothing on the depthwise one between
+    # them.
     adapter_targets = (
         *(f"{attn}.{proj}" for attn in ("attn1", "attn2") for proj in ("to_q", "to_k", "to_v", "to_out.0")),
         *("ff.conv_inverted", "ff.conv_point"),
@@ -49,15 +50,16 @@ class Family(ModelFamily):
     bucket_multiple = 32
     native_resolution = 1024
     default_guidance = 4.5
+    train_shift = 3.0  # NVlabs/Sana configs/sana_config/1024ms: flow_shift 3, logit_normal, mean 0, std 1
     vae_class = "AutoencoderDC"
     config_marks = {"guidance_embeds": False}  # Sana-Sprint, which has another pipeline, takes the guidance as an input
     modelspec_architecture = "sana"
     kohya_base_version = "sana"
     kohya_naming = ""
     layouts = ("diffusers",)
-    call_options = {"use_resolution_binning": False}  # else it draws at the nearest of its sizes and crops
+    call_options = {"use_resolution_binning": False}  # otherwise it generates the nearest of its sizes and crops
     reference_config = {"num_layers": 20, "sample_size": 32}
-    # The norms of queries and keys are those of Sana 1.5.
+    # Only Sana 1.5 has norms of queries and keys.
     native_layers = naming.table("""
         x_embedder = patch_embed
         t_embedder.mlp.0 = time_embed.emb.timestep_embedder.linear_1
@@ -83,7 +85,7 @@ class Family(ModelFamily):
         final_layer.linear = proj_out
         final_layer.scale_shift_table = scale_shift_table
     """)
-    # A table that older versions did not compute, and what stood for a caption that was dropped in training.
+    # A table that older versions stored, and the embedding of captions dropped in training.
     beside_denoiser = ("pos_embed", "y_embedder.y_embedding")
     tiny_hw = (32, 64)
     # Sana-Sprint embeds the guidance.
@@ -107,11 +109,11 @@ class Family(ModelFamily):
     negative_text, encode_prompts = _gemma.negative_text, _gemma.encode_prompts
 
     def as_read(self, prompt: str) -> tuple[str, str]:
-        # A negative prompt has no instruction before it, and as many tokens as are left to a prompt behind one.
+        # A negative prompt has no instruction, but the same token limit as a prompt after one.
         return BEFORE, prompt.removeprefix(_gemma.AVOIDED).lower().strip()
 
     def token_limit(self, name: str) -> int:
-        # The pipeline's own sum: 300 tokens of a prompt, two of which the instruction counts as well.
+        # The pipeline's own sum: 300 tokens of a prompt, two of which the instruction's count includes.
         return len(self.tokenizer(name).encode(BEFORE)) + 300 - 2
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
@@ -124,11 +126,11 @@ class Family(ModelFamily):
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         inputs = ModelFamily.pipeline_inputs(self, cond, negative)
-        # Its default is a text, which is refused beside what is encoded already.
+        # The pipeline's default is a text, which it refuses together with embeddings.
         return inputs if negative is None else inputs | {"negative_prompt": None}
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        # What 0.6, 1.6 and 4.8 B, and Sana and Sana 1.5, differ in.
+        # 0.6, 1.6 and 4.8 B, and Sana and Sana 1.5, differ in these.
         found = {
             "num_layers": len(blocks_with(native, "blocks.#.cross_attn.kv_linear.weight")),
             "qk_norm": "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in native else None,

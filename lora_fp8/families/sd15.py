@@ -1,7 +1,8 @@
 """Stable Diffusion 1.x: a UNet of 0.86 B parameters, conditioned on CLIP ViT-L/14, trained to predict the noise.
 
-Rombach et al. 2022, "High-Resolution Image Synthesis with Latent Diffusion Models". Fine-tunes with v_prediction are
-read from the scheduler's config. SD 2.x shares the pipeline class but not the network (`config_marks`); it is `sd2.py`.
+Rombach et al. 2022, "High-Resolution Image Synthesis with Latent Diffusion Models". Whether a fine-tune predicts
+v is read from the scheduler's config. SD 2.x shares the pipeline class but not the network (`config_marks`); its family
+is `sd2.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lora_fp8.objectives import Diffusion
-
+from ..objectives import Diffusion
 from . import _ldm, _miniature
 from .base import Cond, Inputs, ModelFamily, TextEncoder
 
@@ -23,6 +23,7 @@ class Family(ModelFamily):
     pipeline_class = "StableDiffusionPipeline"
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"
+    text_widths = {"cross_attention_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
     trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=768, hidden=3072, num_layers=12)}
     text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
@@ -32,6 +33,7 @@ class Family(ModelFamily):
     bucket_multiple = 8
     native_resolution = 512
     default_guidance = 7.5
+    captions = "tags"  # sd-scripts and its tagger (WD14): its LoRAs are trained on tags
     modelspec_architecture = "stable-diffusion-v1"
     kohya_base_version = "sd_v1"
     kohya_naming = "diffusers_underscored"
@@ -44,8 +46,8 @@ class Family(ModelFamily):
         "cross_attention_dim": 768,
         "attention_head_dim": 8,
     }
-    # SD 2.x has linear projections around its attention, SDXL none at all there;
-    # inpainting models have 9 input channels.
+    # SD 2.x has linear projections around its attention, SDXL has nothing there at all; inpainting models have 9 input
+    # channels.
     single_file = {
         "shapes": {
             "input_blocks.0.0.weight": (None, 4, None, None),

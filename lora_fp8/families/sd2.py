@@ -1,8 +1,8 @@
-"""Stable Diffusion 2.0 and 2.1: the UNet of 1.x, conditioned on OpenCLIP ViT-H/14, at 768 pixels trained to predict v.
+"""Stable Diffusion 2.0 and 2.1: the UNet of 1.x, conditioned on OpenCLIP ViT-H/14; the 768-pixel models predict v.
 
-Stability AI 2022, on Rombach et al. 2022. The `-base` models are of 512 pixels and predict the noise: the scheduler's
-config tells which a model does, and a single file does not. Released text encoders come without their last layer, which
-the model does not read.
+Stability AI 2022, based on Rombach et al. 2022. The `-base` models have 512 pixels and predict the noise. The
+scheduler's config tells which of the two a model predicts; a single file does not. Released text encoders come without
+their last layer, which the model does not read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lora_fp8.objectives import Diffusion
-
+from ..objectives import Diffusion
 from . import _ldm, _miniature
 from .base import Cond, Inputs, ModelFamily, TextEncoder
 
@@ -24,6 +23,7 @@ class Family(ModelFamily):
     pipeline_class = "StableDiffusionPipeline"
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"
+    text_widths = {"cross_attention_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
     trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=1024, hidden=4096, num_layers=23)}
     text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
@@ -33,6 +33,7 @@ class Family(ModelFamily):
     bucket_multiple = 8
     native_resolution = 768
     default_guidance = 7.5
+    captions = "tags"  # as for SD 1.5, with the same trainers
     kohya_base_version = "sd_v2"
     kohya_naming = "diffusers_underscored"
     config_marks = {"in_channels": 4, "use_linear_projection": True}
@@ -46,8 +47,8 @@ class Family(ModelFamily):
         "use_linear_projection": True,
         "upcast_attention": True,
     }
-    # SD 1.x has convolutions around its attention, SDXL none at all there; unCLIP has a label embedding, and models for
-    # depth, inpainting and upscaling have more input channels.
+    # SD 1.x has convolutions around its attention, SDXL has nothing there at all. unCLIP has a label embedding, and
+    # models for depth, inpainting and upscaling have more input channels.
     single_file = {
         "shapes": {
             "input_blocks.0.0.weight": (None, 4, None, None),
@@ -65,18 +66,16 @@ class Family(ModelFamily):
 
     @property
     def modelspec_architecture(self) -> str:
-        """ModelSpec names the two kinds apart."""
-        return f"stable-diffusion-v2-{'768-v' if self._predicts() == 'v_prediction' else '512'}"
-
-    def _predicts(self) -> str:
-        return self.scheduler_config().get("prediction_type", "epsilon")
+        """The architecture's ModelSpec name, which depends on the prediction type."""
+        return f"stable-diffusion-v2-{'768-v' if self.predicts() == 'v' else '512'}"
 
     def caveats(self) -> list[str]:
-        if not self.checkpoint or "v_pred" in self._header:
+        if not self.assumes_prediction():
             return []
         return [
-            f"a single file does not tell what Stable Diffusion 2 predicts: {self._predicts()!r} is taken from "
-            f"{self.folder / 'scheduler'}; the 768-pixel models need v_prediction, the -base models epsilon"
+            f"a single file does not tell what Stable Diffusion 2 predicts: {self.predicts()!r} is taken from "
+            f"{self.folder / 'scheduler'}; the 768-pixel models need objective.prediction = 'v', the -base models "
+            "'epsilon'"
         ]
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

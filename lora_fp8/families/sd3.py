@@ -1,8 +1,8 @@
 """Stable Diffusion 3 and 3.5: a 2 to 8 B joint transformer on two CLIPs and T5-XXL, trained with rectified flow.
 
 Esser et al. 2024, "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis". Text and image have
-weights of their own and one attention. 3.5 normalises queries and keys, and 3.5 medium attends a second time, to the
-image alone, in its first 13 blocks. The denoiser takes the timestep (0 .. 1000), not sigma; the VAE has 16 channels.
+separate weights and joint attention. 3.5 normalizes queries and keys, and the first 13 blocks of 3.5 medium have a
+second attention for the image alone. The denoiser takes the timestep (0 .. 1000), not sigma; the VAE has 16 channels.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _miniature
 from ._files import Header, blocks_with
 from .base import Cond, ModelFamily, TextEncoder
@@ -26,6 +25,10 @@ class Family(ModelFamily):
     example_base = "stabilityai/stable-diffusion-3.5-medium"
     pipeline_class = "StableDiffusion3Pipeline"
     denoiser_class = "SD3Transformer2DModel"
+    text_widths = {
+        "joint_attention_dim": "text_encoder_3.d_model",
+        "pooled_projection_dim": "text_encoder.projection_dim + text_encoder_2.projection_dim",
+    }
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModelWithProjection",
@@ -38,11 +41,11 @@ class Family(ModelFamily):
         "text_encoder": TextEncoder("lora_te1_", "clip_l", width=768, hidden=3072, num_layers=12),
         "text_encoder_2": TextEncoder("lora_te2_", "clip_g", width=1280, hidden=5120, num_layers=32),
     }
-    judge_length_by = ("tokenizer_3",)  # the CLIPs read the first 77 tokens of the same prompt, T5 all of it
+    judge_length_by = ("tokenizer_3",)  # T5 reads the whole prompt, the CLIPs only its first 77 tokens
     prompt_tokens = 256  # trained with 77 and 256 (3.5's model cards)
     text_answers = ("prompt_embeds", "", "pooled_prompt_embeds")
     denoiser_reads = {"encoder_hidden_states": "prompt_embeds", "pooled_projections": "pooled_prompt_embeds"}
-    timestep_unit = 1000  # as the scheduler counts its training steps
+    timestep_unit = 1000  # the scheduler's num_train_timesteps
     text_options = {"prompt_2": None, "prompt_3": None}
     text_shapes = {
         "prompt_embeds": ("tokens+77", "joint_attention_dim"),
@@ -59,14 +62,15 @@ class Family(ModelFamily):
     patch = 2
     native_resolution = 1024
     default_guidance = 7.0
+    train_shift = 3.0  # Esser et al. 2024, sect. 5.3.2: trained and sampled with 3 at 1024 x 1024
     kohya_base_version = "sd3"
     kohya_naming = "native"
     kohya_module = "networks.lora_sd3"
     layouts = ("diffusers", "comfy", "kohya")
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)
-    # The norms that end a stream: a LoRA of the original's is none of diffusers'. And nothing follows the text in the
-    # last block, where its queries are for nothing.
+    # On the norms that end a stream, a LoRA would differ between the original naming and diffusers'. In the last block
+    # nothing reads the text's output, so its queries have no effect.
     swapped_halves = ("transformer_blocks.-1.norm1_context.linear", "norm_out.linear")
     no_adapter = (*swapped_halves, "transformer_blocks.-1.attn.add_q_proj")
     # 3.5 medium; the sizes of the others are read from their files.
@@ -105,7 +109,7 @@ class Family(ModelFamily):
         final_layer.linear = proj_out
         final_layer.adaLN_modulation.1 = norm_out.linear
     """)
-    # A ControlNet has no final layer, and inpainting models take more channels than they give.
+    # A ControlNet has no final layer, and inpainting models take more channels than they return.
     single_file = {
         "has": ("joint_blocks.0.context_block.attn.qkv.weight",),
         "shapes": {"x_embedder.proj.weight": (None, None, None, None)},
@@ -125,7 +129,7 @@ class Family(ModelFamily):
         "dual_attention_layers": (0,),
         "qk_norm": "rms_norm",
     }
-    distilled_name = r"3\.?5[-_. ]?large[-_. ]?turbo"  # which has the files of 3.5 large
+    distilled_name = r"3\.?5[-_. ]?large[-_. ]?turbo"  # its files have the same tensors as 3.5 large
     distilled_advice = (
         "Stable Diffusion 3.5 large Turbo is distilled to draw in 4 steps, which plain training undoes: train on "
         "3.5 large and draw with Turbo, or train few steps at a low rate"
@@ -133,7 +137,7 @@ class Family(ModelFamily):
 
     @property
     def modelspec_architecture(self) -> str:
-        """Each size has a name of its own."""
+        """The architecture's ModelSpec name, which includes the size."""
         config = self.denoiser_config()
         if not config.get("qk_norm"):
             return "stable-diffusion-3-medium"
@@ -142,7 +146,7 @@ class Family(ModelFamily):
     def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
         clips = [pipeline._get_clip_prompt_embeds(prompts, 1, self.device, None, index) for index in (0, 1)]
         embeds_BLD, pooled_BD = (torch.cat(each, dim=-1).to(self.dtype) for each in zip(*clips, strict=True))
-        # What the CLIPs say comes first, padded to the width of T5, and T5's own words behind it.
+        # The CLIPs' embeddings come first, padded to T5's width, and T5's follow.
         before_BLD = cond["prompt_embeds"].to(embeds_BLD.device)
         width, length = before_BLD.shape[-1], embeds_BLD.shape[1]
         embeds_BLD = nn.functional.pad(embeds_BLD, (0, width - embeds_BLD.shape[-1]))
@@ -150,11 +154,11 @@ class Family(ModelFamily):
         return {**cond, "prompt_embeds": embeds_BLD, "pooled_prompt_embeds": pooled_BD}
 
     def usual_guidance(self) -> float:
-        medium = self.denoiser_config().get("dual_attention_layers")  # 4.5 is of its model card's example
+        medium = self.denoiser_config().get("dual_attention_layers")  # 4.5: the example on its model card
         return 4.5 if medium and not self.is_distilled() else ModelFamily.usual_guidance(self)
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        # What 3 medium, 3.5 medium and 3.5 large differ in.
+        # 3 medium, 3.5 medium and 3.5 large differ in these.
         return {
             "num_layers": len(blocks_with(native, "joint_blocks.#.x_block.attn.qkv.weight")),
             "num_attention_heads": native["x_embedder.proj.weight"][0] // told.get("attention_head_dim", 64),
@@ -166,7 +170,7 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
-        t5 = _miniature.t5_tokenizer(tokens=112)  # more than the CLIPs read of a prompt, as in the model
+        t5 = _miniature.t5_tokenizer(tokens=112)  # more than the CLIPs read of a prompt, as in the released model
         return {
             "scheduler": _miniature.flow_euler(shift=3.0),
             "vae": _miniature.vae(scaling_factor=1.5305, shift_factor=0.0609, quant_conv=False),

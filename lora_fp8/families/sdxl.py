@@ -1,9 +1,9 @@
 """Stable Diffusion XL: a UNet of 2.6 B parameters, conditioned on two CLIPs and on the sizes of the training image.
 
 Podell et al. 2023, "SDXL: Improving Latent Diffusion Models for High-Resolution Image Synthesis". Three things differ
-from SD 1.5: the text embeddings of CLIP ViT-L and OpenCLIP ViT-bigG stand side by side, the pooled embedding of the
-second enters beside the timestep, and so do six numbers of each image: its original height and width, the top and left
-of its crop, and the height and width it was trained at (sect. 2.2).
+from SD 1.5. The text embeddings of CLIP ViT-L and OpenCLIP ViT-bigG are concatenated. The second encoder's pooled
+embedding is added to the timestep's. So are six numbers of each image: its original height and width, the top and left
+of its crop, and the height and width of the crop it was trained at (sect. 2.2).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from diffusers import EulerDiscreteScheduler
 from torch import Tensor, nn
 
-from lora_fp8.objectives import Diffusion
-
+from ..objectives import Diffusion
 from . import _ldm, _miniature
 from .base import Cond, Inputs, ModelFamily, TextEncoder
 
@@ -28,14 +27,18 @@ class Family(ModelFamily):
     pipeline_class = "StableDiffusionXLPipeline"
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"
+    text_widths = {
+        "cross_attention_dim": "text_encoder.hidden_size + text_encoder_2.hidden_size",
+        "projection_class_embeddings_input_dim": "text_encoder_2.projection_dim + 6 * unet.addition_time_embed_dim",
+    }
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModel",
         "tokenizer_2": "CLIPTokenizer",
         "text_encoder_2": "CLIPTextModelWithProjection",
     }
-    # The embeddings are those before the last layer. Of the second, the pooled one comes behind it; of the first,
-    # nothing does: kohya's files hold its last layer too, untouched.
+    # The prompt embeddings are taken before the last layer. The second encoder's pooled embedding comes after it, but
+    # nothing reads the first encoder's last layer. Kohya's files contain that layer too, untrained.
     trained_text = {
         "text_encoder": TextEncoder("lora_te1_", "", width=768, hidden=3072, num_layers=12, unread=1),
         "text_encoder_2": TextEncoder("lora_te2_", "", width=1280, hidden=5120, num_layers=32),
@@ -50,6 +53,7 @@ class Family(ModelFamily):
     bucket_multiple = 8
     native_resolution = 1024
     default_guidance = 7.0
+    captions = "tags"  # Illustrious, NoobAI and Pony, which most people train on, know booru tags
     modelspec_architecture = "stable-diffusion-xl-v1-base"
     kohya_base_version = "sdxl_base_v1-0"
     kohya_naming = "sgm_unet"
@@ -92,7 +96,7 @@ class Family(ModelFamily):
     }
 
     def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        # The time ids' embeddings and the pooled text share one input.
+        # The embedded time ids and the pooled text embedding are concatenated into one input.
         both, each = (denoiser_config[f"{n}_dim"] for n in ("projection_class_embeddings_input", "addition_time_embed"))
         embeds = (self.longest_prompt, denoiser_config["cross_attention_dim"])
         return {"prompt_embeds": embeds, "text_embeds": (both - 6 * each,)}
@@ -112,7 +116,7 @@ class Family(ModelFamily):
         }
 
     def without_negative(self, empty: Cond) -> Cond | None:
-        # SDXL was trained with zeros for a dropped caption; the pipeline makes them itself when it is given nothing.
+        # SDXL was trained with zeros for a dropped caption; the pipeline creates them if it gets no negative prompt.
         return None if self.index().get("force_zeros_for_empty_prompt", True) else empty
 
     convert_checkpoint = _ldm.convert_checkpoint

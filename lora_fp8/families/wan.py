@@ -1,12 +1,14 @@
-"""Wan 2.1 text-to-video, 1.3 B and 14 B, trained on clips, and on pictures as clips of one frame.
+"""Wan 2.1 text-to-video, 1.3 B and 14 B, trained on clips, and on images as clips of one frame.
 
-Wan Team 2025, "Wan: Open and Advanced Large-Scale Video Generative Models". A DiT that attends to all patches of all
-frames and, in cross-attention, to UMT5's tokens, padded with zeros to 512 that are attended to as well. Flow matching,
-drawn with UniPC. Latents are normalised channel by channel, as in Qwen-Image, which has taken over this autoencoder.
+Wan Team 2025, "Wan: Open and Advanced Large-Scale Video Generative Models". A DiT attends to all patches of all frames
+and, in cross-attention, to UMT5's tokens; these are padded with zeros to 512, which are attended to as well. The model
+is trained with flow matching and sampled with UniPC. Latents are normalized per channel, as in Qwen-Image, which uses
+this autoencoder.
 
-Wan 2.2 A14B is two denoisers of this architecture, one for much noise and one for little. One job trains one denoiser
-over all noise levels: give the expert that is wanted as a single file. Its diffusers folder is refused, as a pipeline
-with half of it could not draw. Wan 2.2 5B has an autoencoder of its own, with 48 channels, and is refused by that.
+Wan 2.2 A14B consists of two denoisers of this architecture, one for high and one for low noise levels. One job trains
+one denoiser over all noise levels: give the wanted one as a single file. The diffusers folder is refused, because a
+pipeline with one of the two could not generate. Wan 2.2 5B has an autoencoder of its own with 48 channels, by which it
+is refused.
 """
 
 from __future__ import annotations
@@ -20,9 +22,8 @@ from diffusers import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import nn
 
-from lora_fp8 import naming
-from lora_fp8.config import UserError
-
+from ..errors import UserError
+from ..lora_files import naming
 from . import _files, _miniature, _qwen
 from ._files import Header, blocks_with, native_header
 from .base import Cond, ModelFamily
@@ -34,6 +35,7 @@ class Family(ModelFamily):
     example_base = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
     pipeline_class = "WanPipeline"
     denoiser_class = "WanTransformer3DModel"
+    text_widths = {"text_dim": "text_encoder.d_model"}
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "UMT5EncoderModel"}
     prompt_tokens = 512
     timestep_unit = 1000
@@ -46,8 +48,9 @@ class Family(ModelFamily):
     bucket_multiple = 16
     patch = 2
     latents_as = "BCFHW"
-    native_resolution = 640  # the area of 480p, which both sizes are trained at; 14B knows that of 720p (960) as well
+    native_resolution = 640  # the area of 480p, at which both sizes are trained; 14B also knows 720p (960)
     default_guidance = 5.0
+    train_shift = 3.0  # musubi-tuner docs/wan.md, whatever flow_shift (3, 5 or 12) the scheduler samples with
     clips = (4, 16)
     vae_class = "AutoencoderKLWan"
     vae_marks = _qwen.VAE_MARKS
@@ -81,7 +84,7 @@ class Family(ModelFamily):
     """)
     computed = {"rope": ("attention_head_dim", "patch_size", "max_seq_len")}
     tiny_hw = (32, 48)
-    # Image-to-video takes more channels than it gives or has keys for the image; VACE has blocks of its own.
+    # Image-to-video takes more channels than it returns, or has keys for the image; VACE has blocks of its own.
     single_file = {
         "has": ("blocks.0.self_attn.q.weight",),
         "shapes": {"patch_embedding.weight": (None, None, None, None, None)},
@@ -107,7 +110,7 @@ class Family(ModelFamily):
 
     def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
         found = ModelFamily.text_answer(self, pipeline, prompts)
-        # Zeros stand behind the prompt's tokens, and a token's own embedding is never zero throughout.
+        # Zeros follow the prompt's tokens, and no token's embedding is all zeros.
         return found | {"mask": found["prompt_embeds"].any(-1)}
 
     def collate(self, conds: list[Cond]) -> Cond:

@@ -1,10 +1,10 @@
 """Z-Image: a 6 B single-stream DiT, conditioned on Qwen3 4B, trained with rectified flow.
 
 Tongyi-MAI 2025, "Z-Image: An Efficient Image Generation Foundation Model with Single-Stream Diffusion Transformer".
-Time runs backwards, from 0 (noise) to 1 (image), and the velocity points to the image: both are turned around here.
-Image and text are padded to multiples of 32 with tokens that were learned; the transformer takes lists, and pads and
-masks by itself. Z-Image-Turbo is this model, distilled to 8 steps without guidance; only its scheduler
-tells, and the name of a single file.
+Time runs backwards, from 0 (noise) to 1 (image), and the velocity points to the image; this module reverses both.
+Image and text are padded to multiples of 32 with learned tokens; the transformer takes lists, and pads and masks them
+itself. Z-Image-Turbo is this model, distilled to 8 steps without guidance; only its scheduler, or the name of a single
+file, tells the two apart.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_fp8 import naming
-
+from ..lora_files import naming
 from . import _miniature, _qwen
 from .base import Cond, Inputs, ModelFamily
 
 TURBO_SHIFT = 3.0
-"""The shift in the scheduler of Z-Image-Turbo; Z-Image has 6."""
+"""Shift in the scheduler of Z-Image-Turbo; Z-Image's is 6."""
 
 
 class Family(ModelFamily):
@@ -29,9 +28,10 @@ class Family(ModelFamily):
     example_base = "Tongyi-MAI/Z-Image"
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
+    text_widths = {"cap_feat_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen3Model"}
     chat = ({"role": "user", "content": "\0"},)
-    prompt_tokens = 512  # those of the template included
+    prompt_tokens = 512  # with the template's
     text_shapes = {"prompt_embeds": ("tokens", "cap_feat_dim")}
     prompts_vary = True
     towards_image = True
@@ -39,20 +39,21 @@ class Family(ModelFamily):
         *(f"attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
     )
-    adapter_exclude = ("noise_refiner", "context_refiner")  # two blocks each before image and text meet
+    adapter_exclude = ("noise_refiner", "context_refiner")  # two blocks each, before image and text are joined
     keep_precise = ("all_x_embedder", "cap_embedder", "t_embedder", "all_final_layer")
     modulation = ("adaLN_modulation",)
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024
     default_guidance = 5.0
+    train_shift = 1.0  # OneTrainer (timestep_shift 1), diffusion-pipe; the scheduler's 6 would leave 4 % below 0.5
     plain_guidance = 0.0
     modelspec_architecture = "Z-Image"
     kohya_base_version = "z_image"
     kohya_naming = "native"
     kohya_module = "networks.lora_zimage"
-    # ComfyUI reads the names of diffusers too; with those of the original, q, k and v are one layer, which diffusers
-    # does not take apart.
+    # ComfyUI reads diffusers' names too. In the original names q, k and v are one layer, which diffusers does not split
+    # when it loads a LoRA.
     layouts = ("diffusers", "comfy", "kohya")
     lokr_of_diffusers = True
     layouts_of_diffusers = ("diffusers", "kohya")
@@ -67,10 +68,10 @@ class Family(ModelFamily):
         final_layer = all_final_layer.2-1
         t_embedder, cap_embedder, x_pad_token, cap_pad_token
     """)
-    beside_denoiser = ("norm_final",)  # of an older version of the code, which nothing reads
-    config_marks = {"siglip_feat_dim": None}  # Omni, which sees images
+    beside_denoiser = ("norm_final",)  # from an older version of the code, which nothing reads
+    config_marks = {"siglip_feat_dim": None}  # Omni sees images
     reference_config = {"in_channels": 16, "dim": 3840, "n_layers": 30, "n_heads": 30, "cap_feat_dim": 2560}
-    # Lumina 2 has neither the learned padding nor a modulation that begins with its linear; Omni sees images.
+    # Lumina 2 has neither learned padding nor a modulation whose first layer is a linear; Omni sees images.
     single_file = {
         "has": ("x_pad_token", "cap_pad_token", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"),
         "lacks": ("siglip_embedder.1.weight",),

@@ -1,28 +1,29 @@
-"""Moving in: the settings file of another trainer -> ours, and a list of what became of every key of it.
+"""Convert the settings file of another trainer to ours, and report what became of each of its keys.
 
-`recognise` tells which tool a file is of, `convert` makes an `Import` of it: our settings, and each key of the file in
-exactly one of four lists: mapped, differs in meaning, no counterpart, not known. What the tool takes for a key that the
-file lacks is written too where ours would differ, and listed apart. Nothing is guessed in silence: what the file does
-not say becomes a `# TODO` in ours.
+`recognise` finds out which tool a file belongs to. `convert` turns it into an `Import`: our settings, and each key of
+the file in exactly one of four lists: mapped, differs in meaning, no counterpart, unknown. Where the tool's default for
+a missing key differs from ours, it is written too, and listed separately. Nothing is guessed silently: what the file
+does not say becomes a `# TODO` in ours.
 
-One file = one tool: a table (`rules`) of what each of its keys becomes, and a function for what takes more than one key
-to tell (epochs, schedules, folders). What the pages around sd-scripts and musubi-tuner have of it is in `kohya_table`,
-`kohya_data`, `kohya_training`, `kohya_blocks` and `kohya_previews`; the words that all tools share are in `words`.
+Each tool has one file: a table (`rules`) that converts its keys one by one, and a function for whatever depends on
+several keys (epochs, schedules, folders). What sd-scripts, musubi-tuner and the graphical interfaces around them share
+is in `kohya_table`, `kohya_data`, `kohya_training`, `kohya_blocks` and `kohya_previews`; what all tools share is in
+`words`.
 
-Facts about the other tools are as of their documentation and sources of 2026; each table names the version.
-No torch here.
+The facts about the other tools are from their documentation and sources of 2026; each table names the version.
+This package does not import torch.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
-from lora_fp8.config import UserError
-
+from ..errors import UserError
 from . import ai_toolkit, diffusion_pipe, kohya_ss, lora_scripts, musubi, onetrainer, sd_scripts, simpletuner
 from .base import Draft, Import, Source, Tool, Unfit, hide, read_source
-from .render import problems, report, to_json, to_toml
+from .render import differences, few, grouped, problems, relocate, report, to_json, to_toml, verdict
 
-__all__ = ["TOOLS", "Import", "convert", "import_file", "problems", "recognise", "report", "to_json", "to_toml"]
+__all__ = ["TOOLS", "Import", "convert", "import_file", "problems", "recognise", "relocate", "report", "to_json"]
+__all__ += ["differences", "few", "grouped", "to_toml", "verdict"]
 
 TOOLS: dict[str, Tool] = {
     tool.name: tool
@@ -37,14 +38,14 @@ TOOLS: dict[str, Tool] = {
         simpletuner.TOOL,
     )
 }
-"""Every tool whose files are read, by the name that `--from` takes."""
+"""All tools whose files can be read, by the name that `--from` takes."""
 
 
 def recognise(source: Source) -> tuple[Tool, str]:
-    """The tool that a file is of, and what tells.
+    """Find out which tool a file belongs to, and what shows it.
 
     Raises:
-        UserError: no tool's file looks like this, or more than one's does.
+        UserError: no tool's files look like this, or more than one tool's do.
     """
     found = [(tool, why) for tool in TOOLS.values() if (why := tool.recognise(source))]
     if len(found) == 1:
@@ -59,7 +60,19 @@ def recognise(source: Source) -> tuple[Tool, str]:
 
 
 def convert(source: Source, tool: Tool, why: str, family: str = "") -> Import:
-    """Every key of the file through the tool's table. `family` overrides what the file says of the architecture."""
+    """Convert every key of the file by the tool's table.
+
+    Args:
+        source: the file.
+        tool: the tool that it belongs to.
+        why: what shows that the file belongs to this tool.
+        family: overrides the architecture that the file names.
+
+    Raises:
+        UserError: the file has no table of settings, or a value that the tool itself could not use.
+    """
+    if not isinstance(source.data, dict) and not tool.recognise(source):
+        raise UserError(f"{source.path}: has no table of settings that {tool.name} could read")
     draft = Draft(tool, source, why, family)
     try:
         tool.combine(draft)
@@ -73,16 +86,16 @@ def convert(source: Source, tool: Tool, why: str, family: str = "") -> Import:
 def import_file(
     path: str | Path, tool: str = "", family: str = "", reach: Callable[[Path], bool] | None = None
 ) -> Import:
-    """The whole way from a file to our settings.
+    """Read a file and convert it to our settings.
 
     Args:
         path: TOML, JSON, YAML, or a shell or batch script with the command that starts the training.
-        tool: a name in `TOOLS`; empty looks at the file.
-        family: our name of the architecture; empty takes it from the file.
-        reach: whether a file or folder that it refers to may be looked at; all may where nothing is given.
+        tool: a name in `TOOLS`; "" recognises the tool by the file.
+        family: our name of the architecture; "" takes it from the file.
+        reach: returns True if a file or folder that the file refers to may be accessed; None allows all.
 
     Raises:
-        UserError: the file cannot be read, is of no known tool, or could be of several.
+        UserError: the file cannot be read, belongs to no known tool, or could belong to several.
     """
     if tool and tool not in TOOLS:
         raise UserError(f"--from {tool}: not known; accepted: {', '.join(TOOLS)}")

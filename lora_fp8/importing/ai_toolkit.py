@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from lora_fp8.config import UserError
-
-from . import words
+from ..errors import UserError
+from . import kohya_previews, words
 from .base import (
     JOINT,
     Draft,
@@ -18,6 +17,7 @@ from .base import (
     Source,
     Tool,
     always,
+    cached,
     flag,
     flattened,
     idle,
@@ -32,6 +32,8 @@ from .base import (
 )
 
 PROCESS = "config.process.0."
+SAMPLE = f"{PROCESS}sample."
+TRAIN = f"{PROCESS}train."
 NO_VIDEO = words.NO_CLIPS
 NO_CONTROL = "control pictures lie in one folder here: dataset.folders.N.control"
 NO_LOSS = "there is one loss here, objective.loss, weighted by min_snr_gamma only"
@@ -50,8 +52,8 @@ SHORT: dict[str, Rule] = {
     "network.rank": JOINT,
     "network.linear_alpha": JOINT,
     "network.alpha": JOINT,
-    "network.conv": none("convolutions are not adapted here, only linear layers"),
-    "network.conv_alpha": none("convolutions are not adapted here, only linear layers"),
+    "network.conv": none(words.NO_CONV),
+    "network.conv_alpha": none(words.NO_CONV),
     "network.dropout": to("adapter.dropout", number),
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
@@ -87,9 +89,9 @@ SHORT: dict[str, Rule] = {
     "datasets.*.token_dropout_rate": JOINT,
     "datasets.*.random_triggers": none("a folder has one trigger"),
     "datasets.*.trigger_word": JOINT,
-    "datasets.*.cache_latents": always(words.ALWAYS_CACHED),
-    "datasets.*.cache_latents_to_disk": always(words.ALWAYS_CACHED),
-    "datasets.*.cache_text_embeddings": always(words.ALWAYS_CACHED),
+    "datasets.*.cache_latents": cached(words.ALWAYS_CACHED),
+    "datasets.*.cache_latents_to_disk": cached(words.ALWAYS_CACHED),
+    "datasets.*.cache_text_embeddings": cached(words.ALWAYS_CACHED),
     "datasets.*.mask_path": JOINT,
     "datasets.*.mask_min_value": JOINT,
     "datasets.*.alpha_mask": JOINT,
@@ -156,7 +158,7 @@ SHORT: dict[str, Rule] = {
     "train.skip_first_sample": JOINT,
     "train.force_first_sample": JOINT,
     "train.disable_sampling": JOINT,
-    "train.cache_text_embeddings": always(words.ALWAYS_CACHED),
+    "train.cache_text_embeddings": cached(words.ALWAYS_CACHED),
     "train.unload_text_encoder": always("text encoders are freed before training"),
     "train.bypass_guidance_embedding": none("objective.guidance is always shown"),
     "train.xformers": always(words.ATTENTION),
@@ -183,7 +185,7 @@ SHORT: dict[str, Rule] = {
     "model.is_v2": JOINT,
     "model.is_v3": JOINT,
     "model.is_lumina2": JOINT,
-    "model.is_v_pred": none("the model's scheduler_config.json says what it predicts"),
+    "model.is_v_pred": JOINT,
     "model.quantize": JOINT,
     "model.qtype": JOINT,
     "model.quantize_te": idle("text encoders are freed before training here"),
@@ -196,8 +198,8 @@ SHORT: dict[str, Rule] = {
     "model.assistant_lora_path": none("no LoRA is merged into the base while training; train on an undistilled base"),
     "model.inference_lora_path": none("no LoRA is merged into the base"),
     "model.lora_path": none("no LoRA is merged into the base"),
-    "model.layer_offloading": none(words.NO_SWAP),
-    "model.layer_offloading_transformer_percent": idle("belongs to layer_offloading"),
+    "model.layer_offloading": JOINT,
+    "model.layer_offloading_transformer_percent": JOINT,
     "model.layer_offloading_text_encoder_percent": idle("belongs to layer_offloading"),
     "model.compile": JOINT,
     "model.use_flux_cfg": none("guidance is shown as one number"),
@@ -210,6 +212,7 @@ SHORT: dict[str, Rule] = {
     "sample.samples.*.width": JOINT,
     "sample.samples.*.height": JOINT,
     "sample.samples.*.seed": JOINT,
+    **{f"sample.samples.*.{name}": JOINT for name in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")},
     "sample.samples.*.**": none("one value here for all previews"),
     "sample.width": JOINT,
     "sample.height": JOINT,
@@ -219,7 +222,7 @@ SHORT: dict[str, Rule] = {
     "sample.guidance_scale": JOINT,
     "sample.sample_steps": JOINT,
     "sample.guidance_rescale": none("guidance is not rescaled here"),
-    "sample.num_frames": none("preview.frames is the length of previews, of wan, hunyuan_video and ltx_video", 1),
+    "sample.num_frames": JOINT,
     "sample.fps": idle(NO_VIDEO),
     "sample.format": idle("previews are .png"),
     "sample.ext": idle("previews are .png"),
@@ -258,12 +261,27 @@ RULES: dict[str, Rule] = {
     **{PROCESS.replace(".0.", ".*.") + key: rule for key, rule in SHORT.items()},
 }
 
+CONTROL_IMAGES = ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
+PROMPT_FLAGS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "seed": "seed", "s": "steps"}
+PROMPT_FLAGS |= {"steps": "steps", "l": "guidance", "cfg": "guidance", "num_frames": "frames"}
+PROMPT_FLAGS |= dict.fromkeys(CONTROL_IMAGES, "controls")
+"""Flags that may follow the text of a prompt -> our names."""
+SAMPLE_FIELDS = {
+    "width": "width",
+    "height": "height",
+    "neg": "negative",
+    "seed": "seed",
+    "guidance_scale": "guidance",
+    "sample_steps": "steps",
+    "num_frames": "frames",
+}
+"""Keys under `sample` that apply to all previews -> our names."""
+SAMPLE_NAMES = SAMPLE_FIELDS | {"prompts": "prompts", "walk_seed": "seed"}
 ARCHITECTURES = {
     "sd15": "sd15",
     "sd1": "sd15",
     "sd2": "sd2",
     "sdxl": "sdxl",
-    "ssd": "sdxl",
     "sd3": "sd3",
     "flux": "flux",
     "fluxkontext": "flux_kontext",
@@ -289,8 +307,22 @@ ARCHITECTURES = {
 }
 
 
+OTHER_JOBS = {
+    "generate": "it draws images and trains nothing",
+    "extract": "it extracts a LoRA from two models: `lora-fp8 extract` does",
+    "mod": "it changes a LoRA file: `lora-fp8 resize` and `lora-fp8 merge` do",
+}
+OTHER_PROCESSES = {
+    **dict.fromkeys(("slider", "ultimate_slider_trainer", "concept_slider"), "it trains a slider from prompts"),
+    **dict.fromkeys(("textual_inversion_trainer", "image_reference_slider_trainer"), "it trains no LoRA on images"),
+    "to_folder": "it draws images and trains nothing",
+    "rescale_lora": "it changes a LoRA file: `lora-fp8 resize` and `lora-fp8 merge` do",
+}
+"""Jobs and processes that do not train a LoRA on images -> what they do."""
+
+
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
-    """The job's keys; a second process is an error, since one file of ours is one job."""
+    """Yield the job's keys. A second process is an error, since one of our files is one job."""
     data = draft.source.data
     processes = (
         data["config"].get("process") if isinstance(data, dict) and isinstance(data.get("config"), dict) else None
@@ -298,17 +330,22 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     if not isinstance(processes, list) or len(processes) != 1 or not isinstance(processes[0], dict):
         raise UserError(f"{draft.source.path}: expected one process under config; split files with several")
 
+    kind = str(processes[0].get("type", ""))
+    if what := OTHER_JOBS.get(str(data.get("job", ""))) or OTHER_PROCESSES.get(kind):
+        words.refuse(draft, what)
+    if processes[0].get("adapter") and not processes[0].get("network"):
+        words.refuse(draft, "it trains an adapter (IP-Adapter, Redux, ControlNet)")
     yield from ((key.removeprefix(PROCESS), key, value) for key, value in flattened(data))
 
 
 def combine(draft: Draft) -> None:
-    """Everything of a job."""
+    """Convert all settings of a job."""
     words.set_name(draft, "config.name")
     _set_model(draft)
     words.set_dtype(draft, f"{PROCESS}train.dtype")
     quantize, kind = f"{PROCESS}model.quantize", f"{PROCESS}model.qtype"
     if words.on(draft.get(quantize)):
-        # Accuracy-recovery adapters are named behind a bar.
+        # The name of an accuracy-recovery adapter follows a bar.
         name, _, recovery = str(draft.get(kind) or "qfloat8").partition("|")
         words.set_storage(draft, [quantize, kind], name, "ai-toolkit")
         if recovery:
@@ -336,6 +373,7 @@ def _set_model(draft: Draft) -> None:
         kind, why = "lumina2", "is_lumina2 is on"
     if not kind and not draft.has(key("arch")):
         kind, why = "sd15", "no arch and no is_...: SD 1.5, as there"
+    kind, why = words.refined(kind, why, [draft.get(key("name_or_path"))])
     keys = [key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
     words.set_family(
         draft,
@@ -344,11 +382,14 @@ def _set_model(draft: Draft) -> None:
         why or f"arch = {draft.get(key('arch'))!r}",
     )
     draft.none(keys, "another family", off=True)
+    words.set_prediction(draft, key("is_v_pred"), "v" if words.on(draft.get(key("is_v_pred"))) else "")
     words.set_model_path(draft, key("name_or_path"))
 
 
 def _set_network(draft: Draft) -> None:
     key = f"{PROCESS}network.type"
+    if not any(one.startswith(f"{PROCESS}network.") for one in draft.given):
+        words.set_whole_model(draft, "the file has no network: theirs trains the whole model then")
     kind = words.plain(draft.get(key) or "lora")
     own = {words.plain(name): name for name in words.accepted("adapter.type")}
     if kind in own:
@@ -357,18 +398,7 @@ def _set_network(draft: Draft) -> None:
         draft.none(key, f"there is no {kind} here; a LoRA of this rank was written")
         draft.set("adapter.type", "lora")
         draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
-    factor, full = f"{PROCESS}network.lokr_factor", f"{PROCESS}network.lokr_full_rank"
-    if kind == "lokr":
-        given = draft.get(factor)
-        draft.mapped(
-            factor, {"adapter.factor": words.lokr_factor(-1 if given is None else given)}, "-1 there is 0 here"
-        )
-        if words.on(draft.get(full)):
-            ranks = [f"{PROCESS}network.rank", f"{PROCESS}network.linear"]
-            draft.mapped([full, *ranks], {"adapter.rank": words.WHOLE_RANK}, "whole matrices")
-        draft.none(full, "off", off=True)
-    else:
-        draft.none([factor, full], "belongs to LoKr", off=True)
+    _set_lokr(draft, kind)
     for ours, names, read in (
         ("adapter.rank", ("network.rank", "network.linear"), whole),
         ("adapter.alpha", ("network.linear_alpha", "network.alpha"), number),
@@ -384,6 +414,20 @@ def _set_network(draft: Draft) -> None:
         words.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", 16))
 
 
+def _set_lokr(draft: Draft, kind: str) -> None:
+    """Set the factor of a LoKr, and its rank if whole matrices are trained; `kind` is the network's type."""
+    factor, full = f"{PROCESS}network.lokr_factor", f"{PROCESS}network.lokr_full_rank"
+    if kind != "lokr":
+        draft.none([factor, full], "belongs to LoKr", off=True)
+        return
+    given = draft.get(factor)
+    draft.mapped(factor, {"adapter.factor": words.lokr_factor(-1 if given is None else given)}, "-1 there is 0 here")
+    if words.on(draft.get(full)):
+        ranks = [f"{PROCESS}network.rank", f"{PROCESS}network.linear"]
+        draft.mapped([full, *ranks], {"adapter.rank": words.WHOLE_RANK}, "whole matrices")
+    draft.none(full, "off", off=True)
+
+
 def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
     alpha, path = f"{table}alpha_mask", f"{table}mask_path"
     if words.on(draft.get(alpha)):
@@ -397,7 +441,7 @@ def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
 
 
 def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
-    """Of the folders with masks; theirs counts nothing outside of a mask where a file does not say otherwise."""
+    """Set objective.unmasked_weight from the folders with masks; ai-toolkit ignores what is outside by default."""
     keys = [f"{table}mask_min_value" for table in tables]
     if any(folder.mask for folder in draft.folders):
         masked = [key for key, table in zip(keys, tables, strict=True) if _has_masks(draft, table)]
@@ -414,65 +458,17 @@ def _set_folders(draft: Draft) -> None:
         {m[0] for key in draft.given if (m := re.match(re.escape(PROCESS) + r"datasets\.\d+\.", key))},
         key=lambda table: int(table.split(".")[-2]),
     )
-    kept, largest = [], 0
-    named: list[range] = []  # the folders of each
-    for table in tables:
-        kept.append(table)
-        named.append(range(0))
-        name = f"{table}folder_path" if draft.has(f"{table}folder_path") else f"{table}dataset_path"
-        path = draft.get(name, text)
-        if not path:
-            continue
-        folder = Folder(path, positive(draft.get(f"{table}num_repeats") or 1), draft.get(f"{table}trigger_word") or "")
-        words.look_into(draft, folder, deep=True)
-        at = f"dataset.folders.{len(draft.folders)}"
-        draft.mapped(name, {}, f"{at}.path")
-        draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
-        draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
-        words.set_control(draft, f"{table}control_path", folder, at)
-        _set_mask(draft, table, folder, at)
-        caption = draft.get(f"{table}default_caption", text)
-        if words.on(draft.get(f"{table}is_reg")):
-            folder.regularization, folder.trigger = True, ""
-            draft.differs(f"{table}is_reg", {}, words.SHOWN_ALIKE)
-            draft.none(f"{table}default_caption", "here each of these pictures needs a caption file")
-        draft.none(f"{table}is_reg", "off", off=True)
-        if caption and not folder.regularization:
-            draft.differs(f"{table}default_caption", {}, words.caption_by_trigger(folder, caption))
-        sides = sorted({whole(side) for side in draft.get(f"{table}resolution", listed) or []})
-        if len(sides) > 1:
-            draft.mapped(f"{table}resolution", {}, "the folder once for each, as there")
-            draft.folders += [replace(folder, resolution=side) for side in sides]
-            largest = max(largest, sides[-1])
-        else:
-            draft.folders.append(folder)
-        named[-1] = range(len(draft.folders) - max(1, len(sides)), len(draft.folders))
+    indices = [_add_folders(draft, table) for table in tables]
     draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
-    _set_unmasked_weight(draft, kept)
+    _set_unmasked_weight(draft, tables)
     words.balance_regularization(draft)
     words.weigh_regularization(draft, f"{PROCESS}train.reg_weight")
-    for table, own in zip(kept, named, strict=True):
+    for table, own in zip(tables, indices, strict=True):
         for i in own:
             words.weigh(draft, f"{table}loss_multiplier", draft.folders[i], f"dataset.folders.{own[0]}")
-
-    def each(name: str) -> tuple[list[str], list[Any]]:
-        return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
-
-    _set_sides(draft, [(f"{table}resolution", own) for table, own in zip(kept, named, strict=True)], largest)
-    for name, setting, read in (
-        ("caption_dropout_rate", "dataset.caption_dropout", number),
-        ("shuffle_tokens", "dataset.shuffle_tags", flag),
-        ("token_dropout_rate", "dataset.tag_dropout", number),
-        ("flip_x", "dataset.flip", flag),
-        ("buckets", "dataset.buckets", flag),
-        ("bucket_tolerance", "dataset.bucket_step", whole),
-    ):
-        words.share(draft, *each(name), setting, read)
-    keys, values = each("keep_tokens")
-    if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
-        words.share(draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole)
-    draft.none(keys, "means nothing without shuffle_tokens", off=True)
-    for key in [one for table in kept for one in (f"{table}caption_ext", f"{table}caption_type")]:
+    _set_sides(draft, [(f"{table}resolution", own) for table, own in zip(tables, indices, strict=True)])
+    _set_shared(draft, tables)
+    for key in [one for table in tables for one in (f"{table}caption_ext", f"{table}caption_type")]:
         if str(draft.get(key) or "txt").lstrip(".").lower() in ("txt", "caption"):
             draft.mapped(key, {}, ".txt and .caption files are read by themselves")
         else:
@@ -480,20 +476,75 @@ def _set_folders(draft: Draft) -> None:
             draft.todo.append(f"captions end in .{draft.get(key)} there; here in .txt or .caption")
 
 
-def _set_sides(draft: Draft, folders: list[tuple[str, range]], largest: int) -> None:
-    """dataset.resolution, the largest, and that of each folder which has another; theirs is 512 where none is said.
+def _add_folders(draft: Draft, table: str) -> range:
+    """Add a dataset's folder to the draft, once for each resolution; return the indices of what was added."""
+    name = f"{table}folder_path" if draft.has(f"{table}folder_path") else f"{table}dataset_path"
+    path = draft.get(name, text)
+    if not path:
+        return range(0)
+    folder = Folder(path, positive(draft.get(f"{table}num_repeats") or 1), draft.get(f"{table}trigger_word") or "")
+    words.look_into(draft, folder, deep=True)
+    first = len(draft.folders)
+    at = f"dataset.folders.{first}"
+    draft.mapped(name, {}, f"{at}.path")
+    draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
+    draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
+    words.set_control(draft, f"{table}control_path", folder, at)
+    _set_mask(draft, table, folder, at)
+    caption = draft.get(f"{table}default_caption", text)
+    if words.on(draft.get(f"{table}is_reg")):
+        folder.regularization, folder.trigger = True, ""
+        draft.differs(f"{table}is_reg", {}, words.SHOWN_ALIKE)
+        draft.none(f"{table}default_caption", "here each of these pictures needs a caption file")
+    draft.none(f"{table}is_reg", "off", off=True)
+    if caption and not folder.regularization:
+        draft.differs(f"{table}default_caption", {}, words.caption_by_trigger(folder, caption))
+    sides = sorted({whole(side) for side in draft.get(f"{table}resolution", listed) or []})
+    if len(sides) > 1:
+        draft.mapped(f"{table}resolution", {}, "the folder once for each, as there")
+        draft.folders += [replace(folder, resolution=side) for side in sides]
+    else:
+        draft.folders.append(folder)
+    return range(first, len(draft.folders))
+
+
+def _set_shared(draft: Draft, tables: list[str]) -> None:
+    """Set what has one value for all folders here: dropout, flips, buckets and the shuffling of tags."""
+
+    def each(name: str) -> tuple[list[str], list[Any]]:
+        return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
+
+    for name, setting, read in (
+        ("caption_dropout_rate", "dataset.caption_dropout", number),
+        ("shuffle_tokens", "dataset.shuffle_tags", flag),
+        ("token_dropout_rate", "dataset.tag_dropout", number),
+        ("flip_x", "dataset.flip", flag),
+        ("buckets", "dataset.buckets", flag),
+    ):
+        words.share(draft, *each(name), setting, read)
+    words.set_bucket_step(draft, *each("bucket_tolerance"))
+    keys, values = each("keep_tokens")
+    if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
+        words.share(draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole)
+    draft.none(keys, "means nothing without shuffle_tokens", off=True)
+
+
+def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
+    """Set dataset.resolution to the largest, and that of each folder that has another one; the default there is 512.
 
     Args:
-        folders: the key of each dataset, and which of our folders it is.
-        largest: of those that have several already.
+        draft: the import.
+        folders: each dataset's key, and the indices of its folders; a dataset with several resolutions has one folder
+            for each, whose resolution is set already.
     """
+    largest = max([0, *(folder.resolution for folder in draft.folders)])
     single = [(key, own) for key, own in folders if own and key not in draft.done]
     sides = [whole((draft.get(key, listed) or [512])[0]) for key, _ in single]
     top = max([largest, *sides])
     for (key, own), side in zip(single, sides, strict=True):
         draft.folders[own[0]].resolution = side if side != top else 0
         if not draft.has(key):
-            draft._enter("defaults", key.removeprefix(PROCESS), side, f"dataset.folders.{own[0]}.resolution = {side}")
+            draft.report_default(key.removeprefix(PROCESS), side, f"dataset.folders.{own[0]}.resolution = {side}")
     if top:
         draft.set("dataset.resolution", top, "the largest of theirs, which previews have unless they say another")
     note = "the largest, and folders that have another say so" if len({largest or top, *sides}) > 1 else ""
@@ -501,53 +552,64 @@ def _set_sides(draft: Draft, folders: list[tuple[str, range]], largest: int) -> 
 
 
 def _set_training(draft: Draft) -> None:
-    def key(name: str) -> str:
-        return f"{PROCESS}train.{name}"
-
-    batch = positive(draft.get(key("batch_size")) or 1)
-    draft.mapped(key("batch_size"), {"train.batch_size": batch})
-    used = key("gradient_accumulation_steps")
-    used = used if draft.has(used) and whole(draft.given[used]) > 1 else key("gradient_accumulation")
-    accumulate = whole(draft.get(used) or draft.get(key("gradient_accumulation_steps")) or 1)
-    draft.mapped([key("gradient_accumulation_steps"), key("gradient_accumulation")], {"train.accumulate": accumulate})
-    rate = key("unet_lr") if draft.has(key("unet_lr")) else key("lr")
-    words.set_optimizer(draft, key("optimizer"), [rate], draft.get(rate, number), least=0.1)
-    words.set_prodigy(draft, {name: key(f"optimizer_params.{name}") for name in words.OF_PRODIGY})
-    own = key("text_encoder_lr") if draft.has(key("text_encoder_lr")) else key("lr")
-    on = words.on(draft.get(key("train_text_encoder")))
-    rates = {"CLIP": draft.get(own, number)} if on else {}
-    words.set_text_encoders(draft, [key("train_text_encoder")], [key("text_encoder_lr")], rates)
-    draft.none([key("lr"), key("unet_lr")], "unet_lr counts for the denoiser", off=True)
-    named = str(draft.get(key("optimizer"))).lower()
-    if not draft.has(key("optimizer_params.eps")) and ("adam" in named or "prodigy" in named):
-        draft.set("optimizer.eps", 1e-6, "not in the file: ai-toolkit's own")
-        draft._enter("defaults", "train.optimizer_params.eps", 1e-6, "optimizer.eps = 1e-06")
-    betas = draft.get(key("optimizer_params.betas"), pair)
-    if betas:
-        draft.mapped(key("optimizer_params.betas"), {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
-    warm = key("lr_scheduler_params.num_warmup_steps")
+    _set_batch(draft)
+    _set_optimizer(draft)
+    warmup = f"{TRAIN}lr_scheduler_params.num_warmup_steps"
     words.set_schedule(
         draft,
-        key("lr_scheduler"),
-        warmup_key=warm,
-        warmup=draft.get(warm, number),
-        cycles_key=key("lr_scheduler_params.num_cycles"),
+        words.ScheduleKeys(f"{TRAIN}lr_scheduler", warmup=warmup, cycles=f"{TRAIN}lr_scheduler_params.num_cycles"),
+        warmup=draft.get(warmup, number),
     )
-    for name in ("min_snr_gamma", "snr_gamma"):
-        if draft.has(key(name)):
-            words.set_min_snr(draft, key(name))
-    draft.none([key("min_snr_gamma"), key("snr_gamma")], "off", off=True)
-    words.set_noise_offset(draft, key("noise_offset"))
+    gammas = [f"{TRAIN}min_snr_gamma", f"{TRAIN}snr_gamma"]
+    for key in gammas:
+        if draft.has(key):
+            words.set_min_snr(draft, key)
+    draft.none(gammas, "off", off=True)
+    words.set_noise_offset(draft, f"{TRAIN}noise_offset")
     _set_timesteps(draft)
-    for name in (key("compile"), f"{PROCESS}model.compile"):
-        if words.on(draft.get(name)):
-            draft.differs(name, {"memory.compile": "blocks"}, "each repeated block is compiled, once")
-        draft.none(name, "off", off=True)
-    words.set_every(draft, "checkpoint.every", f"{PROCESS}save.save_every", "", None, words.SAVED)
+    for key in (f"{TRAIN}compile", f"{PROCESS}model.compile"):
+        if words.on(draft.get(key)):
+            draft.differs(key, {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+        draft.none(key, "off", off=True)
+    offload = [f"{PROCESS}model.layer_offloading", f"{PROCESS}model.layer_offloading_transformer_percent"]
+    share = draft.get(offload[1], number) if draft.has(offload[1]) else 1.0
+    told = "a share of the layers there, drawn by chance; of the frozen weights here"
+    words.set_offload(draft, offload, share if words.on(draft.get(offload[0])) else 0.0, told)
+    words.set_every(draft, "checkpoint.every", (f"{PROCESS}save.save_every", ""), None, words.SAVED)
     keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
     if keep:
         told = "checkpoints, besides the file at the end" if keep >= 2 else "at least 2 here"
         draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": max(2, keep)}, told)
+
+
+def _set_batch(draft: Draft) -> None:
+    """Set train.batch_size and train.accumulate."""
+    batch = positive(draft.get(f"{TRAIN}batch_size") or 1)
+    draft.mapped(f"{TRAIN}batch_size", {"train.batch_size": batch})
+    keys = [f"{TRAIN}gradient_accumulation_steps", f"{TRAIN}gradient_accumulation"]
+    used = keys[0] if draft.has(keys[0]) and whole(draft.given[keys[0]]) > 1 else keys[1]
+    accumulate = whole(draft.get(used) or draft.get(keys[0]) or 1)
+    draft.mapped(keys, {"train.accumulate": accumulate})
+
+
+def _set_optimizer(draft: Draft) -> None:
+    """Set the optimizer, its learning rates, betas and eps, and the text encoders."""
+    general, denoiser, encoder = f"{TRAIN}lr", f"{TRAIN}unet_lr", f"{TRAIN}text_encoder_lr"
+    rate = denoiser if draft.has(denoiser) else general
+    words.set_optimizer(draft, f"{TRAIN}optimizer", [rate], draft.get(rate, number), least=0.1)
+    words.set_prodigy(draft, {name: f"{TRAIN}optimizer_params.{name}" for name in words.OF_PRODIGY})
+    trains_encoder = words.on(draft.get(f"{TRAIN}train_text_encoder"))
+    own = encoder if draft.has(encoder) else general
+    rates = {"CLIP": draft.get(own, number)} if trains_encoder else {}
+    words.set_text_encoders(draft, [f"{TRAIN}train_text_encoder"], [encoder], rates)
+    draft.none([general, denoiser], "unet_lr counts for the denoiser", off=True)
+    name = str(draft.get(f"{TRAIN}optimizer")).lower()
+    if not draft.has(f"{TRAIN}optimizer_params.eps") and ("adam" in name or "prodigy" in name):
+        draft.set("optimizer.eps", 1e-6, "not in the file: ai-toolkit's own")
+        draft.report_default("train.optimizer_params.eps", 1e-6, "optimizer.eps = 1e-06")
+    betas = draft.get(f"{TRAIN}optimizer_params.betas", pair)
+    if betas:
+        draft.mapped(f"{TRAIN}optimizer_params.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
 
 
 def _set_timesteps(draft: Draft) -> None:
@@ -571,53 +633,81 @@ def _set_timesteps(draft: Draft) -> None:
 
 
 def _set_previews(draft: Draft) -> None:
-    def key(name: str) -> str:
-        return f"{PROCESS}sample.{name}"
-
-    if words.on(draft.get(f"{PROCESS}train.disable_sampling")):
-        draft.mapped(f"{PROCESS}train.disable_sampling", {}, "no prompts are written")
-        draft.none([one for one in draft.given if one.startswith(key(""))], "previews are off", off=True)
-        draft.none([f"{PROCESS}train.skip_first_sample", f"{PROCESS}train.force_first_sample"], "off", off=True)
+    off_switch = f"{PROCESS}train.disable_sampling"
+    starts = [f"{PROCESS}train.skip_first_sample", f"{PROCESS}train.force_first_sample"]
+    if words.on(draft.get(off_switch)):
+        draft.mapped(off_switch, {}, "no prompts are written")
+        draft.none([key for key in draft.given if key.startswith(SAMPLE)], "previews are off", off=True)
+        draft.none(starts, "off", off=True)
         return
-    trigger = str(draft.get(f"{PROCESS}trigger_word") or "")
-    fields = {"width": "width", "height": "height", "neg": "negative", "seed": "seed"}
-    fields |= {"guidance_scale": "guidance", "sample_steps": "steps"}
-    common = {ours: draft.get(key(name)) for name, ours in fields.items()}
-    common = {name: value for name, value in common.items() if value is not False}
-    prompts = [{"prompt": prompt} for prompt in draft.get(key("prompts"), listed) or []]
-    singles = sorted({int(one[len(key("samples.")) :].split(".")[0]) for one in draft.keys(key("samples.*.prompt"))})
-    for i in singles:
-        own = {name: draft.get(key(f"samples.{i}.{name}")) for name in ("prompt", "width", "height", "seed")}
+    prompts, unknown_flags = _preview_prompts(draft)
+    pictures = _with_common_settings(draft, prompts)
+    keys = [key for key in draft.given if key.startswith(SAMPLE) and draft.tool.rule(key) is JOINT]
+    if pictures:
+        has_trigger = draft.get(f"{PROCESS}trigger_word") or "[trigger]" not in str(prompts)
+        told = [] if has_trigger else ["[trigger] has no word to stand for"]
+        if unknown_flags:
+            told.append(f"{', '.join(unknown_flags)} mean nothing here")
+        if _have_one_seed(pictures):
+            told.append("seeds count up here from preview to preview (walk_seed)")
+            first = pictures[0]["seed"]
+            pictures = [picture | {"seed": whole(first) + i} for i, picture in enumerate(pictures)]
+        words.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
+        named = {key: _preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
+        words.set_previews(draft, named, pictures, "; ".join(told))
+    else:
+        draft.none(keys, "no prompts", off=True)
+    if pictures and words.on(draft.get(starts[0])):
+        draft.mapped(starts[0], {"preview.at_start": False})
+    draft.none([*starts, off_switch], "off", off=True)
+
+
+def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a table for each prompt, with the settings of its own, and the flags in prompts that mean nothing here."""
+    lines = draft.get(f"{SAMPLE}prompts", listed) or []
+    parsed = [kohya_previews.parse_prompt(str(line), PROMPT_FLAGS) for line in lines]
+    prompts = [picture for picture, _ in parsed]
+    unknown_flags = list(dict.fromkeys(flag for _, flags in parsed for flag in flags))
+    start = len(f"{SAMPLE}samples.")
+    for i in sorted({int(key[start:].split(".")[0]) for key in draft.keys(f"{SAMPLE}samples.*.prompt")}):
+        own = {name: draft.get(f"{SAMPLE}samples.{i}.{name}") for name in ("prompt", "width", "height", "seed")}
+        images = [draft.get(f"{SAMPLE}samples.{i}.{name}") for name in CONTROL_IMAGES]
+        own["controls"] = [image for image in images if image]
         if own["prompt"]:
-            prompts.append({name: value for name, value in own.items() if value not in (None, "")})
+            prompts.append({name: value for name, value in own.items() if value not in (None, "", [])})
+    return prompts, unknown_flags
+
+
+def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the prompts with the settings that all of them share, and with the trigger word in its place."""
+    trigger = str(draft.get(f"{PROCESS}trigger_word") or "")
+    common = {ours: draft.get(f"{SAMPLE}{name}") for name, ours in SAMPLE_FIELDS.items()}
+    common = {name: value for name, value in common.items() if value is not False}
+    seed = common.get("seed")
     pictures: list[dict[str, Any]] = []
     for i, prompt in enumerate(prompts):
-        seed = common.get("seed")
-        counted = {"seed": whole(seed) + i} if seed is not None and words.on(draft.get(key("walk_seed"))) else {}
-        pictures.append(common | counted | prompt)
-        pictures[-1]["prompt"] = str(pictures[-1]["prompt"]).replace("[trigger]", trigger)
-    every = [one for one in draft.given if one.startswith(key("")) and draft.tool.rule(one) is JOINT]
-    if not pictures:
-        draft.none(every, "no prompts", off=True)
-    else:
-        told = "" if trigger or "[trigger]" not in str(prompts) else "[trigger] has no word to stand for"
-        seeds = [one.get("seed") for one in pictures]
-        if len(pictures) > 1 and seeds[0] is not None and seeds[1] == seeds[0]:
-            told = "; ".join(filter(None, (told, "seeds count up here from preview to preview (walk_seed)")))
-            pictures = [one | {"seed": whole(seeds[0]) + i} for i, one in enumerate(pictures)]
-        words.set_every(draft, "preview.every", key("sample_every"), "", None)
-        own = {key(name): ours for name, ours in fields.items()} | {key("prompts"): "prompts", key("walk_seed"): "seed"}
-        names = {one: own.get(one, one.rsplit(".", 1)[-1]) for one in every if one != key("sample_every")}
-        names = {one: "prompts" if name == "prompt" else name for one, name in names.items()}
-        words.set_previews(draft, names, pictures, told)
-    skip = f"{PROCESS}train.skip_first_sample"
-    if pictures and words.on(draft.get(skip)):
-        draft.mapped(skip, {"preview.at_start": False})
-    draft.none([skip, f"{PROCESS}train.force_first_sample", f"{PROCESS}train.disable_sampling"], "off", off=True)
+        walks = seed is not None and words.on(draft.get(f"{SAMPLE}walk_seed"))
+        picture = common | ({"seed": whole(seed) + i} if walks else {}) | prompt
+        pictures.append(picture | {"prompt": str(picture["prompt"]).replace("[trigger]", trigger)})
+    return pictures
+
+
+def _have_one_seed(pictures: list[dict[str, Any]]) -> bool:
+    """Return True if the first two previews have the same seed."""
+    seeds = [picture.get("seed") for picture in pictures[:2]]
+    return len(seeds) == 2 and seeds[0] is not None and seeds[1] == seeds[0]
+
+
+def _preview_setting(key: str) -> str:
+    """Return the name in [preview] of what one of the tool's keys under `sample` holds."""
+    if key.removeprefix(SAMPLE) in SAMPLE_NAMES:
+        return SAMPLE_NAMES[key.removeprefix(SAMPLE)]
+    last = key.rsplit(".", 1)[-1]
+    return "controls" if last in CONTROL_IMAGES else "prompts" if last == "prompt" else last
 
 
 def recognise(source: Source) -> str:
-    """config with a list of processes."""
+    """Recognise a file by its config with a list of processes."""
     data = source.data
     if source.kind not in ("yaml", "json") or not isinstance(data, dict):
         return ""

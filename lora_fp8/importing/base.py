@@ -1,11 +1,10 @@
-"""What every importer is made of: reading a file, rules for its keys, and the draft that keeps account of each key."""
+"""What all importers share: reading files, rules for their keys, and the draft that accounts for every key."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
@@ -13,11 +12,14 @@ from typing import Any
 
 import yaml
 
-from lora_fp8 import config, wording
-from lora_fp8.config import UserError
+from .. import config
+from ..common.reading import MOST_TEXT, read_bytes
+from ..common.text import shown
+from ..errors import UserError
+from ..settings import Job
 
 NOTHING = (None, "", (), [], {})
-"""Values that mean "not set" in every tool: the settings pages write them for each empty field."""
+"""Values that mean "not set" in every tool: settings pages write them for empty fields."""
 SECRET_KEY = re.compile(
     r"(^|[._-])(?:token|passw(?:or)?d|secret|credentials?|access_key(?:_id)?|webhook(?:_url|_config)?)$"
     r"|(?:hf|hub|huggingface|access|auth|bot|api|wandb|github|civitai|user|session)_?(?:api_?)?(?:token|key)$|secret",
@@ -34,15 +36,21 @@ SECRET_ASSIGNMENT = re.compile(
 )
 HIDDEN = "(not shown)"
 MOST_VALUES = 100_000
-"""Of a settings file; a few lines of YAML may stand for more than a memory holds."""
+"""Most values in a settings file; a few lines of YAML with aliases can stand for more than fits in memory."""
+
+
+MOST_YAML = 1 << 18
+"""Characters; PyYAML takes about 10 s per million."""
+MOST_NUMBER = 1e20
+"""Largest number in a setting: above every 64-bit seed, and two of them can still be multiplied."""
 
 
 class Unfit(Exception):
-    """A value that our setting does not take; the message says why and what was done instead."""
+    """A value that our setting does not accept; the message says why, and what was done instead."""
 
 
 def hide(text: str) -> str:
-    """The text without tokens, API keys and passwords in URLs."""
+    """Return the text without tokens, API keys and passwords in URLs."""
     return SECRET_ASSIGNMENT.sub(lambda m: (m[1] or m[2]) + HIDDEN, SECRET_VALUE.sub(HIDDEN, text))
 
 
@@ -51,93 +59,94 @@ def hide(text: str) -> str:
 
 
 def same(value: Any) -> Any:
-    """As it is."""
+    """Return the value unchanged."""
     return value
 
 
 def text(value: Any) -> str:
-    """Text; a number becomes its digits."""
+    """Return the value as text."""
     if isinstance(value, dict | list):
         raise Unfit("is not text")
     return str(value)
 
 
 def number(value: Any) -> float:
-    """A number, which settings pages and YAML (1e-4 without a point) may hold as text."""
+    """Read a number, which settings pages and YAML (1e-4 without a point) may store as text."""
     if isinstance(value, bool):
         raise Unfit(f"{value} is not a number")
     try:
         found = float(value)
     except (TypeError, ValueError):
-        raise Unfit(f"{wording.shown(value)} is not a number") from None
+        raise Unfit(f"{shown(value)} is not a number") from None
     except OverflowError:
         found = math.inf
-    if not math.isfinite(found):
-        raise Unfit("is not a finite number")
+    if not abs(found) <= MOST_NUMBER:  # NaN fails this comparison too
+        raise Unfit("is not a number that can be used" if math.isfinite(found) else "is not a finite number")
     return found
 
 
 def whole(value: Any) -> int:
-    """A whole number, which may be held as text or with a point."""
+    """Read a whole number, which may be stored as text or with a decimal point."""
     found = number(value)
     if found != int(found):
-        raise Unfit(f"{wording.shown(value)} is not a whole number")
+        raise Unfit(f"{shown(value)} is not a whole number")
     return int(found)
 
 
 def positive(value: Any) -> int:
-    """A whole number of at least 1."""
+    """Read a whole number of at least 1."""
     found = whole(value)
     if found < 1:
-        raise Unfit(f"{wording.shown(value)} is less than 1")
+        raise Unfit(f"{shown(value)} is less than 1")
     return found
 
 
 def flag(value: Any) -> bool:
-    """True or false, which may be held as text or 0 and 1."""
+    """Read true or false, which may be stored as text or as 0 and 1."""
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     found = words.get(str(value).strip().lower())
     if found is None:
-        raise Unfit(f"{wording.shown(value)} is neither true nor false")
+        raise Unfit(f"{shown(value)} is neither true nor false")
     return found
 
 
 def listed(value: Any) -> list[Any]:
-    """A list, or one value as a list of it."""
+    """Return a list; a single value becomes a list of one."""
     if isinstance(value, bool | dict):
-        raise Unfit(f"{wording.shown(value)} is not a list")
+        raise Unfit(f"{shown(value)} is not a list")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def pair(value: Any) -> tuple[float, float]:
-    """Two numbers in a list."""
+    """Read a list of two numbers."""
     found = listed(value)
     if len(found) != 2:
-        raise Unfit(f"{wording.shown(value)} are not two numbers")
+        raise Unfit(f"{shown(value)} are not two numbers")
     return number(found[0]), number(found[1])
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value switches its key off: nothing, false, zero or "none"."""
+    """Return True if a value switches its key off: empty, false, zero or "none"."""
     return (
         value in NOTHING or value is False or str(value).strip().lower() in ("0", "0.0", "false", "none", "no", "off")
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rules: what one key becomes
+# Rules: how one key is converted
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one key of another tool becomes.
+    """How one key of another tool is converted.
 
     Attributes:
-        kind: mapped, differs, none (no counterpart), idle (no effect on what is learned), joint (`Tool.combine` says).
-        to: our setting, such as "adapter.rank"; empty when there is none.
-        read: their value -> ours; raises `Unfit`.
+        kind: mapped (same meaning), differs, none (no counterpart), idle (no effect on what is learned), or joint
+            (`Tool.combine` converts it).
+        to: our setting, such as "adapter.rank"; empty if there is none.
+        read: converts the tool's value to ours; raises `Unfit`.
         note: a remark, the difference, or why there is no counterpart and what to do instead.
-        off: further values, beside `is_off`, at which a key without counterpart has no effect anyway.
+        off: values, besides those of `is_off`, at which a key without a counterpart has no effect anyway.
     """
 
     kind: str
@@ -151,27 +160,32 @@ JOINT = Rule("joint")
 
 
 def to(setting: str, read: Callable[[Any], Any] = same, note: str = "") -> Rule:
-    """Means the same here."""
+    """Return the rule of a key that means the same here."""
     return Rule("mapped", setting, read, note)
 
 
 def near(setting: str, read: Callable[[Any], Any], note: str) -> Rule:
-    """Has a setting here that differs in meaning."""
+    """Return the rule of a key whose counterpart here differs in meaning."""
     return Rule("differs", setting, read, note)
 
 
 def always(note: str) -> Rule:
-    """What is always so here, and needs no setting. A value that switches it off is told."""
+    """Return the rule of a feature that is always on here; a value that switches it off is reported."""
     return Rule("mapped", "", same, note)
 
 
+def cached(note: str) -> Rule:
+    """Return the rule of a feature that is always on here, and that can be off without changing what is learned."""
+    return Rule("mapped", "", same, note, (False,))
+
+
 def none(note: str, *off: Any) -> Rule:
-    """Has no counterpart."""
+    """Return the rule of a key that has no counterpart."""
     return Rule("none", "", same, note, off)
 
 
 def idle(note: str = "says how the machine is used, not what is learned") -> Rule:
-    """Has no counterpart and needs none."""
+    """Return the rule of a key that has no counterpart and needs none."""
     return Rule("idle", "", same, note)
 
 
@@ -180,16 +194,17 @@ class Tool:
     """Another trainer.
 
     Attributes:
-        name: what `--from` takes.
+        name: as given to `--from`.
         title: its name, and the version that the table was made from.
-        rules: key -> rule. Positions in lists are `*`; `name.**` stands for all below `name` that has no rule itself.
-        defaults: what the tool takes for keys that a file lacks, where ours would be something else.
-        recognise: file -> what shows that it is of this tool, or "".
-        flatten: file -> (key as shown, key of the table, value); reads the files that it refers to.
-        combine: everything that takes more than one key, or a look at the folders.
-        aliases: other names of keys (of a settings page, for example).
-        prefix: what stands in front of most keys of the table, and is left out when they are shown.
-        loose: the name of a key alone says what it is, in whatever section it stands.
+        rules: key -> rule. Positions in lists are `*`; `name.**` matches all keys below `name` without a rule of their
+            own.
+        defaults: the tool's defaults for keys that a file lacks, where ours differ.
+        recognise: given a file, returns what shows that it belongs to this tool, or "".
+        flatten: given a draft, yields (key as shown, key of the table, value), reading the files that are referred to.
+        combine: converts everything that depends on more than one key, or on the folders.
+        aliases: other names of keys (from a settings page, for example).
+        prefix: prefix of most keys of the table, left out when they are shown.
+        loose: a key has the same meaning in whatever section it is.
     """
 
     name: str
@@ -204,7 +219,7 @@ class Tool:
     loose: bool = False
 
     def rule(self, key: str) -> Rule | None:
-        """The rule of a key, or None when the table does not know it."""
+        """Return the rule of a key; None if the table does not know the key."""
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", key)
         if pattern in self.rules:
             return self.rules[pattern]
@@ -225,11 +240,12 @@ class Source:
     """A file that was read.
 
     Attributes:
+        path: the file.
         kind: "toml", "json", "yaml" or "command".
-        data: what it holds; for a command, the options by name.
-        script: of a command, the Python file that it runs.
+        data: its content; for a command, the options by name.
+        script: for a command, the Python file that it runs.
         notes: what was left out while reading.
-        reach: whether a file or folder that it refers to may be looked at; a path outside is as if nothing were there.
+        reach: returns True if a file or folder that it refers to may be accessed; any other counts as missing.
     """
 
     path: Path
@@ -241,9 +257,9 @@ class Source:
 
 
 def decoded(path: Path) -> str:
-    """A text file in UTF-8, or UTF-16 with a byte-order mark. Raises UserError."""
+    """Read a text file in UTF-8, or in UTF-16 with a byte-order mark. Raises UserError."""
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path, MOST_TEXT)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -257,16 +273,20 @@ def decoded(path: Path) -> str:
 
 
 def read_source(path: Path) -> Source:
-    """Read TOML, JSON, YAML or the command in a script. Raises UserError; its messages quote nothing of the file."""
+    """Read TOML, JSON, YAML or the command in a script. Raises UserError, whose messages quote nothing of the file."""
     content = decoded(path)
     suffix = path.suffix.lower()
-    # Neither this pattern nor that of `_joined` tries a long run from each of its characters: that takes its square.
-    if suffix not in (".toml", ".json", ".yaml", ".yml") and re.search(r"\S\.py\b[\"']?\s+.*--\w", _joined(content)):
+    # This pattern and that of `_joined` do not retry a long run from each of its characters, which takes quadratic
+    # time.
+    named = suffix in (".toml", ".json", ".yaml", ".yml")
+    if suffix in SCRIPTS or not named and re.search(r"\S\.py\b[\"']?\s+.*--\w", _joined(content)):
         return _read_command(path, content)
     try:
         if suffix == ".json":
             return Source(path, "json", json.loads(content))
         if suffix in (".yaml", ".yml"):
+            if len(content) > MOST_YAML:
+                raise UserError(f"{path}: more than {MOST_YAML} characters, too many for a settings file")
             data = yaml.safe_load(content)
             if not _countable([data], MOST_VALUES):
                 raise UserError(f"{path}: more than {MOST_VALUES} values, too many for a settings file")
@@ -289,7 +309,7 @@ def read_source(path: Path) -> Source:
 
 
 def _countable(values: Iterable[Any], most: int) -> bool:
-    """Whether there are at most so many values in each other; an alias of YAML counts each time that it is named."""
+    """Return True if nested data holds at most `most` values; a YAML alias counts each time that it is used."""
     waiting = list(values)
     for _ in range(most):
         if not waiting:
@@ -302,10 +322,11 @@ def _countable(values: Iterable[Any], most: int) -> bool:
 
 
 def _joined(content: str) -> str:
-    """A script with its continued lines joined: \\ of sh, ^ of cmd, ` of PowerShell."""
+    """Join the continued lines of a script: \\ in sh, ^ in cmd, ` in PowerShell."""
     return re.sub(r"(?:(?<![ \t])[ \t]+)?[\\^`][ \t]*\r?\n[ \t]*", " ", content)
 
 
+SCRIPTS = (".sh", ".bash", ".bat", ".cmd", ".ps1")
 ASSIGNMENTS = {
     ".bat": re.compile(r'set\s+"?(?P<name>\w+)=(?P<value>[^"]*)"?$', re.IGNORECASE),
     ".cmd": re.compile(r'set\s+"?(?P<name>\w+)=(?P<value>[^"]*)"?$', re.IGNORECASE),
@@ -316,11 +337,15 @@ VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?|%([A-Za-z_]\w*)%")
 
 
 def _read_command(path: Path, content: str) -> Source:
-    """The training command of a script as {option: value}, with the variables that the script sets put in."""
+    """Read the training command of a script as {option: value}, and substitute the variables that the script sets.
+
+    Raises:
+        UserError: there is no training command, there are several, or it cannot be read.
+    """
     suffix = path.suffix.lower()
-    commands: list[tuple[str, list[str]]] = []
+    commands: list[list[str]] = []
     variables: dict[str, str] = {}
-    other = 0
+    other, continues = 0, False
     for line in _joined(content).splitlines():
         line = line.strip()
         if not line or line.startswith(("#", "::", "REM ", "rem ", "@echo", "echo ")):
@@ -329,36 +354,108 @@ def _read_command(path: Path, content: str) -> Source:
         if assignment:
             variables[assignment["name"].lower()] = assignment["value"].strip("\"'")
             continue
-        try:
-            # A backslash is an escape in sh, and a part of a path in a Windows script.
-            words = _windows_words(line) if suffix in ASSIGNMENTS else shlex.split(line, comments=True)
-        except ValueError as error:
-            raise UserError(f"{path}: a command cannot be read: {error}") from None
-        scripts = [i for i, word in enumerate(words) if re.search(r"train\w*\.py$", word)]
-        if scripts:
-            commands.append((PureWindowsPath(words[scripts[-1]]).name, words[: scripts[-1]] + words[scripts[-1] + 1 :]))
-        else:
+        parts = split_commands(line, suffix)
+        if parts is None:
+            if TRAINING_SCRIPT.search(line):
+                raise UserError(f"{path}: a command cannot be read: a quotation mark is not closed")
             other += 1
+            continue
+        # Documents print commands over several lines without marking the continuation.
+        if continues and parts and line.startswith("-"):
+            commands[-1] += parts.pop(0)
+            continues = not parts
+        for part in parts:
+            continues = any(TRAINING_SCRIPT.search(word) for word in part)
+            if continues:
+                commands.append(part)
+            else:
+                other += 1
     if not commands:
-        raise UserError(f"{path}: no command in it runs a training script (...train...py)")
+        raise UserError(
+            f"{path}: no command in it runs a training script (...train...py) by its name. Variables and conditions "
+            "of a script are not evaluated: write the command out with its values, or give the TOML that it uses"
+        )
     if len(commands) > 1:
         raise UserError(f"{path}: {len(commands)} training commands; give a file with one")
-    script, words = commands[0]
-    notes = [f"{path.name} has other commands too ({other} lines), which were not read"] if other else []
-    words = [VARIABLE.sub(lambda m: variables.get((m[1] or m[2]).lower(), m[0]), word) for word in words]
-    options = parse_options([word for word in words if not VARIABLE.fullmatch(word)])
-    unset = sorted({m[0] for word in words for m in VARIABLE.finditer(word)})
-    if unset:
-        notes.append(f"{', '.join(unset)}: what the script puts in there is not known, and was not read")
+    script, options, unknown = _command_options(commands[0], variables)
+    notes = [f"{path.name} has other commands too ({other}), which were not read"] if other else []
+    if unknown:
+        notes.append(f"{', '.join(unknown)}: what the script puts in there is not known, and was not read")
     return Source(path, "command", options, script, notes)
 
 
-def _windows_words(line: str) -> list[str]:
-    return [re.sub("[\"']", "", word) for word in re.findall(r"(?:[^\s\"']|\"[^\"]*\"|'[^']*')+", line)]
+def _command_options(words: list[str], variables: Mapping[str, str]) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the script that a command runs, its options with variables substituted, and variables without a value."""
+    at = max(i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word))
+    script = PureWindowsPath(words[at]).name
+    words = [VARIABLE.sub(lambda m: variables.get((m[1] or m[2]).lower(), m[0]), word) for word in words]
+    unknown = sorted({m[0] for word in words for pattern in (VARIABLE, SUBSTITUTION) for m in pattern.finditer(word)})
+    kept = [word for i, word in enumerate(words) if i != at and not VARIABLE.fullmatch(word)]
+    return script, parse_options(kept), unknown
+
+
+TRAINING_SCRIPT = re.compile(r"(?:train\w{0,80}|fine_tune)\.py(?=[\"'\s]|$)")
+QUOTED = re.compile(r"'([^']*)'|\\(.)|\"((?:\\.|[^\"\\])*)\"")
+SUBSTITUTION = re.compile(r"\$\([^()]*\)")
+REDIRECTION = r"(?P<redirection>(?:\d+|&|\*)?(?:<<<|<<|>>|<>|>\||[<>]&|[<>]))"
+SHELL = {
+    "": re.compile(
+        rf"{REDIRECTION}|(?P<control>&&|\|\||\|&|[;&|()])|(?P<comment>#.*)"
+        r"|(?P<word>(?:\$\([^()]*\)|[^\s\"'\\;&|<>()]|\\.|\"(?:\\.|[^\"\\])*\"|'[^']*')+)"
+    ),
+    ".ps1": re.compile(
+        rf"{REDIRECTION}|(?P<control>&&|\|\||[;&|])|(?P<comment>#.*)"
+        r"|(?P<word>(?:[^\s\"';&|<>]|\"[^\"]*\"|'[^']*')+)"
+    ),
+    ".bat": re.compile(rf"{REDIRECTION}|(?P<control>&&|\|\||[&|])|(?P<word>(?:[^\s\"'&|<>]|\"[^\"]*\"|'[^']*')+)"),
+}
+"""Parts of a line: words, and shell operators that end a command or redirect its output."""
+
+
+def split_commands(line: str, suffix: str) -> list[list[str]] | None:
+    """Split a line of a script into its commands, each a list of words without quotation marks and redirections.
+
+    Args:
+        line: the line.
+        suffix: of the script; .bat, .cmd and .ps1 have paths with backslashes, everything else is a POSIX shell.
+
+    Returns:
+        None if a quotation mark is not closed.
+    """
+    windows = suffix in ASSIGNMENTS
+    pattern = SHELL[".bat" if suffix == ".cmd" else suffix if windows else ""]
+    line = line if windows else line.removesuffix("\\")
+    commands: list[list[str]] = [[]]
+    place, skip = 0, False  # skip: the next word is the target of a redirection
+    while place < len(line):
+        if line[place].isspace():
+            place += 1
+            continue
+        piece = pattern.match(line, place)
+        if piece is None:
+            return None
+        place = piece.end()
+        if piece["redirection"]:
+            skip = True
+        elif piece["control"]:
+            commands.append([])
+            skip = False
+        elif piece["word"]:
+            if not skip:
+                commands[-1].append(_unquoted(piece["word"], windows))
+            skip = False
+    return [command for command in commands if command]
+
+
+def _unquoted(word: str, windows: bool) -> str:
+    """Remove the quotation marks of a word; a backslash is an escape in sh, and part of a path in Windows."""
+    if windows:
+        return re.sub("[\"']", "", word)
+    return QUOTED.sub(lambda m: m[1] if m[1] is not None else m[2] or re.sub(r"\\([\"\\$`])", r"\1", m[3] or ""), word)
 
 
 def parse_options(words: list[str]) -> dict[str, Any]:
-    """--name value, --name=value, --name v1 v2 (a list) and --name alone (true)."""
+    """Parse --name value, --name=value, --name v1 v2 (a list) and --name alone (True)."""
     options: dict[str, Any] = {}
     name = ""
     for word in words:
@@ -372,8 +469,14 @@ def parse_options(words: list[str]) -> dict[str, Any]:
     return options
 
 
+def table_in(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the table of this name; {} if there is none or it is not a table."""
+    found = data.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def flattened(data: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """(dotted key, value) of nested tables and lists of tables; a list of plain values is a value."""
+    """Yield (dotted key, value) for nested tables and lists of tables; a list of plain values is one value."""
     if isinstance(data, dict) and data:
         for key, value in data.items():
             yield from flattened(value, f"{prefix}{str(key).removeprefix('--')}.")
@@ -390,14 +493,14 @@ def flattened(data: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one key.
+    """What one key was converted to.
 
     Attributes:
-        key: as in the file, with the file's name in front where that is another one.
+        key: as in the file, preceded by the file's name if it is another file.
         value: as shown; secrets are hidden.
-        to: our settings with their values, such as 'adapter.rank = 16'; empty when there is none.
+        to: our settings with their values, such as 'adapter.rank = 16'; empty if there are none.
         note: the remark, the difference, or the reason.
-        off: it switches something off, or is empty, or says nothing about what is learned.
+        off: the key switches something off, is empty, or does not affect what is learned.
     """
 
     key: str
@@ -409,7 +512,7 @@ class Entry:
 
 @dataclass
 class Import:
-    """Our settings, and the account of every key."""
+    """The converted settings, and an entry for every key."""
 
     tool: Tool
     source: Path
@@ -424,23 +527,25 @@ class Import:
     todo: list[str]
     notes: list[str]
     files: list[Path] = field(default_factory=list)
-    """Files that this one refers to, and that were found."""
+    """Existing files that this one refers to."""
 
     @property
     def only_pictures(self) -> bool:
-        """Whether it is a dataset file alone, which says nothing of a training."""
+        """True for a dataset file alone, which says nothing about the training."""
         return not self.settings.keys() & {"adapter", "optimizer", "schedule"}
 
 
 @dataclass
 class Folder:
-    """A folder of pictures of the other tool, and what is in it if it is here.
+    """A folder of images of the other tool, and what is in it if it exists here.
 
     Attributes:
-        images: pictures in it; None: the folder is not here.
+        path: as in the file.
+        repeats, trigger: as our settings of these names.
+        images: number of images in it; None if the folder does not exist here.
         captionless: how many of them have no caption file.
-        trigger_is_caption: the trigger is the whole caption of pictures that have none.
-        control: the folder of control pictures.
+        trigger_is_caption: the trigger is the whole caption of images that have none.
+        control: the folder of control images.
         mask: as our setting of this name.
         regularization, weight, resolution: as our settings of these names.
     """
@@ -459,12 +564,12 @@ class Folder:
 
 
 class Draft:
-    """Our settings in the making. Each key of the file is accounted for exactly once; `finish` sees to it.
+    """The converted settings, under construction. `finish` ensures that each key of the file is reported exactly once.
 
     Attributes:
-        given: the file's keys, in the names of the tool's table, with their values.
-        family: our name of the architecture, "" while unknown.
-        defaults: what the tool takes for keys that the file lacks; starts as the tool's.
+        given: the file's keys, by their names in the tool's table, with their values.
+        family: our name of the architecture; "" while unknown.
+        defaults: the tool's defaults for keys that the file lacks, initially `Tool.defaults`.
         settings: {"adapter.rank": 16}, in the order of writing.
     """
 
@@ -483,21 +588,22 @@ class Draft:
         self.notes = list(source.notes)
         self.files: list[Path] = []
         self.done: set[str] = set()
-        for shown, key, value in tool.flatten(self):
+        for label, key, value in tool.flatten(self):
             key = tool.aliases.get(key, key)
-            if key in self.given:  # sections of kohya's files are read one over the other
+            if key in self.given:  # a section of kohya's files overrides the one before
                 overridden = self.shown[key]
-                self._enter("none", overridden, self.given[key], note=f"given again as {shown}, which counts")
-            self.given[key], self.shown[key] = value, shown
+                note = f"given again as {label}, which counts"
+                self.lists["none"].append(_entry(overridden, self.given[key], note=note))
+            self.given[key], self.shown[key] = value, label
 
     # -------------------------------------------------------------------------------------------------------- reading
 
     def has(self, key: str) -> bool:
-        """Whether the file sets this key to something."""
+        """Return True if the file sets this key to a value."""
         return self.given.get(key) not in NOTHING
 
     def get(self, key: str, read: Callable[[Any], Any] = same) -> Any:
-        """The key's value, or the tool's default for it; None when there is neither. Accounts for nothing."""
+        """Return the key's value, or else the tool's default, or None. The key still has to be reported."""
         value = self.given[key] if self.has(key) else self.defaults.get(key)
         try:
             return None if value in NOTHING else read(value)
@@ -505,12 +611,12 @@ class Draft:
             raise UserError(f"{self.source.path}: {self.shown[key]}: {hide(str(error))}") from None
 
     def keys(self, pattern: str) -> list[str]:
-        """The file's keys that match a pattern with `*` for positions in lists."""
+        """Return the file's keys that match a pattern with `*` for positions in lists."""
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
         return [key for key in self.given if regex.match(key)]
 
     def find(self, path: str) -> Path | None:
-        """A file or folder that the file refers to: as given, seen from the file, or by its name beside it."""
+        """Find a file or folder that the file refers to: as given, relative to the file, or beside it by its name."""
         beside = self.source.path.parent
         name = PureWindowsPath(path).name
         found = None
@@ -518,18 +624,18 @@ class Draft:
             for candidate in (Path(path).expanduser(), beside / path):
                 if found is None and name and self.source.reach(candidate) and candidate.exists():
                     found = candidate
-            # The folders of another machine are not these, but a settings file may have come along.
+            # Folders of another machine have other contents here, but a settings file may have been copied along.
             if found is None and name and self.source.reach(beside / name) and (beside / name).is_file():
                 self.notes.append(f"{path} is not here; {name} beside {self.source.path.name} was read instead")
                 found = beside / name
             if found is not None and found.is_file() and found not in self.files:
                 self.files.append(found)
-        except (OSError, ValueError, RuntimeError):  # a path that no file system takes
+        except (OSError, ValueError, RuntimeError):  # not a valid path on this system
             return None
         return found
 
     def refer(self, key: str, path: str) -> Any:
-        """The content of a settings file that this one refers to, or None with a note when it is not here."""
+        """Read a settings file that this one refers to; return None, and add a note, if it does not exist here."""
         found = self.find(path)
         if found is None or not found.is_file():
             self.notes.append(f"{key} = {path!r} is not here: put it beside {self.source.path.name} and import again")
@@ -539,30 +645,30 @@ class Draft:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def set(self, setting: str, value: Any, comment: str = "") -> None:
-        """Write one of our settings. Text goes through `hide`."""
+        """Set one of our settings. Text goes through `hide`."""
         self.settings[setting] = hide(value) if isinstance(value, str) else value
         if comment:
             self.comments.setdefault(setting, []).append(comment)
 
     def assume(self, setting: str, value: Any, key: str, note: str) -> None:
-        """One of our settings that is theirs unless the file says another; `key` is what they call it."""
+        """Set one of our settings to the tool's default unless the file sets it; `key` is the tool's name for it."""
         self.assumed[setting] = (value, key, note)
 
     def need(self, setting: str, what: str) -> None:
-        """A TODO at one of our settings, in the file and in the report."""
+        """Add a TODO for one of our settings, to the file and to the report."""
         self.comments.setdefault(setting, []).append(f"TODO: {what}")
         self.todo.append(f"{setting}: {what}")
 
     def mapped(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None = None, note: str = "") -> None:
-        """These keys mean the same here."""
+        """Report that these keys mean the same here."""
         self._account("mapped", keys, settings or {}, note)
 
     def differs(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None, note: str) -> None:
-        """These keys have a setting here that differs in meaning."""
+        """Report that the counterpart of these keys differs in meaning."""
         self._account("differs", keys, settings or {}, note)
 
     def none(self, keys: str | Iterable[str], note: str, off: bool = False) -> None:
-        """These keys have no counterpart; `off`: and need none, as they stand."""
+        """Report that these keys have no counterpart; with `off`, as they are set, they need none."""
         self._account("none", keys, {}, note, off)
 
     def _account(
@@ -570,57 +676,50 @@ class Draft:
     ) -> None:
         keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
         here = [key for key in keys if key in self.given and key not in self.done]
-        empty = [key for key in here if not self.has(key)]
-        for key in empty:
-            self._enter("none", self.shown[key], self.given[key], note="empty", off=True)
-        told = ", ".join(f"{name} = {_toml(value)}" for name, value in settings.items())
-        real = [key for key in here if key not in empty]
+        real = [key for key in here if self.has(key)]
+        told = ", ".join(f"{name} = {_short(_toml(value))}" for name, value in settings.items())
+        self._report_empty(here)
         for key in real:
-            self._enter(kind, self.shown[key], self.given[key], told, note, off)
+            self.lists[kind].append(_entry(self.shown[key], self.given[key], told, note, off))
+        origin = ", ".join(self.shown[key] for key in real)
         assumed = [key for key in keys if key not in real and key not in self.done and key in self.defaults]
-        if settings and not real:
+        if settings and assumed and not real:
+            origin = f"not in the file: the default of {self.tool.name}"
             for key in assumed:
-                self._enter("defaults", key.removeprefix(self.tool.prefix), self.defaults[key], told, note)
+                self.report_default(key.removeprefix(self.tool.prefix), self.defaults[key], told, note)
         for name, value in settings.items():
-            origin = ", ".join(self.shown[key] for key in real)
-            if not real and assumed:
-                origin = f"not in the file: the default of {self.tool.name}"
             self.set(name, value, origin)
         self.done.update(here)
 
-    def _enter(self, kind: str, key: str, value: Any, told: str = "", note: str = "", off: bool = False) -> None:
-        secret = SECRET_KEY.search(key) and value not in NOTHING
-        shown = HIDDEN if secret else hide(_toml(value))
-        shown = shown if len(shown) <= 100 else shown[:80] + f" ... ({len(shown)} characters)"
-        self.lists[kind].append(Entry(hide(key), shown, hide(told), hide(note), off))
+    def _report_empty(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if not self.has(key):
+                self.lists["none"].append(_entry(self.shown[key], self.given[key], note="empty", off=True))
+
+    def report_default(self, key: str, value: Any, told: str, note: str = "") -> None:
+        """Report a default of the tool that was written, although the file does not say it.
+
+        Args:
+            key: the tool's key, as shown.
+            value: the default.
+            told: our settings with their values.
+            note: a remark.
+        """
+        self.lists["defaults"].append(_entry(key, value, told, note))
 
     # ------------------------------------------------------------------------------------------------------ the end
 
     def finish(self) -> Import:
-        """Apply the rules to what `Tool.combine` left, and check that no key is lost."""
+        """Apply the rules to the keys that `Tool.combine` left, and check that none is lost."""
         for key, value in self.given.items():
             if key not in self.done:
                 self._apply(key, value)
-        for key, value in self.defaults.items():
-            rule = self.tool.rules.get(key)
-            if key not in self.given and rule is not None and rule.to and rule.to not in self.settings:
-                self._account("mapped", key, {rule.to: rule.read(value)}, rule.note)
-        for setting, (value, key, note) in self.assumed.items():
-            if setting not in self.settings:
-                self._enter("defaults", key, value, f"{setting} = {_toml(value)}", note)
-                self.set(setting, value, f"not in the file: {note}")
+        self._set_defaults()
         if not self.folders:
             self.folders = [Folder("TODO")]
             self.need("dataset.folders", "the folder of your pictures; the file names none")
-        warmup, steps = self.settings.get("schedule.warmup"), self.settings.get("train.steps")
-        if isinstance(warmup, int) and steps is not None and 0 < steps <= warmup:
-            self.settings["schedule.warmup"] = steps - 1
-            self.need("schedule.warmup", f"theirs is {warmup} steps, the training {steps}: choose a shorter one")
-        if any(folder.trigger_is_caption for folder in self.folders):
-            if all(folder.trigger or folder.regularization for folder in self.folders):
-                self.set("dataset.missing_caption", "trigger", "a folder's words are the captions it lacks, as there")
-            else:
-                self.need("dataset.folders", "captions, or a trigger for each and dataset.missing_caption = 'trigger'")
+        self._shorten_warmup()
+        self._set_missing_caption()
         lost = self.given.keys() - self.done
         assert not lost, f"{self.tool.name}: no account of {sorted(lost)}"
         return Import(
@@ -639,10 +738,37 @@ class Draft:
             self.files,
         )
 
+    def _set_defaults(self) -> None:
+        """Set what the file does not say to the tool's defaults, and to those of `assume`."""
+        for key, value in self.defaults.items():
+            rule = self.tool.rules.get(key)
+            if key not in self.given and rule is not None and rule.to and rule.to not in self.settings:
+                self._account("mapped", key, {rule.to: rule.read(value)}, rule.note)
+        for setting, (value, key, note) in self.assumed.items():
+            if setting not in self.settings:
+                self.report_default(key, value, f"{setting} = {_toml(value)}", note)
+                self.set(setting, value, f"not in the file: {note}")
+
+    def _shorten_warmup(self) -> None:
+        """Keep the warm-up shorter than the training, which ours has to be."""
+        warmup, steps = self.settings.get("schedule.warmup"), self.settings.get("train.steps")
+        if isinstance(warmup, int) and steps is not None and 0 < steps <= warmup:
+            self.settings["schedule.warmup"] = steps - 1
+            self.need("schedule.warmup", f"theirs is {warmup} steps, the training {steps}: choose a shorter one")
+
+    def _set_missing_caption(self) -> None:
+        """Set dataset.missing_caption if a folder's trigger is the caption of its images."""
+        if not any(folder.trigger_is_caption for folder in self.folders):
+            return
+        if all(folder.trigger or folder.regularization for folder in self.folders):
+            self.set("dataset.missing_caption", "trigger", "a folder's words are the captions it lacks, as there")
+        else:
+            self.need("dataset.folders", "captions, or a trigger for each and dataset.missing_caption = 'trigger'")
+
     def _apply(self, key: str, value: Any) -> None:
         rule = self.tool.rule(key)
         if rule is None:
-            self._enter("unknown", self.shown[key], value)
+            self.lists["unknown"].append(_entry(self.shown[key], value))
             self.done.add(key)
             return
         if not self.has(key):
@@ -653,7 +779,7 @@ class Draft:
             off = rule.kind == "idle" or is_off(value) or value in rule.off or str(value) in map(str, rule.off)
             self.none(key, rule.note, off=off)
         elif not rule.to:
-            if value is False:
+            if value is False and False not in rule.off:
                 self.differs(key, {}, f"cannot be switched off here: {rule.note}")
             else:
                 self.mapped(key, {}, rule.note)
@@ -667,6 +793,17 @@ class Draft:
             self._account(rule.kind, key, {rule.to: ours}, rule.note)
 
 
+def _entry(key: str, value: Any, told: str = "", note: str = "", off: bool = False) -> Entry:
+    """Return the entry of a key, without secrets."""
+    secret = SECRET_KEY.search(key) and value not in NOTHING
+    printed = HIDDEN if secret else _short(hide(_toml(value)))
+    return Entry(hide(key), printed, hide(told), hide(note), off)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else text[:80] + f" ... ({len(text)} characters)"
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}" if abs(value) < 1e15 else str(value)
@@ -674,13 +811,13 @@ def _toml(value: Any) -> str:
 
 
 def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
-    """{"adapter.rank": 16} as nested tables in the order of our config, with the folders."""
+    """Convert {"adapter.rank": 16} to nested tables in the order of our config, and add the folders."""
     data: dict[str, Any] = {}
-    order = list(config.Job.model_fields)
+    order = list(Job.model_fields)
 
     def place(setting: str) -> tuple[int, int]:
         section, _, name = setting.rpartition(".")
-        fields = list(config.Job.model_fields[section].annotation.model_fields) if section else [setting]
+        fields = list(Job.model_fields[section].annotation.model_fields) if section else [setting]
         return (order.index(section) if section else -1, fields.index(name or setting))
 
     for setting in sorted(settings, key=place):

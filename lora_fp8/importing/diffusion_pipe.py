@@ -1,4 +1,4 @@
-"""diffusion-pipe: the main TOML and its dataset TOML. Facts: its examples and documents of August 2026."""
+"""diffusion-pipe: the main TOML and its dataset TOML. Facts: its examples and documentation of August 2026."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import PureWindowsPath
 from typing import Any
 
-from lora_fp8.config import UserError
-
+from ..errors import UserError
 from . import words
 from .base import (
     JOINT,
@@ -32,6 +31,9 @@ from .base import (
 )
 
 NO_EVAL = "say validation.every and validation.pictures, which are kept out of the folders"
+PARTS = "model.components takes a diffusers folder, not single files of its parts"
+DENOISER_FILES = ["model.transformer_path", "model.diffusion_model", "model.checkpoint_path", "model.single_file_path"]
+"""The keys that name the denoiser's file, in several versions."""
 CLIP_PARTS = {"single_beginning": "head", "single_middle": "middle"}
 
 RULES: dict[str, Rule] = {
@@ -49,7 +51,7 @@ RULES: dict[str, Rule] = {
     "pipeline_stages": none("each process holds the whole model here", 1),
     "partition_method": idle(),
     "partition_split": none("each process holds the whole model here"),
-    "blocks_to_swap": none(words.NO_SWAP),
+    "blocks_to_swap": JOINT,
     "disable_block_swap_for_eval": idle(),
     "pseudo_huber_c": JOINT,
     "eval_datasets": none(NO_EVAL),
@@ -85,10 +87,13 @@ RULES: dict[str, Rule] = {
     "model.transformer_path": JOINT,
     "model.ckpt_path": JOINT,
     "model.single_file_path": JOINT,
+    **dict.fromkeys(("model.diffusion_model", "model.diffusion_model_dtype"), JOINT),
+    **dict.fromkeys(("model.merge_adapters", "model.merge_adapters.**"), none("no LoRA is merged into the base")),
+    **dict.fromkeys(("model.vae", "model.text_encoders", "model.text_encoders.**"), none(PARTS)),
     **dict.fromkeys(
         ("model.vae_path", "model.llm_path", "model.clip_path", "model.text_encoder_path", "model.t5_path")
         + ("model.byt5_path", "model.llama3_path"),
-        none("model.components takes a diffusers folder, not single files of its parts"),
+        none(PARTS),
     ),
     "model.llama3_4bit": idle(),
     "model.max_llama3_sequence_length": none("the pipeline's own length is used"),
@@ -102,7 +107,7 @@ RULES: dict[str, Rule] = {
     "model.lumina_shift": JOINT,
     "model.guidance": to("objective.guidance", number),
     "model.bypass_guidance_embedding": none("objective.guidance is always shown"),
-    "model.v_pred": none("the model's scheduler_config.json says what it predicts"),
+    "model.v_pred": JOINT,
     "model.min_snr_gamma": JOINT,
     "model.debiased_estimation_loss": none("min_snr_gamma is the only weight here"),
     "model.unet_lr": JOINT,
@@ -166,7 +171,6 @@ MODELS = {
     "flux": "flux",
     "flux2": "flux2",
     "qwen_image": "qwen_image",
-    "qwen_image_edit": "qwen_image_edit",
     "z_image": "z_image",
     "chroma": "chroma",
     "sd3": "sd3",
@@ -182,7 +186,7 @@ MODELS = {
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
-    """The main file, and its dataset file with `data.` in front of the keys."""
+    """Yield the settings of the main file, and those of its dataset file with the prefix `data.`."""
     data = draft.source.data
     if not isinstance(data, dict):
         raise UserError(f"{draft.source.path}: expected tables")
@@ -202,7 +206,7 @@ def _dataset(data: dict[str, Any], file: str = "") -> Iterator[tuple[str, str, A
 
 
 def combine(draft: Draft) -> None:
-    """Everything of a job."""
+    """Convert all settings of a job."""
     if "directory" in draft.source.data:
         draft.defaults = {"data.enable_ar_bucket": False}
         words.set_family(draft, (), "", "the file holds only the pictures: import the main file with this beside it")
@@ -210,17 +214,17 @@ def combine(draft: Draft) -> None:
         _set_folders(draft)
         return
     kind = str(draft.get("model.type") or "")
-    if "kontext" in str(draft.get("model.transformer_path") or "").lower() and kind == "flux":
-        kind = "flux_kontext"
-    known = MODELS.get(kind, kind)
-    paths = (str(draft.get(f"model.{name}_path") or "") for name in ("transformer", "diffusers"))
-    if known == "qwen_image_edit" and "qwen_image_edit_plus" in map(words.family_of_name, paths):
-        known = "qwen_image_edit_plus"
-    words.set_family(draft, "model.type", known, f"model.type = {kind!r}" if kind else "the file has no [model] type")
+    paths = [draft.get(key) for key in (*DENOISER_FILES, "model.diffusers_path", "model.ckpt_path")]
+    controls = any(draft.has(key) for key in draft.keys("data.directory.*.control_path"))
+    why = f"model.type = {kind!r}" if kind else "the file has no [model] type"
+    words.set_family(draft, "model.type", *words.refined(MODELS.get(kind, kind), why, paths, controls))
     _set_path(draft)
+    words.set_prediction(draft, "model.v_pred", "v" if words.on(draft.get("model.v_pred")) else "")
     words.set_dtype(draft, "model.dtype")
-    stored = draft.get("model.transformer_dtype")
-    words.set_storage(draft, ["model.transformer_dtype"], stored or "bfloat16", "diffusion-pipe", scaled=False)
+    dtypes = [key for key in ("model.transformer_dtype", "model.diffusion_model_dtype") if draft.has(key)]
+    stored = draft.get(dtypes[0]) if dtypes else "bfloat16"
+    words.set_storage(draft, dtypes[:1] or ["model.transformer_dtype"], stored, "diffusion-pipe", scaled=False)
+    draft.none(["model.transformer_dtype", "model.diffusion_model_dtype"], "the other key counts", off=True)
     _set_adapter(draft)
     _set_folders(draft)
     _set_length_and_rate(draft)
@@ -235,6 +239,7 @@ def combine(draft: Draft) -> None:
     if draft.get("compile"):
         draft.differs("compile", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
     draft.none("compile", "off", off=True)
+    words.set_swap(draft, "blocks_to_swap")
     name = PureWindowsPath(str(draft.get("output_dir") or "")).name
     if name:
         words.set_name(draft, "", name)
@@ -242,13 +247,12 @@ def combine(draft: Draft) -> None:
 
 
 def _set_path(draft: Draft) -> None:
-    keys = ["model.transformer_path", "model.checkpoint_path", "model.single_file_path", "model.diffusers_path"]
-    keys += ["model.ckpt_path"]
+    keys = [*DENOISER_FILES, "model.diffusers_path", "model.ckpt_path"]
     given = [key for key in keys if draft.has(key)]
     if not given:
         words.set_model_path(draft, "model.diffusers_path")
         return
-    single = given[0] in keys[:3]
+    single = given[0] in DENOISER_FILES
     if single and draft.has("model.diffusers_path"):
         draft.mapped("model.diffusers_path", {"model.components": draft.get("model.diffusers_path", text)})
     words.set_model_path(draft, given[0])
@@ -277,52 +281,60 @@ def _set_adapter(draft: Draft) -> None:
         draft.set("adapter.type", "lora")
         draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
         rank = draft.get("adapter.rank", whole) or 0
-        if rank > 1024:  # LoKr's way to say "whole matrices"
+        if rank > 1024:  # a LoKr's way to say "whole matrices"
             draft.none("adapter.rank", "belongs to LoKr")
             draft.set("adapter.rank", 16)
             draft.need("adapter.rank", "choose one for a LoRA")
     elif draft.has("model.type"):
-        draft.notes.append("the file has no [adapter]: theirs trains the whole model then; here a LoRA is trained")
-        draft.need("adapter.rank", "theirs trained the whole model: choose the size of a LoRA")
-        draft.set("adapter.rank", 16)
+        words.set_whole_model(draft, "the file has no [adapter]: theirs trains the whole model then")
 
 
 def _set_folders(draft: Draft) -> None:
-    found = sorted({m[0] for key in draft.given if (m := re.match(r"data\.directory\.\d+\.", key))})
-    values: list[Any] = []  # the resolution of each of our folders
-    for table in found:
-        path = draft.get(f"{table}path", text)
-        if not path:
-            continue
-        repeats = draft.get(f"{table}num_repeats", number) or 1.0
-        folder = words.look_into(draft, Folder(path, max(1, round(repeats))), deep=False)
-        at = f"dataset.folders.{len(draft.folders)}"
-        draft.mapped(f"{table}path", {}, f"{at}.path")
-        if repeats == folder.repeats:
-            draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
-        else:
-            draft.differs(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
-        words.set_control(draft, f"{table}control_path", folder, at)
-        words.set_mask_folder(draft, f"{table}mask_path", folder, at)
-        prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
-        if prefix:
-            folder.trigger = prefix.strip().rstrip(",").strip()
-        own = f"{table}resolutions" if draft.has(f"{table}resolutions") else "data.resolutions"
-        given = draft.get(own, listed) or [None]
-        if len(given) > 1:
-            draft.mapped(own, {}, "the folder once for each, as there")
-        values += given
-        draft.folders += [replace(folder) for _ in given]
+    tables = sorted({m[0] for key in draft.given if (m := re.match(r"data\.directory\.\d+\.", key))})
+    resolutions = [value for table in tables for value in _add_folders(draft, table)]
     words.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
     draft.differs(keys, {}, "the folder's trigger: put in front only where it is missing")
-    draft.mapped("dataset", {}, "read as well" if found else "not here")
-    if draft.has("dataset") and not found:
+    draft.mapped("dataset", {}, "read as well" if tables else "not here")
+    if draft.has("dataset") and not tables:
         draft.folders = [Folder("TODO")]
         draft.need("dataset.folders", f"the folders of {draft.get('dataset')}, which is not here")
-    if any(values):
+    if any(resolutions):
         sizes = ["data.resolutions", *draft.keys("data.directory.*.resolutions")]
-        words.set_resolutions(draft, sizes, values)
+        words.set_resolutions(draft, sizes, resolutions)
+    _set_frames(draft)
+    _set_buckets(draft, bool(tables))
+    _set_captions(draft)
+
+
+def _add_folders(draft: Draft, table: str) -> list[Any]:
+    """Add a directory to the draft, once for each of its resolutions; return these, None for the general one."""
+    path = draft.get(f"{table}path", text)
+    if not path:
+        return []
+    repeats = draft.get(f"{table}num_repeats", number) or 1.0
+    folder = words.look_into(draft, Folder(path, max(1, round(repeats))), deep=False)
+    at = f"dataset.folders.{len(draft.folders)}"
+    draft.mapped(f"{table}path", {}, f"{at}.path")
+    if repeats == folder.repeats:
+        draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
+    else:
+        draft.differs(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
+    words.set_control(draft, f"{table}control_path", folder, at)
+    words.set_mask_folder(draft, f"{table}mask_path", folder, at)
+    prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
+    if prefix:
+        folder.trigger = prefix.strip().rstrip(",").strip()
+    own = f"{table}resolutions" if draft.has(f"{table}resolutions") else "data.resolutions"
+    resolutions = draft.get(own, listed) or [None]
+    if len(resolutions) > 1:
+        draft.mapped(own, {}, "the folder once for each, as there")
+    draft.folders += [replace(folder) for _ in resolutions]
+    return resolutions
+
+
+def _set_frames(draft: Draft) -> None:
+    """Set dataset.frames and dataset.clip."""
     lengths = ["data.frame_buckets", *draft.keys("data.directory.*.frame_buckets")]
     part = str(draft.get("video_clip_mode") or "single_beginning")
     words.set_clips(
@@ -333,8 +345,12 @@ def _set_folders(draft: Draft) -> None:
         CLIP_PARTS.get(part),
         "of every folder; a clip takes the longest that fits, as there",
     )
+
+
+def _set_buckets(draft: Draft, has_folders: bool) -> None:
+    """Set dataset.buckets and dataset.max_aspect."""
     buckets = draft.get("data.enable_ar_bucket")
-    if found:
+    if has_folders:
         draft.mapped("data.enable_ar_bucket", {"dataset.buckets": bool(buckets)})
     widest = [number(draft.given[key]) for key in ("data.max_ar",) if draft.has(key)]
     widest += [1 / max(0.01, number(draft.given[key])) for key in ("data.min_ar",) if draft.has(key)]
@@ -346,6 +362,10 @@ def _set_folders(draft: Draft) -> None:
             "the wider of both; sides are multiples of dataset.bucket_step here, not a number of aspect ratios",
         )
     draft.none(keys, "means nothing without aspect ratio buckets", off=True)
+
+
+def _set_captions(draft: Draft) -> None:
+    """Set the shuffling of tags, and what to do with images that have no caption."""
     number_of = draft.get("data.cache_shuffle_num", whole) or 0
     shuffle = ["data.shuffle_tags", "data.cache_shuffle_num"]
     if number_of or words.on(draft.get("data.shuffle_tags")):
@@ -382,7 +402,7 @@ def _set_length_and_rate(draft: Draft) -> None:
         draft.differs("pseudo_huber_c", ours, "the same loss, twice as large here")
     words.set_prodigy(draft, {name: f"optimizer.{name}" for name in words.OF_PRODIGY})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
-    general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # of SDXL alone it trains them
+    general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # it trains text encoders of SDXL only
     own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}
     rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
     why = "theirs trains SDXL's text encoders too, unless their rates are 0" if not draft.has(keys[0]) else ""
@@ -395,29 +415,30 @@ def _set_length_and_rate(draft: Draft) -> None:
     if draft.has("model.type"):
         words.set_schedule(
             draft,
-            "lr_scheduler",
-            warmup_key="warmup_steps",
+            words.ScheduleKeys("lr_scheduler", warmup="warmup_steps"),
             warmup=draft.get("warmup_steps", number),
             constant_warms_up=True,
         )
     words.set_every(
         draft,
         "checkpoint.every",
-        "save_every_n_steps",
-        "save_every_n_epochs",
+        ("save_every_n_steps", "save_every_n_epochs"),
         per_epoch,
         words.SAVED,
     )
 
 
 def _steps_per_epoch(draft: Draft, samples_per_step: int) -> int | None:
-    """Theirs shows each picture at each resolution, as our folders say, and drops what does not fill a step."""
+    """Return the steps per epoch.
+
+    diffusion-pipe takes each image at each resolution, as our folders do, and drops partial steps.
+    """
     count = words.samples(draft)
     return max(1, count // samples_per_step) if count else None
 
 
 def _batch(draft: Draft) -> tuple[int, list[str]]:
-    """The batch size of the largest resolution, and what there is to tell about others."""
+    """Return the batch size of the largest resolution, and remarks about others."""
     value = draft.get("image_micro_batch_size_per_gpu") or draft.get("micro_batch_size_per_gpu") or 1
     if not isinstance(value, list):
         return positive(value), []
@@ -443,7 +464,7 @@ def _set_timesteps(draft: Draft) -> None:
 
 
 def recognise(source: Source) -> str:
-    """[model] with a type and [optimizer] with one, or [[directory]]."""
+    """Recognise [model] with a type and [optimizer] with one, or [[directory]]."""
     data = source.data
     if source.kind != "toml" or not isinstance(data, dict):
         return ""

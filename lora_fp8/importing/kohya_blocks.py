@@ -1,8 +1,10 @@
-"""kohya's networks block by block: ranks, alphas and rates of a UNet's blocks, and LoRA+."""
+"""kohya's networks block by block: rank, alpha and learning rate of each block of a UNet, FLUX blocks, and LoRA+."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from . import words
 from .base import Draft, Unfit, number, whole
@@ -19,19 +21,22 @@ SDXL_BLOCKS = {
     **{3 * i + j + 13: f"up_blocks.{i}.attentions.{j}" for i in range(2) for j in range(3)},
 }
 BLOCKS = {"sd15": (25, UNET_BLOCKS), "sd2": (25, UNET_BLOCKS), "sdxl": (23, SDXL_BLOCKS)}
-"""How many numbers block_dims has, and the places in it that have linear layers: the blocks with attention."""
+"""Length of block_dims, and the positions in it of blocks that have linear layers: those with attention."""
 PARTS = {"sd15": (12, 1), "sd2": (12, 1), "sdxl": (9, 3)}
-"""How many numbers down_lr_weight and up_lr_weight have each, and mid_lr_weight; SDXL has one more at each end."""
+"""Lengths of down_lr_weight and up_lr_weight (each), and of mid_lr_weight; SDXL has one more block at each end."""
 RATES = ("down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold")
 
 
 FLUX = {"flux": (19, 38), "chroma": (19, 38)}
-"""How many double and single blocks there are, of the architectures whose networks take the blocks to train."""
+"""Numbers of double and single blocks, for architectures whose networks accept a choice of blocks to train."""
 CHOICES = ("train_blocks", "train_double_block_indices", "train_single_block_indices")
+FLUX_BLOCKS = {"double": "^transformer_blocks", "single": "^single_transformer_blocks"}
+"""Kinds of blocks, in the order of `FLUX` -> our pattern of their names."""
+LORAPLUS = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")
 
 
 def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
-    """adapter.ranks from the blocks of FLUX that are trained: of one kind, or by number. Arguments as `set_blocks`'."""
+    """Set adapter.ranks from the FLUX blocks that are trained, by kind or by number. Arguments as in `set_blocks`."""
     source = {key: str(draft.given[key]) for key in CHOICES if draft.has(key)} | given
     said = {key: source[key].strip().lower() for key in CHOICES if key in source}
     paged = [key for key in said if key not in given]
@@ -43,31 +48,41 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
     if not plain or draft.family not in FLUX:
         return
     rank = draft.get("network_dim", whole) or 4
-    kinds = {"double": "^transformer_blocks", "single": "^single_transformer_blocks"}
+    totals = dict(zip(FLUX_BLOCKS, FLUX[draft.family], strict=True))
     try:
-        chosen = {
-            kind: _numbers(said.get(f"train_{kind}_block_indices", "all"), total)
-            if said.get("train_blocks", "all") in ("all", kind)
-            else set()
-            for kind, total in zip(kinds, FLUX[draft.family], strict=True)
-        }
+        chosen = {kind: _chosen_blocks(said, kind, total) for kind, total in totals.items()}
     except Unfit:
-        return  # what they are is told by name
+        return  # the caller reports these arguments by name
     if not any(chosen.values()):
         return
-    entries = []
-    for (kind, name), total in zip(kinds.items(), FLUX[draft.family], strict=True):
-        others = set(range(total)) - chosen[kind]
-        if len(chosen[kind]) < len(others):
-            entries += [f"{name}.{i} = {rank}" for i in sorted(chosen[kind])] + [f"{name} = 0"]
-        else:
-            entries += [f"{name}.{i} = 0" for i in sorted(others)]
-    keys = paged + (["network_args"] if any(given.pop(key, None) for key in said) else [])
-    draft.mapped(keys, {"adapter.ranks": entries})
+    entries: dict[str, int] = {}
+    for kind, total in totals.items():
+        entries |= _ranks_of_chosen(FLUX_BLOCKS[kind], chosen[kind], total, rank)
+    draft.mapped(paged + _spend(given, said), {"adapter.ranks": entries})
+
+
+def _chosen_blocks(said: dict[str, str], kind: str, total: int) -> set[int]:
+    """Return the numbers of the blocks of one kind that are trained."""
+    if said.get("train_blocks", "all") not in ("all", kind):
+        return set()
+    return _numbers(said.get(f"train_{kind}_block_indices", "all"), total)
+
+
+def _ranks_of_chosen(name: str, chosen: set[int], total: int, rank: int) -> dict[str, int]:
+    """Return the entries of adapter.ranks that train only the chosen blocks, by name those of which there are fewer."""
+    others = set(range(total)) - chosen
+    if len(chosen) < len(others):
+        return {f"{name}.{i}": rank for i in sorted(chosen)} | {name: 0}
+    return {f"{name}.{i}": 0 for i in sorted(others)}
+
+
+def _spend(given: dict[str, str], names: Iterable[str]) -> list[str]:
+    """Remove converted arguments, up to the first that has a value; return the key that holds them if one has."""
+    return ["network_args"] if any(given.pop(name, None) for name in names) else []
 
 
 def _numbers(said: str, total: int) -> set[int]:
-    """ "0,4-6" as numbers below total; "all" and "none" too."""
+    """Parse "0,4-6", "all" or "none" as a set of numbers below total."""
     if said in ("all", "none", ""):
         return set(range(total)) if said == "all" else set()
     found: set[int] = set()
@@ -80,35 +95,44 @@ def _numbers(said: str, total: int) -> set[int]:
 
 
 def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
-    """adapter.ranks and optimizer.lrs from ranks, alphas and rates of blocks.
+    """Set adapter.ranks and optimizer.lrs from ranks, alphas and learning rates of blocks.
 
     Args:
-        given: the network's arguments; what is understood is taken out of them.
-        plain: whether the network is one of those that heed them.
+        draft: the import.
+        given: the network's arguments; those that are converted are removed.
+        plain: the network is one that uses them.
     """
     if draft.has("enable_block_weights") and not words.on(draft.given["enable_block_weights"]):
         draft.none([*RATES, "enable_block_weights"], "block weights are off", off=True)
     if not plain or draft.family not in BLOCKS:
         return
-    source = {key: str(draft.given[key]) for key in ("block_dims", "block_alphas", *RATES) if draft.has(key)} | given
-    used = [key for key in ("block_dims", "block_alphas", *RATES) if source.get(key)]
+    names = ("block_dims", "block_alphas", *RATES)
+    source = {key: str(draft.given[key]) for key in names if draft.has(key)} | given
+    used = [key for key in names if source.get(key)]
     try:
-        weights = _weights(source, draft.family) if any(source.get(key) for key in RATES[:3]) else {}
-        ranks, told = _ranks(draft, source, weights)
+        ours, told = _block_settings(draft, source)
     except (Unfit, ValueError):
-        return  # what they are is told by name
-    rates = [f"{name} = {weight:.10g}" for name, weight in weights.items() if weight not in (0, 1)]
-    if not used or rates and _finds_its_rate(draft):
+        return  # the caller reports these arguments by name
+    if not used:
         return
-    keys = [key for key in used if key not in given]
-    keys += ["network_args"] if any(given.pop(key, None) for key in used) else []
-    ours = ({"adapter.ranks": ranks} if ranks else {}) | ({"optimizer.lrs": rates} if rates else {})
+    keys = [key for key in used if key not in given] + _spend(given, used)
     (draft.differs if told else draft.mapped)(keys, ours, told)
     draft.mapped("enable_block_weights", {}, "on")
 
 
-def _ranks(draft: Draft, source: dict[str, str], weights: dict[str, float]) -> tuple[list[str], str]:
-    """Lines of adapter.ranks, and what differs. A block without a rate has no rank there."""
+def _block_settings(draft: Draft, source: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """Return adapter.ranks and optimizer.lrs as far as they have entries, and what differs."""
+    weights = _weights(source, draft.family) if any(source.get(key) for key in RATES[:3]) else {}
+    ranks, told = _ranks(draft, source, weights)
+    rates = {name: float(f"{weight:.10g}") for name, weight in weights.items() if weight not in (0, 1)}
+    if rates and _finds_its_rate(draft):
+        raise Unfit("the optimizer finds its learning rate")
+    tables: dict[str, Any] = {"adapter.ranks": ranks, "optimizer.lrs": rates}
+    return {setting: entries for setting, entries in tables.items() if entries}, told
+
+
+def _ranks(draft: Draft, source: dict[str, str], weights: dict[str, float]) -> tuple[dict[str, int], str]:
+    """Return the entries of adapter.ranks, and what differs. Blocks whose learning rate is 0 have no rank."""
     number_of, blocks = BLOCKS[draft.family]
     rank, alpha = draft.get("network_dim", whole) or 4, draft.get("network_alpha", number) or 1.0
     dims = [whole(one) for one in source["block_dims"].split(",")] if source.get("block_dims") else [rank] * number_of
@@ -119,18 +143,21 @@ def _ranks(draft: Draft, source: dict[str, str], weights: dict[str, float]) -> t
     used = {name: dims[place] if weights.get(name, 1.0) else 0 for place, name in blocks.items()}
     if not any(used.values()):
         raise Unfit("no block is trained")
-    entries = [f"{name} = {dim}" for name, dim in used.items() if dim != rank]
+    entries = {name: dim for name, dim in used.items() if dim != rank}
     scales = {alphas[place] / dims[place] for place, name in blocks.items() if used[name]}
     if all(math.isclose(scale, alpha / rank) for scale in scales):
         return entries, ""
-    if len(scales) == 1:  # of the blocks; text encoders are at network_dim
+    if len(scales) == 1:  # the scale of all blocks; text encoders have network_dim
         draft.set("adapter.alpha", scales.pop() * rank)
         return entries, "text encoders are scaled as the blocks are"
     return entries, "alpha goes with the rank here: all layers are scaled by alpha / rank"
 
 
 def _weights(source: dict[str, str], family: str) -> dict[str, float]:
-    """The factor on the rate of each block with attention, as `get_block_lr_weight` of sd-scripts' networks/lora.py."""
+    """Return the factor on the learning rate of each block with attention.
+
+    The rules are those of `get_block_lr_weight` in sd-scripts' networks/lora.py.
+    """
     outer, inner = PARTS[family]
     threshold = number(source.get("block_lr_zero_threshold") or 0.0)
 
@@ -161,26 +188,25 @@ def _weights(source: dict[str, str], family: str) -> dict[str, float]:
 
 
 def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
-    """optimizer.loraplus_lr_ratio, from the network's arguments or the page's keys; one for all that is trained."""
-    names = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")
-    source = {name: draft.given[name] for name in names if draft.has(name)} | {n: given[n] for n in names if n in given}
+    """Set optimizer.loraplus_lr_ratio, one for all that is trained, from the network's arguments or the page's keys."""
+    paged = {name: draft.given[name] for name in LORAPLUS if draft.has(name)}
+    source = paged | {name: given[name] for name in LORAPLUS if name in given}
     try:
-        general, unet, text = (number(source[name]) if source.get(name) else 0.0 for name in names)
+        general, unet, text = (number(source[name]) if source.get(name) else 0.0 for name in LORAPLUS)
     except Unfit:
         return
     ratio, own = unet or general, text or general
     if not plain or not ratio or _finds_its_rate(draft):
         return
-    keys = [name for name in source if name not in given]
-    keys += ["network_args"] if any(given.pop(name, None) for name in names) else []
+    keys = [name for name in source if name not in given] + _spend(given, LORAPLUS)
     if own != ratio and draft.family in words.TRAINED_TEXT:
         told = f"{own or 1:g} for text encoders there; one ratio here for all that is trained"
         draft.differs(keys, {"optimizer.loraplus_lr_ratio": ratio}, told)
     else:
         draft.mapped(keys, {"optimizer.loraplus_lr_ratio": ratio})
-    draft.none([name for name in names if draft.has(name)], NO_RATIO)
+    draft.none(list(paged), NO_RATIO)
 
 
 def _finds_its_rate(draft: Draft) -> bool:
-    """Whether the optimizer has one rate for all: it is Prodigy, or one of its kind that is not here."""
+    """Return True if the optimizer finds its own learning rate: Prodigy, or a similar one that does not exist here."""
     return any(word in words.plain(draft.get("optimizer_type") or "") for word in words.FINDS_ITS_RATE)

@@ -1,18 +1,18 @@
-"""kohya's pictures: dataset TOML, folders named 10_name, masks, regularization, buckets and captions."""
+"""kohya's datasets: dataset TOML, folders named 10_name, masks, regularization, buckets and captions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PureWindowsPath
 from typing import Any
 
 from . import words
-from .base import Draft, Folder, flag, flattened, number, positive, text, whole
+from .base import Draft, Folder, flag, flattened, number, positive, same, text, whole
 
 
 def sections(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(shown, key, value) of a TOML whose section names mean nothing."""
+    """Yield (shown, key, value) for a TOML whose section names have no meaning."""
     for name, value in data.items():
         if isinstance(value, dict):
             yield from sections(value, f"{prefix}{name}.")
@@ -21,13 +21,13 @@ def sections(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def dataset(data: Mapping[str, Any], file: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(shown, key, value) of a dataset TOML."""
+    """Yield (shown, key, value) for a dataset TOML."""
     for key, value in flattened(data):
         yield f"{file}: {key}" if file else key, key, value
 
 
 def datasets_of(draft: Draft, rows: list[tuple[str, str, Any]]) -> Iterator[tuple[str, str, Any]]:
-    """Those of the dataset TOML that dataset_config names, where it is here."""
+    """Yield the rows of the dataset TOML that dataset_config names, if it is here."""
     for _, key, value in rows:
         if key == "dataset_config" and value:
             data = draft.refer(key, str(value))
@@ -36,43 +36,57 @@ def datasets_of(draft: Draft, rows: list[tuple[str, str, Any]]) -> Iterator[tupl
 
 
 def everywhere(draft: Draft, name: str) -> list[str]:
-    """All keys of this name: the argument's, and those of the dataset file."""
+    """Return all keys with this name: the argument, and those of the dataset file."""
     inside = ("general.", "datasets.")
     return [key for key in draft.given if key == name or (key.startswith(inside) and key.endswith(f".{name}"))]
 
 
 def subsets(draft: Draft) -> list[str]:
-    """The dataset file's folders, as the beginnings of their keys: datasets.0.subsets.1."""
+    """Return the dataset file's folders, as prefixes of their keys: datasets.0.subsets.1."""
     found = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.subsets\.\d+\.", key))}
     return sorted(found, key=lambda key: [int(part) for part in re.findall(r"\d+", key)])
 
 
 def counting(draft: Draft, subset: str, name: str) -> str:
-    """The key that holds for a folder: its own, its dataset's, [general]'s, or the argument."""
+    """Return the key that applies to a folder: its own, its dataset's, that of [general], or the argument."""
     outer = ".".join(subset.split(".")[:2]) + "." if subset else ""
     keys = (f"{subset}{name}", f"{outer}{name}", f"general.{name}")
     return next((key for key in keys if draft.has(key)), name)
 
 
-def effective(draft: Draft, subset: str, name: str) -> Any:
-    """What holds for a folder, or the tool's default."""
-    return draft.get(counting(draft, subset, name))
+def effective(draft: Draft, subset: str, name: str, read: Callable[[Any], Any] = same) -> Any:
+    """Return the value that applies to a folder, or the tool's default; None if there is neither."""
+    return draft.get(counting(draft, subset, name), read)
 
 
 def each(draft: Draft, name: str, places: list[str]) -> tuple[list[str], list[Any]]:
-    """The keys that hold for the folders, and the value for each. Keys that others override are accounted for."""
+    """Return the keys that apply to the folders, and each folder's value. Overridden keys are reported."""
     keys = list(dict.fromkeys(counting(draft, place, name) for place in places or [""]))
     draft.none([key for key in everywhere(draft, name) if key not in keys], "overridden by a folder's own", off=True)
     return keys, [effective(draft, place, name) for place in places or [""]]
 
 
 def only_pictures(draft: Draft) -> bool:
-    """Whether the file is a dataset file alone, which says nothing of model and training."""
+    """Return True for a dataset file alone, which says nothing about the model and the training."""
     return isinstance(draft.source.data, dict) and isinstance(draft.source.data.get("datasets"), list)
 
 
+SAID_BY_DATASET = ("batch_size", "train_batch_size", "resolution", "enable_bucket", "min_bucket_reso")
+SAID_BY_DATASET += ("max_bucket_reso", "keep_tokens")
+
+
+def set_absent_dataset(draft: Draft) -> None:
+    """Add TODOs for what a missing dataset file would say, instead of taking the tool's defaults."""
+    file = draft.get("dataset_config")
+    for key in SAID_BY_DATASET:
+        draft.defaults.pop(key, None)
+    draft.folders = [Folder("TODO")]
+    draft.need("dataset.folders", f"the folders of {file}, which is not here")
+    draft.need("dataset.resolution", f"it stands in {file}, which is not here, and buckets and the batch size with it")
+
+
 def set_only_pictures(draft: Draft, places: list[str]) -> None:
-    """What there is to tell of a dataset file alone, beside folders and sizes."""
+    """Convert a dataset file alone, except for its folders and sizes."""
     kept = ("keep_tokens", "enable_bucket", "resolution")
     draft.defaults = {name: value for name, value in draft.defaults.items() if name in kept}
     words.set_family(draft, (), "", "the file holds only the pictures: import the training's file with this beside it")
@@ -81,28 +95,10 @@ def set_only_pictures(draft: Draft, places: list[str]) -> None:
 
 
 def set_folders(draft: Draft) -> None:
-    """dataset.folders from the dataset file, or from the subfolders of train_data_dir."""
+    """Set dataset.folders from the dataset file, or from the subfolders of train_data_dir."""
     found = subsets(draft)
     for subset in found:
-        path = draft.get(f"{subset}image_dir", text)
-        if not path:
-            draft.none(f"{subset}metadata_file", "captions are .txt or .caption files beside the pictures here")
-            continue
-        folder = words.look_into(
-            draft, Folder(path, positive(effective(draft, subset, "num_repeats") or 1)), deep=False
-        )
-        draft.mapped(f"{subset}image_dir", {}, f"dataset.folders.{len(draft.folders)}.path")
-        draft.mapped(f"{subset}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}")
-        tokens = effective(draft, subset, "class_tokens")
-        if words.on(effective(draft, subset, "is_reg")):
-            _regularize(draft, folder, str(tokens or ""))
-        elif tokens:
-            draft.differs(f"{subset}class_tokens", {}, words.caption_by_trigger(folder, str(tokens)))
-        prefix = effective(draft, subset, "caption_prefix")
-        if prefix and not folder.regularization:
-            folder.trigger = str(prefix).strip().rstrip(",").strip()
-        folder.mask = _mask_of(draft, subset, len(draft.folders))
-        draft.folders.append(folder)
+        _add_folder(draft, subset)
     used = [key for key in everywhere(draft, "is_reg") if words.on(draft.given[key])]
     draft.differs(used, {}, words.SHOWN_ALIKE)
     draft.none(everywhere(draft, "is_reg"), "off", off=True)
@@ -112,19 +108,7 @@ def set_folders(draft: Draft) -> None:
     for name in ("num_repeats", "class_tokens", "dataset_repeats"):
         draft.mapped(everywhere(draft, name), {}, "in each of the folders")
     draft.mapped("dataset_config", {}, "read as well" if found else "not here")
-    root = draft.get("train_data_dir", text)
-    if root and found:
-        draft.none("train_data_dir", "dataset_config counts", off=True)
-    elif root:
-        _folders_by_name(draft, root)
-    elif draft.get("dataset_config") and not found:
-        draft.folders = [Folder("TODO")]
-        draft.need("dataset.folders", f"the folders of {draft.get('dataset_config')}, which is not here")
-    others = draft.get("reg_data_dir", text)
-    if others and found:
-        draft.none("reg_data_dir", "dataset_config counts", off=True)
-    elif others:
-        _folders_by_name(draft, others, "reg_data_dir")
+    _set_root_folders(draft, bool(found))
     words.balance_regularization(draft)
     words.weigh_regularization(draft, "prior_loss_weight")
     if not found:
@@ -136,8 +120,46 @@ def set_folders(draft: Draft) -> None:
     draft.none([*everywhere(draft, "alpha_mask"), "masked_loss"], "off, or it names no masks", off=True)
 
 
+def _add_folder(draft: Draft, subset: str) -> None:
+    """Add a folder of the dataset file to the draft, and report the folder's own keys."""
+    path = draft.get(f"{subset}image_dir", text)
+    if not path:
+        draft.none(f"{subset}metadata_file", "captions are .txt or .caption files beside the pictures here")
+        return
+    folder = Folder(path, positive(effective(draft, subset, "num_repeats") or 1))
+    words.look_into(draft, folder, deep=False)
+    draft.mapped(f"{subset}image_dir", {}, f"dataset.folders.{len(draft.folders)}.path")
+    draft.mapped(f"{subset}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}")
+    tokens = effective(draft, subset, "class_tokens")
+    if words.on(effective(draft, subset, "is_reg")):
+        _regularize(draft, folder, str(tokens or ""))
+    elif tokens:
+        draft.differs(f"{subset}class_tokens", {}, words.caption_by_trigger(folder, str(tokens)))
+    prefix = effective(draft, subset, "caption_prefix")
+    if prefix and not folder.regularization:
+        folder.trigger = str(prefix).strip().rstrip(",").strip()
+    folder.mask = _mask_of(draft, subset, len(draft.folders))
+    draft.folders.append(folder)
+
+
+def _set_root_folders(draft: Draft, has_subsets: bool) -> None:
+    """Set folders from train_data_dir and reg_data_dir, which count only without a dataset file's folders."""
+    root = draft.get("train_data_dir", text)
+    if root and has_subsets:
+        draft.none("train_data_dir", "dataset_config counts", off=True)
+    elif root:
+        _folders_by_name(draft, root)
+    elif draft.get("dataset_config") and not has_subsets:
+        set_absent_dataset(draft)
+    others = draft.get("reg_data_dir", text)
+    if others and has_subsets:
+        draft.none("reg_data_dir", "dataset_config counts", off=True)
+    elif others:
+        _folders_by_name(draft, others, "reg_data_dir")
+
+
 def _mask_of(draft: Draft, subset: str, number: int) -> str:
-    """Where the masks of a folder's pictures are: in a folder, or in their transparency; "" where they have none."""
+    """Return the folder of a folder's masks, "alpha" if the images' transparency is the mask, or "" without masks."""
     masks, alpha = (counting(draft, subset, name) for name in ("conditioning_data_dir", "alpha_mask"))
     if words.on(draft.get("masked_loss")) and (path := draft.get(masks, text)):
         draft.mapped(masks, {}, f"dataset.folders.{number}.mask")
@@ -149,7 +171,7 @@ def _mask_of(draft: Draft, subset: str, number: int) -> str:
 
 
 def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:
-    """A folder of pictures without the subject."""
+    """Make a folder a regularization folder, which holds images without the subject."""
     folder.regularization = True
     if folder.captionless:
         given = f" ({words_of_it!r} there)" if words_of_it else ""
@@ -157,7 +179,7 @@ def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:
 
 
 def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> None:
-    """kohya's 10_name class folders: ten repeats, and "name class" as caption of what has none."""
+    """Set folders from kohya's 10_name subfolders: ten repeats, and "name class" as caption of images without one."""
     place = draft.find(root)
     separator = "\\" if "\\" in root and "/" not in root else "/"
     others = key == "reg_data_dir"
@@ -189,6 +211,9 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
     if others:
         draft.differs(key, {}, words.SHOWN_ALIKE)
         return
+    if not any(folder.captionless for folder in draft.folders):
+        draft.mapped(key, {}, f"repeats are written out here: {'; '.join(told)}")
+        return
     draft.differs(
         key,
         {},
@@ -198,14 +223,13 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
 
 
 def set_pictures(draft: Draft) -> None:
-    """Sizes, buckets and captions; one value here for all folders."""
+    """Set sizes, buckets and captions, with one value for all folders."""
     places = subsets(draft)
     keys, values = each(draft, "resolution", [place for place in places if draft.has(f"{place}image_dir")])
     if any(values):
         words.set_resolutions(draft, keys, values)
     shared = [
         ("enable_bucket", "dataset.buckets", flag),
-        ("bucket_reso_steps", "dataset.bucket_step", whole),
         ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
         ("flip_aug", "dataset.flip", flag),
         ("shuffle_caption", "dataset.shuffle_tags", flag),
@@ -220,6 +244,7 @@ def set_pictures(draft: Draft) -> None:
             draft.none(everywhere(draft, name), "means nothing without shuffle_caption", off=True)
             continue
         words.share(draft, *each(draft, name, places), setting, read)
+    words.set_bucket_step(draft, *each(draft, "bucket_reso_steps", places))
     note = "theirs also draws one line of a caption with several"
     words.share(draft, *each(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
     _set_aspect(draft)
@@ -237,7 +262,7 @@ def _reads_captions(value: Any) -> bool:
 
 
 def _set_aspect(draft: Draft) -> None:
-    """dataset.max_aspect: the widest of kohya's buckets, which are all sides between two limits up to the area."""
+    """Set dataset.max_aspect from the widest of kohya's buckets, whose sides lie between two limits."""
     small, large = everywhere(draft, "min_bucket_reso"), everywhere(draft, "max_bucket_reso")
     side = draft.settings.get("dataset.resolution")
     if not draft.settings.get("dataset.buckets") or not side:
@@ -247,8 +272,8 @@ def _set_aspect(draft: Draft) -> None:
         draft.none([*small, *large], "means nothing with bucket_no_upscale", off=True)
         return
     first = (subsets(draft) or [""])[0]
-    narrow = whole(effective(draft, first, "min_bucket_reso") or 256)
-    wide = whole(effective(draft, first, "max_bucket_reso") or 1024)
+    narrow = effective(draft, first, "min_bucket_reso", positive) or 256
+    wide = effective(draft, first, "max_bucket_reso", positive) or 1024
     step = draft.settings.get("dataset.bucket_step", 64)
     tall = min(wide, side * side // narrow // step * step)
     draft.differs(

@@ -1,18 +1,20 @@
-"""kohya's previews: files of prompts (.txt with flags, .json, .toml), prompts in the settings, or a page's fields."""
+"""kohya's previews: prompt files (.txt with flags, .json, .toml), prompts in the settings, or a page's fields."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from . import words
 from .base import Draft, decoded, read_source
 
 PROMPT_FLAGS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "scale", "g": "guide"}
+PROMPT_FLAGS |= {"f": "frames", "ci": "controls"}
 
 
 def set_previews(draft: Draft) -> None:
-    """preview.* from a prompts file, prompts in the settings, or the page's fields."""
+    """Set preview.* from a prompt file, prompts in the settings, or the page's fields."""
     fields = ["positive_prompts", "negative_prompts", "sample_width", "sample_height", "sample_cfg", "sample_seed"]
     fields += ["sample_steps"]
     keys = [key for key in ("sample_prompts", *fields) if draft.has(key)]
@@ -46,7 +48,7 @@ def set_previews(draft: Draft) -> None:
 
 
 def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Prompts of a .txt, .json or .toml file, or of the text itself; and what was told about them."""
+    """Read the prompts of a .txt, .json or .toml file, or of the text itself; return them, and remarks about them."""
     lines = given.splitlines()
     if len(lines) == 1 and re.search(r"\.(txt|json|toml)$", given.strip(), re.IGNORECASE):
         place = draft.find(given.strip())
@@ -66,22 +68,29 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
     return pictures, [f"{', '.join(dict.fromkeys(left))} mean nothing here"] if left else []
 
 
-def parse_prompt(line: str) -> tuple[dict[str, Any], list[str]]:
-    """A line of a sample prompts file and the flags of it that mean nothing here."""
-    head, *flags = re.split(r"\s--(?=[a-z]+\s)", " " + line.strip())
+def parse_prompt(line: str, known: Mapping[str, str] = PROMPT_FLAGS) -> tuple[dict[str, Any], list[str]]:
+    """Parse a line of a prompt file; return its values, and its flags that mean nothing here.
+
+    Args:
+        line: the line.
+        known: flag -> our name for its value; "controls" may occur several times.
+    """
+    head, *flags = re.split(r"\s--(?=[a-z][a-z0-9_]*\s)", " " + line.strip())
     picture: dict[str, Any] = {"prompt": head.strip()}
     left = []
     for one in flags:
         name, _, value = one.partition(" ")
-        if name in PROMPT_FLAGS:
-            picture[PROMPT_FLAGS[name]] = value.strip()
+        if known.get(name) == "controls":
+            picture.setdefault("controls", []).append(value.strip())
+        elif name in known:
+            picture[known[name]] = value.strip()
         else:
             left.append(f"--{name}")
     return picture, left
 
 
 def _prompt_tables(data: Any) -> list[dict[str, Any]]:
-    """kohya's prompts as tables: a list of them, or [prompt] with [[prompt.subset]]."""
+    """Read kohya's prompts from tables: a list of them, or [prompt] with [[prompt.subset]]."""
     if isinstance(data, dict):
         common = dict(data.get("prompt", {}))
         data = [{**common, **one} for one in common.pop("subset", [{}])]
@@ -90,7 +99,7 @@ def _prompt_tables(data: Any) -> list[dict[str, Any]]:
 
 
 def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
-    """Choose among --l (classifier-free) and --g (embedded) what our preview.guidance is for this family."""
+    """Set each preview's guidance from --l (classifier-free) or --g (embedded), whichever applies; return a remark."""
     embedded = draft.family in ("flux", "flux_kontext", "flux2")
     told = ""
     for picture in pictures:

@@ -1,4 +1,4 @@
-"""The settings page kohya_ss (JSON), which trains with sd-scripts: other names for some keys. Facts: kohya_ss 26.0."""
+"""The settings page kohya_ss (JSON), which runs sd-scripts and renames some keys. Facts: kohya_ss 26.0."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .base import JOINT, Draft, Rule, Source, Tool, flattened, idle, none, parse
 from .kohya_data import datasets_of
 from .kohya_table import NO_DROPOUT, NO_PART, SD_SCRIPTS_RULES
 
+OF_OTHERS = "of another architecture."
 PAGE_RULES: dict[str, Rule] = {
     "sdxl": JOINT,
     "sd3_checkbox": JOINT,
@@ -21,6 +22,7 @@ PAGE_RULES: dict[str, Rule] = {
     "model_list": idle("the page's own list of models"),
     "save_as_bool": idle("the page's own"),
     "train_on_input": idle("the page's own"),
+    f"{OF_OTHERS}**": idle("belongs to another architecture, which is not chosen"),
     "unit": none("belongs to DyLoRA", 1),
     "stop_text_encoder_training": none("text encoders are trained to the end"),
     "stop_text_encoder_training_pct": none("text encoders are trained to the end"),
@@ -51,6 +53,8 @@ PAGE_RULES: dict[str, Rule] = {
     "conv_alpha": JOINT,
 }
 
+CHECKBOXES = {"flux1": "flux1_checkbox", "sd3": "sd3_checkbox", "sdxl": "sdxl"}
+"""Prefix of the settings of one architecture -> the page's checkbox for it."""
 PAGE_NAMES = {
     "optimizer": "optimizer_type",
     "max_resolution": "resolution",
@@ -67,18 +71,25 @@ PAGE_NAMES = {
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
-    """The page's fields, then the options in additional_parameters, then the dataset file."""
-    rows = [(key, key, value) for key, value in flattened(draft.source.data)]
-    extra = draft.source.data.get("additional_parameters")
+    """Yield the page's fields, then the options in additional_parameters, then the dataset file."""
+    data = draft.source.data
+    chosen = next((kind for kind in ("flux1", "sd3", "sdxl") if data.get(CHECKBOXES[kind])), "")
+    rows = []
+    for key, value in flattened(data):
+        # The page saves the settings of every architecture; those of the others are not read.
+        kind = key.partition("_")[0]
+        unread = key in PAGE_NAMES and kind in CHECKBOXES and kind != chosen
+        rows.append((key, f"{OF_OTHERS}{key}" if unread else key, value))
+    extra = data.get("additional_parameters")
     if extra:
-        options = parse_options(str(extra).split())
+        options = parse_options(str(extra).replace('"', "").split())  # the page drops the quotation marks too
         rows += [(f"additional_parameters: {name}", name, value) for name, value in options.items()]
     yield from rows
     yield from datasets_of(draft, rows)
 
 
 def recognise(source: Source) -> str:
-    """JSON with LoRA_type; older files by two fields that only the page names so."""
+    """Recognise JSON with LoRA_type, or an older file by two field names that only the page uses."""
     data = source.data
     if source.kind != "json" or not isinstance(data, dict):
         return ""
@@ -88,7 +99,11 @@ def recognise(source: Source) -> str:
 
 
 def combine(draft: Draft) -> None:
-    """As sd-scripts, whose command the page writes."""
+    """Convert as for sd-scripts, whose command the page writes."""
+    if draft.has("num_vectors_per_token") or draft.has("token_string"):
+        words.refuse(draft, "it trains an embedding (textual inversion)")
+    if not draft.has("LoRA_type") and not draft.has("network_dim"):
+        words.set_whole_model(draft, "the file has no LoRA_type, so the page trains the whole model with it")
     sd_scripts.combine(draft)
     draft.mapped("additional_parameters", {}, "read as options of sd-scripts")
 

@@ -1,19 +1,20 @@
-"""What becomes of each setting of sd-scripts 0.10.1; its pages and musubi-tuner share the table and add their own."""
+"""The rules for sd-scripts 0.10.1; its settings pages and musubi-tuner share the table and add their own rules."""
 
 from __future__ import annotations
 
 from . import words
-from .base import JOINT, Rule, always, flag, idle, none, number, text, to, whole
+from .base import JOINT, Rule, always, cached, flag, idle, none, number, text, to, whole
 
-NO_CONV = "convolutions are not adapted here, only linear layers"
+NO_CONV = words.NO_CONV
 NO_PART = "adapter.targets names the layers that are adapted, adapter.ranks their ranks"
 NO_RATIO = "both matrices of an adapter have the same rate here"
 NO_DROPOUT = "adapter.dropout drops inputs of the adapter"
 NO_LYCORIS = "belongs to LyCORIS"
+NO_MODULE = "the file names no network_module: theirs trains the whole model then, unless the command names one"
 NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
 
 SD_SCRIPTS_RULES: dict[str, Rule] = {
-    # The model
+    # Model
     "pretrained_model_name_or_path": JOINT,
     "v2": JOINT,
     "model_type": JOINT,
@@ -25,7 +26,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "text_encoder": JOINT,
     "byt5": JOINT,
     "vae": none("the base's own VAE is used, or that of model.components"),
-    "v_parameterization": none("the model's scheduler_config.json says what it predicts"),
+    "v_parameterization": JOINT,
     "no_half_vae": always("the VAE never runs in float16"),
     "tokenizer_cache_dir": idle(),
     "disable_mmap_load_safetensors": idle(),
@@ -37,7 +38,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "fp8_vl": idle("text encoders are freed before training here"),
     "full_bf16": none("adapters are bf16 with float32 masters here; optimizer.rounding = 'nearest' has none"),
     "full_fp16": none("float16 is not used here"),
-    # The adapter
+    # Adapter
     "network_module": JOINT,
     "network_args": JOINT,
     "lycoris_algo": JOINT,
@@ -53,7 +54,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "scale_weight_norms": none("weights are not rescaled here"),
     "conv_dim": none(NO_CONV),
     "conv_alpha": none(NO_CONV),
-    # The rate
+    # Learning rate
     "optimizer_type": JOINT,
     "use_8bit_adam": JOINT,
     "use_lion_optimizer": JOINT,
@@ -86,7 +87,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "initial_step": none(words.RESUMES),
     "skip_until_initial_step": none(words.RESUMES),
     "seed": JOINT,
-    # Pictures and captions
+    # Images and captions
     "train_data_dir": JOINT,
     "dataset_config": JOINT,
     "image_dir": JOINT,
@@ -138,10 +139,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "clip_skip": none("the text encoder's layer is the one the pipeline uses", 1),
     "t5xxl_max_token_length": none("the pipeline's own length is used", 512),
     "apply_t5_attn_mask": none("the pipeline's own attention is used"),
-    "cache_latents": always(words.ALWAYS_CACHED),
-    "cache_latents_to_disk": always(words.ALWAYS_CACHED),
-    "cache_text_encoder_outputs": always(words.ALWAYS_CACHED),
-    "cache_text_encoder_outputs_to_disk": always(words.ALWAYS_CACHED),
+    "cache_latents": cached(words.ALWAYS_CACHED),
+    "cache_latents_to_disk": cached(words.ALWAYS_CACHED),
+    "cache_text_encoder_outputs": cached(words.ALWAYS_CACHED),
+    "cache_text_encoder_outputs_to_disk": cached(words.ALWAYS_CACHED),
     "skip_cache_check": idle(),
     "vae_batch_size": idle(),
     "text_encoder_batch_size": idle(),
@@ -181,8 +182,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "model_prediction_type": JOINT,
     "guidance_scale": JOINT,
     # Memory and speed
-    "blocks_to_swap": none(words.NO_SWAP),
-    "block_swap_h2d_only": none(words.NO_SWAP),
+    "blocks_to_swap": JOINT,
+    "block_swap_h2d_only": idle("belongs to blocks_to_swap"),
     "cpu_offload_checkpointing": none("activations are recomputed, not moved to main memory"),
     "split_mode": none("deprecated there; FP8 storage takes its place"),
     "train_blocks": none(NO_PART, "all"),
@@ -224,7 +225,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "sample_every_n_epochs": JOINT,
     "sample_at_first": JOINT,
     "sample_sampler": none(words.NO_SAMPLER),
-    # Logs, uploads, the machine
+    # Logs, uploads and the machine
     **dict.fromkeys(
         ("logging_dir", "log_with", "log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name"),
         idle(words.LOGGING),
@@ -251,7 +252,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         + ("fp16_master_weights_and_gradients",),
         idle("belongs to deepspeed"),
     ),
-    # Of single architectures
+    # Single architectures
     **dict.fromkeys(
         ("qwen3", "llm_adapter_path", "t5_tokenizer_path"),
         none("model.components takes a diffusers folder, not single files of its parts"),

@@ -1,7 +1,8 @@
-"""kohya's training: model, network, precision, length, rate, timesteps and compilation."""
+"""kohya's training settings: model, network, precision, length, learning rate, timesteps and compilation."""
 
 from __future__ import annotations
 
+import re
 from pathlib import PureWindowsPath
 
 from . import kohya_blocks, words
@@ -19,6 +20,23 @@ SCRIPTS = {
     "anima_train_network.py": "anima",
 }
 
+WHOLE_MODEL = {
+    "train_db.py": "sd15",
+    "fine_tune.py": "sd15",
+    "sdxl_train.py": "sdxl",
+    "flux_train.py": "flux",
+    "sd3_train.py": "sd3",
+    "lumina_train.py": "lumina2",
+    "anima_train.py": "anima",
+    "hunyuan_image_train.py": "hunyuan_image",
+}
+"""Scripts that train the whole model."""
+OTHER_JOBS = {
+    "textual_inversion": "it trains an embedding (textual inversion)",
+    "control_?net": "it trains a ControlNet",
+    "leco": "it trains a slider from prompts (LECO)",
+}
+"""Parts of the names of scripts that cannot be converted -> what these scripts train."""
 MODULES = {"lora_flux": "flux", "oft_flux": "flux", "lora_sd3": "sd3", "lora_lumina": "lumina2"} | {
     "lora_hunyuan_image": "hunyuan_image",
     "lora_anima": "anima",
@@ -37,14 +55,14 @@ TRAIN_TYPES = {
 
 
 def _kind(draft: Draft) -> tuple[str, str, str]:
-    """The architecture, what says so, and the key that does, if one does."""
-    if draft.get("model_train_type"):
-        name = draft.get("model_train_type", text)
-        kind = TRAIN_TYPES.get(words.plain(name), "")
-        why = f"model_train_type = {name!r}" if kind else f"{name!r} trains no LoRA that is known here"
-        return kind, why, "model_train_type"
+    """Return the architecture, what shows it, and the key that does, if there is one."""
     if draft.get("model_type") == "chroma":
         return "chroma", "model_type = 'chroma'", "model_type"
+    if draft.get("model_train_type"):
+        name = draft.get("model_train_type", text)
+        kind = TRAIN_TYPES.get(re.sub("finetune|dreambooth", "lora", words.plain(name)), "")
+        why = f"model_train_type = {name!r}" if kind else f"{name!r} trains no LoRA that is known here"
+        return kind, why, "model_train_type"
     module = str(draft.get("network_module") or "").split(".")[-1]
     if module in MODULES:
         return MODULES[module], f"network_module = {module!r}", ""
@@ -53,6 +71,8 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
             return kind, f"{key} is on", key
     v2 = words.on(draft.get("v2"))
     script = draft.source.script
+    if script in WHOLE_MODEL and not (v2 and WHOLE_MODEL[script] == "sd15"):
+        return WHOLE_MODEL[script], script, ""
     if script in SCRIPTS and not (v2 and SCRIPTS[script] == "sd15"):
         return SCRIPTS[script], script, ""
     if v2:
@@ -66,9 +86,10 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
 
 
 def set_model(draft: Draft) -> None:
-    """model.family and model.path."""
+    """Set model.family and model.path."""
     kind, why, key = _kind(draft)
     path = str(draft.get("pretrained_model_name_or_path") or "")
+    kind, why = words.refined(kind, why, [path])
     named = words.family_of_name(path)
     if not kind and named and not draft.family:
         words.set_family(draft, (), named, "read from the name of the base model")
@@ -82,25 +103,49 @@ def set_model(draft: Draft) -> None:
         draft.none(key, "model.components takes a diffusers folder, not single files of its parts")
 
 
+def other_job(script: str) -> str:
+    """Return what a script trains that is neither a LoRA nor the whole model; "" for any other script."""
+    return next((what for part, what in OTHER_JOBS.items() if re.search(part, script)), "")
+
+
 def set_network(draft: Draft) -> None:
-    """adapter.type, and what belongs to it."""
+    """Set adapter.type and the settings that depend on it."""
     module = str(draft.get("network_module") or "")
-    arguments = draft.get("network_args") or []
-    arguments = arguments.split() if isinstance(arguments, str) else listed(arguments)
-    custom = draft.get("network_args_custom", listed) or []
-    given = dict(str(argument).partition("=")[::2] for argument in [*arguments, *custom])
-    kind = words.plain(draft.get("LoRA_type") or "").removeprefix("kohya").removeprefix("lycoris")
-    lycoris = "lycoris" in module or "lycoris" in words.plain(draft.get("LoRA_type") or "")
+    given = _network_arguments(draft)
+    page_type = words.plain(draft.get("LoRA_type") or "")
+    kind = page_type.removeprefix("kohya").removeprefix("lycoris")
+    lycoris = "lycoris" in module or "lycoris" in page_type
     algorithm = words.plain(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
     algorithm = algorithm if algorithm not in ("", "standard", "flux1", "sd3", "locon", "lora") else "lora"
     other = module.split(".")[-1]
     if not lycoris and other in ("dylora", "oft", "oft_flux", "lora_fa"):
         algorithm = other
     decomposed = str(given.get("dora_wd", "")).lower() == "true" or words.on(draft.get("dora_wd"))
-    if algorithm == "lora" or not decomposed:  # of LoKr and LoHa with lengths the lengths have no counterpart
+    if algorithm == "lora" or not decomposed:  # in LoKr and LoHa, weight decomposition has no counterpart
         given.pop("dora_wd", None)
     if algorithm == "lora" and decomposed:
         algorithm = "dora"
+    _set_type(draft, algorithm)
+    if algorithm == "lokr":
+        _set_lokr(draft, given)
+    own_network = algorithm == "lora" and not lycoris
+    kohya_blocks.set_blocks(draft, given, plain=own_network)
+    kohya_blocks.set_choice(draft, given, plain=own_network)
+    kohya_blocks.set_loraplus(draft, given, plain=own_network)
+    _report_arguments(draft, given)
+    _report_page_keys(draft, plain=not lycoris and kind in ("", "standard", "flux1", "sd3"))
+
+
+def _network_arguments(draft: Draft) -> dict[str, str]:
+    """Return the network's arguments, of the file and of the page, by name."""
+    arguments = draft.get("network_args") or []
+    arguments = arguments.split() if isinstance(arguments, str) else listed(arguments)
+    custom = draft.get("network_args_custom", listed) or []
+    return dict(str(argument).partition("=")[::2] for argument in [*arguments, *custom])
+
+
+def _set_type(draft: Draft, algorithm: str) -> None:
+    """Set adapter.type; an algorithm without a counterpart becomes a LoRA."""
     own = {words.plain(name): name for name in words.accepted("adapter.type")}
     keys = ["network_module", "LoRA_type", "lycoris_algo"]
     if algorithm in own:
@@ -110,30 +155,34 @@ def set_network(draft: Draft) -> None:
         draft.none(keys, f"there is no {algorithm} here; a LoRA of this rank was written")
         draft.set("adapter.type", "lora")
         draft.need("adapter.type", f"{algorithm} has no counterpart: a LoRA learns otherwise; check rank and alpha")
-    if algorithm == "lokr":
-        _set_lokr(draft, given)
-    own_network = algorithm == "lora" and not lycoris
-    kohya_blocks.set_blocks(draft, given, plain=own_network)
-    kohya_blocks.set_choice(draft, given, plain=own_network)
-    kohya_blocks.set_loraplus(draft, given, plain=own_network)
-    parts = [f"{name}={value}" for name, value in given.items()]
+
+
+def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
+    """Report the network's arguments; `left` are those that no setting was made from."""
     for key in ("network_args", "network_args_custom"):
-        if parts:
-            told = dict.fromkeys(_no_argument(name) for name in given)
-            draft.none(key, f"{', '.join(parts)}: {'; '.join(told)}")
+        if left:
+            parts = ", ".join(f"{name}={value}" for name, value in left.items())
+            reasons = dict.fromkeys(_no_argument(name) for name in left)
+            draft.none(key, f"{parts}: {'; '.join(reasons)}")
         else:
             draft.mapped(key, {}, "says only what [adapter] says")
-    extras = ["conv_dim", "conv_alpha", "factor", "lokr_factor", "decompose_both", "use_tucker", "use_cp", "use_scalar"]
-    extras += ["rescaled", "constrain", "bypass_mode", "full_matrix", "train_norm", "rank_dropout_scale", "dora_wd"]
-    extras += ["LyCORIS_preset", "dropout", "loraplus_lr_ratio", "loraplus_unet_lr_ratio"]
-    extras += ["loraplus_text_encoder_lr_ratio"]
-    plain = not lycoris and kind in ("", "standard", "flux1", "sd3")
-    for key in extras:
+
+
+PAGE_KEYS = ("conv_dim", "conv_alpha", "factor", "lokr_factor", "decompose_both", "use_tucker", "use_cp", "use_scalar")
+PAGE_KEYS += ("rescaled", "constrain", "bypass_mode", "full_matrix", "train_norm", "rank_dropout_scale", "dora_wd")
+PAGE_KEYS += ("LyCORIS_preset", "dropout", "loraplus_lr_ratio", "loraplus_unet_lr_ratio")
+PAGE_KEYS += ("loraplus_text_encoder_lr_ratio",)
+"""Keys of the settings pages, which store them for every type of LoRA."""
+
+
+def _report_page_keys(draft: Draft, plain: bool) -> None:
+    """Report the page's keys that no setting was made from; `plain`: the page's type of LoRA uses none of them."""
+    for key in PAGE_KEYS:
         used = draft.has(key) and not is_off(draft.given[key])
         if key.startswith("loraplus"):
             draft.none(key, NO_RATIO, off=not used)
         elif key in ("conv_dim", "conv_alpha"):
-            # The page keeps them for every kind; only LoCon and LyCORIS use them.
+            # The page stores them for every type of LoRA; only LoCon and LyCORIS use them.
             page = plain and draft.tool.name != "sd-scripts"
             draft.none(key, "not used by this kind of LoRA" if page else NO_CONV, off=page or not used)
         else:
@@ -141,7 +190,7 @@ def set_network(draft: Draft) -> None:
 
 
 def _no_argument(name: str) -> str:
-    """Why an argument of the network has no counterpart."""
+    """Return why an argument of the network has no counterpart."""
     if name.startswith("conv"):
         return NO_CONV
     if name.startswith("loraplus"):
@@ -152,7 +201,7 @@ def _no_argument(name: str) -> str:
 
 
 def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
-    """What belongs to LoKr alone, taken out of the network's arguments."""
+    """Set what belongs to LoKr alone, and remove it from the network's arguments."""
     keys = [key for key in ("lokr_factor", "factor") if draft.has(key)]
     factor = given.pop("factor", None) or (draft.get(keys[0]) if keys else -1)
     draft.mapped(keys, {"adapter.factor": words.lokr_factor(factor)}, "-1 there is 0 here")
@@ -166,7 +215,7 @@ def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
 
 
 def set_precision(draft: Draft) -> None:
-    """model.dtype and quantize.storage."""
+    """Set model.dtype and quantize.storage."""
     words.set_dtype(draft, "mixed_precision")
     if not draft.get("mixed_precision"):
         draft.notes.append(
@@ -195,35 +244,52 @@ def set_precision(draft: Draft) -> None:
 
 
 def set_length_and_rate(draft: Draft) -> None:
-    """Steps, batch, rate and schedule; how often something is saved."""
-    batch_keys, inner = each(draft, "batch_size", subsets(draft))
+    """Set steps, batch size, learning rate, schedule and how often files are saved."""
+    batch, processes = _set_batch(draft)
+    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = words.steps_per_epoch(draft, batch, accumulate, processes)
+    _set_steps(draft, per_epoch, batch)
+    _set_optimizer(draft)
+    _set_schedule(draft)
+    words.set_every(draft, "checkpoint.every", ("save_every_n_steps", "save_every_n_epochs"), per_epoch, words.SAVED)
+    preview = ("sample_every_n_steps", "sample_every_n_epochs")
+    words.set_every(draft, "preview.every", preview, per_epoch, epochs_count=True)
+
+
+def _set_batch(draft: Draft) -> tuple[int, int]:
+    """Set train.batch_size; return the largest batch size of the folders, and the number of processes."""
+    keys, inner = each(draft, "batch_size", subsets(draft))
     outer = draft.get("train_batch_size")
     if all(inner):
         draft.none("train_batch_size", "the dataset's batch_size counts", off=True)
-    batch_keys.append("train_batch_size")
+    keys += ["train_batch_size", "num_processes"]
     sizes = {positive(value or outer or 1) for value in inner}
     batch, processes = max(sizes), positive(draft.get("num_processes") or 1)
     note = f"over all processes together here: {batch} x {processes}" if processes > 1 else ""
     if len(sizes) > 1:
         note = f"one batch size here, the largest of {sorted(sizes)}"
-    (draft.differs if note else draft.mapped)(
-        [*batch_keys, "num_processes"], {"train.batch_size": batch * processes}, note
-    )
-    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = words.steps_per_epoch(draft, batch, accumulate, processes)
+    (draft.differs if note else draft.mapped)(keys, {"train.batch_size": batch * processes}, note)
+    return batch, processes
+
+
+def _set_steps(draft: Draft, per_epoch: int | None, batch: int) -> None:
+    """Set train.steps from epochs or steps; kohya's page says epochs in a key of its own, `epoch`."""
     epochs, steps = whole(draft.get("max_train_epochs") or 0), whole(draft.get("max_train_steps") or 0)
-    if epochs <= 0 and not draft.has("max_train_steps") and draft.get("epoch"):
-        epochs = whole(draft.get("epoch"))
-        words.set_steps_from_epochs(draft, "epoch", epochs, per_epoch, batch)
+    page_epochs = draft.get("epoch")
+    if epochs <= 0 and not draft.has("max_train_steps") and page_epochs:
+        words.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
     elif epochs > 0:
         words.set_steps_from_epochs(draft, "max_train_epochs", epochs, per_epoch, batch)
         draft.none("max_train_steps", "max_train_epochs counts", off=True)
     elif steps > 0:
         draft.mapped("max_train_steps", {"train.steps": steps})
-    elif draft.get("epoch"):
-        words.set_steps_from_epochs(draft, "epoch", whole(draft.get("epoch")), per_epoch, batch)
+    elif page_epochs:
+        words.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
     draft.none(["epoch", "max_train_epochs", "max_train_steps"], "another key counts", off=True)
 
+
+def _set_optimizer(draft: Draft) -> None:
+    """Set the optimizer with its arguments, its learning rate, and the text encoders."""
     rate_key = "unet_lr" if draft.has("unet_lr") and number(draft.given["unet_lr"]) > 0 else "learning_rate"
     rate = draft.get(rate_key, number)
     name_key = "optimizer_type"
@@ -241,6 +307,9 @@ def set_length_and_rate(draft: Draft) -> None:
             words.set_optimizer_arguments(draft, key, draft.given[key])
         draft.none(key, "empty", off=True)
 
+
+def _set_schedule(draft: Draft) -> None:
+    """Set the schedule, with a warm-up in steps or, on kohya's page, in percent."""
     warmup_key, warmup, told = "lr_warmup_steps", draft.get("lr_warmup_steps", number), ""
     if not warmup and draft.has("lr_warmup"):
         warmup_key, percent = "lr_warmup", number(draft.given["lr_warmup"])
@@ -251,24 +320,22 @@ def set_length_and_rate(draft: Draft) -> None:
     cycles = "lr_restart_cycles" if draft.has("lr_restart_cycles") else "lr_scheduler_num_cycles"
     words.set_schedule(
         draft,
-        "lr_scheduler",
-        warmup_key=warmup_key,
+        words.ScheduleKeys(
+            "lr_scheduler",
+            warmup=warmup_key,
+            cycles=cycles,
+            power="lr_scheduler_power",
+            floor="lr_scheduler_min_lr_ratio",
+        ),
         warmup=warmup,
         warmup_note=told,
-        cycles_key=cycles,
-        power_key="lr_scheduler_power",
-        floor_key="lr_scheduler_min_lr_ratio",
         floor=draft.get("lr_scheduler_min_lr_ratio", number),
     )
     draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], "another key counts", off=True)
 
-    words.set_every(draft, "checkpoint.every", "save_every_n_steps", "save_every_n_epochs", per_epoch, words.SAVED)
-    preview = ("preview.every", "sample_every_n_steps", "sample_every_n_epochs")
-    words.set_every(draft, *preview, per_epoch, epochs_count=True)
-
 
 def _set_text_encoders(draft: Draft) -> None:
-    """Theirs trains the CLIPs unless told not to, at learning_rate unless told another."""
+    """Set the text encoders: kohya trains the CLIPs, at learning_rate, unless the file says otherwise."""
     keys = ["network_train_unet_only"]
     off = any(words.on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
     given = [number(one) for one in listed(draft.given["text_encoder_lr"])] if draft.has("text_encoder_lr") else []
@@ -280,42 +347,69 @@ def _set_text_encoders(draft: Draft) -> None:
     rates = {} if off else {name: rate for name, rate in rates.items() if rate}
     why = "theirs trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
     words.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
+    if draft.settings.get("adapter.text_encoder"):
+        cached = ["cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"]
+        draft.mapped(cached, {}, "off where text encoders are trained, there and here")
 
 
 def set_noise(draft: Draft) -> None:
-    """Timesteps, their weights, and the guidance shown while training."""
+    """Set timesteps, their weights, and the guidance during training."""
     words.set_min_snr(draft, "min_snr_gamma")
+    words.set_prediction(draft, "v_parameterization", "v" if words.on(draft.get("v_parameterization")) else "")
     _set_offset(draft)
-    flow = ["timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "training_shift", "weighting_scheme"]
-    flow += ["logit_mean", "logit_std", "model_prediction_type", "guidance_scale"]
     if not draft.family:
-        draft.none(flow, "depends on the family, which the file does not say")
-        return
-    if draft.family in words.DIFFUSION:
-        draft.none(flow, "means nothing to a model that predicts noise", off=True)
-        return
+        draft.none(FLOW_KEYS, "depends on the family, which the file does not say")
+    elif draft.family in words.DIFFUSION:
+        draft.none(FLOW_KEYS, "means nothing to a model that predicts noise", off=True)
+    else:
+        _set_timesteps(draft)
+        _set_flow_objective(draft)
+
+
+TIMESTEP_KEYS = ("timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "training_shift", "weighting_scheme")
+TIMESTEP_KEYS += ("logit_mean", "logit_std")
+FLOW_KEYS = (*TIMESTEP_KEYS, "model_prediction_type", "guidance_scale")
+"""Keys that only flow-matching models use."""
+
+
+def _set_timesteps(draft: Draft) -> None:
+    """Set objective.timesteps and shift from timestep_sampling and, with "sigma", from weighting_scheme."""
     method = str(draft.get("timestep_sampling") or "sigma")
     scheme = str(draft.get("weighting_scheme") or "uniform")
     shift_key = "training_shift" if draft.family in ("sd3", "sd35") else "discrete_flow_shift"
     shift = draft.get(shift_key, number) or 1.0
-    told: list[str] = []
+    keys, told = ["timestep_sampling"], []
+    shape = "logit_normal"
     if method == "sigma":
         shape = "logit_normal" if scheme == "logit_normal" else "uniform"
         if scheme in ("sigma_sqrt", "cosmap", "mode"):
             told.append(f"weighting_scheme = {scheme} has no counterpart")
-        keys = ["timestep_sampling", "weighting_scheme", shift_key]
+        keys += ["weighting_scheme", shift_key]
+    elif method == "shift":
+        keys.append(shift_key)
     elif method in ("uniform", "sigmoid"):
         shape, shift = ("uniform" if method == "uniform" else "logit_normal"), 1.0
-        keys = ["timestep_sampling"]
-    elif method == "shift":
-        shape, keys = "logit_normal", ["timestep_sampling", shift_key]
-    elif method.endswith("_shift"):
-        shape, shift, keys = "logit_normal", "auto", ["timestep_sampling"]
-        told += [] if method == "flux_shift" else [f"{method}: the shift of the model's own scheduler here"]
     else:
-        shape, shift, keys = "logit_normal", "auto", ["timestep_sampling"]
-        told.append(f"{method} has no counterpart; logit_normal was written")
-        draft.need("objective.timesteps", f"choose one for {method!r}")
+        shift = "auto"
+        told += _remarks_on_method(draft, method)
+    told += _remarks_on_shape(draft, method, scheme, keys)
+    words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+    draft.none(TIMESTEP_KEYS, f"not used with timestep_sampling = {method}", off=True)
+
+
+def _remarks_on_method(draft: Draft, method: str) -> list[str]:
+    """Return the remarks on a way to draw timesteps that changes with the image, or that is not known here."""
+    if method == "flux_shift":
+        return []
+    if method.endswith("_shift"):
+        return [f"{method}: the shift of the model's own scheduler here"]
+    draft.need("objective.timesteps", f"choose one for {method!r}")
+    return [f"{method} has no counterpart; logit_normal was written"]
+
+
+def _remarks_on_shape(draft: Draft, method: str, scheme: str, keys: list[str]) -> list[str]:
+    """Return the remarks on scales, means and deviations other than the usual, and add their keys to `keys`."""
+    told = []
     scale = draft.get("sigmoid_scale", number)
     if scale not in (None, 1.0) and method not in ("uniform", "sigma"):
         told.append(f"sigmoid_scale = {scale:g} is always 1 here")
@@ -325,8 +419,11 @@ def set_noise(draft: Draft) -> None:
         if scheme == "logit_normal" and value not in (None, usual):
             told.append(f"{key} = {value:g} is always {usual:g} here")
             keys.append(key)
-    words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
-    draft.none(flow[:7], f"not used with timestep_sampling = {method}", off=True)
+    return told
+
+
+def _set_flow_objective(draft: Draft) -> None:
+    """Report what the model is trained to predict, and set the guidance during training."""
     prediction = draft.get("model_prediction_type")
     if prediction == "raw":
         draft.mapped("model_prediction_type", {}, "the velocity as the model gives it")
@@ -342,20 +439,20 @@ def set_noise(draft: Draft) -> None:
 
 
 def _set_offset(draft: Draft) -> None:
-    """The noise's offset, unless the page's choice between that and multires noise says the other."""
+    """Set the noise offset, unless the page selects multires noise instead."""
     chosen = words.plain(draft.get("noise_offset_type") or "")
     if chosen and chosen != "original":
         keys = ["noise_offset", "noise_offset_random_strength", "adaptive_noise_scale"]
         draft.none(keys, f"not used with noise_offset_type = {draft.get('noise_offset_type')}", off=True)
     else:
-        words.set_noise_offset(draft, "noise_offset")
+        words.set_noise_offset(draft, "noise_offset", heeded=False)
     if chosen == "original":
         keys = ["multires_noise_iterations", "multires_noise_discount"]
         draft.none(keys, "not used with noise_offset_type = Original", off=True)
 
 
 def set_compile(draft: Draft) -> None:
-    """memory.compile from torch_compile or the backend of accelerate."""
+    """Set memory.compile from torch_compile or from accelerate's backend."""
     backend = draft.get("dynamo_backend")
     compiled = words.on(draft.get("torch_compile"))
     named = draft.has("dynamo_backend") and str(backend).lower() not in ("no", "none")

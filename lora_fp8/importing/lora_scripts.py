@@ -1,16 +1,16 @@
-"""lora-scripts (SD-Trainer; TOML presets), which trains with sd-scripts: defaults and a few keys of its own.
+"""lora-scripts (SD-Trainer; TOML presets), which runs sd-scripts with other defaults and a few keys of its own.
 
 Facts: lora-scripts of September 2025.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from typing import Any
 
+from .. import config
 from . import sd_scripts, words
-from .base import JOINT, Draft, Rule, Source, Tool, idle, none
+from .base import JOINT, Draft, Rule, Source, Tool, idle, none, table_in
 from .kohya_data import sections
 from .kohya_table import NO_PART, SD_SCRIPTS_RULES
 
@@ -45,23 +45,23 @@ LORA_SCRIPTS_RULES: dict[str, Rule] = {
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
-    """A preset's [metadata] and [data], or settings at the top; then those in ui_custom_params."""
+    """Yield a preset's [metadata] and [data], or the settings at the top level; then those in ui_custom_params."""
     data = draft.source.data
-    for key, value in data.get("metadata", {}).items():
+    for key, value in table_in(data, "metadata").items():
         yield f"metadata.{key}", "model_train_type" if key == "train_type" else f"metadata.{key}", value
     yield from sections({name: value for name, value in data.items() if name != "metadata"})
-    custom = data.get("data", data).get("ui_custom_params")
+    custom = (table_in(data, "data") or data).get("ui_custom_params")
     if custom:
         try:
-            parsed = tomllib.loads(str(custom))
-        except tomllib.TOMLDecodeError:
+            parsed = config.read_toml(str(custom))
+        except ValueError:
             draft.notes.append("ui_custom_params is not TOML and was not read")
         else:
             yield from ((f"ui_custom_params: {shown}", key, value) for shown, key, value in sections(parsed))
 
 
 def recognise(source: Source) -> str:
-    """A preset, or a TOML with model_train_type."""
+    """Recognise a preset, or a TOML with model_train_type."""
     data = source.data
     if source.kind != "toml" or not isinstance(data, dict):
         return ""
@@ -71,13 +71,16 @@ def recognise(source: Source) -> str:
 
 
 def combine(draft: Draft) -> None:
-    """As sd-scripts, from the page's own defaults."""
-    if "flux" in str(draft.get("model_train_type")):  # its pages start from other values
+    """Convert as for sd-scripts, with the page's own defaults."""
+    if "flux" in str(draft.get("model_train_type")):  # its FLUX pages have other defaults
         draft.defaults |= {"network_dim": 2, "network_alpha": 16, "unet_lr": "5e-4", "resolution": "768,768"}
         draft.defaults |= {"max_train_epochs": 20, "optimizer_type": "PagedAdamW8bit", "bucket_reso_steps": 32}
         draft.defaults |= {"timestep_sampling": "sigmoid", "discrete_flow_shift": 1.0, "guidance_scale": 1.0}
         draft.defaults |= {"max_bucket_reso": 2048, "fp8_base": True, "save_precision": "bf16"}
         draft.defaults |= {"gradient_checkpointing": True, "model_prediction_type": "raw"}
+    kind = words.plain(draft.get("model_train_type"))
+    if kind.endswith(("finetune", "dreambooth")):
+        words.set_whole_model(draft, f"{draft.get('model_train_type')} trains the whole model there")
     sd_scripts.combine(draft)
     words.set_prodigy(draft, {"d_coef": "prodigy_d_coef", "d0": "prodigy_d0"})
     draft.mapped("ui_custom_params", {}, "read as settings")

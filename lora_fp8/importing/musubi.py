@@ -1,4 +1,4 @@
-"""musubi-tuner: TOML files (sections mean nothing), dataset TOML and commands. Facts: musubi-tuner 0.3.4."""
+"""musubi-tuner: TOML files (section names have no meaning), dataset TOML and commands. Facts: musubi-tuner 0.3.4."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PureWindowsPath
 from typing import Any
 
-from lora_fp8.config import UserError
-
+from ..errors import UserError
 from . import kohya_data, kohya_previews, kohya_table, kohya_training, sd_scripts, words
 from .base import (
     JOINT,
@@ -60,8 +59,8 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "flash_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "flash3": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "sage_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
-    "block_swap_ring_size": none(words.NO_SWAP),
-    "use_pinned_memory_for_block_swap": none(words.NO_SWAP),
+    "block_swap_ring_size": idle("belongs to blocks_to_swap"),
+    "use_pinned_memory_for_block_swap": idle("belongs to blocks_to_swap"),
     "gradient_checkpointing_cpu_offload": none("activations are recomputed, not moved to main memory"),
     "img_in_txt_in_offloading": none(words.NO_SWAP),
     "num_timestep_buckets": none("every timestep is drawn by itself"),
@@ -110,33 +109,35 @@ SCRIPTS = {
     "qwen_image": "qwen_image",
     "zimage": "z_image",
     "wan": "wan",
-    "hv_1_5": "hunyuan_video",
+    "hv_1_5": "hunyuan_video_1_5",
     "hv": "hunyuan_video",
     "fpack": "framepack",
     "kandinsky5": "kandinsky5",
     "krea2": "krea2",
     "ernie_image": "ernie_image",
-    "hidream_o1": "hidream",
+    "hidream_o1": "hidream_o1",
     "ideogram4": "ideogram4",
+    "qwen_image_21": "qwen_image_21",
+    "mage_flow": "mage_flow",
 }
-"""Beginnings of the training scripts -> architecture; the longest that fits counts."""
+"""Training scripts, without `_train_network.py` -> architecture."""
 MODULES = {
     "lora_flux": "flux_kontext",
     "lora_flux_2": "flux2",
     "lora_qwen_image": "qwen_image",
     "lora_zimage": "z_image",
     "lora_wan": "wan",
-    "lora_hv_1_5": "hunyuan_video",
+    "lora_hv_1_5": "hunyuan_video_1_5",
     "lora_framepack": "framepack",
     "lora_kandinsky": "kandinsky5",
     "lora_krea2": "krea2",
-    "lora_hidream_o1": "hidream",
+    "lora_hidream_o1": "hidream_o1",
     "lora_ideogram4": "ideogram4",
 }
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
-    """Sections mean nothing; the dataset file is read too."""
+    """Yield all settings, whatever their section, and those of the dataset file."""
     source = draft.source
     if not isinstance(source.data, dict):
         raise UserError(f"{source.path}: expected tables")
@@ -155,7 +156,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
 
 
 def combine(draft: Draft) -> None:
-    """Everything of a job."""
+    """Convert all settings of a job."""
     if kohya_data.only_pictures(draft):
         kohya_data.set_only_pictures(draft, tables(draft))
         _set_folders(draft)
@@ -176,25 +177,23 @@ def combine(draft: Draft) -> None:
     if compiled:
         draft.differs(keys, {"memory.compile": "blocks"}, "each repeated block is compiled, once")
     draft.none(keys, "off", off=True)
+    words.set_swap(draft, "blocks_to_swap")
 
 
 def _set_model(draft: Draft) -> None:
-    script = re.sub(r"_train(_network)?\.py$", "", draft.source.script)
+    script = draft.source.script
     module = str(draft.get("network_module") or "").split(".")[-1]
-    kind, why = SCRIPTS.get(script, ""), draft.source.script
+    if script and not script.endswith("_train_network.py"):
+        words.set_whole_model(draft, f"{script} trains the whole model there")
+    elif not module:
+        words.set_whole_model(draft, kohya_table.NO_MODULE)
+    name = re.sub(r"_train(_network)?\.py$", "", script)
+    kind, why = SCRIPTS.get(name, name), script
     if not kind and module in MODULES:
         kind, why = MODULES[module], f"network_module = {module!r}"
-    version = words.plain(draft.get("model_version") or "")
-    if kind == "flux2" and "klein" in version:
-        kind, why = "flux2_klein", f"model_version = {draft.get('model_version')!r}"
-    if kind == "qwen_image" and "edit" in version:
-        kind = "qwen_image_edit_plus" if re.search("plus|25", version) else "qwen_image_edit"
-        why = f"model_version = {draft.get('model_version')!r}"
-    unsaid = "the file does not say: musubi-tuner takes it from the script that is run"
-    for key, edited in (("edit", "qwen_image_edit"), ("edit_plus", "qwen_image_edit_plus")):
-        if kind == "qwen_image" and words.on(draft.get(key)):
-            kind, why = edited, f"{key} is on"
+    kind, why = words.refined(*_variant(draft, kind, why), [draft.get("dit")])
     keys = ["task", "model_version", "edit", "edit_plus"]
+    unsaid = "the file does not say: musubi-tuner takes it from the script that is run"
     words.set_family(draft, keys, kind, why if kind else unsaid)
     draft.none(keys, "family is told by model.family", off=True)
     words.set_model_path(draft, "dit", "the denoiser's own file")
@@ -202,8 +201,24 @@ def _set_model(draft: Draft) -> None:
         draft.none(key, "model.components takes a diffusers folder, not single files of its parts")
 
 
+def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
+    """Return the variant of an architecture that the version, the task or a switch selects, and what shows it."""
+    version = words.plain(draft.get("model_version") or "")
+    if kind == "flux2" and "klein" in version:
+        kind, why = "flux2_klein", f"model_version = {draft.get('model_version')!r}"
+    if kind == "qwen_image" and "edit" in version:
+        kind = "qwen_image_edit_plus" if re.search("plus|25", version) else "qwen_image_edit"
+        why = f"model_version = {draft.get('model_version')!r}"
+    if kind in words.CLIPS_FROM_PICTURES and "i2v" in (task := str(draft.get("task") or "")).lower():
+        kind, why = f"{kind}_i2v", f"task = {task!r}"
+    for key, edited in (("edit", "qwen_image_edit"), ("edit_plus", "qwen_image_edit_plus")):
+        if kind == "qwen_image" and words.on(draft.get(key)):
+            kind, why = edited, f"{key} is on"
+    return kind, why
+
+
 def tables(draft: Draft) -> list[str]:
-    """The beginnings of the datasets' keys: datasets.0."""
+    """Return the prefixes of the datasets' keys: datasets.0."""
     found = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.", key))}
     return sorted(found, key=lambda key: int(key.split(".")[1]))
 
@@ -223,8 +238,7 @@ def _set_folders(draft: Draft) -> None:
     draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, "in each of the folders")
     draft.mapped("dataset_config", {}, "read as well" if tables(draft) else "not here")
     if draft.has("dataset_config") and not tables(draft):
-        draft.folders = [Folder("TODO")]
-        draft.need("dataset.folders", f"the folders of {draft.get('dataset_config')}, which is not here")
+        kohya_data.set_absent_dataset(draft)
 
 
 def _set_pictures(draft: Draft) -> None:
@@ -258,7 +272,7 @@ def _set_pictures(draft: Draft) -> None:
 
 
 def recognise(source: Source) -> str:
-    """A `dit`, one of its network modules or scripts, or datasets without subsets."""
+    """Recognise a file by `dit`, by one of the tool's network modules or scripts, or by datasets without subsets."""
     data = source.data
     if source.kind not in ("toml", "command") or not isinstance(data, Mapping):
         return ""

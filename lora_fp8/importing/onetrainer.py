@@ -1,5 +1,8 @@
-"""OneTrainer: the JSON of a preset or a saved configuration, old (flat) or new (parts in tables), with its concepts and
-samples. Facts: OneTrainer of August 2026, configuration version 12."""
+"""OneTrainer: the JSON of a preset or of a saved configuration, with its concepts and samples.
+
+Older configurations are flat, newer ones have the model's parts in tables. Facts: OneTrainer of August 2026,
+configuration version 12.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from lora_fp8 import families
-from lora_fp8.config import UserError
-
+from .. import families
+from ..errors import UserError
 from . import words
 from .base import (
     JOINT,
@@ -20,6 +22,7 @@ from .base import (
     Source,
     Tool,
     always,
+    cached,
     flag,
     flattened,
     idle,
@@ -36,6 +39,7 @@ NO_EMBEDDING = "no embeddings are trained here"
 NO_OFT = "belongs to OFT"
 NO_LOKR = "belongs to LoKr"
 NO_LOSS = "there is one loss here, objective.loss, weighted by min_snr_gamma only"
+CONCEPT_OFF = "the concept is off"
 NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
 NO_COLOUR = "colours are not changed here"
 NO_VIDEO = words.NO_CLIPS
@@ -76,7 +80,7 @@ RULES: dict[str, Rule] = {
     "async_offloading": idle(),
     "enable_async_offloading": idle(),
     "enable_activation_offloading": none("activations are recomputed, not moved to main memory"),
-    "layer_offload_fraction": none(words.NO_SWAP),
+    "layer_offload_fraction": JOINT,
     "force_circular_padding": none(words.NOT_HERE),
     "compile": JOINT,
     "gradient_checkpointing": JOINT,
@@ -84,9 +88,9 @@ RULES: dict[str, Rule] = {
     "circular_mask_generation": none(words.NO_MASK),
     "random_rotate_and_crop": none("pictures are cropped at the middle"),
     "aspect_ratio_bucketing": to("dataset.buckets", flag),
-    "latent_caching": always(words.ALWAYS_CACHED),
-    "image_caching": always(words.ALWAYS_CACHED),
-    "text_caching": always(words.ALWAYS_CACHED),
+    "latent_caching": cached(words.ALWAYS_CACHED),
+    "image_caching": cached(words.ALWAYS_CACHED),
+    "text_caching": cached(words.ALWAYS_CACHED),
     "latent_caching_epochs": idle(),
     "clear_cache_before_training": idle("the cache is kept by content; what changed is encoded again"),
     "learning_rate": JOINT,
@@ -137,8 +141,8 @@ RULES: dict[str, Rule] = {
     "generalized_offset_noise": none(words.NO_NOISE),
     "perturbation_noise_weight": none(words.NO_NOISE),
     "rescale_noise_scheduler_to_zero_terminal_snr": none("the model's scheduler_config.json says how it noises"),
-    "force_v_prediction": none("the model's scheduler_config.json says what it predicts"),
-    "force_epsilon_prediction": none("the model's scheduler_config.json says what it predicts"),
+    "force_v_prediction": JOINT,
+    "force_epsilon_prediction": JOINT,
     "timestep_distribution": JOINT,
     "min_noising_strength": JOINT,
     "max_noising_strength": JOINT,
@@ -157,7 +161,7 @@ RULES: dict[str, Rule] = {
     "quantization.**": none("quantize.keep and quantize.override say which layers are held how"),
     **{f"{part}.{name}": JOINT for part in PARTS for name in ("model_name", "train", "learning_rate", "weight_dtype")},
     **{f"{part}.{name}": JOINT for part in PARTS for name in ("gradient_checkpointing", "guidance_scale")},
-    **{f"{part}.offload_fraction": none(words.NO_SWAP) for part in PARTS},
+    **{f"{part}.offload_fraction": JOINT for part in PARTS},
     **{f"{part}.**": none("one length of training for all: train.steps") for part in PARTS},
     **{f"{part}.{name}": idle() for part in PARTS for name in ("include", "stop_training_after")},
     **{f"{part}.stop_training_after_unit": none("train.steps is the end", "NEVER", "EPOCH") for part in PARTS},
@@ -178,7 +182,7 @@ RULES: dict[str, Rule] = {
         ("text_encoder_sequence_length", "text_encoder_2_sequence_length"),
         none("the pipeline's own length is used", 77, 512),
     ),
-    # The flat keys of older files
+    # Flat keys of older files
     "unet_weight_dtype": JOINT,
     "unet_learning_rate": JOINT,
     "prior_weight_dtype": JOINT,
@@ -255,6 +259,7 @@ RULES: dict[str, Rule] = {
     "samples.*.seed": JOINT,
     "samples.*.diffusion_steps": JOINT,
     "samples.*.cfg_scale": JOINT,
+    "samples.*.frames": JOINT,
     "samples.*.enabled": JOINT,
     "samples.*.random_seed": none("previews keep their seeds"),
     "samples.*.noise_scheduler": none(words.NO_SAMPLER, "DDIM", "EULER"),
@@ -348,8 +353,15 @@ MODELS = {
 }
 
 
+OTHER_METHODS = {
+    "EMBEDDING": "it trains an embedding (textual inversion)",
+    "FINE_TUNE_VAE": "it trains the VAE",
+}
+"""Training methods that cannot be converted -> what they train."""
+
+
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
-    """The settings, the concepts and the samples, each from this file or its own."""
+    """Yield the settings, the concepts and the samples, each from this file or from their own file."""
     data = draft.source.data
     if not isinstance(data, dict):
         raise UserError(f"{draft.source.path}: expected one table; give the configuration, not the list of concepts")
@@ -364,14 +376,19 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
 
 
 def combine(draft: Draft) -> None:
-    """Everything of a job."""
+    """Convert all settings of a job."""
     kind = str(draft.get("model_type") or "")
-    words.set_family(draft, "model_type", MODELS.get(kind, kind.lower()), f"model_type = {kind!r}")
-    if draft.get("training_method") in (None, "LORA"):
+    paths = [draft.get("base_model_name"), *(draft.get(f"{part}.model_name") for part in PARTS)]
+    words.set_family(
+        draft, "model_type", *words.refined(MODELS.get(kind, kind.lower()), f"model_type = {kind!r}", paths)
+    )
+    method = str(draft.get("training_method") or "LORA")
+    if method == "LORA":
         draft.mapped("training_method", {}, "a LoRA is trained")
+    elif method in OTHER_METHODS:
+        words.refuse(draft, OTHER_METHODS[method])
     else:
-        draft.none("training_method", "only LoRAs are trained here; a LoRA was written")
-        draft.need("adapter.rank", "theirs trained something else: choose the size of a LoRA")
+        words.set_whole_model(draft, "", "training_method")
     part = _part(draft)
     _set_path(draft, part)
     words.set_dtype(draft, "train_dtype")
@@ -388,7 +405,7 @@ def combine(draft: Draft) -> None:
 
 
 def _part(draft: Draft) -> str:
-    """The part of the model that is the denoiser: unet, transformer, or prior in older files."""
+    """Return the name of the denoiser among the model's parts: unet, transformer, or (in older files) prior."""
     if draft.family in words.DIFFUSION:
         return "unet"
     return "transformer" if any(key.startswith("transformer.") for key in draft.given) else "prior"
@@ -482,89 +499,119 @@ def _set_folders(draft: Draft) -> None:
     tables = sorted({m[0] for key in draft.given if (m := re.match(r"concepts\.\d+\.", key))})
     kept: list[str] = []
     for table in tables:
-        kind = str(draft.get(f"{table}type") or "STANDARD")
-        validation = words.on(draft.get(f"{table}validation_concept")) or kind == "VALIDATION"
-        disabled = draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"])
-        path = draft.get(f"{table}path", text)
-        if disabled or validation or kind == "PRIOR_PREDICTION" or not path:
-            reason = "the concept is off" if disabled else NO_VALIDATION if validation else words.NO_REG
-            draft.none([key for key in draft.given if key.startswith(table)], reason, off=disabled)
-            continue
-        kept.append(table)
-        at = f"dataset.folders.{len(draft.folders)}"
-        counted = f"{table}balancing" if draft.has(f"{table}balancing") else f"{table}repeats"
-        repeats = draft.get(counted, number) or 1.0
-        by_samples = draft.get(f"{table}balancing_strategy") == "SAMPLES"
-        deep = words.on(draft.get(f"{table}include_subdirectories"))
-        masked = words.on(draft.get("masked_training"))
-        folder = Folder(path, 1 if by_samples else max(1, round(repeats)), mask="*-masklabel" if masked else "")
-        words.look_into(draft, folder, deep=deep)
-        draft.mapped(f"{table}path", {}, f"{at}.path")
-        if by_samples:
-            draft.none(counted, f"{repeats:g} samples of the concept an epoch there; {at}.repeats counts repeats here")
-        elif repeats == folder.repeats:
-            draft.mapped(counted, {}, f"{at}.repeats = {folder.repeats}")
+        if reason := _reason_to_leave_out(draft, table):
+            own = [key for key in draft.given if key.startswith(table)]
+            draft.none(own, reason, off=reason == CONCEPT_OFF)
         else:
-            draft.differs(counted, {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
-        draft.none(f"{table}balancing_strategy", "belongs to balancing", off=not by_samples)
-        if deep:
-            draft.mapped(f"{table}include_subdirectories", {}, "subfolders are always searched")
-        elif draft.has(f"{table}include_subdirectories"):
-            draft.differs(f"{table}include_subdirectories", {}, "subfolders are always searched here")
-        source = draft.get(f"{table}text.prompt_source") or "sample"
-        if source == "sample":
-            draft.mapped(f"{table}text.prompt_source", {}, "captions are files beside the pictures")
-        else:
-            draft.none(f"{table}text.prompt_source", "captions are .txt or .caption files beside the pictures here")
-            draft.todo.append(f"{at}: captions come from {source!r} there; here from .txt files beside the pictures")
-        for name in ("type", "enabled"):
-            draft.mapped(f"{table}{name}", {}, "on")
-        words.weigh(draft, f"{table}loss_weight", folder, at)
-        draft.folders.append(folder)
+            kept.append(table)
+            _add_folder(draft, table)
     draft.mapped(["concept_file_name"], {}, "read as well" if tables else "not here")
     _set_masks(draft)
     draft.none("concepts", "empty", off=True)
     if not kept and draft.has("concept_file_name"):
         draft.folders = [Folder("TODO")]
         draft.need("dataset.folders", f"the folders of {draft.get('concept_file_name')}, which is not here")
-
-    def each(name: str) -> tuple[list[str], list[Any]]:
-        return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
-
     if kept:
-        keys, values = each("image.enable_random_flip")
-        words.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
-        words.share(draft, *each("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
-        _set_tag_dropout(draft, kept)
-        tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
-        for name, setting, read in (
-            ("text.keep_tags_count", "dataset.keep_tokens", whole),
-            ("text.tag_delimiter", "dataset.tag_separator", lambda value: str(value).strip() or " "),
-            ("text.text_variations", "dataset.caption_variants", whole),
-        ):
-            keys, values = each(name)
-            if tags:
-                words.share(draft, keys, values, setting, read)
-            draft.none(keys, "means nothing without tag shuffling", off=True)
-        keys, values = each("text_variations")
-        if tags:
-            words.share(draft, keys, values, "dataset.caption_variants", whole)
-        draft.none(keys, "means nothing without tag shuffling", off=True)
+        _set_flip_and_tags(draft, kept)
     dropped = draft.get("text_encoder.dropout_probability", number)
     if dropped:
         draft.mapped("text_encoder.dropout_probability", {"dataset.caption_dropout": dropped})
     draft.none("text_encoder.dropout_probability", "off", off=True)
     _set_resolutions(draft, kept)
-    lengths = [whole(one) for one in str(draft.get("frames") or "").split(",") if one.strip()]
-    if draft.family in families.available() and "clips" in families.facts(draft.family):
-        words.set_clips(draft, ["frames"], lengths, [], "head", "of every folder; here a clip's head, see dataset.clip")
-    draft.none("frames", NO_VIDEO, off=True)  # the page writes it for every model
+    _set_frames(draft)
     switches = [f"{table}image.enable_resolution_override" for table in kept]
     draft.none([*switches, *(f"{table}image.resolution_override" for table in kept)], "resolution counts", off=True)
 
 
+def _reason_to_leave_out(draft: Draft, table: str) -> str:
+    """Return why a concept is no folder of images to train on; "" if it is one."""
+    kind = str(draft.get(f"{table}type") or "STANDARD")
+    validation = words.on(draft.get(f"{table}validation_concept")) or kind == "VALIDATION"
+    disabled = draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"])
+    path = draft.get(f"{table}path", text)
+    if disabled:
+        return CONCEPT_OFF
+    if validation:
+        return NO_VALIDATION
+    return words.NO_REG if kind == "PRIOR_PREDICTION" or not path else ""
+
+
+def _add_folder(draft: Draft, table: str) -> None:
+    """Add a concept's folder to the draft, and report the concept's own keys."""
+    at = f"dataset.folders.{len(draft.folders)}"
+    counted = f"{table}balancing" if draft.has(f"{table}balancing") else f"{table}repeats"
+    repeats = draft.get(counted, number) or 1.0
+    by_samples = draft.get(f"{table}balancing_strategy") == "SAMPLES"
+    deep = words.on(draft.get(f"{table}include_subdirectories"))
+    masked = words.on(draft.get("masked_training"))
+    folder = Folder(
+        draft.get(f"{table}path", text),
+        1 if by_samples else max(1, round(repeats)),
+        mask="*-masklabel" if masked else "",
+    )
+    words.look_into(draft, folder, deep=deep)
+    draft.mapped(f"{table}path", {}, f"{at}.path")
+    if by_samples:
+        draft.none(counted, f"{repeats:g} samples of the concept an epoch there; {at}.repeats counts repeats here")
+    elif repeats == folder.repeats:
+        draft.mapped(counted, {}, f"{at}.repeats = {folder.repeats}")
+    else:
+        draft.differs(counted, {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
+    draft.none(f"{table}balancing_strategy", "belongs to balancing", off=not by_samples)
+    if deep:
+        draft.mapped(f"{table}include_subdirectories", {}, "subfolders are always searched")
+    elif draft.has(f"{table}include_subdirectories"):
+        draft.differs(f"{table}include_subdirectories", {}, "subfolders are always searched here")
+    _report_caption_source(draft, table, at)
+    for name in ("type", "enabled"):
+        draft.mapped(f"{table}{name}", {}, "on")
+    words.weigh(draft, f"{table}loss_weight", folder, at)
+    draft.folders.append(folder)
+
+
+def _report_caption_source(draft: Draft, table: str, at: str) -> None:
+    """Report where a concept's captions come from; `at` is our name of its folder."""
+    source = draft.get(f"{table}text.prompt_source") or "sample"
+    if source == "sample":
+        draft.mapped(f"{table}text.prompt_source", {}, "captions are files beside the pictures")
+    else:
+        draft.none(f"{table}text.prompt_source", "captions are .txt or .caption files beside the pictures here")
+        draft.todo.append(f"{at}: captions come from {source!r} there; here from .txt files beside the pictures")
+
+
+def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
+    """Set dataset.flip and the shuffling and dropout of tags, with one value for all concepts."""
+
+    def each(name: str) -> tuple[list[str], list[Any]]:
+        return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
+
+    keys, values = each("image.enable_random_flip")
+    words.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
+    words.share(draft, *each("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
+    _set_tag_dropout(draft, tables)
+    tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
+    for name, setting, read in (
+        ("text.keep_tags_count", "dataset.keep_tokens", whole),
+        ("text.tag_delimiter", "dataset.tag_separator", lambda value: str(value).strip() or " "),
+        ("text.text_variations", "dataset.caption_variants", whole),
+        ("text_variations", "dataset.caption_variants", whole),
+    ):
+        keys, values = each(name)
+        if tags:
+            words.share(draft, keys, values, setting, read)
+        draft.none(keys, "means nothing without tag shuffling", off=True)
+
+
+def _set_frames(draft: Draft) -> None:
+    """Set dataset.frames, if the architecture is trained on clips."""
+    lengths = [whole(one) for one in str(draft.get("frames") or "").split(",") if one.strip()]
+    if draft.family in families.available() and "clips" in families.facts(draft.family):
+        words.set_clips(draft, ["frames"], lengths, [], "head", "of every folder; here a clip's head, see dataset.clip")
+    draft.none("frames", NO_VIDEO, off=True)  # the page writes it for every model
+
+
 def _set_resolutions(draft: Draft, tables: list[str]) -> None:
-    """Those of the concepts that have their own, and the others'; of several in one text the largest."""
+    """Set each concept's own resolution, and the general one for the others; of several in one text, the largest."""
     general, own = "resolution", {}
     for table in tables:
         if words.on(draft.get(f"{table}image.enable_resolution_override")):
@@ -579,7 +626,7 @@ def _set_resolutions(draft: Draft, tables: list[str]) -> None:
 
 
 def _set_text_encoders(draft: Draft, scale: float) -> None:
-    """Theirs trains each text encoder unless told not to, at learning_rate unless told another."""
+    """Set the text encoders: OneTrainer trains each of them, at learning_rate, unless the file says otherwise."""
     clips = {"sdxl": 2, "sd3": 2}.get(draft.family, 1)
     keys, rate_keys, rates = [], [], {}
     left_out, trained = [], True
@@ -600,10 +647,27 @@ def _set_text_encoders(draft: Draft, scale: float) -> None:
             left_out.append(part)
     why = "" if keys else "theirs trains the text encoders too, unless the file says otherwise"
     words.set_text_encoders(draft, keys, rate_keys, rates, why, left_out)
+    for part in rates if draft.settings.get("adapter.text_encoder") else ():
+        _set_end_of_text_encoder(draft, part)
+
+
+def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
+    """Add a TODO if OneTrainer stops training a text encoder before the end (after 30 epochs by default)."""
+    keys = [f"{part}.stop_training_after", f"{part}.stop_training_after_unit", f"train_{part}_epochs"]
+    own = keys[0] if draft.has(keys[0]) else keys[2]
+    count = draft.get(own, number) if draft.has(own) else 30
+    unit = str(draft.get(keys[1]) or "EPOCH")
+    end = {"EPOCH": draft.get("epochs", number), "STEP": draft.settings.get("train.steps")}.get(unit)
+    if unit == "NEVER" or end is not None and count >= end:
+        draft.none(keys, "trained to the end, there and here", off=True)
+        return
+    draft.differs(keys, {}, "text encoders are trained to the end here")
+    what = f"theirs stops training {part} after {count:g} {unit.lower()}s; here it trains to the end: lower its rate"
+    draft.need("optimizer.text_encoder_lr", what)
 
 
 def _set_length_and_rate(draft: Draft, part: str) -> int | None:
-    """Steps, batch, rate and schedule; the steps of an epoch, where they are known."""
+    """Set steps, batch size, learning rate and schedule; return the steps per epoch if they are known."""
     batch = positive(draft.get("batch_size") or 1)
     devices = [one for one in str(draft.get("device_indexes") or "").split(",") if one.strip()]
     processes = len(devices) if words.on(draft.get("multi_gpu")) and devices else 1
@@ -634,19 +698,21 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     warmup = draft.get("learning_rate_warmup_steps", number)
     words.set_schedule(
         draft,
-        "learning_rate_scheduler",
-        warmup_key="learning_rate_warmup_steps",
+        words.ScheduleKeys(
+            "learning_rate_scheduler",
+            warmup="learning_rate_warmup_steps",
+            cycles="learning_rate_cycles",
+            floor="learning_rate_min_factor",
+        ),
         warmup=warmup,
-        cycles_key="learning_rate_cycles",
-        floor_key="learning_rate_min_factor",
         floor=draft.get("learning_rate_min_factor", number),
         constant_warms_up=True,
     )
     backup = "a checkpoint to go on from; the model is not in it"
-    _set_every(draft, "checkpoint.every", "backup_after", "backup_after_unit", per_epoch, backup, False)
+    _set_every(draft, "checkpoint.every", "backup_after", per_epoch, backup, False)
     done = False
     for key in ("save_every", "save_after"):
-        done = _set_every(draft, "export.every", key, f"{key}_unit", per_epoch, "the LoRA files", done) or done
+        done = _set_every(draft, "export.every", key, per_epoch, "the LoRA files", done) or done
     keep = draft.get("rolling_backup_count", whole)
     if words.on(draft.get("rolling_backup")) and keep:
         draft.mapped(["rolling_backup_count", "rolling_backup"], {"checkpoint.keep": max(2, keep)})
@@ -654,10 +720,18 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     return per_epoch
 
 
-def _set_every(
-    draft: Draft, setting: str, key: str, unit_key: str, per_epoch: int | None, note: str, done: bool
-) -> bool:
-    """One of our "every so many steps" from a number and its unit; whether it was set."""
+def _set_every(draft: Draft, setting: str, key: str, per_epoch: int | None, note: str, done: bool) -> bool:
+    """Set one of our intervals, in steps, from a number and its unit. Return True if it was set.
+
+    Args:
+        draft: the import.
+        setting: our setting.
+        key: the tool's key with the number; its unit is in `{key}_unit`.
+        per_epoch: steps per epoch; None if unknown.
+        note: the difference in meaning, if there is one.
+        done: another key has set it already.
+    """
+    unit_key = f"{key}_unit"
     count, unit = draft.get(key, number), str(draft.get(unit_key) or "NEVER")
     if not draft.has(key) and not draft.has(unit_key):
         return False
@@ -676,7 +750,7 @@ def _set_every(
 
 
 def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
-    """dataset.tag_dropout from the concepts that ask for it."""
+    """Set dataset.tag_dropout from the concepts that use it."""
     keys = [f"{t}text.tag_dropout_{key}" for t in tables for key in ("enable", "probability", "mode")]
     special = [f"{t}text.tag_dropout_special_tags_mode" for t in tables]
     chances = []
@@ -698,6 +772,19 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
 
 
 def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
+    _set_loss(draft)
+    for key, predicts in (("force_v_prediction", "v"), ("force_epsilon_prediction", "epsilon")):
+        words.set_prediction(draft, key, predicts if words.on(draft.get(key)) else "")
+    words.set_noise_offset(draft, "offset_noise_weight")
+    _set_timesteps(draft)
+    guidance = f"{part}.guidance_scale"
+    if draft.has(guidance):
+        draft.mapped(guidance, {"objective.guidance": number(draft.given[guidance])})
+    draft.none([f"{other}.guidance_scale" for other in PARTS], "another part", off=True)
+
+
+def _set_loss(draft: Draft) -> None:
+    """Set objective.loss, and the weight of the loss by noise level."""
     parts = {name: draft.get(f"{name}_strength", number) for name in ("mse", "mae", "log_cosh", "huber")}
     if parts["huber"] and parts["mse"] == 0 and not parts["mae"] and not parts["log_cosh"]:
         delta = draft.get("huber_delta", number)
@@ -714,7 +801,10 @@ def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
         draft.none("loss_weight_fn", "min_snr_gamma is the only weight here", off=off)
         draft.none("loss_weight_strength", f"belongs to {weight}", off=True)
     words.set_min_snr(draft, "min_snr_gamma")
-    words.set_noise_offset(draft, "offset_noise_weight")
+
+
+def _set_timesteps(draft: Draft) -> None:
+    """Set objective.timesteps, shift, t_min and t_max."""
     keys = ["timestep_distribution", "timestep_shift", "dynamic_timestep_shifting", "noising_weight", "noising_bias"]
     kind = str(draft.get("timestep_distribution") or "UNIFORM")
     told = []
@@ -732,14 +822,10 @@ def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
         draft.none(keys, "noise levels are drawn uniformly here for a model that predicts noise")
     words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
     draft.none(keys, "off", off=True)
-    guidance = f"{part}.guidance_scale"
-    if draft.has(guidance):
-        draft.mapped(guidance, {"objective.guidance": number(draft.given[guidance])})
-    draft.none([f"{other}.guidance_scale" for other in PARTS], "another part", off=True)
 
 
 def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
-    """objective.t_min and t_max; theirs are ends of the range before it is shifted."""
+    """Set objective.t_min and t_max; OneTrainer limits the range before the shift is applied."""
     for key, setting, end in (
         ("min_noising_strength", "objective.t_min", 0),
         ("max_noising_strength", "objective.t_max", 1),
@@ -771,6 +857,13 @@ def _set_memory(draft: Draft, part: str) -> None:
     if words.on(draft.get("compile")):
         draft.differs("compile", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
     draft.none("compile", "off", off=True)
+    shares = ["layer_offload_fraction", *(f"{other}.offload_fraction" for other in PARTS)]
+    own = f"{part}.offload_fraction" if draft.has(f"{part}.offload_fraction") else "layer_offload_fraction"
+    if own == "layer_offload_fraction" and str(value).upper() != "CPU_OFFLOADED":
+        draft.none(own, "used with gradient_checkpointing = CPU_OFFLOADED only", off=True)
+    elif draft.has(own):
+        words.set_offload(draft, own, draft.get(own, number), "a share of the layers there, of the frozen weights here")
+    draft.none(shares, "another part", off=True)
 
 
 def _set_previews(draft: Draft, per_epoch: int | None) -> None:
@@ -782,13 +875,13 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
             draft.none([key for key in draft.given if key.startswith(table)], "the sample is off", off=True)
             continue
         names = {"prompt": "prompt", "negative_prompt": "negative", "width": "width", "height": "height"}
-        names |= {"seed": "seed", "diffusion_steps": "steps", "cfg_scale": "guidance"}
+        names |= {"seed": "seed", "diffusion_steps": "steps", "cfg_scale": "guidance", "frames": "frames"}
         pictures.append({ours: draft.get(f"{table}{name}") for name, ours in names.items()})
         keys |= {f"{table}{name}": ours.replace("prompt", "prompts") for name, ours in names.items()}
         draft.mapped(f"{table}enabled", {}, "on")
     if pictures:
         words.set_previews(draft, keys, pictures)
-        _set_every(draft, "preview.every", "sample_after", "sample_after_unit", per_epoch, "", False)
+        _set_every(draft, "preview.every", "sample_after", per_epoch, "", False)
         draft.set("preview.at_start", False, "theirs draws after training has begun")
     draft.mapped("sample_definition_file_name", {}, "read as well" if tables else "not here: no previews")
     rest = ["sample_after", "sample_after_unit", "sample_skip_first", "samples"]
@@ -796,7 +889,7 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
 
 
 def recognise(source: Source) -> str:
-    """training_method with model_type, in JSON."""
+    """Recognise JSON with training_method and model_type."""
     data = source.data
     if source.kind != "json" or not isinstance(data, dict):
         return ""

@@ -1,12 +1,11 @@
-"""sd-scripts: TOML (sections mean nothing), dataset TOML and commands. Facts: sd-scripts 0.10.1."""
+"""sd-scripts: TOML (whose section names have no meaning), dataset TOML and commands. Facts: sd-scripts 0.10.1."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lora_fp8.config import UserError
-
+from ..errors import UserError
 from . import words
 from .base import Draft, Source, Tool, flattened, read_source
 from .kohya_data import (
@@ -20,10 +19,12 @@ from .kohya_data import (
     subsets,
 )
 from .kohya_previews import set_previews
-from .kohya_table import SD_SCRIPTS_RULES
+from .kohya_table import NO_MODULE, SD_SCRIPTS_RULES
 from .kohya_training import (
     MODULES,
     SCRIPTS,
+    WHOLE_MODEL,
+    other_job,
     set_compile,
     set_length_and_rate,
     set_model,
@@ -34,7 +35,7 @@ from .kohya_training import (
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
-    """Sections mean nothing; the files that a command and its settings name are read too."""
+    """Yield all settings, whatever their section, and those of the files that a command and its settings name."""
     source = draft.source
     if not isinstance(source.data, dict):
         raise UserError(f"{source.path}: expected tables")
@@ -44,7 +45,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     rows = list(sections(source.data))
     inner = source.data.get("config_file")
     if source.kind == "command" and isinstance(inner, str):
-        # Options of the command count more than those of the file that it names.
+        # The command's options override those of the file that it names.
         named = draft.find(inner) or draft.find(f"{inner}.toml")
         if named is None or not named.is_file():
             draft.notes.append(f"--config_file {inner} is not here: put it beside {source.path.name} and import again")
@@ -55,14 +56,20 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
 
 
 def combine(draft: Draft) -> None:
-    """Everything of a job; the pages take it as it is."""
+    """Convert all settings of a job; the settings pages use this function too."""
     if only_pictures(draft):
         set_only_pictures(draft, subsets(draft))
         set_folders(draft)
         set_pictures(draft)
         return
+    if what := other_job(draft.source.script):
+        words.refuse(draft, what)
     set_model(draft)
     set_network(draft)
+    if draft.source.script in WHOLE_MODEL:
+        words.set_whole_model(draft, f"{draft.source.script} trains the whole model there")
+    elif draft.tool.name == "sd-scripts" and not draft.has("network_module"):
+        words.set_whole_model(draft, NO_MODULE)
     set_precision(draft)
     set_folders(draft)
     set_pictures(draft)
@@ -71,18 +78,18 @@ def combine(draft: Draft) -> None:
     words.set_huber(draft)
     set_previews(draft)
     set_compile(draft)
+    words.set_swap(draft, "blocks_to_swap")
     words.set_seed(draft, "seed")
     words.set_name(draft, "output_name")
 
 
 def recognise(source: Source) -> str:
-    """One of its scripts or network modules, the model's key, or datasets with subsets."""
+    """Recognise a file by a script, a network module, the model's key, or datasets with subsets."""
     data = source.data
     if not isinstance(data, dict) or source.kind not in ("toml", "command"):
         return ""
     if source.kind == "command":
-        script = source.script
-        return f"it runs {script}" if script in SCRIPTS or "train_network" in script and _no_musubi(data) else ""
+        return _recognise_command(source.script, data)
     if isinstance(data.get("datasets"), list):
         inner = [key for key, _ in flattened(data) if key.endswith((".image_dir", ".metadata_file"))]
         return "[[datasets.subsets]] with image_dir" if any(".subsets." in key for key in inner) else ""
@@ -96,8 +103,14 @@ def recognise(source: Source) -> str:
     return "network_dim and learning_rate" if {"network_dim", "network_module"} & keys else ""
 
 
+def _recognise_command(script: str, options: Mapping[str, Any]) -> str:
+    """Recognise a command by the script that it runs."""
+    known = script in SCRIPTS or script in WHOLE_MODEL or other_job(script)
+    return f"it runs {script}" if known or "train_network" in script and _no_musubi(options) else ""
+
+
 def module_name(data: Mapping[str, Any]) -> str:
-    """The last part of network_module, wherever it stands; "" without one."""
+    """Return the last part of network_module, in whatever section it is; "" if there is none."""
     found = [str(value) for _, key, value in sections(data) if key == "network_module"]
     return found[-1].split(".")[-1] if found else ""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from lora_fp8 import families
-
+from .. import families
+from ..common.text import shown
 from . import words
 from .base import (
     JOINT,
@@ -17,6 +18,7 @@ from .base import (
     Rule,
     Source,
     Tool,
+    Unfit,
     always,
     flag,
     flattened,
@@ -45,7 +47,7 @@ RULES: dict[str, Rule] = {
     "pretrained_t5_model_name_or_path": none("the base's own encoders are used, or those of model.components"),
     "revision": to("model.revision", text),
     "variant": idle("the files of full precision come first"),
-    "prediction_type": none("the model's scheduler_config.json says what it predicts"),
+    "prediction_type": JOINT,
     "base_model_precision": JOINT,
     "base_model_default_dtype": idle("model.dtype is the dtype of what is not quantized"),
     "quantize_via": idle(),
@@ -64,7 +66,7 @@ RULES: dict[str, Rule] = {
     "peft_lora_mode": none(words.NOT_HERE, "standard"),
     "flux_lora_target": none("adapter.targets names the layers that are adapted, adapter.ranks their ranks"),
     "fuse_qkv_projections": idle("q, k and v share one quantized input"),
-    "controlnet": none("ControlNets are not trained here"),
+    "controlnet": JOINT,
     "control": none("ControlNets are not trained here"),
     "train_text_encoder": JOINT,
     "text_encoder_lr": JOINT,
@@ -163,6 +165,7 @@ RULES: dict[str, Rule] = {
     "validation_adapter_strength": none("previews are drawn at a strength of 1", 1.0),
     "validation_guidance_rescale": none("guidance is not rescaled here"),
     "validation_num_inference_steps": JOINT,
+    "validation_num_video_frames": JOINT,
     "validation_resolution": JOINT,
     "validation_seed": JOINT,
     "validation_steps": JOINT,
@@ -174,7 +177,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("validation_torch_compile", "validation_torch_compile_mode", "validation_randomize", "validation_seed_source")
         + ("validation_disable_unconditional", "validation_noise_scheduler", "validation_using_datasets")
-        + ("validation_num_video_frames", "validation_method", "validation_preview", "validation_preview_steps")
+        + ("validation_method", "validation_preview", "validation_preview_steps")
         + ("validation_multigpu", "validation_no_cfg_until_timestep", "validation_adapter_path"),
         idle("says how previews are drawn there"),
     ),
@@ -195,10 +198,9 @@ RULES: dict[str, Rule] = {
         none(words.UPLOAD),
     ),
     "publishing_config.**": none(words.UPLOAD),
-    **dict.fromkeys(
-        ("enable_group_offload", "ramtorch", "offload_during_startup", "offload_during_save", "musubi_blocks_to_swap"),
-        none(words.NO_SWAP),
-    ),
+    **dict.fromkeys(("enable_group_offload", "ramtorch", "ramtorch_transformer_percent"), JOINT),
+    "musubi_blocks_to_swap": JOINT,
+    **dict.fromkeys(("offload_during_startup", "offload_during_save"), idle()),
     **dict.fromkeys(
         ("group_offload_type", "group_offload_blocks_per_group", "group_offload_use_stream", "ramtorch_target_modules")
         + ("group_offload_to_disk_path", "ramtorch_text_encoder", "ramtorch_vae"),
@@ -304,7 +306,10 @@ FAMILIES = {
     "ernie": "ernie_image",
     "wan": "wan",
     "ltxvideo": "ltx_video",
+    "hunyuanvideo": "hunyuan_video_1_5",
 }
+DENOISERS = ("pretrained_transformer_model_name_or_path", "pretrained_unet_model_name_or_path")
+"""Keys of a denoiser with a file of its own."""
 BASES = {
     ("flux", ""): "black-forest-labs/FLUX.1-dev",
     ("flux", "dev"): "black-forest-labs/FLUX.1-dev",
@@ -312,11 +317,11 @@ BASES = {
     ("sdxl", ""): "stabilityai/stable-diffusion-xl-base-1.0",
     ("sdxl", "base-1.0"): "stabilityai/stable-diffusion-xl-base-1.0",
 }
-"""What it downloads when a file names only the family and the flavour."""
+"""What it downloads if a file names only the family and the flavour."""
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
-    """The settings, and the data backends with `data.` in front of their keys."""
+    """Yield the settings, and those of the data backends with the prefix `data.`."""
     data = draft.source.data
     if isinstance(data, list):
         yield from ((key, f"data.{key}", value) for key, value in flattened(data))
@@ -331,7 +336,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
 
 
 def combine(draft: Draft) -> None:
-    """Everything of a job."""
+    """Convert all settings of a job."""
     if draft.has("model_family") or isinstance(draft.source.data, dict):
         _set_model(draft)
         _set_adapter(draft)
@@ -350,39 +355,53 @@ def combine(draft: Draft) -> None:
 
 
 def _set_model(draft: Draft) -> None:
+    if words.on(draft.get("controlnet")):
+        words.refuse(draft, "it trains a ControlNet")
     kind = str(draft.get("model_family") or "")
     flavour = str(draft.get("model_flavour") or "")
-    known = FAMILIES.get(kind, kind)
-    if known == "flux" and "kontext" in flavour:
-        known = "flux_kontext"
-    if known == "flux2" and "klein" in flavour:
-        known = "flux2_klein"
-    if known == "qwen_image" and "edit" in flavour:
-        known = "qwen_image_edit_plus" if re.search("v2|25(09|11)", flavour) else "qwen_image_edit"
-    words.set_family(draft, "model_family", known, f"model_family = {kind!r}" if kind else "the file names none")
+    known = _variant(FAMILIES.get(kind, kind), flavour)
+    why = f"model_family = {kind!r}" if kind else "the file names none"
+    words.set_family(draft, "model_family", *words.refined(known, why, [draft.get("pretrained_model_name_or_path")]))
     if draft.get("model_type") in (None, "lora"):
         draft.mapped("model_type", {}, "a LoRA is trained")
     else:
-        draft.none("model_type", "only LoRAs are trained here; a LoRA was written")
-        draft.need("adapter.rank", "theirs trained the whole model: choose the size of a LoRA")
-    parts = ["pretrained_transformer_model_name_or_path", "pretrained_unet_model_name_or_path"]
-    part = next((key for key in parts if draft.has(key)), "")
+        words.set_whole_model(draft, "", "model_type")
+    _set_path(draft, kind, flavour)
+    draft.mapped("model_flavour", {}, "model.path says it")
+    draft.none("controlnet", "off", off=True)
+    draft.none(DENOISERS, "another part", off=True)
+
+
+def _variant(kind: str, flavour: str) -> str:
+    """Return the variant of an architecture that a flavour selects, or the architecture itself."""
+    if kind == "flux" and "kontext" in flavour:
+        return "flux_kontext"
+    if kind == "flux2" and "klein" in flavour:
+        return "flux2_klein"
+    if kind == "qwen_image" and "edit" in flavour:
+        return "qwen_image_edit_plus" if re.search("v2|25(09|11)", flavour) else "qwen_image_edit"
+    if kind in words.CLIPS_FROM_PICTURES and "i2v" in flavour:
+        return f"{kind}_i2v"
+    return kind
+
+
+def _set_path(draft: Draft, kind: str, flavour: str) -> None:
+    """Set model.path and model.components; without a path, the model that SimpleTuner takes for the flavour."""
+    denoiser = next((key for key in DENOISERS if draft.has(key)), "")
     whole_model = "pretrained_model_name_or_path"
-    if part:
+    if denoiser:
         draft.mapped(whole_model, {"model.components": draft.get(whole_model, text) or ""})
-        words.set_model_path(draft, part)
+        words.set_model_path(draft, denoiser)
     elif draft.has(whole_model):
         words.set_model_path(draft, whole_model)
     elif (kind, flavour) in BASES:
         draft.set("model.path", BASES[kind, flavour], "what SimpleTuner takes when no path is given")
     else:
         words.set_model_path(draft, whole_model)
-    draft.mapped("model_flavour", {}, "model.path says it")
-    draft.none(parts, "another part", off=True)
 
 
 def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str) -> None:
-    """From the settings file of LyCORIS, whose rank and alpha go before those of the options."""
+    """Set the adapter from LyCORIS' own settings file, whose rank and alpha override the options."""
     full = inner.get("full_matrix", False)
     made: dict[str, Any] = {"adapter.type": kind}
     if kind == "lokr":
@@ -439,81 +458,140 @@ def _set_precision(draft: Draft) -> None:
     if backend not in ("no", "none"):
         draft.differs("dynamo_backend", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
     draft.none("dynamo_backend", "off", off=True)
+    _set_offload(draft)
+
+
+def _set_offload(draft: Draft) -> None:
+    """Set memory.offload from RamTorch, group offloading or swapped blocks, whichever is used."""
+    if words.on(draft.get("ramtorch")):
+        percent = draft.get("ramtorch_transformer_percent", number)
+        share = 1.0 if not draft.has("ramtorch_transformer_percent") else percent / 100
+        told = "a share of the linear layers there, of the frozen weights here"
+        words.set_offload(draft, ["ramtorch", "ramtorch_transformer_percent"], share, told)
+    elif words.on(draft.get("enable_group_offload")):
+        words.set_offload(draft, "enable_group_offload", 1.0, "all blocks there; here all frozen weights")
+    else:
+        words.set_swap(draft, "musubi_blocks_to_swap")
+    rest = ["ramtorch", "ramtorch_transformer_percent", "enable_group_offload", "musubi_blocks_to_swap"]
+    draft.none(rest, "off, or another way of offloading is on", off=True)
 
 
 def _set_folders(draft: Draft) -> None:
     tables = sorted(
         {m[0] for key in draft.given if (m := re.match(r"data\.\d+\.", key))}, key=lambda key: int(key.split(".")[1])
     )
+    conditioning = _conditioning(draft, tables)
     kept: list[str] = []
-    conditioning = {
-        str(draft.get(f"{table}id")): table
-        for table in tables
-        if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}type") in (None, "local")
-    }
-    kinds = {table: str(draft.get(f"{table}conditioning_type")) for table in conditioning.values()}
-    masks = {name: table for name, table in conditioning.items() if kinds[table] == "mask"}
-    edits = draft.family in families.available() and "controls" in families.facts(draft.family)
-    shown = {name: table for name, table in conditioning.items() if edits and kinds[table].startswith("reference")}
     for table in tables:
-        own = [key for key in draft.given if key.startswith(table)]
-        kind = str(draft.get(f"{table}dataset_type") or "image")
-        disabled = words.on(draft.get(f"{table}disabled")) or words.on(draft.get(f"{table}disable"))
-        path = draft.get(f"{table}instance_data_dir", text)
-        if kind in ("text_embeds", "image_embeds") or disabled:
-            draft.none(own, "the backend is off" if disabled else words.OTHER_CACHE, off=True)
-            continue
-        if table in masks.values():
-            draft.mapped(own, {}, "the masks of the backends that name it")
-            continue
-        if table in shown.values():
-            draft.mapped(own, {}, "the control pictures of the backends that name it")
-            continue
-        if kind != "image" or draft.get(f"{table}type") not in (None, "local") or not path:
-            draft.none(own, NO_CLOUD if kind == "image" else "only pictures are trained on here")
-            draft.todo.append(f"dataset.folders: the backend {draft.get(f'{table}id')!r} was left out")
-            continue
-        kept.append(table)
-        at = f"dataset.folders.{len(draft.folders)}"
-        # Theirs counts further showings: 0 shows each picture once.
-        repeats = max(0, whole(draft.get(f"{table}repeats") or 0)) + 1
-        folder = words.look_into(draft, Folder(path, repeats), deep=True)
-        draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
-        if draft.has(f"{table}repeats"):
-            told = f"{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them"
-            draft.differs(f"{table}repeats", {}, told)
-        names = draft.get(f"{table}conditioning_data", listed) or []
-        named = conditioning.get(str(names[0])) if len(names) == 1 else None
-        if named in (*masks.values(), *shown.values()) and (path := draft.get(f"{named}instance_data_dir", text)):
-            setting = "mask" if named in masks.values() else "control"
-            setattr(folder, setting, words.as_mask_folder(path) if setting == "mask" else path)
-            draft.mapped(f"{table}conditioning_data", {}, f"{at}.{setting}")
-        _set_captions(draft, table, folder, at)
-        draft.none([f"{table}disabled", f"{table}disable"], "off", off=True)
-        draft.folders.append(folder)
+        if not _account_for_other(draft, table, conditioning):
+            kept.append(table)
+            _add_folder(draft, table, conditioning)
     words.set_unmasked(draft)
     draft.mapped("data_backend_config", {}, "read as well" if tables else "not here")
     if draft.has("data_backend_config") and not tables:
         draft.folders = [Folder("TODO")]
         draft.need("dataset.folders", f"the folders of {draft.get('data_backend_config')}, which is not here")
     _set_sizes(draft, kept)
+    _set_shuffling(draft, kept)
+    draft.none(["caption_strategy", "instance_prompt"], "the backend says it", off=True)
+
+
+@dataclass(frozen=True)
+class _Conditioning:
+    """The local backends of conditioning images.
+
+    Attributes:
+        tables: the prefix of each backend's keys, by its id.
+        settings: that prefix -> our setting for its images, "mask" or "control", if there is one.
+    """
+
+    tables: dict[str, str]
+    settings: dict[str, str]
+
+
+def _conditioning(draft: Draft, tables: list[str]) -> _Conditioning:
+    """Find the backends with masks, and those with control images if the family takes any."""
+    found = {
+        str(draft.get(f"{table}id")): table
+        for table in tables
+        if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}type") in (None, "local")
+    }
+    edits = draft.family in families.available() and "controls" in families.facts(draft.family)
+    settings: dict[str, str] = {}
+    for table in found.values():
+        kind = str(draft.get(f"{table}conditioning_type"))
+        if kind == "mask":
+            settings[table] = "mask"
+        elif edits and kind.startswith("reference"):
+            settings[table] = "control"
+    return _Conditioning(found, settings)
+
+
+def _account_for_other(draft: Draft, table: str, conditioning: _Conditioning) -> bool:
+    """Report a backend that is no folder of images to train on; return False if it is one."""
+    own = [key for key in draft.given if key.startswith(table)]
+    kind = str(draft.get(f"{table}dataset_type") or "image")
+    disabled = words.on(draft.get(f"{table}disabled")) or words.on(draft.get(f"{table}disable"))
+    path = draft.get(f"{table}instance_data_dir", text)
+    used_for = conditioning.settings.get(table)
+    if kind in ("text_embeds", "image_embeds") or disabled:
+        draft.none(own, "the backend is off" if disabled else words.OTHER_CACHE, off=True)
+    elif used_for == "mask":
+        draft.mapped(own, {}, "the masks of the backends that name it")
+    elif used_for == "control":
+        draft.mapped(own, {}, "the control pictures of the backends that name it")
+    elif kind != "image" or draft.get(f"{table}type") not in (None, "local") or not path:
+        draft.none(own, NO_CLOUD if kind == "image" else "only pictures are trained on here")
+        draft.todo.append(f"dataset.folders: the backend {draft.get(f'{table}id')!r} was left out")
+    else:
+        return False
+    return True
+
+
+def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
+    """Add a backend's folder to the draft, with its masks or control images, and report the backend's own keys."""
+    at = f"dataset.folders.{len(draft.folders)}"
+    # SimpleTuner counts repetitions after the first use: with 0, each image is used once.
+    repeats = max(0, whole(draft.get(f"{table}repeats") or 0)) + 1
+    folder = words.look_into(draft, Folder(draft.get(f"{table}instance_data_dir", text), repeats), deep=True)
+    draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
+    if draft.has(f"{table}repeats"):
+        told = f"{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them"
+        draft.mapped(f"{table}repeats", {}, told)
+    names = draft.get(f"{table}conditioning_data", listed) or []
+    named = conditioning.tables.get(str(names[0])) if len(names) == 1 else None
+    setting = conditioning.settings.get(named) if named else None
+    if setting and (path := draft.get(f"{named}instance_data_dir", text)):
+        setattr(folder, setting, words.as_mask_folder(path) if setting == "mask" else path)
+        draft.mapped(f"{table}conditioning_data", {}, f"{at}.{setting}")
+    _set_captions(draft, table, folder, at)
+    draft.none([f"{table}disabled", f"{table}disable"], "off", off=True)
+    draft.folders.append(folder)
+
+
+def _set_shuffling(draft: Draft, tables: list[str]) -> None:
+    """Set dataset.shuffle_tags and what belongs to it, with one value for all backends."""
 
     def each(name: str) -> tuple[list[str], list[Any]]:
-        return [f"{table}{name}" for table in kept], [draft.get(f"{table}{name}") for table in kept]
+        return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
 
-    keys, values = each("caption_shuffle.enable")
-    words.share(draft, keys, values, "dataset.shuffle_tags", flag)
-    separators = {"comma": ",", "space": " ", "period": "."}
+    words.share(draft, *each("caption_shuffle.enable"), "dataset.shuffle_tags", flag)
     for name, setting, read in (
         ("caption_shuffle.count", "dataset.caption_variants", whole),
         ("caption_shuffle.position_start", "dataset.keep_tokens", whole),
-        ("caption_shuffle.split_on", "dataset.tag_separator", lambda value: separators[str(value)]),
+        ("caption_shuffle.split_on", "dataset.tag_separator", _separator),
     ):
         keys, values = each(name)
         if draft.settings.get("dataset.shuffle_tags"):
             words.share(draft, keys, values, setting, read)
         draft.none(keys, "means nothing without caption_shuffle", off=True)
-    draft.none(["caption_strategy", "instance_prompt"], "the backend says it", off=True)
+
+
+def _separator(value: Any) -> str:
+    found = {"comma": ",", "space": " ", "period": "."}.get(str(value))
+    if found is None:
+        raise Unfit(f"{shown(value)} is not one of comma, space and period")
+    return found
 
 
 def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
@@ -547,33 +625,49 @@ def _set_sizes(draft: Draft, tables: list[str]) -> None:
         kind = draft.get(f"{table}resolution_type") or draft.get("resolution_type") or "pixel_area"
         if not value:
             continue
+        side, note = _square_side(value, kind)
         keys.append(key)
-        if kind == "area":
-            sides.append(round(math.sqrt(value * 1e6) / 64) * 64)
-            told.append(f"{value:g} megapixels are the area of a square of {sides[-1]}")
-        else:
-            sides.append(round(value))
-        if kind == "pixel":
-            told.append("the shorter side there, the side of a square of the same area here")
+        sides.append(side)
+        told += [note] if note else []
     if sides:
         words.set_resolutions(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(told)))
     kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
     draft.mapped(kinds, {}, "dataset.resolution is the side of the square with the training area")
     draft.none("resolution", "the backends say it", off=True)
-    crops = [f"{table}crop" for table in tables]
+    _set_buckets(draft, tables)
+
+
+def _square_side(value: float, kind: Any) -> tuple[int, str]:
+    """Return the side of the square with the area of a resolution, and a remark if the two are not the same number.
+
+    Args:
+        value: megapixels if `kind` is "area", else pixels.
+        kind: the resolution's type.
+    """
+    if value < 0:
+        raise Unfit(f"{value:g} is no resolution")
+    if kind == "area":
+        side = round(math.sqrt(value * 1e6) / 64) * 64
+        return side, f"{value:g} megapixels are the area of a square of {side}"
+    if kind == "pixel":
+        return round(value), "the shorter side there, the side of a square of the same area here"
+    return round(value), ""
+
+
+def _set_buckets(draft: Draft, tables: list[str]) -> None:
+    """Set dataset.buckets, which is off if every backend crops its images to squares."""
+    keys = [f"{table}crop" for table in tables] + [f"{table}crop_aspect" for table in tables]
     square = [
         words.on(draft.get(f"{table}crop")) and (draft.get(f"{table}crop_aspect") or "square") == "square"
         for table in tables
     ]
-    aspects = [f"{table}crop_aspect" for table in tables]
-    if any(square):
-        told = [] if all(square) else ["one value here for all folders"]
-        (draft.differs if told else draft.mapped)(
-            [*crops, *aspects], {"dataset.buckets": not all(square)}, "".join(told)
-        )
+    if all(square) and square:
+        draft.mapped(keys, {"dataset.buckets": False})
+    elif any(square):
+        draft.differs(keys, {"dataset.buckets": True}, "one value here for all folders")
     elif tables:
         note = "pictures are cropped to their bucket, by less than one bucket_step where the bucket fits"
-        draft.differs([*crops, *aspects], {"dataset.buckets": True}, note)
+        draft.differs(keys, {"dataset.buckets": True}, note)
 
 
 def _set_length_and_rate(draft: Draft) -> None:
@@ -591,6 +685,13 @@ def _set_length_and_rate(draft: Draft) -> None:
     elif epochs > 0:
         words.set_steps_from_epochs(draft, "num_train_epochs", epochs, per_epoch, batch)
     draft.none(["max_train_steps", "num_train_epochs"], "another key counts", off=True)
+    _set_rate(draft, batch, accumulate, processes)
+    _set_clipping(draft)
+    _set_intervals(draft, per_epoch)
+
+
+def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None:
+    """Set the optimizer, its learning rates with their scale, and the schedule."""
     scale, told = 1.0, ""
     if words.on(draft.get("lr_scale")):
         factor = processes * accumulate * batch
@@ -610,36 +711,42 @@ def _set_length_and_rate(draft: Draft) -> None:
     end = draft.get("lr_end", number)
     words.set_schedule(
         draft,
-        "lr_scheduler",
-        warmup_key="lr_warmup_steps",
+        words.ScheduleKeys(
+            "lr_scheduler", warmup="lr_warmup_steps", cycles="lr_num_cycles", power="lr_power", floor="lr_end"
+        ),
         warmup=draft.get("lr_warmup_steps", number),
-        cycles_key="lr_num_cycles",
-        power_key="lr_power",
-        floor_key="lr_end",
         floor=min(1.0, end / rate) if end and rate and draft.has("lr_end") else None,
     )
+
+
+def _set_clipping(draft: Draft) -> None:
+    """Set train.max_grad_norm; SimpleTuner clips each gradient by its value unless the file says otherwise."""
     if draft.get("grad_clip_method") == "norm":
         draft.mapped("grad_clip_method", {}, "gradients are clipped by their norm")
         draft.mapped("max_grad_norm", {"train.max_grad_norm": draft.get("max_grad_norm", number)})
-    else:
-        told = (
-            "each gradient is cut at this value there; here the norm of all of them together, so the default was left"
-        )
-        draft.none(["grad_clip_method", "max_grad_norm"], told)
+        return
+    told = "each gradient is cut at this value there; here the norm of all of them together, so the default was left"
+    draft.none(["grad_clip_method", "max_grad_norm"], told)
+
+
+def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
+    """Set how often checkpoints are saved and previews are drawn, and how many checkpoints are kept."""
     key = "checkpoint_step_interval" if draft.has("checkpoint_step_interval") else "checkpointing_steps"
-    words.set_every(draft, "checkpoint.every", key, "checkpoint_epoch_interval", per_epoch, words.SAVED)
+    words.set_every(draft, "checkpoint.every", (key, "checkpoint_epoch_interval"), per_epoch, words.SAVED)
     draft.none(["checkpoint_step_interval", "checkpointing_steps"], "another key counts", off=True)
     keep = draft.get("checkpoints_total_limit", whole)
     if keep:
         told = "" if keep >= 2 else "at least 2 here"
         (draft.differs if told else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": max(2, keep)}, told)
     key = "validation_step_interval" if draft.has("validation_step_interval") else "validation_steps"
-    words.set_every(draft, "preview.every", key, "validation_epoch_interval", per_epoch)
+    words.set_every(draft, "preview.every", (key, "validation_epoch_interval"), per_epoch)
     draft.none(["validation_step_interval", "validation_steps"], "another key counts", off=True)
 
 
 def _set_timesteps(draft: Draft) -> None:
     words.set_min_snr(draft, "snr_gamma")
+    predicts = {"vprediction": "v", "epsilon": "epsilon"}.get(words.plain(draft.get("prediction_type") or ""), "")
+    words.set_prediction(draft, "prediction_type", predicts)
     words.set_huber(draft)
     keys = ["flow_schedule_shift", "flow_schedule_auto_shift", "flow_sigmoid_scale", "flow_use_uniform_schedule"]
     uniform = words.on(draft.get("flow_use_uniform_schedule"))
@@ -655,7 +762,7 @@ def _set_timesteps(draft: Draft) -> None:
 
 def _set_previews(draft: Draft) -> None:
     fields = {"validation_negative_prompt": "negative", "validation_guidance": "guidance", "validation_seed": "seed"}
-    fields |= {"validation_num_inference_steps": "steps"}
+    fields |= {"validation_num_inference_steps": "steps", "validation_num_video_frames": "frames"}
     keys = ["validation_prompt", *fields, "validation_resolution"]
     prompt = draft.get("validation_prompt", text)
     if words.on(draft.get("validation_disable")) or not prompt:
@@ -688,7 +795,7 @@ def _set_names(draft: Draft) -> None:
 
 
 def recognise(source: Source) -> str:
-    """model_family with a backend config, or a list of data backends."""
+    """Recognise model_family with a backend config, or a list of data backends."""
     data = source.data
     if source.kind != "json":
         return ""

@@ -1,4 +1,4 @@
-"""What all tools share: names of optimizers, schedules, storages and families, and the arithmetic of steps."""
+"""What all tools share: names of optimizers, schedules, storages and families, and the counting of steps."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PureWindowsPath
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
-from lora_fp8 import config, families
-from lora_fp8.data.decoding import EXTENSIONS
-from lora_fp8.data.images import CAPTIONS, labelled, masked_stem
-from lora_fp8.rules import LEAST_FACTOR, MOST_LR
-
+from .. import families
+from ..config.relations import LEAST_FACTOR
+from ..data.decoding import EXTENSIONS
+from ..data.images import CAPTIONS, labelled, masked_stem
+from ..errors import UserError
+from ..settings import MAX_SEED, MOST_LR, Job, Quantize
 from .base import Draft, Folder, Unfit, flag, listed, number, text, whole
 
 NO_TEXT_ENCODER = "no text encoder of this architecture is trained here; only the denoiser is"
 TRAINED_TEXT = ("sd15", "sd2", "sdxl", "sd3", "flux", "flux_kontext")
-"""The families of which adapter.text_encoder trains the CLIPs; a test holds it against theirs."""
+"""Families whose CLIP text encoders adapter.text_encoder trains; a test compares the list with the families."""
 NOT_HERE = "nothing like it here"
 ALWAYS_CACHED = "pictures and captions are always encoded beforehand, into dataset.cache_dir"
 OTHER_CACHE = "caches of other tools are not read; ours is made anew in dataset.cache_dir"
@@ -46,6 +48,7 @@ FULL_STRENGTH = "the LoRA trains at full strength on every folder"
 NO_EMA = "no moving average of the weights is kept here"
 START = "its rank must be adapter.rank"
 NO_SWAP = "here a share of the frozen weights may wait in main memory instead: memory.offload"
+NO_CONV = "convolutions are adapted where adapter.targets names them, such as conv1, with a rank in adapter.ranks"
 NO_CLIPS = "clips are trained of wan, hunyuan_video and ltx_video only: dataset.frames"
 SAVED = "the LoRA files of that step, and a checkpoint to go on from"
 NO_SPREAD = "frames are never spread over a whole clip here, which would make it move faster; see dataset.frames"
@@ -80,20 +83,28 @@ FAMILY_NAMES = {
     "hunyuan_video": ("hunyuan_video",),
     "hunyuan_image": ("hunyuan_image",),
 }
-"""Architectures in the field's words -> the names that a family of ours may have; the first that exists is taken."""
+"""Architectures by the field's names -> the names that our family may have; the first that exists is taken."""
+UNLIKE = {
+    "hunyuan_video_1_5": "HunyuanVideo 1.5, which is not the architecture of hunyuan_video",
+    "hunyuan_video_i2v": "HunyuanVideo image-to-video",
+    "wan_i2v": "Wan image-to-video",
+    "hidream_o1": "HiDream-O1, which is not the architecture of hidream (HiDream-I1)",
+    "qwen_image_21": "Qwen-Image 2.1, which is not the architecture of qwen_image",
+}
+"""Architectures that are not supported although their names resemble supported ones."""
 DIFFUSION = ("sd15", "sd2", "sd21", "sd20", "sdxl", "kolors")
-"""Families that predict noise or v: min-SNR means something to them, timestep shifts do not."""
+"""Families that predict noise or v, which have min-SNR weighting but no timestep shift."""
 
 
 def thousandths(value: Any) -> float:
-    """A timestep of 1000 as a share of all noise."""
+    """Convert a timestep out of 1000 to a noise level from 0 to 1."""
     return number(value) / 1000
 
 
 def accepted(setting: str) -> list[str]:
-    """The words that a setting of ours takes now, such as the optimizers that exist."""
+    """Return the words that one of our settings accepts, such as the names of optimizers."""
     section, _, name = setting.rpartition(".")
-    model: Any = config.Job.model_fields[section].annotation
+    model: Any = Job.model_fields[section].annotation
     found: list[str] = []
 
     def look(annotation: Any) -> None:
@@ -105,12 +116,12 @@ def accepted(setting: str) -> list[str]:
 
 
 def plain(name: Any) -> str:
-    """A name without case, dots, dashes and underscores, to compare."""
+    """Return a name in lower case, with letters and digits only, for comparisons."""
     return re.sub(r"[^a-z0-9]", "", str(name).lower())
 
 
 def choice(table: Mapping[str, str], what: str) -> Callable[[Any], str]:
-    """Reader for one of some words; anything else is `Unfit`."""
+    """Return a reader that looks a word up in a table; any other word is `Unfit`."""
 
     def read(value: Any) -> str:
         found = table.get(plain(value))
@@ -136,9 +147,9 @@ FILE_DTYPE = choice(
 
 
 def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> None:
-    """model.family from an architecture in the field's words; "" when the file does not say.
+    """Set model.family from an architecture, named as the field does; "" if the file does not say.
 
-    A name that the user gave (`Draft.family`) wins.
+    A family that the user gave (`Draft.family`) takes precedence.
     """
     available = families.available()
     if draft.family:
@@ -158,19 +169,85 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
     draft.mapped(keys, {"model.family": draft.family}, why)
     draft.comments["model.family"] = [why]
     if not name:
-        draft.need("model.family", f"this version has no family for {kind}; there are {', '.join(available)}")
+        what = UNLIKE.get(kind, kind)
+        draft.need("model.family", f"this version has no family for {what}; there are {', '.join(available)}")
+
+
+def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ()) -> None:
+    """Write a LoRA where the tool trains the whole model, with a TODO for its rank.
+
+    Args:
+        draft: the import.
+        why: what shows it, if no key does.
+        keys: the tool's keys that say so.
+    """
+    draft.none(keys, "only LoRAs are trained here; a LoRA was written")
+    if why:
+        draft.notes.append(f"{why}; here a LoRA is trained")
+    if not draft.has("network_dim"):
+        draft.settings.setdefault("adapter.rank", 16)
+    draft.need("adapter.rank", "theirs trained the whole model: choose the size of a LoRA")
+
+
+def refuse(draft: Draft, what: str) -> NoReturn:
+    """Refuse a file whose job is not LoRA training.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        f"{draft.source.path}: {what}, which has no counterpart here: this trains LoRAs on images with captions. "
+        "Give the settings of a LoRA training"
+    )
+
+
+def refined(kind: str, why: str, paths: Iterable[Any], controls: bool = False) -> tuple[str, str]:
+    """Tell apart the variants of an architecture that other tools give one name.
+
+    Args:
+        kind: an architecture, named as the field does.
+        why: what shows it.
+        paths: paths of the base model.
+        controls: the dataset has control images.
+
+    Returns:
+        The architecture, and what shows it.
+    """
+    for path in map(str, filter(None, paths)):
+        named = family_of_name(path)
+        if named in RELATIVES.get(kind, ()):
+            return named, f"{why}, and the name of {PureWindowsPath(path).name}"
+        if kind in CLIPS_FROM_PICTURES and re.search(r"i2v|image[-_. ]?to[-_. ]?video", path.lower()):
+            return f"{kind}_i2v", f"{why}, and the name of {PureWindowsPath(path).name}"
+    if controls and kind in RELATIVES and kind != "flux2":
+        return RELATIVES[kind][0], f"{why}, and the dataset has control images"
+    return kind, why
+
+
+RELATIVES = {
+    "flux": ("flux_kontext",),
+    "flux2": ("flux2_klein",),
+    "qwen_image": ("qwen_image_edit", "qwen_image_edit_plus"),
+}
+"""Architectures whose variants other tools give the same name; the first variant is the one that edits images."""
+CLIPS_FROM_PICTURES = ("wan", "hunyuan_video")
+"""Architectures with an image-to-video variant."""
 
 
 def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
-    """A folder of control pictures under the names of the pictures, for families that are shown any.
+    """Set a folder of control images, named as the images are, for families that take any.
 
     Args:
-        at: our folder, such as "dataset.folders.0".
+        draft: the import.
+        key: the tool's key with the path.
+        folder: the folder of images.
+        at: our name of the folder, such as "dataset.folders.0".
     """
     if not draft.has(key) or not (path := draft.get(key)):
         return
     if draft.family not in families.available() or "controls" not in families.facts(draft.family):
         draft.none(key, f"{draft.family} is shown no control pictures here")
+        draft.need("dataset.folders", f"theirs shows control images ({path}), which {draft.family} is not shown here")
     elif not isinstance(path, str):
         draft.none(key, f"one folder here: put several of one picture into it as name_1, name_2, and name it in {at}")
     else:
@@ -179,10 +256,13 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
 
 
 def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
-    """A folder of masks under the names of the pictures.
+    """Set a folder of masks, named as the images are.
 
     Args:
-        at: our folder, such as "dataset.folders.0".
+        draft: the import.
+        key: the tool's key with the path.
+        folder: the folder of images.
+        at: our name of the folder, such as "dataset.folders.0".
     """
     if path := draft.get(key, text):
         folder.mask = as_mask_folder(path)
@@ -190,18 +270,18 @@ def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
 
 
 def as_mask_folder(path: str) -> str:
-    """A folder of masks as our setting names it, where "alpha" alone means the pictures' transparency."""
+    """Return the path of a mask folder for our setting, in which "alpha" alone means the images' transparency."""
     return "./alpha" if path == "alpha" else path
 
 
 def set_unmasked(draft: Draft) -> None:
-    """objective.unmasked_weight for tools to which what is outside of a mask counts nothing."""
+    """Set objective.unmasked_weight for tools that ignore what is outside a mask."""
     if any(folder.mask for folder in draft.folders):
         draft.set("objective.unmasked_weight", 0.0, OUTSIDE)
 
 
 def family_of_name(path: str) -> str:
-    """The architecture that a well-known hub id or file name names; "" for any other."""
+    """Return the architecture that a well-known hub id or file name stands for; "" for any other."""
     name = PureWindowsPath(path).name.lower()
     for pattern, kind in (
         (r"flux[._-]?2.*klein|klein", "flux2_klein"),
@@ -225,7 +305,7 @@ def family_of_name(path: str) -> str:
 
 
 def set_model_path(draft: Draft, key: str, note: str = "") -> None:
-    """model.path as given; single files need model.components beside them."""
+    """Set model.path as given, and add a TODO for model.components, which single files need."""
     path = draft.get(key, text)
     if not path:
         draft.set("model.path", "TODO")
@@ -243,7 +323,7 @@ def set_model_path(draft: Draft, key: str, note: str = "") -> None:
 
 
 def set_dtype(draft: Draft, key: str) -> None:
-    """model.dtype from mixed precision."""
+    """Set model.dtype from the mixed precision."""
     value = draft.get(key)
     kind = plain(value)
     if value is None:
@@ -271,10 +351,14 @@ STORAGES = {
 
 
 def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scaled: bool = True) -> None:
-    """quantize.storage from another tool's name of it; the scales differ from tool to tool, which is told.
+    """Set quantize.storage from another tool's name for it; each tool scales differently, which is reported.
 
     Args:
-        scaled: whether the tool's fp8 has a scale at all; some cast the weights as they are.
+        draft: the import.
+        keys: the tool's keys.
+        word: the tool's name of the storage.
+        tool: the tool's name, for the remark.
+        scaled: the tool's FP8 has a scale; some tools cast the weights without one.
     """
     kind = next((kind for kind, words in STORAGES.items() if plain(word) in words), "")
     if kind == "own":
@@ -339,6 +423,16 @@ ALIKE = {
     "torchoptimadamw": ("adamw", ""),
     "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
     "lion": ("lion8bit", "8 bits of state instead of 32"),
+    "optimilion": ("lion8bit", "8 bits of state instead of 32"),
+    "lionoptimi": ("lion8bit", "8 bits of state instead of 32"),
+    "bnblionpaged": ("lion8bit", "8 bits of state instead of 32"),
+    "torchadamw": ("adamw", ""),
+    "stableadamw": ("adamw", "updates are not stabilized beyond Adam's"),
+    "optimistableadamw": ("adamw", "updates are not stabilized beyond Adam's"),
+    "optimiadam": ("adamw", "weight decay is decoupled here"),
+    "bnbadam": ("adamw", "weight decay is decoupled here"),
+    "bnbadamwpaged": ("adamw", "its state is not paged to main memory here"),
+    "aoadamfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
     "bnblion": ("lion8bit", "8 bits of state instead of 32"),
     "bnblion8bit": ("lion8bit", ""),
     "bitsandbytesoptimlion8bit": ("lion8bit", ""),
@@ -351,7 +445,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "prodigy": {"weight_decay": 0.0, "safeguard_warmup": False, "use_bias_correction": False},
     "lion8bit": {"weight_decay": 0.0},
 }
-"""What these take where a file is silent, and we do not."""
+"""The other tools' defaults for these optimizers, where ours differ."""
 FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
 
 
@@ -363,13 +457,15 @@ def set_text_encoders(
     why: str = "",
     left_out: Sequence[str] = (),
 ) -> None:
-    """adapter.text_encoder and optimizer.text_encoder_lr.
+    """Set adapter.text_encoder and optimizer.text_encoder_lr.
 
     Args:
-        keys: those that say whether text encoders are trained; rate_keys: those that say at which rate.
-        rates: of the CLIPs that theirs trains, by name, with scaling; {} where it trains none.
-        why: what to say where the file itself does not ask for it.
-        left_out: names of CLIPs that theirs does not train.
+        draft: the import.
+        keys: the tool's keys that say whether text encoders are trained.
+        rate_keys: the tool's keys with the learning rates.
+        rates: learning rate, with scaling, of each CLIP that the tool trains, by name; {} if it trains none.
+        why: the remark if the file itself does not ask for it.
+        left_out: names of CLIPs that the tool does not train.
     """
     if not rates:
         draft.mapped(keys, {}, "text encoders are not trained")
@@ -391,7 +487,7 @@ def set_text_encoders(
             draft.mapped(rate_keys, {}, "Prodigy finds one rate for all that is trained")
         else:
             draft.none(rate_keys, "Prodigy finds one rate for all that is trained")
-    elif not 0 < rate < 1:  # of optimizers that find their own
+    elif not 0 < rate < 1:  # learning rates for optimizers that find their own
         draft.none(rate_keys, f"{rate:g} is no rate for AdamW; half of optimizer.lr is taken")
     elif len(set(rates.values())) > 1:
         told = ", ".join(f"{name} {value:g}" for name, value in rates.items())
@@ -403,35 +499,22 @@ def set_text_encoders(
 def set_optimizer(
     draft: Draft, name_key: str, rate_keys: Sequence[str], rate: Any, scale: float = 1.0, least: float = 0.0
 ) -> None:
-    """optimizer.name, lr and lr_scale, so that the rate of every step is the other tool's.
+    """Set optimizer.name, lr and lr_scale so that the learning rate of every step equals the other tool's.
 
     Args:
-        rate_keys: the keys that the rate came from.
-        rate: the rate; None where the file has none and the tool no default.
-        scale: what the tool multiplies it by (with the batch size, for example).
-        least: with Prodigy, the tool itself takes 1 for rates below this.
+        draft: the import.
+        name_key: the tool's key with the optimizer.
+        rate_keys: the tool's keys with the learning rate.
+        rate: the learning rate; None if neither the file nor the tool sets it.
+        scale: factor that the tool applies to it (for the batch size, for example).
+        least: with Prodigy, the tool itself takes 1 for learning rates below this.
     """
-    name = draft.get(name_key, text) or ""
-    kind = plain(name)
-    own = {plain(word): word for word in accepted("optimizer.name")}
-    finds = next((word for word in FINDS_ITS_RATE if word in kind), "")
-    if kind == "prodigy" and draft.tool.name == "SimpleTuner":
-        draft.differs(name_key, {"optimizer.name": kind}, "its authors' package instead of a build of its own")
-    elif kind in own:
-        draft.mapped(name_key, {"optimizer.name": own[kind]})
-    elif kind in ALIKE:
-        ours, note = ALIKE[kind]
-        draft.differs(name_key, {"optimizer.name": ours}, note) if note else draft.mapped(
-            name_key, {"optimizer.name": ours}
-        )
-    elif kind:
-        draft.none(name_key, f"there is no {name} here; AdamW8bit was written instead")
-        draft.set("optimizer.name", "adamw8bit", f"instead of {name}")
-    unlike = bool(kind) and kind not in own and kind not in ALIKE
-    if unlike and (finds or rate is None or not 0 < rate < 1):
-        draft.none(rate_keys, f"{name} finds its rate by itself; AdamW8bit needs one")
+    unlike = _set_optimizer_name(draft, name_key)
+    finds_rate = any(word in plain(unlike) for word in FINDS_ITS_RATE)
+    if unlike and (finds_rate or rate is None or not 0 < rate < 1):
+        draft.none(rate_keys, f"{unlike} finds its rate by itself; AdamW8bit needs one")
         draft.set("optimizer.lr", 1e-4)
-        draft.need("optimizer.lr", f"a rate for AdamW8bit; {rate if rate is not None else 'the file'} was {name}'s")
+        draft.need("optimizer.lr", f"a rate for AdamW8bit; {rate if rate is not None else 'the file'} was {unlike}'s")
     elif draft.settings.get("optimizer.name") == "prodigy":
         _set_factor(draft, rate_keys, rate, least)
     elif rate is None:
@@ -441,8 +524,8 @@ def set_optimizer(
         told = "" if scale == 1 else f"{rate:g} x {scale:g} = {rate * scale:g}, as there"
         draft.mapped(rate_keys, {"optimizer.lr": rate}, told)
         if unlike:
-            draft.need("optimizer.lr", f"this is {name}'s rate; AdamW8bit may need another")
-    # Ours would multiply the rate on an FP8 base by 1.4; nobody else's does.
+            draft.need("optimizer.lr", f"this is {unlike}'s rate; AdamW8bit may need another")
+    # By default, lr_scale would multiply the learning rate on an FP8 base by 1.4; no other tool does.
     draft.set("optimizer.lr_scale", "none" if scale == 1 else float(scale), "the rate is theirs, unscaled")
     if scale != 1:
         draft.comments["optimizer.lr_scale"] = [f"{rate} x {scale:g}: the rate as they scale it"]
@@ -451,8 +534,27 @@ def set_optimizer(
         draft.assume(f"optimizer.{key}", value, key, "the optimizer's own")
 
 
+def _set_optimizer_name(draft: Draft, key: str) -> str:
+    """Set optimizer.name from the tool's key; return the tool's name of an optimizer without a counterpart, else ""."""
+    name = draft.get(key, text) or ""
+    kind = plain(name)
+    own = {plain(word): word for word in accepted("optimizer.name")}
+    if kind == "prodigy" and draft.tool.name == "simpletuner":
+        draft.differs(key, {"optimizer.name": kind}, "its authors' package instead of a build of its own")
+    elif kind in own:
+        draft.mapped(key, {"optimizer.name": own[kind]})
+    elif kind in ALIKE:
+        ours, note = ALIKE[kind]
+        (draft.differs if note else draft.mapped)(key, {"optimizer.name": ours}, note)
+    elif kind:
+        draft.none(key, f"there is no {name} here; AdamW8bit was written instead")
+        draft.set("optimizer.name", "adamw8bit", f"instead of {name}")
+        return name
+    return ""
+
+
 def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float) -> None:
-    """optimizer.lr of Prodigy: a factor on what it finds."""
+    """Set optimizer.lr for Prodigy: a factor on the learning rate that it finds."""
     if rate is None:
         draft.set("optimizer.lr", 1.0, "Prodigy's own factor")
     elif rate < least:
@@ -465,12 +567,12 @@ def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float)
 
 
 def growth_rate(value: Any) -> float | str:
-    """Prodigy's growth_rate, of which infinity is a word here."""
+    """Read Prodigy's growth_rate; our word for infinity is "unlimited"."""
     return "unlimited" if str(value).strip().lower() in ("inf", "infinity", "float('inf')") else number(value)
 
 
 def set_prodigy(draft: Draft, keys: Mapping[str, str]) -> None:
-    """Prodigy's own settings, by our names for them."""
+    """Set Prodigy's own settings; `keys` maps our names to the tool's keys."""
     for name, key in keys.items():
         if draft.settings.get("optimizer.name") != "prodigy":
             draft.none(key, "belongs to Prodigy", off=True)
@@ -483,7 +585,7 @@ OF_PRODIGY: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("safeguard_warmup", "use_bias_correction", "decouple"), flag),
     "growth_rate": growth_rate,
 }
-"""Its own settings, which have its own names here."""
+"""Prodigy's own settings, which have the same names here."""
 OPTIMIZER_ARGUMENTS = {
     "weight_decay": ("optimizer.weight_decay", number),
     "eps": ("optimizer.eps", number),
@@ -493,7 +595,7 @@ OPTIMIZER_ARGUMENTS = {
 
 
 def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
-    """weight_decay, betas, eps and Prodigy's own out of ["weight_decay=0.1", "betas=0.9,0.99"] or "a=1 b=2"."""
+    """Set weight_decay, betas, eps and Prodigy's settings from ["weight_decay=0.1", "betas=0.9,0.99"] or "a=1 b=2"."""
     if isinstance(arguments, str):
         arguments = re.split(r"[ ;]+|,(?=\s*[A-Za-z_])", arguments.strip())
     prodigy = draft.settings.get("optimizer.name") == "prodigy"
@@ -522,75 +624,86 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
         draft.mapped(key, settings)
 
 
+@dataclass(frozen=True)
+class ScheduleKeys:
+    """The tool's keys of a schedule; "" if there is none."""
+
+    name: str
+    warmup: str = ""
+    cycles: str = ""
+    power: str = ""
+    floor: str = ""
+
+
 def set_schedule(
     draft: Draft,
-    name_key: str,
+    keys: ScheduleKeys,
     *,
-    warmup_key: str = "",
     warmup: float | None = None,
-    cycles_key: str = "",
-    power_key: str = "",
-    floor_key: str = "",
     floor: float | None = None,
     warmup_note: str = "",
     constant_warms_up: bool = False,
 ) -> None:
-    """schedule.name, warmup and min_lr.
+    """Set schedule.name, warmup and min_lr.
 
     Args:
-        warmup: steps, or a fraction below 1; None or 0 is none.
-        floor: the rate at the end as a fraction of the rate.
-        constant_warms_up: whether the tool's "constant" heeds the warm-up (diffusers' does not).
+        draft: the import.
+        keys: the tool's keys.
+        warmup: steps, or a fraction below 1; None or 0 for none.
+        floor: final learning rate, as a fraction of the learning rate.
+        warmup_note: remark on the warm-up.
+        constant_warms_up: the tool's "constant" schedule warms up (diffusers' does not).
     """
-    name = draft.get(name_key, text) or "constant"
-    kind = plain(name)
-    cycles = draft.get(cycles_key, number) if cycles_key else None
-    power = draft.get(power_key, number) if power_key else None
-    own = {plain(word): word for word in accepted("schedule.name")}
-    tail = [key for key in (cycles_key, power_key) if key]
-    spent: list[str] = []
-    if kind in ("cosinewithrestarts", "cosinewithhardrestarts"):
-        if cycles is None or cycles == 1:
-            draft.mapped([name_key, cycles_key], {"schedule.name": "cosine"}, "one cycle of restarts is the cosine")
-        else:
-            settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
-            draft.mapped([name_key, cycles_key], settings)
-        spent = [cycles_key]
-    elif kind == "polynomial" and kind not in own:
-        if power is None or power == 1:
-            draft.mapped([name_key, power_key], {"schedule.name": "linear"}, "a polynomial of power 1 is the line")
-        else:
-            draft.differs([name_key, power_key], {"schedule.name": "linear"}, f"a line instead of power {power:g}")
-        spent = [power_key]
-    elif kind in ("constantwithwarmup", "constant") and "constant" in own:
-        draft.mapped(name_key, {"schedule.name": "constant"})
-    elif kind == "cosinewithminlr" and "cosine" in own:
-        draft.mapped(name_key, {"schedule.name": "cosine"})
-    elif kind == "sine":
-        draft.differs(name_key, {"schedule.name": "cosine"}, "a falling cosine instead of a sine that rises again")
-    elif kind in own:
-        draft.mapped(name_key, {"schedule.name": own[kind]})
-    else:
-        draft.none(name_key, f"there is no schedule {name!r} here; constant was written")
-        draft.set("schedule.name", "constant")
-        draft.need("schedule.name", f"choose one of {', '.join(own.values())} for {name!r}")
-    for key in tail:
-        if key not in spent:
+    name = draft.get(keys.name, text) or "constant"
+    spent = _set_curve(draft, keys, name)
+    for key in (keys.cycles, keys.power):
+        if key and key != spent:
             draft.none(key, f"means nothing to {name}", off=True)
-    if warmup_key:
-        ignored = kind == "constant" and not constant_warms_up
+    if keys.warmup:
+        ignored = plain(name) == "constant" and not constant_warms_up
         if warmup and ignored:
-            draft.none(warmup_key, "'constant' does not warm up there, so it does not here", off=True)
+            draft.none(keys.warmup, "'constant' does not warm up there, so it does not here", off=True)
         elif warmup:
             steps = float(warmup) if warmup < 1 else round(warmup)
-            draft.mapped(warmup_key, {"schedule.warmup": steps}, warmup_note)
+            draft.mapped(keys.warmup, {"schedule.warmup": steps}, warmup_note)
         else:
-            draft.mapped(warmup_key, {"schedule.warmup": 0})
-    if floor_key:
+            draft.mapped(keys.warmup, {"schedule.warmup": 0})
+    if keys.floor:
         if floor and draft.settings.get("schedule.name") in ("cosine", "cosine_with_restarts", "linear"):
-            draft.mapped(floor_key, {"schedule.min_lr": float(f"{floor:.12g}")})
+            draft.mapped(keys.floor, {"schedule.min_lr": float(f"{floor:.12g}")})
         else:
-            draft.none(floor_key, f"means nothing to {name}", off=True)
+            draft.none(keys.floor, f"means nothing to {name}", off=True)
+
+
+def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
+    """Set schedule.name, and schedule.cycles with it; return the key of the cycles or the power if it counted."""
+    kind = plain(name)
+    cycles = draft.get(keys.cycles, number) if keys.cycles else None
+    power = draft.get(keys.power, number) if keys.power else None
+    own = {plain(word): word for word in accepted("schedule.name")}
+    if kind in ("cosinewithrestarts", "cosinewithhardrestarts"):
+        if cycles is None or cycles == 1:
+            draft.mapped([keys.name, keys.cycles], {"schedule.name": "cosine"}, "one cycle of restarts is the cosine")
+        else:
+            settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
+            draft.mapped([keys.name, keys.cycles], settings)
+        return keys.cycles
+    if kind == "polynomial" and kind not in own:
+        if power is None or power == 1:
+            draft.mapped([keys.name, keys.power], {"schedule.name": "linear"}, "a polynomial of power 1 is the line")
+        else:
+            draft.differs([keys.name, keys.power], {"schedule.name": "linear"}, f"a line instead of power {power:g}")
+        return keys.power
+    ours = {"constantwithwarmup": "constant", "cosinewithminlr": "cosine"}.get(kind, kind)
+    if kind == "sine":
+        draft.differs(keys.name, {"schedule.name": "cosine"}, "a falling cosine instead of a sine that rises again")
+    elif ours in own:
+        draft.mapped(keys.name, {"schedule.name": own[ours]})
+    else:
+        draft.none(keys.name, f"there is no schedule {name!r} here; constant was written")
+        draft.set("schedule.name", "constant")
+        draft.need("schedule.name", f"choose one of {', '.join(own.values())} for {name!r}")
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -598,10 +711,12 @@ def set_schedule(
 
 
 def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
-    """Count the pictures of a folder if it is here, and those without a caption.
+    """Count a folder's images, and those without a caption, if the folder exists here.
 
     Args:
-        deep: whether the other tool looks into subfolders. Ours does; pictures that only ours would find are told.
+        draft: the import.
+        folder: receives the counts.
+        deep: the other tool searches subfolders. Ours does; images that only ours would find are reported.
     """
     place = draft.find(folder.path)
     if place is None or not place.is_dir():
@@ -620,7 +735,7 @@ def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
 
 
 def caption_by_trigger(folder: Folder, words: str) -> str:
-    """What becomes of the words that captions pictures without a caption file there; the remark for the report."""
+    """Set the trigger to the words that caption images without a caption file; return the remark for the report."""
     if folder.images and folder.captionless == folder.images:
         folder.trigger, folder.trigger_is_caption = words, True
         return "no picture has a caption file, so it is the folder's trigger, and with missing_caption the caption"
@@ -631,16 +746,16 @@ def caption_by_trigger(folder: Folder, words: str) -> str:
 
 
 def samples(draft: Draft) -> int | None:
-    """Pictures times repeats of all folders; None when one of them is not here."""
+    """Return images times repeats, summed over all folders; None if a folder does not exist here."""
     if not draft.folders or any(folder.images is None for folder in draft.folders):
         return None
     shown = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
-    # kohya's trainers show as many for regularization as are trained on, whatever there are.
+    # kohya's trainers train on as many regularization images as on others, whatever their number.
     return sum(shown) * (2 if any(folder.regularization for folder in draft.folders) else 1)
 
 
 def balance_regularization(draft: Draft) -> None:
-    """Repeats for the folders of regularization pictures, so that they are shown about as often as the others."""
+    """Set the repeats of regularization folders so that they are trained on about as often as the others."""
     others = [folder for folder in draft.folders if folder.regularization]
     wanted, there = samples(draft), sum(folder.images or 0 for folder in others)
     if others and wanted and there:
@@ -654,7 +769,7 @@ def balance_regularization(draft: Draft) -> None:
 
 
 def weigh_regularization(draft: Draft, key: str) -> None:
-    """The weight of the folders of regularization pictures."""
+    """Set the weight of the regularization folders."""
     others, weight = [folder for folder in draft.folders if folder.regularization], draft.get(key, number)
     if not others:
         draft.none(key, "there are no regularization pictures", off=True)
@@ -667,10 +782,13 @@ def weigh_regularization(draft: Draft, key: str) -> None:
 
 
 def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
-    """The weight of one folder's pictures in the loss.
+    """Set the weight of one folder's images in the loss.
 
     Args:
-        at: our folder, such as "dataset.folders.0".
+        draft: the import.
+        key: the tool's key.
+        folder: the folder of images.
+        at: our name of the folder, such as "dataset.folders.0".
     """
     weight = draft.get(key, number)
     if weight is not None and weight <= 0:
@@ -681,9 +799,9 @@ def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
 
 
 def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
-    """Optimizer steps of one epoch as kohya's trainers count them; None when the pictures are not here.
+    """Return the optimizer steps per epoch as kohya's trainers count them; None if the images are not here.
 
-    Bucketing adds a partly filled batch per bucket when `batch` is above 1, which is not counted.
+    With `batch` above 1, bucketing adds a partly filled batch per bucket, which is not counted.
     """
     count = samples(draft)
     if not count:
@@ -692,7 +810,7 @@ def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 
 
 
 def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | None, batch: int) -> None:
-    """train.steps from epochs, by counting; a TODO where the pictures are not here."""
+    """Set train.steps from epochs, by counting the images; add a TODO if they are not here."""
     if per_epoch is None:
         draft.none(key, f"train.steps counts steps; {epochs} epochs are not known without the pictures")
         draft.need(
@@ -711,18 +829,23 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
 def set_every(
     draft: Draft,
     setting: str,
-    steps_key: str,
-    epochs_key: str,
+    keys: tuple[str, str],
     per_epoch: int | None,
     note: str = "",
     *,
     epochs_count: bool = False,
 ) -> None:
-    """checkpoint.every (and with it export.every) or preview.every from steps, or from epochs by counting.
+    """Set checkpoint.every (and with it export.every) or preview.every from steps, or by counting from epochs.
 
     Args:
-        epochs_count: whether a tool that is given both heeds the epochs alone; otherwise it does both.
+        draft: the import.
+        setting: our setting.
+        keys: the tool's keys with the steps and with the epochs; "" if there is none.
+        per_epoch: steps per epoch; None if unknown.
+        note: the difference in meaning, if there is one.
+        epochs_count: if both are given, the tool ignores the steps; other tools do both.
     """
+    steps_key, epochs_key = keys
 
     def every(steps: int) -> dict[str, int]:
         return {setting: steps} | ({"export.every": steps} if setting == "checkpoint.every" else {})
@@ -756,7 +879,7 @@ ONE_LOSS = "objective.loss knows mse, and huber and smooth_l1 with a sharp or a 
 
 
 def set_huber(draft: Draft) -> None:
-    """objective.loss and its delta from loss_type and huber_c, as kohya's scripts and SimpleTuner have them."""
+    """Set objective.loss and its delta from loss_type and huber_c, as kohya's scripts and SimpleTuner define them."""
     kind = plain(draft.get("loss_type") or "l2")
     more = ["huber_c", "huber_scale", "huber_schedule"]
     flow = bool(draft.family) and draft.family not in DIFFUSION
@@ -784,7 +907,7 @@ def set_huber(draft: Draft) -> None:
 
 
 def part_of_name(word: str) -> str:
-    """What other tools look for anywhere in a layer's name, as a name of ours; "transformer." or "unet." begins it."""
+    """Convert a part of a layer's name to our pattern; "transformer." or "unet." stands for the start of the name."""
     inner = re.sub(r"^(transformer|unet)\.", "", word)
     begin = "^" if inner != word else "" if word.startswith(".") else "*"
     found = begin + inner.strip(".") + ("" if word.endswith(".") else "*")
@@ -794,10 +917,11 @@ def part_of_name(word: str) -> str:
 
 
 def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: Sequence[str], rank: int) -> None:
-    """adapter.ranks from parts of names that a layer must have, or must not."""
+    """Set adapter.ranks from parts of names that a layer must contain (`only`), or must not (`without`)."""
     try:
-        entries = [f"{part_of_name(word)} = 0" for word in without]
-        entries += [f"{part_of_name(word)} = {rank}" for word in only] + (["* = 0"] if only else [])
+        entries = dict.fromkeys(map(part_of_name, without), 0)
+        entries |= {name: rank for name in map(part_of_name, only) if name not in entries}
+        entries |= {"*": 0} if only and "*" not in entries else {}
     except Unfit as error:
         draft.none(keys, f"adapter.ranks was not written: {error}")
         return
@@ -808,11 +932,15 @@ def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: 
 def share(
     draft: Draft, keys: Sequence[str], values: Sequence[Any], setting: str, read: Callable[[Any], Any], note: str = ""
 ) -> None:
-    """One setting here for what the other tool sets for each folder.
+    """Set one setting of ours from what the other tool sets per folder.
 
     Args:
-        keys: all keys that say it.
-        values: what holds for each folder; None where nothing is said.
+        draft: the import.
+        keys: all of the tool's keys for it.
+        values: the value for each folder; None if it has none.
+        setting: our setting.
+        read: converts the tool's value to ours.
+        note: the difference in meaning, if there is one.
     """
     try:
         found = [None if value in (None, "") else read(value) for value in values]
@@ -831,7 +959,7 @@ def share(
 
 
 def side_of(value: Any) -> tuple[int, str]:
-    """The side of the square with the area of a side, "w,h" or [w, h], and what there is to tell of it."""
+    """Return the side of the square with the area of a side, "w,h" or [w, h], and the remark if it was rounded."""
     parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
     numbers = [whole(part) for part in parts]
     if not numbers or min(numbers) <= 0 or len(numbers) > 2:
@@ -844,11 +972,14 @@ def side_of(value: Any) -> tuple[int, str]:
 
 
 def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
-    """dataset.resolution, the side of the square with the training area, from sides, "w,h" or [w, h].
+    """Set dataset.resolution, the side of the square with the training area, from sides, "w,h" or [w, h].
 
-    Several resolutions become the largest, which is told.
+    Of several resolutions the largest is taken, which is reported.
     """
     found = [side_of(value) for value in values]
+    if not found:
+        draft.none(keys, "empty", off=True)
+        return
     side, rounded = max(found)
     told = [note] if note else []
     if len(set(found)) > 1:
@@ -859,10 +990,13 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
 
 
 def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
-    """dataset.resolution, the largest, and that of each folder which has another.
+    """Set dataset.resolution to the largest resolution, and that of each folder that has another one.
 
     Args:
-        values: as `set_resolution`'s, one for each of `draft.folders`; None where nothing is said.
+        draft: the import.
+        keys: the tool's keys.
+        values: as for `set_resolution`, one per folder in `draft.folders`; None if a folder has none.
+        note: the difference in meaning, if there is one.
     """
     if len(values) != len(draft.folders) or len(set(map(str, values))) == 1:
         set_resolution(draft, keys, [value for value in values if value], note)
@@ -884,16 +1018,17 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
 def set_timesteps(
     draft: Draft, keys: Sequence[str], shape: str, shift: float | str, note: str = "", exact: bool = True
 ) -> None:
-    """objective.timesteps and shift; families that predict noise have neither."""
+    """Set objective.timesteps and shift, which families that predict noise do not have."""
     if draft.family in DIFFUSION:
         draft.none(keys, f"means nothing to {draft.family}, which draws its timesteps uniformly", off=True)
         return
     account = draft.mapped if exact else draft.differs
+    shift = "scheduler" if shift == "auto" else shift  # the sampler's; our "auto" may differ
     account(keys, {"objective.timesteps": shape, "objective.shift": shift}, note)
 
 
 def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
-    """objective.min_snr_gamma, for families that have it."""
+    """Set objective.min_snr_gamma, for families that have it."""
     gamma = draft.get(key, number) if weight is None else weight
     if not gamma:
         draft.none(key, "off", off=True)
@@ -903,25 +1038,115 @@ def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
         draft.mapped(key, {"objective.min_snr_gamma": float(gamma)})
 
 
-def set_noise_offset(draft: Draft, key: str) -> None:
-    """objective.noise_offset, for families that have it."""
+def set_prediction(draft: Draft, key: str, predicts: str) -> None:
+    """Set objective.prediction, for families of which some models predict noise and some v.
+
+    Args:
+        draft: the import.
+        key: the tool's key.
+        predicts: "epsilon" or "v"; "" if the key is off.
+    """
+    if not predicts:
+        draft.none(key, "off", off=True)
+    elif draft.family and draft.family not in DIFFUSION:
+        draft.none(key, f"flow-matching models such as {draft.family} predict neither noise nor v", off=True)
+    else:
+        draft.mapped(key, {"objective.prediction": predicts})
+
+
+BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0), "flux_kontext": (19, 38)}
+"""Numbers of double-stream and single-stream blocks, for families that do not state those of the released model."""
+
+
+def set_offload(draft: Draft, keys: str | Sequence[str], share: float, told: str) -> None:
+    """Set memory.offload; called after precision and compilation are set, as it depends on them.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys.
+        share: fraction of the frozen weights that the tool keeps in RAM.
+        told: the difference in meaning.
+    """
+    if share <= 0:
+        draft.none(keys, "off", off=True)
+        return
+    share = min(1.0, round(share, 2))
+    storage = draft.settings.get("quantize.storage", Quantize.model_fields["storage"].default)
+    if storage in ("bf16", "none"):
+        draft.none(keys, "memory.offload needs a quantized base: quantize.storage = 'fp8' halves it")
+        what = f"theirs keeps about {share:g} of the base in main memory; with quantize.storage = 'fp8' set this share"
+        draft.need("memory.offload", what)
+        return
+    if draft.settings.get("memory.compile", "off") != "off":
+        draft.set("memory.compile", "off", "excluded by memory.offload")
+        told += "; memory.compile was left off, which excludes it"
+    draft.differs(keys, {"memory.offload": share}, told)
+
+
+def set_swap(draft: Draft, key: str) -> None:
+    """Set memory.offload from a number of blocks; kohya swaps two single-stream blocks per double-stream block."""
+    number_of = draft.get(key, whole) or 0
+    stated: Mapping[str, Any] = {}
+    if draft.family in families.available():
+        stated = families.facts(draft.family).get("reference_config", {})
+        if draft.family.startswith("qwen_image"):
+            stated = families.facts("qwen_image").get("reference_config", {})
+    double = stated.get("num_layers", stated.get("n_layers", 0))
+    double, single = BLOCKS.get(draft.family, (double, stated.get("num_single_layers", 0)))
+    if draft.family == "wan" and re.search(r"1[._]3b", str(draft.settings.get("model.path")).lower()):
+        double = 30
+    if number_of > 0 and not double:
+        draft.none(key, "how many blocks this architecture has is not known here; memory.offload is a share")
+        draft.need("memory.offload", f"theirs keeps {number_of} blocks in main memory; choose a share")
+        return
+    swapped = number_of if not single else number_of // 2 + 2 * (number_of - number_of // 2)
+    told = f"about {min(swapped, double + single)} of {double + single} blocks; here a share of all frozen weights"
+    set_offload(draft, key, swapped / (double + single) if number_of > 0 else 0.0, told)
+
+
+def set_noise_offset(draft: Draft, key: str, heeded: bool = True) -> None:
+    """Set objective.noise_offset, for families that have it.
+
+    Args:
+        draft: the import.
+        key: the tool's key.
+        heeded: the other tool shifts the noise of flow-matching models too.
+    """
     offset = draft.get(key, number)
     if not offset:
         draft.none(key, "off", off=True)
     elif draft.family in DIFFUSION:
         draft.mapped(key, {"objective.noise_offset": float(offset)})
+    elif draft.family and not heeded:
+        draft.none(key, f"flow-matching models such as {draft.family} have no noise offset, there or here", off=True)
     else:
         draft.none(key, NO_NOISE)
+
+
+def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) -> None:
+    """Set dataset.bucket_step, which is at least 8 pixels.
+
+    Args:
+        draft: the import.
+        keys, values: as for `share`.
+    """
+    given = [whole(value) for value in values if value not in (None, "")]
+    note = f"{min(given)} there; 8 pixels is the least here" if given and min(given) < 8 else ""
+    share(draft, keys, values, "dataset.bucket_step", lambda value: max(8, whole(value)), note)
 
 
 def set_clips(
     draft: Draft, keys: Sequence[str], lengths: Sequence[int], part_keys: Sequence[str], part: str | None, note: str
 ) -> None:
-    """Lengths of clips, and which part of one is taken, where the architecture draws clips.
+    """Set the lengths of clips, and which part of a clip is taken, if the architecture draws clips.
 
     Args:
-        lengths: brought down to those that the model's VAE takes, as the other trainers do too.
-        part: our word for what `part_keys` say; None where there is none.
+        draft: the import.
+        keys: the tool's keys with the lengths.
+        lengths: in frames; rounded down to what the model's VAE takes, as the other trainers do too.
+        part_keys: the tool's keys with the part.
+        part: our word for the part; None if there is none.
+        note: the difference in meaning.
     """
     known = families.facts(draft.family) if draft.family in families.available() else {}
     step, _ = known.get("clips", (0, 0))
@@ -936,31 +1161,21 @@ def set_clips(
 
 
 def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mapping[str, Any]], note: str = "") -> None:
-    """preview.* from a list of pictures: {"prompt", "negative", "width", "height", "steps", "guidance", "seed"}.
+    """Set preview.* from a list of {"prompt", "negative", "width", "height", "steps", "guidance", "seed"}.
 
-    Prompts are each their own; everything else is one value here for all of them.
+    Each preview has its own prompt; everything else has one value for all of them here.
 
     Args:
-        keys: their key -> which of our preview settings it says, such as "width height"; "" is all of them.
+        draft: the import.
+        keys: the tool's key -> the preview settings of ours that it holds, such as "width height"; "" for all of them.
+        pictures: one table per preview.
+        note: the difference in meaning, if there is one.
     """
     prompts = [str(picture["prompt"]) for picture in pictures if picture.get("prompt")]
     settings: dict[str, Any] = {"preview.prompts": prompts}
     told = [note] if note else []
-    for name, limit in (("negative", text), ("steps", whole), ("guidance", number), ("seed", whole)):
-        values = [limit(picture[name]) for picture in pictures if picture.get(name) not in (None, "")]
-        if not values:
-            continue
-        settings[f"preview.{name}"] = values[0]
-        # Ours count seeds up from the first one.
-        expected = [values[0] + i for i in range(len(values))] if name == "seed" else [values[0]] * len(values)
-        if values != expected:
-            told.append(f"one {name} for all previews here" + (", counting up" if name == "seed" else ""))
-    for name in ("width", "height"):
-        values = [whole(picture[name]) for picture in pictures if picture.get(name) not in (None, "")]
-        if values:
-            settings[f"preview.{name}"] = round(values[0] / 16) * 16
-            if len(set(values)) > 1 or values[0] % 16:
-                told.append(f"one {name} for all previews here, a multiple of 16")
+    settings |= _preview_controls(draft, pictures, told) | _preview_frames(draft, pictures, told)
+    settings |= _preview_values(pictures, told) | _preview_sides(pictures, told)
     if settings.get("preview.seed", 0) < 0:
         del settings["preview.seed"]
         told.append("a negative seed means a random one there; previews here keep theirs")
@@ -972,21 +1187,104 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
         draft.settings.setdefault(name, value)
 
 
+def _given_values(pictures: Sequence[Mapping[str, Any]], name: str, read: Callable[[Any], Any]) -> list[Any]:
+    """Return the values of one name in the previews that have it."""
+    return [read(picture[name]) for picture in pictures if picture.get(name) not in (None, "")]
+
+
+def _preview_values(pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
+    """Return preview.negative, steps, guidance and seed, each from the first preview that has it."""
+    settings: dict[str, Any] = {}
+    for name, read in (("negative", text), ("steps", whole), ("guidance", number), ("seed", whole)):
+        values = _given_values(pictures, name, read)
+        if not values:
+            continue
+        settings[f"preview.{name}"] = values[0]
+        # Our previews count seeds up from the first one.
+        expected = [values[0] + i for i in range(len(values))] if name == "seed" else [values[0]] * len(values)
+        if values != expected:
+            told.append(f"one {name} for all previews here" + (", counting up" if name == "seed" else ""))
+    return settings
+
+
+def _preview_sides(pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
+    """Return preview.width and height, each from the first preview that has it, as a multiple of 16."""
+    settings: dict[str, Any] = {}
+    for name in ("width", "height"):
+        values = _given_values(pictures, name, whole)
+        if values:
+            settings[f"preview.{name}"] = round(values[0] / 16) * 16
+            if len(set(values)) > 1 or values[0] % 16:
+                told.append(f"one {name} for all previews here, a multiple of 16")
+    return settings
+
+
+def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
+    """Return preview.controls, one image per prompt, if the family takes control images."""
+    given = [picture.get("controls") or [] for picture in pictures if picture.get("prompt")]
+    if not any(given):
+        return {}
+    if draft.family not in families.available() or "controls" not in families.facts(draft.family):
+        told.append("previews are shown no control images here")
+        return {}
+    if not all(given):
+        told.append("one control image for each prompt here, and some of theirs have none")
+        draft.need("preview.controls", "a control image for each prompt, or none at all")
+        return {}
+    written = [_one_control(draft, [text(image) for image in images]) for images in given]
+    if several := [" + ".join(map(text, images)) for images, path in zip(given, written, strict=True) if not path]:
+        told.append("several control images of one prompt are a folder here, and none was written")
+        images = ", ".join(several[:3]) + (" ..." if len(several) > 3 else "")
+        draft.need(
+            "preview.controls",
+            f"prompts with several control images ({images}): put those of each into a folder that holds just them, "
+            "and name the folders here",
+        )
+        return {}
+    return {"preview.controls": written}
+
+
+def _one_control(draft: Draft, images: list[str]) -> str:
+    """Return the only image, or the folder that contains exactly these images in order of their names, or ""."""
+    if len(images) == 1:
+        return images[0]
+    parents = {os.path.dirname(image) for image in images}
+    place = draft.find(parent) if len(parents) == 1 and (parent := parents.pop()) else None
+    try:
+        held = sorted(one.name for one in place.iterdir()) if place is not None else []
+    except OSError:  # no folder, or unreadable: the user has to name its images
+        return ""
+    held = [name for name in held if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")]
+    return os.path.dirname(images[0]) if held == [os.path.basename(image) for image in images] else ""
+
+
+def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
+    """Return preview.frames, rounded down to a length that the model draws."""
+    known = families.facts(draft.family) if draft.family in families.available() else {}
+    step, _ = known.get("clips", (0, 0))
+    lengths = [whole(picture["frames"]) for picture in pictures if picture.get("frames") not in (None, "")]
+    if not step or max(lengths, default=1) <= 1:
+        return {}
+    if len(set(lengths)) > 1:
+        told.append("one length for all previews here")
+    return {"preview.frames": (lengths[0] - 1) // step * step + 1}
+
+
 def set_seed(draft: Draft, key: str) -> None:
-    """seed; nothing or -1 is a random one there, and 0 here."""
+    """Set seed; for other tools, no seed or -1 is a random one, here 0 is used."""
     seed = draft.get(key, whole)
     if seed is None:
         draft.none(key, "empty", off=True)
     elif seed < 0:
         draft.none(key, "a random seed there; here 0, so that a run can be repeated")
-    elif seed > config.MAX_SEED:
-        draft.differs(key, {"seed": seed % (config.MAX_SEED + 1)}, f"at most {config.MAX_SEED} here: the remainder")
+    elif seed > MAX_SEED:
+        draft.differs(key, {"seed": seed % (MAX_SEED + 1)}, f"at most {MAX_SEED} here: the remainder")
     else:
         draft.mapped(key, {"seed": seed})
 
 
 def set_name(draft: Draft, key: str, value: str | None = None, note: str = "") -> None:
-    """name, without what cannot be in a folder's name."""
+    """Set name, without characters that a folder's name cannot have."""
     given = draft.get(key, text) if value is None else value
     if not given:
         draft.none(key, "empty", off=True)
@@ -998,37 +1296,39 @@ def set_name(draft: Draft, key: str, value: str | None = None, note: str = "") -
 
 
 def stem(path: str) -> str:
-    """The name in a path, which may be of Windows, without its suffix."""
+    """Return the file name in a path, which may be a Windows path, without its suffix."""
     return PureWindowsPath(path).stem
 
 
 def on(value: Any) -> bool:
-    """True for true and what reads as it; false for nothing."""
+    """Return True if a flag is set to true; an empty value is False."""
     return value not in (None, "") and flag(value)
 
 
 WHOLE_RANK = 1024
-"""What asks for LoKr's whole matrices here: at this rank no side of a matrix is twice as long. Theirs ask with a flag,
-or with a rank that no layer has."""
+"""Rank that selects LoKr's whole matrices here, as no side of a matrix is twice as long as this.
+
+Other tools use a flag, or a rank larger than any layer's.
+"""
 
 
 def lokr_factor(value: Any) -> int:
-    """adapter.factor from LyCORIS' factor, whose -1 is 0 here."""
+    """Return adapter.factor from LyCORIS' factor, whose -1 is 0 here."""
     return max(said_number("factor", value), 0)
 
 
 def said_number(what: str, value: Any) -> int:
-    """A whole number from inside another program's settings.
+    """Read a whole number from inside another program's settings.
 
     Raises:
-        config.UserError: it is none.
+        UserError: it is not a whole number.
     """
     try:
         return int(str(value))
     except ValueError:
-        raise config.UserError(f"{what} = {value!r}: expected a whole number") from None
+        raise UserError(f"{what} = {value!r}: expected a whole number") from None
 
 
 def lokr_rank(rank: int, whole: Any) -> int:
-    """adapter.rank of a LoKr."""
+    """Return adapter.rank for a LoKr."""
     return WHOLE_RANK if on(whole) or rank > WHOLE_RANK else rank

@@ -1,16 +1,17 @@
-"""Run a command and write down how it ended: `python -m lora_fp8.jobs.keeper [--sweep SECONDS] RECORD COMMAND...`.
+"""Run a command and record how it ended: `python -m lora_fp8.jobs.keeper [--sweep SECONDS] RECORD COMMAND...`.
 
-Whoever started a job may be gone when it ends, and only a parent learns an exit status. So each attempt has two of
-these parents, which do nothing else:
+Whoever started a job may have exited when it ends, and only a parent process learns the exit status. Each attempt
+therefore has two such parents, which do nothing else:
 
-    keeper --sweep (a session of its own) -> accelerate launch -> keeper -> the trainer
+    keeper --sweep (in its own session) -> accelerate launch -> keeper -> the trainer
 
-The inner one learns the trainer's status, of which accelerate's launcher makes 1. The outer one outlives the launcher:
-where that has been killed alone, what it leaves behind is asked to save and end, then killed, so that a GPU is free
-when the record says so.
+The inner keeper learns the trainer's status, which accelerate's launcher turns into 1. The outer keeper outlives the
+launcher: if only the launcher was killed, the processes that it leaves behind are asked to save and exit, and then
+killed, so that the GPU is free when the record says that the job has ended.
 
 RECORD is JSON: {"status": exit code, or minus the signal; "t": unix seconds; "oom_kills": processes that the kernel
-killed meanwhile for lack of memory; "swept": how many were left behind}. The inner one puts its rank in the name.
+killed meanwhile for lack of memory; "swept": number of processes left behind}. The inner keeper adds its rank to the
+file name.
 """
 
 import argparse
@@ -24,14 +25,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..run import atomic_write
+from ..common.writing import atomic_write
 from . import procs
 
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: list[str]) -> int:
-    """Do it. -> the command's exit code, or 128 + signal."""
+    """Run the command and write its record. Return the command's exit code, or 128 + signal."""
     parser = argparse.ArgumentParser(prog="keeper", allow_abbrev=False)
     parser.add_argument("--sweep", type=float, help="end what the command leaves behind; SIGTERM to SIGKILL")
     parser.add_argument("record", type=Path)
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
     pending: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
-        # The outer one outlives every polite request: it has to write down how the others took it.
+        # The outer keeper outlives every polite request: it has to record how the others end.
         if child is None:
             pending.append(number)
         elif not outer:
@@ -65,20 +66,20 @@ def main(arguments: list[str]) -> int:
     told = {"status": status, "t": round(time.time(), 3), "oom_kills": procs.oom_kills() - oom_before, "swept": swept}
     try:
         atomic_write(record, json.dumps(told).encode())
-    except OSError as error:  # a full disk: the log is the last place to say it
+    except OSError as error:  # a full disk: only the log is left to report it
         print(f"{record}: {error.strerror}; the command ended with status {status}", file=sys.stderr)
     return status if status >= 0 else 128 - status
 
 
 def _sweep(patience: float) -> int:
-    """End what has this job's token and is still there. -> how many that were"""
+    """End the processes that still have this job's token. Return how many there were."""
     token, own = os.environ[procs.TOKEN], os.getpid()
 
     def left() -> list[int]:
         return [pid for pid in procs.members(token) if pid != own]
 
     def reaped() -> bool:
-        """Wait for whom this process has inherited; whether nobody is left to wait for."""
+        """Reap the children of this process, inherited ones too; return True if none is left."""
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

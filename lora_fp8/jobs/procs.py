@@ -1,9 +1,9 @@
-"""Which processes are there: read from /proc, never from what somebody noted and forgot to clear.
+"""Which processes are alive, read from /proc, never from a note that somebody may have forgotten to clear.
 
-A process id alone says nothing after a reboot or a day: ids are used again. With the process's start time (in clock
-ticks since boot) and the boot's id it names one process for ever. The processes of a job are found by a token in
-their environment: torch's launcher puts each worker into a session of its own, so that a process group does not have
-them all.
+A process id alone means nothing after a reboot or a day, as ids are reused. Together with the process's start time (in
+clock ticks since boot) and the id of the boot it identifies one process forever. The processes of a job are found by a
+token in their environment: torch's launcher puts each worker into its own session, so no process group contains them
+all.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import UserError
+from ..errors import UserError
 
 PROC = Path("/proc")
 PF_EXITING = 0x4  # among the flags in /proc/PID/stat
 TOKEN = "LORA_FP8_JOB"
-"""Environment variable that all processes of an attempt have, and nobody else."""
+"""Environment variable that exactly the processes of an attempt have."""
 
 
 class Identity(NamedTuple):
-    """One process, for ever."""
+    """Identifies one process forever."""
 
     pid: int
     start: int
@@ -30,7 +30,7 @@ class Identity(NamedTuple):
 
 
 def boot_id() -> str:
-    """The id of this boot of the machine.
+    """Return the id of the machine's current boot.
 
     Raises:
         UserError: this system has no Linux-like /proc.
@@ -42,7 +42,7 @@ def boot_id() -> str:
 
 
 def identify(pid: int) -> Identity | None:
-    """The living process with this id, or None; one that has ended and is not yet reaped does not live."""
+    """Return the identity of the living process with this id; None if there is none, or it only waits to be reaped."""
     fields = _stat(pid)
     if fields is None or fields[0] in ("Z", "X"):
         return None
@@ -50,22 +50,23 @@ def identify(pid: int) -> Identity | None:
 
 
 def alive(process: Identity) -> bool:
-    """Whether this very process lives, and not another one that was given its id."""
+    """Return True if this very process is alive, and not a later one with the same id."""
     return identify(process.pid) == process
 
 
 def members(token: str, session: int = 0) -> list[int]:
-    """Ids of the living processes that have this token in their environment; about 30 us for each process there is.
+    """Return the ids of the living processes with this token in their environment; takes about 30 us per process.
 
-    One that is ending has no environment any more, and may still hold its lock and its GPU for seconds: with `session`
-    given, those of that session are found, too.
+    A process that is exiting has no environment any more, but may hold its lock and its GPU for seconds. With
+    `session`, the exiting processes of that session are included.
     """
     wanted, found = f"{TOKEN}={token}".encode(), []
     for entry in os.scandir(PROC):
         if not entry.name.isdigit():
             continue
         pid, environment = int(entry.name), b""
-        # Somebody else's, gone, or ending: newer kernels refuse then, older ones answer with nothing.
+        # The process is another user's, has exited, or is exiting: newer kernels then refuse, older ones return
+        # nothing.
         with contextlib.suppress(OSError):
             environment = Path(entry.path, "environ").read_bytes()
         if wanted in environment.split(b"\0"):
@@ -77,13 +78,13 @@ def members(token: str, session: int = 0) -> list[int]:
 
 
 def parent(pid: int) -> int:
-    """The id of a process's parent; 0 where it has gone."""
+    """Return the id of a process's parent; 0 if the process has exited."""
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
 
 
 def holder(file: Path) -> int | None:
-    """The process that `file`, a run's lock, names; None where it has not that file open, or is another user's."""
+    """Return the process named in `file`, a run's lock; None if it does not have the file open or is another user's."""
     with contextlib.suppress(OSError, ValueError):
         pid = int(file.read_text(encoding="utf-8").rpartition(" ")[2])
         if any(os.path.samefile(entry.path, file) for entry in os.scandir(PROC / str(pid) / "fd")):
@@ -92,7 +93,7 @@ def holder(file: Path) -> int | None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it started, and those started, that live."""
+    """Return a process and its living descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir(PROC):
         if entry.name.isdigit():
@@ -105,7 +106,7 @@ def family(pid: int) -> list[int]:
 
 
 def exiting(pid: int, session: int = 0) -> bool:
-    """Whether a process (of this session) is ending just now: it has left its memory, and still closes its files."""
+    """Return True if a process (of this session) is exiting: its memory is freed, but it is still closing its files."""
     fields = _stat(pid)
     if fields is None or fields[0] in ("Z", "X") or (session and int(fields[3]) != session):
         return False
@@ -113,7 +114,7 @@ def exiting(pid: int, session: int = 0) -> bool:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """A signal to each; who has gone meanwhile needs none."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         assert pid > 1, f"{pid} would be a group of processes, or all"
         with contextlib.suppress(ProcessLookupError):
@@ -121,7 +122,7 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed since boot because memory ran out; 0 where it does not count."""
+    """Return how many processes the kernel has killed since boot for lack of memory; 0 if it does not count them."""
     with contextlib.suppress(OSError):
         for line in (PROC / "vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -130,14 +131,14 @@ def oom_kills() -> int:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Return the name of a signal: SIGKILL for 9."""
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third (state) on; the second, a name, may hold anything."""
+    """Return the fields of /proc/PID/stat from the third (state) on; the second, a name, may contain anything."""
     try:
         text = (PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
     except OSError:

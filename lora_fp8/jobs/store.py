@@ -1,13 +1,14 @@
-"""The queue's database: which jobs there are, what is wanted of each, and what was noted about its last attempt.
+"""The queue's database: the jobs, what is wanted of each, and what was recorded about its last attempt.
 
     $LORA_FP8_HOME (else $XDG_DATA_HOME/lora_fp8, else ~/.local/share/lora_fp8)
       queue.db              SQLite in WAL mode
       worker.lock, .json    held by the one worker; what it is
       worker.toml           optional: its settings (see worker.Settings)
-      jobs/12/              of job 12: config.toml (as submitted), attempt-1/ with the records of keeper.py
+      jobs/12/              of job 12: config.toml and job.json (as submitted; rescue.py reads them), attempt-1/ with
+                            the records of keeper.py
 
-A row never says that a job *is* running: it says what was started when and what is wanted, and `truth` looks what is.
-Transactions are short, and no file is read or written and no process asked inside one.
+A row never says that a job *is* running: it says what was started when and what is wanted, and `truth` looks up what
+is the case. Transactions are short: inside one, no file is read or written and no process is checked.
 """
 
 import contextlib
@@ -21,11 +22,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError
-from ..wording import is_utf8, shown
+from ..common.reading import parse_json
+from ..common.text import is_utf8, shown
+from ..common.writing import atomic_write
+from ..errors import UserError
 
 BUSY_SECONDS = 10.0
-"""How long a writer waits for another one; each holds the database for a millisecond."""
+"""How long a writer waits for another one; each locks the database for about a millisecond."""
 
 MIGRATIONS = (
     """
@@ -66,29 +69,31 @@ MIGRATIONS = (
     CREATE INDEX jobs_phase ON jobs (phase);
     """,
 )
-"""Schema n is reached by the first n of these; a new one is appended and none is ever changed."""
+"""The first n statements produce schema n; new ones are appended, and none is ever changed."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One job as the database has it.
+    """One job, as stored in the database.
 
     Attributes:
         kind: "train", or "command" for a subcommand of `lora-fp8`.
         text: the whole config as TOML, with absolute paths; fixed when the job was submitted. "" for commands.
-        command: a command's name and arguments, as a JSON list.
+        command: a command's name and arguments, or the options with which a training is resumed, as a JSON list.
         folder: the run folder; "" for commands.
-        cwd: where a command runs.
-        place, priority: higher priority first, then smaller place, then smaller id.
-        gpus: the GPU group that the job asks for, such as "0,1"; "" is any.
-        phase: "queued", "launched" (an attempt was started; whether it lives is to be looked up) or "ended".
+        cwd: working directory of a command.
+        place, priority: jobs start in order of higher priority, then smaller place, then smaller id.
+        gpus: the GPU group that the job asks for, such as "0,1"; "" for any.
+        phase: "queued", "launched" (an attempt was started; whether it is alive must be looked up) or "ended".
         wanted: "run", "stop" (save and stop) or "cancel" (stop now).
-        again: 1 where the job goes on in a folder that has something already.
-        attempts, crashes: how often it was started at all, and how often it crashed since a person last said run.
-        assigned, token, launched, mark: of the last attempt: its GPUs; what its processes have in their environment;
-            unix seconds; the size of the event log before it.
-        pid, start, boot: its outer keeper; pid is 0 where that was not noted any more.
-        asked, termed, killed: unix seconds of the request to stop, of SIGTERM and of SIGKILL; 0 is not yet.
+        again: 1 if the job continues the run in its folder.
+        attempts, crashes: how often it was started in all, and how often it crashed since a person last started it.
+        assigned: GPUs of the last attempt.
+        token: environment variable of the last attempt's processes.
+        launched: start of the last attempt, in unix seconds.
+        mark: size of the event log before the last attempt.
+        pid, start, boot: identity of its outer keeper; pid is 0 if the worker was killed before recording it.
+        asked, termed, killed: unix seconds of the request to stop, of SIGTERM and of SIGKILL; 0 if not yet.
         state, sentence, exit_code: how it ended, or why it is in the queue again; the sentence as JSON.
     """
 
@@ -125,23 +130,27 @@ class Row:
     exit_code: int | None
 
 
+CONFIG, RECORD = "config.toml", "job.json"
+"""Files in a job's folder: its settings as submitted, and the other options."""
+KEPT = ("name", "kind", "command", "folder", "cwd", "priority", "gpus", "created", "again", "max_attempts")
+KEPT += ("phase", "state", "sentence", "ended")
 COLUMNS = tuple(field.name for field in fields(Row))
 ORDER = "ORDER BY priority DESC, place, id"
 
 
 def home_folder() -> Path:
-    """Where the queue lives: $LORA_FP8_HOME, else lora_fp8 in the user's data folder."""
+    """Return the folder of the queue: $LORA_FP8_HOME, else lora_fp8 in the user's data folder."""
     if own := os.environ.get("LORA_FP8_HOME"):
-        return Path(os.path.expanduser(own)).absolute()  # Path's own way raises where there is no such user
+        return Path(os.path.expanduser(own)).absolute()  # Path.expanduser raises if there is no such user
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(os.path.expanduser(data)).absolute() / "lora_fp8"
 
 
 class Store:
-    """The database of one home folder; made where it is missing. Safe to use from several threads and processes.
+    """The database of one home folder, created if missing. Safe to use from several threads and processes.
 
     Raises:
-        UserError: from every method, where the database cannot be opened, read or written (a full disk, no right), or
+        UserError: from every method, if the database cannot be opened, read or written (a full disk, no permission), or
             was made by a newer version.
     """
 
@@ -151,49 +160,78 @@ class Store:
         self._local = threading.local()
         with self._in_words():
             if not home.is_dir():
-                home.mkdir(parents=True, mode=0o700, exist_ok=True)  # configs name pictures, prompts and folders
+                home.mkdir(parents=True, mode=0o700, exist_ok=True)  # private: configs name images and prompts
             (home / "jobs").mkdir(exist_ok=True, mode=0o700)
             if not self.file.exists():
-                # SQLite gives its other files the rights of this one.
+                # SQLite gives its other files the same permissions.
                 os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
         self._migrate()
 
     def folder(self, id: int) -> Path:
-        """The folder of a job's config and records."""
+        """Return the folder of a job's config and records."""
         return self.home / "jobs" / str(id)
 
     def rows(self, where: str = "1", *values: Any) -> list[Row]:
-        """Jobs in the order in which the queue takes them."""
+        """Return jobs in the order in which the queue starts them."""
         with self._in_words():
             found = self._connection().execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where} {ORDER}", values)
             return [Row(*row) for row in found]
 
     def row(self, id: int) -> Row:
-        """One job.
+        """Return one job.
 
         Raises:
-            UserError: there is none of that number.
+            UserError: there is no job with this number.
         """
         if found := self.rows("id = ?", id):
             return found[0]
         raise UserError(f"{id}: there is no such job; `lora-fp8 jobs` lists them")
 
     def insert(self, **values: Any) -> int:
-        """A new job at the end of its priority. -> its id"""
+        """Insert a new job after the others of its priority. Return its id."""
         with self._writing() as database:
             try:
                 cursor = database.execute(
                     f"INSERT INTO jobs ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
                     tuple(values.values()),
                 )
-            except sqlite3.IntegrityError:  # the index on folders; the others cannot be broken from outside
+            except sqlite3.IntegrityError:  # only the unique index on folders can be violated from outside
                 raise UserError(f"{values['folder']}: another job writes there already; choose another name") from None
             database.execute("UPDATE jobs SET place = id WHERE id = ?", (cursor.lastrowid,))
             assert cursor.lastrowid is not None
             return cursor.lastrowid
 
+    def insert_as(self, id: int, **values: Any) -> None:
+        """Insert a job under its old number."""
+        named = {"id": id, "place": id, **values}
+        with self._writing() as database:
+            database.execute(
+                f"INSERT INTO jobs ({', '.join(named)}) VALUES ({', '.join('?' * len(named))})", tuple(named.values())
+            )
+
+    def damage(self) -> str:
+        """Return what SQLite finds wrong with the file; "" for nothing."""
+        with self._in_words():
+            found = [str(line) for (line,) in self._connection().execute("PRAGMA integrity_check(3)")]
+            self.rows()
+            return "" if found == ["ok"] else "; ".join(found)
+
+    def keep(self, id: int) -> None:
+        """Write the job's row into its folder, so that a damaged database can be rebuilt.
+
+        Raises:
+            StoreError: the folder cannot be written.
+        """
+        row = self.row(id)
+        with self._in_words():
+            self.folder(id).mkdir(parents=True, exist_ok=True)
+            if row.kind == "train":
+                atomic_write(self.folder(id) / CONFIG, row.text.encode())
+            kept = {name: getattr(row, name) for name in KEPT}
+            atomic_write(self.folder(id) / RECORD, json.dumps(kept, indent=1).encode())
+
     def update(self, id: int, where: str = "1", *conditions: Any, **values: Any) -> bool:
-        """Change a job, if it (still) fulfils `where`. -> whether it was changed"""
+        """Change a job if it (still) meets `where`. Return True if it was changed."""
         assignments = ", ".join(f"{name} = ?" for name in values)
         with self._writing() as database:
             cursor = database.execute(
@@ -202,12 +240,12 @@ class Store:
             return cursor.rowcount == 1
 
     def delete(self, id: int) -> bool:
-        """Remove a job that is not in hand. -> whether it was"""
+        """Delete a job that is not launched. Return True if it was deleted."""
         with self._writing() as database:
             return database.execute("DELETE FROM jobs WHERE id = ? AND phase <> 'launched'", (id,)).rowcount == 1
 
     def move(self, id: int, place: int) -> None:
-        """Put a queued job at a place of the queue, 1 being the next to start; it takes the priority found there.
+        """Move a queued job to a position, 1 being the next to start; it takes the priority found there.
 
         Raises:
             UserError: the job is not queued.
@@ -226,23 +264,28 @@ class Store:
                 "UPDATE jobs SET place = ?, priority = ? WHERE id = ?",
                 [(number, priority, other) for number, (other, priority) in enumerate(order, 1)],
             )
-            # Later jobs get their id as place, which is larger than any number given here.
+            # Later jobs get their id as place, which is larger than any number used here.
 
     def close(self) -> None:
-        """Give up this thread's connection, before a fork; the next use opens another."""
+        """Close this thread's connection, as before a fork; the next use opens another."""
         if database := getattr(self._local, "database", None):
-            database.close()
-            self._local.pid = None
+            if self._local.opened[0] == os.getpid():
+                database.close()
+            self._local.database = self._local.opened = None
 
     # -- inside
 
     def _connection(self) -> sqlite3.Connection:
-        # One for each thread, and never one from before a fork.
-        if getattr(self._local, "pid", None) != os.getpid():
+        # One per thread, never one from before a fork, and never one to a file that was put aside or deleted.
+        about = os.stat(self.file)
+        opened = os.getpid(), about.st_dev, about.st_ino
+        if getattr(self._local, "opened", None) != opened:
+            self.close()
             database = sqlite3.connect(self.file, timeout=BUSY_SECONDS, isolation_level=None)
+            database.text_factory = lambda data: data.decode(errors="replace")  # one bad row must not hide the others
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")  # a job that was accepted survives a power cut
-            self._local.database, self._local.pid = database, os.getpid()
+            self._local.database, self._local.opened = database, opened
         return self._local.database
 
     @contextlib.contextmanager
@@ -254,7 +297,7 @@ class Store:
                 yield database
                 database.execute("COMMIT")
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):  # a full disk has rolled back by itself
+                with contextlib.suppress(sqlite3.Error):  # on a full disk, SQLite has rolled back already
                     database.execute("ROLLBACK")
                 raise
 
@@ -262,10 +305,15 @@ class Store:
     def _in_words(self) -> Iterator[None]:
         try:
             yield
-        except UnicodeEncodeError as error:  # a name in a folder's path, or on the command line
+        except UnicodeEncodeError as error:  # from a name in a folder's path, or on the command line
             line = next(line for line in error.object.split("\n") if not is_utf8(line))
             raise UserError(f"{shown(line)}: the queue takes text in UTF-8 only; rename that file or folder") from None
         except sqlite3.Error as error:
+            if _is_damage(error):
+                raise Damaged(
+                    f"{self.file}: the queue is damaged ({error}). Run `lora-fp8 jobs --rescue` to rebuild it from the "
+                    "settings of its jobs"
+                ) from error
             raise StoreError(f"{self.file}: the queue cannot be used ({error})") from error
         except OSError as error:
             raise StoreError(f"{error.filename or self.home}: the queue cannot be used ({error.strerror})") from error
@@ -276,7 +324,7 @@ class Store:
         if version == len(MIGRATIONS):
             return
         with self._writing() as database:
-            version = database.execute("PRAGMA user_version").fetchone()[0]  # another process may have been faster
+            version = database.execute("PRAGMA user_version").fetchone()[0]  # another process may have done it
             if version > len(MIGRATIONS):
                 raise StoreError(
                     f"{self.file}: made by a newer version (schema {version}, this one knows {len(MIGRATIONS)}); "
@@ -289,14 +337,30 @@ class Store:
 
 
 class StoreError(UserError):
-    """The queue's own files refused; a worker goes on and tries again."""
+    """An error with the queue's own files; a worker continues and tries again."""
+
+
+class Damaged(StoreError):
+    """The file is not a valid database any more, or lacks a table or column of the queue."""
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the other bits say where in SQLite it was noticed
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith("no such ")
 
 
 def command_of(row: Row) -> list[str]:
-    """A command job's subcommand and its arguments; of a training those with which it is resumed."""
-    return json.loads(row.command)
+    """Return a command job's subcommand and arguments, or the arguments with which a training is resumed.
+
+    Raises:
+        ValueError: the row has something else.
+    """
+    found = parse_json(row.command)
+    if not isinstance(found, list) or any(not isinstance(word, str) or "\0" in word for word in found):
+        raise ValueError("its command is no list of words")
+    return found
 
 
 def now() -> float:
-    """Unix seconds, as the queue notes them."""
+    """Return the time in unix seconds, rounded as the queue stores it."""
     return round(time.time(), 3)

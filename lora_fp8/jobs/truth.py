@@ -1,25 +1,27 @@
-"""What is true of a job, looked up each time: its row, its processes, its run folder and the records of its keepers.
+"""The state of a job, looked up each time from its row, its processes, its run folder and the records of its keepers.
 
-States: queued · starting · running · stopping · stopped (asked for, can be resumed) · cancelled · done (with files that
-were verified) · failed (with the reason) · lost (its processes have gone without a word) · unknown (this user may not
-read what would tell).
+States: queued · starting · running · stopping · stopped (on request, can be resumed) · cancelled · done (and its files
+are verified) · failed (with the reason) · lost (its processes disappeared without a record) · unknown (this user may
+not read what would show it).
 
-No state is taken from a flag. "running" means that a process with the attempt's token lives, "done" that the log says
-so and the files it names are there. Every reason is a `Sentence`: a key and its arguments, so that a page can say it in
-another language.
+No state is taken from a flag: "running" means that a process with the attempt's token is alive, "done" that the log
+says so and that the files it names exist. Every reason is a `Sentence`, a key with arguments, so that the web page can
+show it in another language.
 """
 
 import contextlib
-import json
 import re
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..run import Run, Unreadable, without_home
+from .. import config
+from ..common.reading import MOST_JSON, MOST_TEXT, load_text, open_regular, parse_json, read_bytes
+from ..common.text import without_home
+from ..run import Run, Unreadable
 from . import procs
-from .store import Row
+from .store import Row, command_of
 
 SENTENCES = {
     "queued": "waits for its turn",
@@ -59,6 +61,7 @@ SENTENCES = {
     "reboot": "the machine was restarted meanwhile",
     "folder": "its run folder cannot be written: {message}",
     "unreadable": "what became of it is not known: this user may not read {file}",
+    "damaged": "its entry in the queue is damaged and cannot be used ({error})",
 }
 
 ENDED = ("stopped", "cancelled", "done", "failed", "lost")
@@ -66,10 +69,11 @@ ENDED = ("stopped", "cancelled", "done", "failed", "lost")
 
 @dataclass(frozen=True)
 class Sentence:
-    """A reason or a piece of news: a key of SENTENCES and what stands in it.
+    """A reason or a status: a key of SENTENCES and its arguments.
 
     Attributes:
-        args: text and numbers by name; "cause" may itself be a sentence, as {"key": ..., "args": ...}.
+        key: a key of SENTENCES.
+        args: text and numbers by name; "cause" may be a sentence itself, as {"key": ..., "args": ...}.
     """
 
     key: str
@@ -77,7 +81,7 @@ class Sentence:
 
     @property
     def text(self) -> str:
-        """In English."""
+        """The sentence in English."""
         shown = {
             name: Sentence(**value).text if isinstance(value, dict) else value for name, value in self.args.items()
         }
@@ -86,22 +90,44 @@ class Sentence:
     def to_json(self) -> dict[str, Any]:
         return {"key": self.key, "args": self.args}
 
+    @classmethod
+    def parse(cls, text: str) -> "Sentence":
+        """Parse the sentence of a row; one that this program did not write becomes "damaged"."""
+        try:
+            found = cls(**parse_json(text))
+            assert isinstance(found.text, str)
+            return found
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            return damaged(error)
+
+
+def damaged(error: Exception) -> Sentence:
+    """Return the sentence for a row of the queue that cannot be used, or that names something that cannot."""
+    return Sentence("damaged", {"error": str(error)[:200] or type(error).__name__})
+
 
 @dataclass(frozen=True)
 class JobView:
     """A job as it is now.
 
     Attributes:
-        id: its number; of a run that was started in a shell, the path of its folder.
-        state, sentence: see the head of this file.
-        stage: what the trainer does: start, cache, load, preflight, train, export, verify; "" where it does not train.
-        step, steps, loss, eta_s: newest step, how many there will be, its loss, seconds left as this process goes; None
-            where not known.
-        folder, log: the run folder and the file with what the job printed; None where there is none.
-        place: 1 is the next to start; 0 where it does not wait.
-        gpus, assigned: the GPUs asked for ("" is any), and those that it was given.
-        resumable: whether `requeue` would go on from a checkpoint, whose step is `saved_step`.
-        asked, termed, killed: unix seconds of the request to stop, of SIGTERM, of SIGKILL; 0 is not yet.
+        id: its number; for a run that was started in a shell, the path of its folder.
+        name: the job's name.
+        kind: "train", or "command" for a subcommand of `lora-fp8`.
+        state, sentence: see the top of this file.
+        stage: the trainer's stage: start, cache, load, preflight, train, export, verify; "" if nothing is training.
+        step, steps, loss, eta_s: newest step, number of steps, the step's loss, and seconds left at the pace of this
+            process; None if unknown.
+        folder, log: the run folder, and the file with the job's output; None if there is none.
+        command: a command's name and arguments.
+        place: position in the queue, 1 being the next to start; 0 if it is not waiting.
+        priority: higher starts earlier.
+        gpus, assigned: the GPUs asked for ("" for any), and those that it was given.
+        attempts, max_attempts: number of starts so far, and how often it may be started if it crashes.
+        created, launched, ended: unix seconds; 0 if not yet.
+        exit_code: of the last attempt.
+        resumable: `requeue` would continue from a checkpoint, whose step is `saved_step`.
+        asked, termed, killed: unix seconds of the request to stop, of SIGTERM and of SIGKILL; 0 if not yet.
     """
 
     id: int | str
@@ -134,7 +160,7 @@ class JobView:
     killed: float = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the sentence also in English, as "text"."""
+        """Return plain JSON values; "text" is the sentence in English."""
         told = {name: value for name, value in self.__dict__.items() if name != "sentence"}
         told |= {name: str(value) for name, value in told.items() if isinstance(value, Path)}
         return told | {"sentence": self.sentence.to_json(), "text": self.sentence.text, "command": list(self.command)}
@@ -145,7 +171,10 @@ class Ending:
     """How an attempt ended.
 
     Attributes:
-        crash: nobody asked for it and it was no clear failure, so that another attempt makes sense.
+        state: "done", "stopped", "failed" or "lost".
+        sentence: the reason.
+        exit_code: of the trainer or command; None if unknown.
+        crash: the attempt ended without a request and without a clear failure, so that another attempt makes sense.
     """
 
     state: str
@@ -160,26 +189,26 @@ class Ending:
 
 @dataclass
 class Progress:
-    """What the event log tells of one attempt, read on from where the last look ended."""
+    """What the event log says about one attempt; updated by reading what was added."""
 
     offset: int
     stage: str = ""
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
-    last: dict[str, Any] | None = None  # the newest of done, stopped, error, if nothing came after it
-    first: tuple[float, int] | None = None  # time and number of this process's first step
+    last: dict[str, Any] | None = None  # the newest of done, stopped and error, if no event follows it
+    first: tuple[float, int] | None = None  # time and step number of the first step of this process
     newest: tuple[float, int] | None = None
 
     def eta_s(self) -> float | None:
-        """Seconds left at the pace of this process, previews and checkpoints included."""
+        """Return the seconds left at the pace of this process, including previews and checkpoints; None if unknown."""
         if not (self.first and self.newest and self.steps and self.newest[1] > self.first[1]):
             return None
         seconds = (self.newest[0] - self.first[0]) / (self.newest[1] - self.first[1])
         return max(0.0, (self.steps - self.newest[1]) * seconds - max(0.0, time.time() - self.newest[0]))
 
     def take(self, event: dict[str, Any]) -> None:
-        """Count one event in."""
+        """Update the progress with one event."""
         kind = event.get("event")
         if kind in ("done", "stopped", "error"):
             self.last = event
@@ -191,7 +220,7 @@ class Progress:
             self.stage = str(event.get("stage"))
             if _numbers(event, "step", "steps"):
                 self.step, self.steps = event["step"], event["steps"]
-        elif kind == "step" and _numbers(event, "step", "t"):  # a folder may hold anybody's log
+        elif kind == "step" and _numbers(event, "step", "t"):  # the folder may have a log that another program wrote
             self.step, self.loss = event["step"], event.get("loss")
             self.newest = (event["t"], event["step"])
             self.first = self.first or self.newest
@@ -202,13 +231,16 @@ def _numbers(event: dict[str, Any], *names: str) -> bool:
 
 
 def follow(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of an event log behind this byte. -> (events, the byte to go on from)
+    """Read the complete lines of an event log from this byte on.
 
-    A log that has become shorter is read from its beginning: it is another one. Torn lines are left out, and a log that
-    is not there or may not be read has none.
+    If the log is now shorter, it is a different one and is read from the start. Damaged lines are skipped. A log that
+    does not exist or may not be read has no events.
+
+    Returns:
+        The events, and the byte to continue from.
     """
     try:
-        with open(file, "rb") as log:
+        with open_regular(file) as log:
             size = log.seek(0, 2)
             if size == offset:
                 return [], offset
@@ -219,24 +251,24 @@ def follow(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     whole = data[: data.rfind(b"\n") + 1]
     events = []
     for line in whole.decode(errors="replace").split("\n")[:-1]:
-        with contextlib.suppress(json.JSONDecodeError):
-            event = json.loads(line)
+        with contextlib.suppress(ValueError):
+            event = parse_json(line)
             if isinstance(event, dict):
                 events.append(event)
     return events, begin + len(whole)
 
 
 class Follower:
-    """Progress of many runs, each read on from where the last look ended. Keep one as long as you look."""
+    """Progress of many runs, each read incrementally. Keep one instance for as long as you follow the runs."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Path, int], Progress] = {}
 
     def progress(self, folder: Path, mark: int) -> Progress:
-        """What the log of this run tells behind byte `mark`."""
+        """Return what the log of this run says after byte `mark`."""
         found = self._seen.setdefault((folder, mark), Progress(mark))
         events, offset = follow(folder / "events.jsonl", found.offset)
-        if offset < found.offset:  # another log
+        if offset < found.offset:  # a different log
             found = self._seen[folder, mark] = Progress(0)
         for event in events:
             found.take(event)
@@ -245,7 +277,7 @@ class Follower:
 
 
 def saved_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint in a run folder, whole or not; None where there is none."""
+    """Return the step of the newest checkpoint in a run folder, complete or not; None if there is none."""
     steps = [int(m[1]) for path in folder.glob("checkpoints/step-*") if (m := re.fullmatch(r"step-(\d+)", path.name))]
     return max(steps, default=None)
 
@@ -254,12 +286,12 @@ ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
 
 
 def tail(file: Path, lines: int = 40) -> list[str]:
-    """The last lines of what a job printed: of a progress bar its newest state, and nothing that steers a terminal.
+    """Return the last lines of a job's output, with progress bars in their newest state and no terminal escapes.
 
-    The home folder is `~`, as in the log itself when the job has ended.
+    The home folder is shown as `~`, as it is in the log itself once the job has ended.
     """
     try:
-        with open(file, "rb") as log:
+        with open_regular(file) as log:
             size = log.seek(0, 2)
             log.seek(max(0, size - 400 * lines - 4096))
             text = log.read().decode(errors="replace")
@@ -279,7 +311,7 @@ def tail(file: Path, lines: int = 40) -> list[str]:
 
 
 def living(row: Row) -> bool:
-    """Whether any process of the row's last attempt is there. Its keeper is asked first, which takes microseconds."""
+    """Return True if any process of the row's last attempt is alive. The keeper is checked first, in microseconds."""
     if not row.token:
         return False
     if row.boot and row.boot != procs.boot_id():
@@ -290,7 +322,7 @@ def living(row: Row) -> bool:
 
 
 def _letting_go(row: Row) -> bool:
-    """Whether the trainer, in a session of its own perhaps, is just ending: its lock and its GPU are not free yet."""
+    """Return True if the trainer is exiting, perhaps in its own session: its lock and its GPU are not free yet."""
     if not row.folder:
         return False
     run = Run(Path(row.folder))
@@ -302,30 +334,29 @@ def _letting_go(row: Row) -> bool:
 
 
 def records(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the keepers of an attempt wrote, by file name without suffix: "launch", "trainer-0", ..."""
+    """Return what the keepers of an attempt wrote, by file name without suffix: "launch", "trainer-0", ..."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
-            found[path.stem] = json.loads(path.read_bytes())
+            found[path.stem] = parse_json(read_bytes(path, MOST_TEXT))
     return found
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} where something else is in it. Raises OSError."""
+    """Read a JSON object from a file; {} if the file has something else. Raises OSError."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_bytes(path, MOST_JSON))
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def ending(row: Row, attempt: Path, follower: Follower) -> Ending:
-    """How an attempt of which no process is left ended. Reads the run folder and the records in `attempt`."""
+    """Find out how an attempt ended that has no process left, from the run folder and the records in `attempt`."""
     found = records(attempt)
     trainers = [record["status"] for name, record in sorted(found.items()) if name.startswith("trainer")]
     launch = found["launch"]["status"] if "launch" in found else None
     status = _status(trainers, launch)
-    message = _message(attempt)
     folder = Path(row.folder) if row.folder else None
     progress = follower.progress(folder, row.mark) if folder else Progress(0)
     last = progress.last or {}
@@ -334,40 +365,42 @@ def ending(row: Row, attempt: Path, follower: Follower) -> Ending:
     if folder is None and status == 0:
         return Ending("done", Sentence("command_done"), 0)
     if status in (2, 3):
-        # The log's own words where the run had begun; before that, what the trainer said last.
-        text = message or str(last.get("text", ""))
+        # Once the run had begun, its log has the reason; before that, the trainer's last message has it.
+        text = _message(attempt) or str(last.get("text", ""))
         return Ending("failed", Sentence("input" if status == 2 else "failure", {"message": text}), status)
-    step = saved_step(folder) if folder else None
-    if row.wanted != "run" and not (last.get("event") == "error" and status and status > 0):
-        return Ending("stopped", _stopped(row, step, status), status)
-    if status == 75 and (launch is None or launch >= 0):
-        return Ending(
-            "stopped", _stopped(row, step, status), status
-        )  # asked by somebody else: `lora-fp8 stop`, a signal
+    if _obeyed(row, status, launch, last):
+        return Ending("stopped", _stopped(row, saved_step(folder) if folder else None, status), status)
     crashed = _crash(row, status, launch, found, last)
     return Ending("lost" if status is None else "failed", crashed, status, crash=row.wanted == "run")
 
 
+def _obeyed(row: Row, status: int | None, launch: int | None, last: dict[str, Any]) -> bool:
+    """Return True if the attempt ended because somebody stopped it: its owner, or `lora-fp8 stop`, or a signal."""
+    if row.wanted != "run" and not (last.get("event") == "error" and status and status > 0):
+        return True
+    return status == 75 and (launch is None or launch >= 0)
+
+
 def goes_on(row: Row, end: Ending) -> bool:
-    """Whether another attempt follows."""
+    """Return True if another attempt follows."""
     return end.crash and row.crashes + 1 < row.max_attempts
 
 
 def requeued(row: Row, end: Ending) -> Sentence:
-    """Why, and which attempt it will be since a person last said run."""
+    """Say why another attempt follows, and its number since a person last started the job."""
     args = {"cause": end.sentence.to_json(), "attempt": row.crashes + 2, "attempts": row.max_attempts}
     return Sentence("requeued", args)
 
 
 def _status(trainers: list[int], launch: int | None) -> int | None:
-    """The status that tells most: where one process was killed, the others' ends are only what followed."""
+    """Return the most informative status: if one process was killed, the others ended only as a consequence."""
     killed = [status for status in trainers if status < 0 and status != -15]
     return next(iter([*killed, *trainers[:1]]), launch)
 
 
 def _message(attempt: Path) -> str:
     try:
-        return (attempt / "message.txt").read_text(encoding="utf-8").strip()
+        return load_text(attempt / "message.txt").strip()
     except OSError:
         return ""
 
@@ -375,7 +408,7 @@ def _message(attempt: Path) -> str:
 def _done(folder: Path, event: dict[str, Any], status: int | None) -> Ending:
     files = [str(file) for file in event["files"]] if isinstance(event.get("files"), list) else []
     names = ", ".join(Path(file).name for file in files)
-    missing = [file for file in files if not (folder / file).is_file()]
+    missing = [file for file in files if not _is_file(folder / file)]
     if missing or not files:
         return Ending("failed", Sentence("no_files", {"files": ", ".join(missing) or "none"}), status)
     try:
@@ -391,17 +424,23 @@ def _done(folder: Path, event: dict[str, Any], status: int | None) -> Ending:
     return Ending("done", Sentence("done", {"files": names}), 0)
 
 
-def _verifies(folder: Path) -> bool:
-    import tomllib
-
+def _is_file(path: Path) -> bool:
+    """Return True if this is a file; False also for a name that no file system accepts."""
     try:
-        return bool(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["export"]["verify"])
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _verifies(folder: Path) -> bool:
+    try:
+        return bool(config.read_toml(load_text(folder / "config.toml"))["export"]["verify"])
     except (OSError, ValueError, KeyError, TypeError):
         return True
 
 
 def _stopped(row: Row, step: int | None, status: int | None) -> Sentence:
-    killed = row.killed and status != 75  # a trainer that has saved is not blamed for a launcher that lingers
+    killed = row.killed and status != 75  # if the trainer has saved, only its launcher had to be killed
     if row.kind == "command":
         return Sentence("command_killed" if killed else "command_stopped")
     hard = "_hard" if killed else ""
@@ -432,32 +471,45 @@ def _crash(row: Row, status: int | None, launch: int | None, found: dict[str, An
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a job, and a run that no queue knows
+# a job, and a run that was started without the queue
 
 
 def view(
     row: Row, records_folder: Path, follower: Follower, place: int = 0, worker: Any = None, taken: bool = False
 ) -> JobView:
-    """A job as it is now.
+    """Return the current state of a job.
 
     Args:
-        records_folder: where the job's records are (Store.folder).
-        place: its place in the queue.
-        worker: who launches jobs now (worker.Info), or None.
-        taken: a job is writing into its folder: another one, where this has ended.
+        row: the job's row.
+        records_folder: folder with the job's records (Store.folder).
+        follower: reads the event log.
+        place: its position in the queue.
+        worker: the current worker (worker.Info), or None.
+        taken: a job is writing into its folder; if this one has ended, it is another job.
     """
+    told = _recorded_view(row, records_folder, place)
+    if row.phase == "queued":
+        return replace(told, sentence=_waiting(row, worker))
+    if row.phase == "ended":
+        return _ended_view(row, told, follower, taken)
+    if living(row):
+        return _living_view(row, told, follower)
+    return _unrecorded_view(row, told, records_folder / f"attempt-{row.attempts}", follower, worker)
+
+
+def _recorded_view(row: Row, records_folder: Path, place: int) -> JobView:
+    """Return the view of a job as its row has it, before its processes and its run folder are looked at."""
     folder = Path(row.folder) if row.folder else None
     step = saved_step(folder) if folder else None
-    log = folder / "log.txt" if folder else records_folder / "log.txt"
-    told = JobView(
+    return JobView(
         id=row.id,
         name=row.name,
         kind=row.kind,
         state="queued",
         sentence=Sentence("queued"),
         folder=folder,
-        log=log,
-        command=tuple(json.loads(row.command)),
+        log=(folder or records_folder) / "log.txt",
+        command=_command(row),
         place=place,
         priority=row.priority,
         gpus=row.gpus,
@@ -474,28 +526,38 @@ def view(
         termed=row.termed,
         killed=row.killed,
     )
-    if row.phase == "queued":
-        return replace(told, sentence=_waiting(row, worker))
-    if row.phase == "ended" and taken:  # what goes on there is told once, by the other job
+
+
+def _ended_view(row: Row, told: JobView, follower: Follower, taken: bool) -> JobView:
+    """Return the view of a job whose end is recorded; of a run that goes on in a shell, that run's."""
+    if taken:  # what happens in the folder is reported once, for the other job
         told = replace(told, resumable=False)
-    elif row.phase == "ended" and folder and _goes_on_elsewhere(folder):
-        now = shell_view(folder, follower)
+    elif told.folder and _goes_on_elsewhere(told.folder):
+        now = shell_view(told.folder, follower)
         return replace(now, id=row.id, created=row.created, attempts=row.attempts, max_attempts=row.max_attempts)
-    if row.phase == "ended":
-        return replace(told, state=row.state, sentence=Sentence(**json.loads(row.sentence)), **_reached(row, follower))
-    if not living(row):
-        if not row.pid and time.time() - row.launched < 5:
-            return replace(told, state="starting", sentence=Sentence("starting"))  # noted first, then started
-        # Over, and not noted yet: the worker is about to, or there is none.
-        attempt = records_folder / f"attempt-{row.attempts}"
-        end = ending(row, attempt, follower)
-        if goes_on(row, end):
-            state = "lost" if worker is None else "queued"
-            return replace(told, state=state, sentence=requeued(row, end), exit_code=end.exit_code)
-        values = {"state": end.state, "sentence": end.sentence, "exit_code": end.exit_code}
-        values |= {"resumable": told.resumable and end.state != "done"}
-        values |= {"ended": max((record.get("t", 0) for record in records(attempt).values()), default=0)}
-        return replace(told, **values, **_reached(row, follower))
+    return replace(told, state=row.state, sentence=Sentence.parse(row.sentence), **_reached(row, follower))
+
+
+def _unrecorded_view(row: Row, told: JobView, attempt: Path, follower: Follower, worker: Any) -> JobView:
+    """Return the view of a started job without a process: it is about to start, or has ended.
+
+    An end that is not recorded yet is about to be recorded by the worker, or there is none.
+    """
+    if not row.pid and time.time() - row.launched < 5:
+        return replace(told, state="starting", sentence=Sentence("starting"))  # recorded first, then started
+    end = ending(row, attempt, follower)
+    if goes_on(row, end):
+        state = "lost" if worker is None else "queued"
+        return replace(told, state=state, sentence=requeued(row, end), exit_code=end.exit_code)
+    values = {"state": end.state, "sentence": end.sentence, "exit_code": end.exit_code}
+    values |= {"resumable": told.resumable and end.state != "done"}
+    values |= {"ended": max((record.get("t", 0) for record in records(attempt).values()), default=0)}
+    return replace(told, **values, **_reached(row, follower))
+
+
+def _living_view(row: Row, told: JobView, follower: Follower) -> JobView:
+    """Return the view of a job that has a process: it is starting, running or being stopped."""
+    folder = told.folder
     progress = follower.progress(folder, row.mark) if folder else Progress(0)
     told = replace(
         told,
@@ -513,15 +575,29 @@ def view(
     return replace(told, state="running", sentence=_doing(progress, folder))
 
 
+def damaged_view(row: Row, error: Exception) -> JobView:
+    """Return the view of a job whose row, or something that it names, cannot be used."""
+    name = "".join(c if c.isprintable() else " " for c in row.name[:100])
+    return JobView(id=row.id, name=name, kind=row.kind, state="unknown", sentence=damaged(error))
+
+
+def _command(row: Row) -> tuple[str, ...]:
+    """Return the words of a command; () if the row has something else, which fails the job when it is started."""
+    try:
+        return tuple(command_of(row))
+    except ValueError:
+        return ()
+
+
 def _goes_on_elsewhere(folder: Path) -> bool:
-    """Whether a shell goes on with a job that has ended; of a folder that may not be read any more, its end is told."""
+    """Return True if somebody in a shell continues a job that has ended; False if the folder may not be read."""
     with contextlib.suppress(Unreadable):
         return Run(folder).alive()
     return False
 
 
 def shell_view(folder: Path, follower: Follower) -> JobView:
-    """A run that was started without the queue; another user's too, as far as it may be read."""
+    """Return the state of a run that was started without the queue, perhaps by another user."""
     try:
         return _shell_view(folder, follower)
     except (Unreadable, PermissionError) as error:
@@ -587,7 +663,7 @@ def _waiting(row: Row, worker: Any) -> Sentence:
         return Sentence("no_worker")
     if row.gpus and row.gpus not in worker.groups:
         return Sentence("no_group", {"gpus": row.gpus, "groups": "; ".join(filter(None, worker.groups)) or "the CPU"})
-    return Sentence(**json.loads(row.sentence)) if row.sentence else Sentence("queued")
+    return Sentence.parse(row.sentence) if row.sentence else Sentence("queued")
 
 
 def _doing(progress: Progress, folder: Path | None) -> Sentence:

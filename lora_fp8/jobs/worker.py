@@ -1,11 +1,12 @@
-"""The process that starts queued jobs, stops those that are to stop, and writes down how they ended.
+"""The process that starts queued jobs, stops those that should stop, and records how they ended.
 
-One for each home folder (flock). It keeps nothing in memory that matters: what was started and what is wanted stands in
-the database, what lives in /proc. So it can be killed at any moment; jobs go on, and the next one takes them over.
+There is one per home folder (flock). It keeps nothing important in memory: the database says what was started and what
+is wanted, /proc says what is alive. It can therefore be killed at any time: its jobs continue, and the next worker
+takes them over.
 
-A job is to stop: a file control/stop in its run folder (the trainer saves at the end of its step) -> after `patience_s`
-SIGTERM to the trainers -> after `kill_after_s` SIGKILL to all that have its token. Before the first step there is
-nothing to save, so SIGTERM comes at once.
+A job is stopped in steps: a file control/stop in its run folder (the trainer saves at the end of its step); after
+`patience_s`, SIGTERM to the trainers; after `kill_after_s`, SIGKILL to all processes with its token. Before the first
+step there is nothing to save, so SIGTERM comes at once.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,21 +26,26 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from .. import locks
-from ..config import Section, UserError, UserErrors
-from ..run import Run, atomic_write, without_home
+from ..common.locks import try_lock
+from ..common.reading import load_text
+from ..common.text import without_home
+from ..common.writing import atomic_write
+from ..config import read_toml
+from ..errors import UserError, UserErrors
+from ..run import Run, ownership
+from ..settings import Section
 from . import procs, truth
-from .store import Row, Store, StoreError, command_of, now
+from .store import CONFIG, Row, Store, StoreError, command_of, now
 
 TICK_SECONDS = 0.25
 PROGRAM = ("-m", "lora_fp8")
-"""What `ensure_worker` has Python run; stand-ins put theirs here."""
+"""Arguments with which `ensure_worker` runs Python; test doubles replace them."""
 NOTHING_TO_SAVE = ("", "start", "cache", "load", "preflight")
 """Stages in which a request to stop is followed by SIGTERM at once."""
 
 
 class Settings(Section):
-    """worker.toml in the home folder; all of it may be left out."""
+    """worker.toml in the home folder; every setting is optional."""
 
     gpus: list[str] = Field(default=[], description="GPU groups, such as ['0,1', '2']; empty: each GPU by itself.")
     patience_s: float = Field(default=180, ge=0, description="From the request to stop to SIGTERM.")
@@ -53,7 +58,8 @@ class Info:
     """The living worker.
 
     Attributes:
-        groups: GPU groups such as "0" or "0,1"; "cpu" where there is none.
+        pid: its process id; 0 if it has not written its file yet.
+        groups: GPU groups such as "0" or "0,1"; "cpu" if there is no GPU.
         since, heartbeat: unix seconds.
     """
 
@@ -64,34 +70,34 @@ class Info:
 
 
 def settings(home: Path) -> Settings:
-    """What worker.toml says.
+    """Read worker.toml.
 
     Raises:
-        UserError: it cannot be read, or with all that is wrong in it.
+        UserError: it cannot be read, or is invalid; the message lists everything that is wrong.
     """
     path = home / "worker.toml"
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        given = read_toml(load_text(path))
         found = Settings(**given)
     except FileNotFoundError:
         return Settings()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
     except ValidationError as error:
         accepted = ", ".join(Settings.model_fields)
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}; accepted: {accepted}" for e in error.errors()]
         raise UserErrors(lines, str(path)) from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
     groups(found.gpus)
     return found
 
 
 def groups(given: Sequence[str]) -> tuple[str, ...]:
-    """GPU groups as they are called from then on; those of this machine where none are given.
+    """Return the normalized names of GPU groups; if none are given, each GPU of this machine is a group.
 
     Raises:
-        UserError: a group is malformed, or a GPU stands in two of them.
+        UserError: a group is malformed, or a GPU is in two groups.
     """
     if not given:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -105,10 +111,10 @@ def groups(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def group_name(text: str) -> str:
-    """ "0, 1" -> "0,1".
+    """Normalize the name of a GPU group: "0, 1" becomes "0,1".
 
     Raises:
-        UserError: it is no list of GPUs.
+        UserError: it is not a list of GPUs.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() or part.startswith(("GPU-", "MIG-")) for part in parts) and parts != ["cpu"]:
@@ -123,41 +129,44 @@ def _num_gpus() -> int:
 
 
 def info(home: Path) -> Info | None:
-    """The worker of this home, if one lives. The lock is asked, not the file."""
+    """Return the worker of this home, if one is alive. The lock decides, not the file."""
     try:
         with open(home / "worker.lock", "rb") as file:
-            if locks.try_lock(file, shared=True):
+            if try_lock(file, shared=True):
                 return None
     except FileNotFoundError:
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError):  # it is only just starting, or its disk is full
+    with contextlib.suppress(OSError, ValueError, KeyError):  # the worker is just starting, or its disk is full
         told = json.loads((home / "worker.json").read_bytes())
-        if procs.identify(told["pid"]):  # else that of an earlier one
+        if procs.identify(told["pid"]):  # else the file is an earlier worker's
             return Info(told["pid"], tuple(told["groups"]), told["since"], told["heartbeat"])
     return Info(0, (), 0, 0)
 
 
 def died(home: Path) -> bool:
-    """Whether the last worker was killed: nobody has the lock, and its file is there, which one told to end removes."""
+    """Return True if the last worker was killed: the lock is free, but worker.json, deleted on leaving, exists."""
     return (home / "worker.json").exists() and info(home) is None
 
 
 def ensure_worker(home: Path, idle_s: float = 600) -> Info:
-    """Start a worker in the background where none lives; it ends when it had nothing to do for `idle_s`. Safe to race.
+    """Start a worker in the background if none is alive; it exits after `idle_s` seconds without jobs.
+
+    Several processes may call this at once: one worker is started.
 
     Raises:
-        UserError: it did not start; with what it said.
+        UserError: it did not start; the message has its last output.
     """
     if (found := info(home)) and found.pid:
         return found
-    Store(home)  # so that a home that cannot be used is told here
+    Store(home)  # report an unusable home here
     settings(home)
     log = home / "worker.log"
     environment = {name: value for name, value in os.environ.items() if name != procs.TOKEN}
     environment |= {"LORA_FP8_HOME": str(home), "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    for _ in range(3):  # who was faster may have ended again meanwhile
+    for _ in range(3):  # a worker that another process started may have exited again
         with _writable(log) as file:
-            # It starts the worker and ends: so the worker is nobody's child here, and no zombie either when it ends.
+            # This process starts the worker and exits, so that the worker is not our child and leaves no zombie when it
+            # exits.
             subprocess.run(
                 [sys.executable, *PROGRAM, "worker", "--idle", str(idle_s), "--background"],
                 stdin=subprocess.DEVNULL,
@@ -167,7 +176,7 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
                 start_new_session=True,
             )
         deadline = time.monotonic() + 5
-        while found := info(home):  # this one, or that of who was faster
+        while found := info(home):  # ours, or one that another process started first
             if found.pid or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)
@@ -188,18 +197,23 @@ def _writable(path: Path) -> Iterator[Any]:
 
 
 def _hide_home(log: Path) -> None:
-    """Write `~` for the home folder in a log that has ended: tracebacks name it, and logs are shown to others."""
+    """Replace the home folder by `~` in an ended job's log: tracebacks contain it, and logs are shown to others."""
     text = log.read_bytes().decode(errors="surrogateescape")
     if (hidden := without_home(text)) != text:
         atomic_write(log, hidden.encode(errors="surrogateescape"))
 
 
+class HomeGone(Exception):
+    """The home folder of a worker does not exist any more, or was replaced."""
+
+
 class Worker:
-    """Runs the queue of one home. `run` does it all; `tick` is one look at everything.
+    """Runs the queue of one home. `run` is the main loop; `tick` checks all jobs once.
 
     Args:
-        gpus: groups of GPUs that get one job at a time; () is the settings', or each GPU of the machine by itself.
-        say: is shown each line of what it does.
+        home: the home folder.
+        gpus: GPU groups that get one job at a time; () takes those of the settings, or each GPU as a group.
+        say: called with each line about what it does.
     """
 
     def __init__(self, home: Path, gpus: Sequence[str] = (), say: Callable[[str], None] = print):
@@ -215,14 +229,14 @@ class Worker:
         self._leave = False
 
     def run(self, idle_s: float | None = None) -> None:
-        """Work until SIGTERM or Ctrl-C, or until nothing was to do for `idle_s`. Jobs that are running go on.
+        """Work until SIGTERM or Ctrl-C, or until there was nothing to do for `idle_s`. Running jobs continue.
 
         Raises:
             UserError: another worker has this home.
         """
         if self._lock is None:
             self.take_lock()
-        self._beat = -1.0  # at once, as this may be another process than that which took the lock
+        self._beat = -1.0  # write it at once: the lock may have been taken by the process before a fork
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "_leave", True))
         self.say(f"worker {os.getpid()}: {self.home}, one job at a time on each of: {'; '.join(self.groups)}")
@@ -230,15 +244,19 @@ class Worker:
         while not self._leave:
             try:
                 busy = self.tick()
+            except HomeGone as error:
+                self.say(f"worker: leaving; {error}")
+                self._lock.close()
+                return
             except (StoreError, OSError) as error:
-                # A full disk must not end the worker: running jobs are to be seen to when there is room again.
+                # A full disk must not end the worker: running jobs still need it when there is space again.
                 self._say_once(f"{error}; trying again")
                 busy = True
             if busy:
                 busy_at = time.monotonic()
             if idle_s is not None and time.monotonic() - busy_at > idle_s:
                 self._take_leave()
-                # Looked at after the lock is given back: who submits now finds no worker, and starts one.
+                # Checked after the lock is released: a process that submits now finds no worker and starts one.
                 if not self.store.rows("phase <> 'ended'"):
                     break
                 self.take_lock()
@@ -247,7 +265,7 @@ class Worker:
         self._take_leave()
 
     def tick(self) -> bool:
-        """Look at each job once and do what is to be done. -> whether any is queued or started"""
+        """Check each job once and act. Return True if any is queued or running."""
         self._heartbeat()
         for pid, child in list(self._children.items()):
             if child.poll() is not None:
@@ -255,32 +273,48 @@ class Worker:
         rows = self.store.rows("phase <> 'ended'")
         taken = set()
         for row in rows:
-            if row.phase == "launched" and not self._over(row):
+            if row.phase == "launched" and not self._try(row, lambda row=row: self._over(row), if_damaged=True):
                 taken.add(row.assigned)
-        # Those that have ended just now may be in the queue again.
+        # Jobs that ended just now may be in the queue again.
         for row in self.store.rows("phase = 'queued'"):
             free = [group for group in self.groups if group not in taken and row.gpus in ("", group)]
-            if free and self._launch(row, free[0]):
+            if free and self._try(row, lambda row=row, group=free[0]: self._launch(row, group), if_damaged=False):
                 taken.add(free[0])
         return bool(rows)
+
+    def _try(self, row: Row, action: Callable[[], bool], if_damaged: bool) -> bool:
+        """Act on a job. If its row has values that this program did not write, it fails and the others continue."""
+        try:
+            return action()
+        except (ValueError, TypeError, OverflowError) as error:
+            self._end(row, truth.Ending("failed", truth.damaged(error)))
+            return if_damaged
 
     # -- starting
 
     def _launch(self, row: Row, group: str) -> bool:
-        """Start an attempt. -> whether the group is taken now"""
+        """Start an attempt. Return True if the group is now busy."""
         attempt = self.store.folder(row.id) / f"attempt-{row.attempts + 1}"
         attempt.mkdir(parents=True, exist_ok=True)
         folder = Path(row.folder) if row.folder else None
         try:
+            if folder:
+                ownership.claim(folder, resume=bool(row.again or row.attempts))
             log = self._open_log(folder / "log.txt" if folder else self.store.folder(row.id) / "log.txt")
             mark = (folder / "events.jsonl").stat().st_size if folder and (folder / "events.jsonl").exists() else 0
         except OSError as error:
             said = truth.Sentence("folder", {"message": f"{error.filename or folder}: {error.strerror}"})
             self._end(row, truth.Ending("failed", said, 3))
             return False
+        except UserError as error:  # the folder came to belong to another run after the job was queued
+            self._end(row, truth.Ending("failed", truth.Sentence("input", {"message": str(error)}), 2))
+            return False
         with log:
             token = uuid.uuid4().hex
-            # Noted before anything is started: a worker that is killed between the two finds it by its token.
+            keeper = [sys.executable, "-m", "lora_fp8.jobs.keeper", "--sweep", str(self.settings.kill_after_s)]
+            command = [*keeper, str(attempt / "launch.json"), *self.command(row, group, attempt)]
+            # Recorded before anything is started: if the worker is killed in between, the next one finds the job by its
+            # token.
             if not self.store.update(
                 row.id,
                 "phase = 'queued' AND wanted = 'run'",
@@ -293,9 +327,7 @@ class Worker:
                 boot=procs.boot_id(),
                 **{"pid": 0, "start": 0, "asked": 0, "termed": 0, "killed": 0, "ended": 0, "exit_code": None},
             ):
-                return False  # cancelled or deleted in this moment
-            command = [sys.executable, "-m", "lora_fp8.jobs.keeper", "--sweep", str(self.settings.kill_after_s)]
-            command += [str(attempt / "launch.json"), *self.command(row, group, attempt)]
+                return False  # cancelled or deleted at this moment
             child = subprocess.Popen(
                 command,
                 cwd=row.cwd if row.kind == "command" and os.path.isdir(row.cwd) else attempt,
@@ -306,28 +338,27 @@ class Worker:
                 start_new_session=True,
             )
         self._children[child.pid] = child
-        if process := procs.identify(child.pid):  # else it has ended already
+        if process := procs.identify(child.pid):  # else it has exited already
             self.store.update(row.id, pid=process.pid, start=process.start)
         self.say(f"job {row.id} ({row.name}): attempt {row.attempts + 1} started on {group}, process {child.pid}")
         return True
 
     def command(self, row: Row, group: str, attempt: Path) -> list[str]:
-        """What the outer keeper runs, as a list of arguments; no shell sees it."""
+        """Return the outer keeper's command as a list of arguments; no shell is involved."""
         inner = [str(attempt / "trainer.json"), sys.executable, "-m", "lora_fp8"]
         if row.kind == "command":
             return [sys.executable, "-m", "lora_fp8.jobs.keeper", *inner, *command_of(row)]
         number = len(group.split(","))
         run = Run(Path(row.folder))
-        begun = any(run.checkpoints.glob("step-*")) or any(run.export.glob("*.safetensors"))
-        resumes = begun and (row.again or row.attempts)
+        resumes = ownership.has_results(run.path) and (row.again or row.attempts)
         on = ["resume", row.folder, *command_of(row)] if resumes else ["train", self.config_file(row)]
         many = ["--multi_gpu", "--main_process_port", "0"] if number > 1 else []
-        # A config file of our own: what the user has told `accelerate config` about another program is not for us.
+        # Use our own config file: the user may have set up `accelerate config` for another program.
         neutral = attempt / "accelerate.yaml"
         neutral.write_text(
             "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: false\n", encoding="utf-8"
         )
-        given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP takes a list, one a level
+        given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP accepts one per nesting level
         threads = given if given.isdecimal() else len(os.sched_getaffinity(0)) // len(self.groups) // number
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(neutral), "--quiet", *many]
         launch += ["--num_processes", str(number), "--num_machines", "1", "--mixed_precision", "no"]
@@ -335,13 +366,13 @@ class Worker:
         return [*launch, "-m", "lora_fp8.jobs.keeper", *inner, *on]
 
     def config_file(self, row: Row) -> str:
-        """The job's config as it was submitted, as a file."""
-        path = self.store.folder(row.id) / "config.toml"
+        """Write the job's config as submitted, and return the path of the file."""
+        path = self.store.folder(row.id) / CONFIG
         atomic_write(path, row.text.encode())
         return str(path)
 
     def environment(self, token: str, group: str, attempt: Path) -> dict[str, str]:
-        """The worker's own, without what would change how files are read or processes meet."""
+        """Return the worker's environment without variables that change how files are read or how processes connect."""
         unwanted = ("ACCELERATE_", "TORCHELASTIC_", "LORA_FP8_JOB")
         alone = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         unsafe = ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD")
@@ -352,14 +383,14 @@ class Worker:
             "LORA_FP8_MESSAGE": str(attempt / "message.txt"),
             "PYTHONUTF8": "1",
             "PYTHONUNBUFFERED": "1",
-            "PYTHONSAFEPATH": "1",  # a torch.py in somebody's folder is not imported
-            "TQDM_MININTERVAL": "2",  # of a progress bar the log needs no more
-            "CUDA_DEVICE_ORDER": kept.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # as nvidia-smi counts
+            "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not imported
+            "TQDM_MININTERVAL": "2",  # seconds between updates of progress bars in the log
+            "CUDA_DEVICE_ORDER": kept.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # the order that nvidia-smi uses
             "CUDA_VISIBLE_DEVICES": "" if group == "cpu" else group,
         }
 
     def _open_log(self, path: Path) -> Any:
-        """A new log for this attempt; earlier ones become log.1.txt (the newest), log.2.txt, ..."""
+        """Open a new log for this attempt; earlier ones become log.1.txt (the newest), log.2.txt, ..."""
         path.parent.mkdir(parents=True, exist_ok=True)
         names = [path, *(path.with_name(f"log.{i}.txt") for i in range(1, self.settings.logs + 1))]
         for older, newer in reversed(list(zip(names[1:], names, strict=False))):
@@ -367,13 +398,13 @@ class Worker:
                 os.replace(newer, older)
         return open(path, "wb")
 
-    # -- what has been started
+    # -- started jobs
 
     def _over(self, row: Row) -> bool:
-        """See to a started job: it has ended, or is to stop. -> whether its GPUs are free"""
+        """Check a started job, which may have ended or may have to be stopped. Return True if its GPUs are free."""
         if not truth.living(row):
             if not row.pid and time.time() - row.launched < 2 and row.boot == procs.boot_id():
-                return False  # killed between noting and starting: what was started may only just be appearing
+                return False  # the worker was killed around the start, and the processes may only just be appearing
             end = truth.ending(row, self.store.folder(row.id) / f"attempt-{row.attempts}", self.follower)
             self._end(row, end)
             return True
@@ -384,48 +415,54 @@ class Worker:
         return False
 
     def _adopt(self, row: Row) -> None:
-        """The keeper of an attempt whose start was not noted any more: the one whose parent has not the token."""
+        """Record the keeper of an attempt whose start was not recorded: the process whose parent lacks the token."""
         pids = procs.members(row.token)
         for pid in pids:
             if procs.parent(pid) not in pids and (process := procs.identify(pid)):
                 self.store.update(row.id, pid=process.pid, start=process.start)
 
     def _stop(self, row: Row) -> None:
-        """One look at a job that is to stop: ask, then SIGTERM, then SIGKILL, each when its time has come."""
-        stage = ""
-        if row.folder:
-            run = Run(Path(row.folder))
-            stage = self.follower.progress(run.path, row.mark).stage
-            # A starting trainer clears requests to earlier ones, so that this one is made until it stands.
-            with contextlib.suppress(UserError):  # a folder that cannot be read or written: the signal follows
-                if run.alive() and not (run.control / "stop").exists():
-                    run.request("stop")
+        """Take the next step to stop a job if it is due: ask, then SIGTERM, then SIGKILL."""
+        stage = self._ask_to_stop(row) if row.folder else ""
         if not row.asked:
             self.store.update(row.id, asked=now())
             return
         at_once = row.wanted == "cancel" or row.kind == "command" or stage in NOTHING_TO_SAVE
         pids = procs.members(row.token)
         keeper = row.pid if row.pid in pids else 0
-        launcher = {pid for pid in pids if keeper and procs.parent(pid) == keeper}
         if not row.termed:
             if at_once or time.time() - row.asked > self.settings.patience_s:
-                # Not the launcher: it would take its processes along in the middle of their save.
-                trainers = [pid for pid in pids if pid != keeper and pid not in launcher]
-                self.store.update(row.id, termed=now())
-                procs.send(trainers or launcher, signal.SIGTERM)
-                self.say(f"job {row.id} ({row.name}): SIGTERM to {len(trainers or launcher)} processes")
-            return
-        if time.time() - row.termed > self.settings.kill_after_s:
+                self._terminate(row, pids, keeper)
+        elif time.time() - row.termed > self.settings.kill_after_s:
             if not row.killed:
                 self.store.update(row.id, killed=now())
                 self.say(f"job {row.id} ({row.name}): does not end; killed")
-            # The keeper last: it writes the record.
+            # The keeper is killed last: it writes the record.
             procs.send([pid for pid in pids if pid != keeper] or pids, signal.SIGKILL)
 
+    def _ask_to_stop(self, row: Row) -> str:
+        """Request a stop in the job's run folder. Return the stage that the run has reached."""
+        run = Run(Path(row.folder))
+        stage = self.follower.progress(run.path, row.mark).stage
+        # A starting trainer deletes requests to earlier ones, so the request is repeated until it stays.
+        with contextlib.suppress(UserError):  # if the folder cannot be read or written, the signal follows
+            if run.alive() and not (run.control / "stop").exists():
+                run.request("stop")
+        return stage
+
+    def _terminate(self, row: Row, pids: Sequence[int], keeper: int) -> None:
+        """Send SIGTERM to the trainers of a job, or to their launcher if there is no trainer."""
+        launcher = {pid for pid in pids if keeper and procs.parent(pid) == keeper}
+        # Not the launcher: it would end its processes in the middle of their save.
+        trainers = [pid for pid in pids if pid != keeper and pid not in launcher]
+        self.store.update(row.id, termed=now())
+        procs.send(trainers or launcher, signal.SIGTERM)
+        self.say(f"job {row.id} ({row.name}): SIGTERM to {len(trainers or launcher)} processes")
+
     def _end(self, row: Row, end: truth.Ending) -> None:
-        """Note how an attempt ended; after a crash put the job into the queue again."""
+        """Record how an attempt ended; after a crash, queue the job again."""
         folder = Path(row.folder) if row.folder else self.store.folder(row.id)
-        with contextlib.suppress(OSError):  # none was made, or there is no room for another
+        with contextlib.suppress(OSError):  # there is no log, or no space for another
             _hide_home(folder / "log.txt")
         values: dict[str, Any] = {"exit_code": end.exit_code, "crashes": row.crashes + end.crash}
         if truth.goes_on(row, end):
@@ -435,7 +472,7 @@ class Worker:
             said = end.sentence
             values |= {"phase": "ended", "state": end.state, "ended": now()}
         values |= {"sentence": json.dumps(said.to_json())}
-        # Only what was looked at: a stop asked for in this very moment counts, and a cancelled job does not come back.
+        # Only if the row has not changed: a stop requested just now counts, and a cancelled job does not come back.
         unchanged = "phase = ? AND attempts = ? AND wanted = ?", row.phase, row.attempts, row.wanted
         if self.store.update(row.id, *unchanged, **values):
             self.say(f"job {row.id} ({row.name}): {end.state}: {said.text}")
@@ -443,14 +480,14 @@ class Worker:
     # -- the worker itself
 
     def take_lock(self) -> None:
-        """Be the worker of this home; the lock outlives a fork.
+        """Become the worker of this home; the lock survives a fork.
 
         Raises:
-            UserError: another worker is.
+            UserError: there is a worker already.
         """
         self._lock = open(self.home / "worker.lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for life
-        for _ in range(20):  # who asks for `info` has a shared lock for an instant
-            if locks.try_lock(self._lock):
+        for _ in range(20):  # a call to `info` holds a shared lock for an instant
+            if try_lock(self._lock):
                 self._beat = -1.0
                 self._heartbeat()
                 return
@@ -462,9 +499,9 @@ class Worker:
         )
 
     def _take_leave(self) -> None:
-        """Give the lock back, and say that this was meant (see `died`)."""
+        """Release the lock, and delete worker.json to show that leaving was intended (see `died`)."""
         if not self._lock.closed:  # else the file may be another worker's by now
-            with contextlib.suppress(OSError):  # not to be removed: then it counts as killed, and another comes
+            with contextlib.suppress(OSError):  # if the file stays, the worker counts as killed
                 (self.home / "worker.json").unlink()
             self._lock.close()
 
@@ -472,6 +509,7 @@ class Worker:
         if time.monotonic() - self._beat < 1:
             return
         self._beat = time.monotonic()
+        self._check_home()
         told = {"pid": os.getpid(), "groups": self.groups, "since": self.since, "heartbeat": now()}
         temporary = self.home / f".worker.{os.getpid()}.tmp"
         try:
@@ -482,6 +520,21 @@ class Worker:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._say_once(f"{self.home}: no space left for the heartbeat")
+
+    def _check_home(self) -> None:
+        """Check that the folder is still the one whose lock this process holds.
+
+        Raises:
+            HomeGone: it is not, so nobody would read what is written from now on.
+        """
+        if self._lock is None or self._lock.closed:  # a worker that only ticks once has no lock
+            return
+        try:
+            here = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.home / "worker.lock"))
+        except OSError:
+            here = False
+        if not here:
+            raise HomeGone(f"its folder {self.home} was moved or deleted")
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:

@@ -1,16 +1,17 @@
-"""Frozen layers in few bytes: how they are held, how they are multiplied, and what is decided for each.
+"""Quantized frozen layers: how they are stored, how they are multiplied, and what is decided for each layer.
 
-Reading order: `formats` (bytes and scales), `quantized` (those that a file brings), `matmul` (the arithmetic),
-`kernels` (its Triton kernels), `stream` (bytes that wait in main memory), `linear` (the layer), `backends` (other
-libraries' layers), `plan` (which layer gets what), `convert` (a whole denoiser), `choose` (which matmul is fastest
-here), `report` (what it costs).
+Reading order: `formats` (storage formats and scales), `quantized` (weights that a file stores in FP8), `matmul` (the
+arithmetic), `kernels` (its Triton kernels), `stream` (weights offloaded to RAM), `linear` (the layer), `backends`
+(other libraries' layers), `plan` (which layer gets what), `convert` (a whole denoiser), `choose` (which matmul is
+fastest on this machine), `report` (the errors that quantization causes), `cpu` (convolutions on CPUs without bf16).
 
-Order of use: build the denoiser on the meta device, `quantize_` it, `fill_` it from a stream of tensors, then
+Order of use: build the denoiser on the meta device, `quantize_` it, `fill_` it from a stream of tensors, then call
 `adapters.inject`. A denoiser that already has its weights needs no `fill_`.
 """
 
+from . import cpu
 from .backends import amax_history
-from .choose import candidates, chosen, fastest, problem
+from .choose import OUT_OF_MEMORY, candidates, chosen, fastest, missing_c_compiler, problem
 from .convert import as_held, decoded_state_dict, decoded_tensors, fill_, quantize_, set_compute_
 from .formats import FP8_ROW, Format, decode, encode, round_trip
 from .linear import AmaxHistory, FrozenLinear, decoded_compute, frozen_layers, offload_
@@ -29,6 +30,7 @@ __all__ = [
     "Weight",
     "amax_history",
     "as_held",
+    "OUT_OF_MEMORY",
     "candidates",
     "chosen",
     "decide",
@@ -44,8 +46,11 @@ __all__ = [
     "offload_",
     "parts_in",
     "plain",
+    "missing_c_compiler",
     "problem",
     "quantize_",
     "round_trip",
     "set_compute_",
 ]
+
+cpu.install()

@@ -1,13 +1,13 @@
-"""`quantize.backend = "te"`: frozen layers that TransformerEngine holds and multiplies in FP8.
+"""`quantize.backend = "te"`: frozen layers that TransformerEngine stores and multiplies in FP8.
 
-Written against the documentation and sources of TransformerEngine 2.20 (`te.Linear` built under
+Written for the documentation and sources of TransformerEngine 2.20 (`te.Linear` built under
 `te.quantized_model_init`, forward under `te.autocast`, recipes of `transformer_engine.common.recipe`). CUDA only.
 
-| recipe | theirs | scales |
+| recipe | TransformerEngine's recipe | scales |
 |---|---|---|
-| current | Float8CurrentScaling | a tensor, of this step |
-| delayed | DelayedScaling | a tensor, of the last steps |
-| block | Float8BlockScaling | 1x128 of activations, 128x128 of weights |
+| current | Float8CurrentScaling | per tensor, from this step |
+| delayed | DelayedScaling | per tensor, from past steps |
+| block | Float8BlockScaling | 1x128 for activations, 128x128 for weights |
 | mxfp8 | MXFP8BlockScaling | 1x32 |
 
 Shapes: M tokens, N output features, K input features.
@@ -24,25 +24,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
-from ..config import UserError
+from ..errors import UserError
 from .formats import E4M3_MAX, MIN_SCALE
 from .linear import AMAX_HISTORY, AmaxHistory, FrozenLinear, frozen_layers
 from .quantized import Weight, plain
 
-WEIGHT = 1  # of a layer's forward scales: input, weight, output
+WEIGHT = 1  # index in a layer's forward scales: input, weight, output
 
 
-@functools.cache  # one object for each: TransformerEngine asks whether a layer's recipe is still the same
+@functools.cache  # one object per recipe: TransformerEngine checks that a layer's recipe has not changed
 def recipe_of(name: str) -> Any:
-    """TransformerEngine's recipe of a quantize.recipe."""
+    """Return TransformerEngine's recipe for a quantize.recipe."""
     if name == "delayed":
-        # Processes do not exchange their largest values: one without a share of a short batch would be waited for.
+        # Without exchange between processes: it would wait for a process that has no part of a short batch.
         return DelayedScaling(amax_history_len=AMAX_HISTORY, amax_compute_algo="max", reduce_amax=False)
     return {"current": Float8CurrentScaling, "block": Float8BlockScaling, "mxfp8": MXFP8BlockScaling}[name]()
 
 
 class TeLinear(FrozenLinear):
-    """A frozen linear layer around a `te.Linear`, which is made when the weight comes.
+    """A frozen linear layer around a `te.Linear`, which is created when the weight is set.
 
     Attributes:
         inner: the `te.Linear`, without bias and without gradients; None before `set_weight_`.
@@ -56,10 +56,10 @@ class TeLinear(FrozenLinear):
         self.compute, self.inner = "fp8", None
 
     def set_compute_(self, compute: str, recipe: str = "current", fast_accum: bool = True) -> None:
-        """ "fp8": TransformerEngine multiplies; "upcast": the decoded weight is, as a program without it does.
+        """Choose "fp8", TransformerEngine's matmul, or "upcast", which dequantizes as a program without it does.
 
         Raises:
-            ValueError: another `compute`; another recipe than the weight is held for.
+            ValueError: `compute` is neither, or the weight is stored for another recipe.
         """
         if compute not in ("fp8", "upcast"):
             raise ValueError(f"TransformerEngine multiplies in FP8, not in {compute}")
@@ -68,17 +68,17 @@ class TeLinear(FrozenLinear):
         self.compute, self.recipe = compute, recipe
 
     def set_weight_(self, weight: Weight, name: str = "weight") -> None:
-        """Replaces the weight, in FP8 from the start: beside it lives only this one weight in the compute dtype.
+        """Replace the weight. It is stored in FP8 at once: only this weight exists in the compute dtype besides.
 
         Raises:
-            ValueError: non-finite weights, naming `name`.
+            ValueError: the weight is not finite; names `name`.
         """
         weight_NK = plain(weight)
         if weight_NK.device.type == "meta":
             return
         if not weight_NK.isfinite().all():
             raise ValueError(f"{name}: weight has NaN or infinity")
-        # With gradients on, although none is wanted here: else the layout that the backward multiplies is left out.
+        # Gradients are enabled although none is wanted: otherwise the layout that the backward multiplies is left out.
         with torch.enable_grad(), te.quantized_model_init(enabled=True, recipe=recipe_of(self.recipe)):
             inner = te.Linear(
                 self.in_features,
@@ -87,11 +87,11 @@ class TeLinear(FrozenLinear):
                 params_dtype=self.compute_dtype,
                 device=weight_NK.device,
             )
-        inner.requires_grad_(False)  # it is made to be trained, and would compute a gradient for the base
+        inner.requires_grad_(False)  # te.Linear is created trainable, and would compute a gradient for the base
         inner.train(self.training)
         with torch.no_grad():
             if self.recipe == "delayed":
-                # A history begins with scale 1, at which small weights lose their last bits; see `formats`.
+                # A new history has scale 1, which would cost small weights their last bits; see `formats`.
                 amax = weight_NK.abs().amax().to(torch.float32).clamp(min=MIN_SCALE * E4M3_MAX)
                 inner.fp8_meta["scaling_fwd"].scale[WEIGHT].copy_(E4M3_MAX / amax)
             inner.weight.copy_(weight_NK.to(self.compute_dtype))
@@ -105,7 +105,7 @@ class TeLinear(FrozenLinear):
 
     @property
     def qweight(self) -> Tensor:
-        """TransformerEngine's tensor; on the meta device before there is one."""
+        """TransformerEngine's tensor; before the weight is set, an empty tensor on the meta device."""
         if self.inner is None:
             return torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype, device="meta")
         return self.inner.weight
@@ -121,7 +121,7 @@ class TeLinear(FrozenLinear):
             return F.linear(x, self.weight, self.bias)
         x_MK = x.reshape(-1, x.shape[-1])
         num = x_MK.shape[0]
-        # Rows that are cut off again: its matmul takes tokens by the 8, and MXFP8's scales by the 32.
+        # Padding rows, which are cut off again: FP8 matmuls take tokens in multiples of 8, MXFP8's scales in 32.
         x_MK = F.pad(x_MK, (0, 0, 0, -num % (32 if self.recipe == "mxfp8" else 8)))
         with autocast(self.recipe):
             y_MN = self.inner(x_MK)[:num]
@@ -141,16 +141,16 @@ class TeLinear(FrozenLinear):
 
 
 def autocast(recipe: str) -> AbstractContextManager[None]:
-    """FP8 in every `te.Linear` that is called inside."""
+    """Return a context in which every `te.Linear` computes in FP8."""
     return te.autocast(enabled=True, recipe=recipe_of(recipe))
 
 
 class TeAmaxHistory(AmaxHistory):
-    """`linear.AmaxHistory` of layers of TransformerEngine's: what its delayed recipe remembers.
+    """`linear.AmaxHistory` for TransformerEngine's layers with the delayed recipe.
 
-    The history moves on where the outermost `te.autocast` ends, so that one is put around each forward of the denoiser.
-    What a checkpoint gets are the tensors themselves. TransformerEngine's own `get_extra_state` pickles them, and a
-    pickle from a checkpoint could run code.
+    TransformerEngine advances the history where the outermost `te.autocast` ends, so one is put around each forward of
+    the denoiser. Checkpoints store the tensors themselves: TransformerEngine's own `get_extra_state` pickles them, and
+    a pickle from a checkpoint could run code.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -171,29 +171,29 @@ class TeAmaxHistory(AmaxHistory):
         self.before_step = self.tensors()
 
     def tensors(self) -> dict[str, Tensor]:
-        """ "amax.<layer>.scaling_fwd.scale" and the like -> float32."""
+        """Return the history as {"amax.<layer>.scaling_fwd.scale" and the like: float32 tensor}."""
         return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors().items()}
 
     def load_(self, tensors: dict[str, Tensor]) -> None:
-        """Takes up what `tensors` gave.
+        """Restore what `tensors` returned.
 
         Raises:
-            config.UserError: a layer's history is missing.
+            UserError: a layer's history is missing.
         """
         missing = [name for name in self._tensors() if name not in tensors]
         if missing:
             raise UserError(f"the checkpoint lacks {len(missing)} amax histories (first: {missing[0]})")
         for name, tensor in self._tensors().items():
-            tensor.copy_(tensors[name])  # in place: TransformerEngine has other references to it
+            tensor.copy_(tensors[name])  # in place: TransformerEngine holds other references to it
         self.before_step = self.tensors()
 
     def forget_step_(self) -> None:
-        """Goes back to what was known before a trial run."""
+        """Restore the history of before a trial run."""
         for name, tensor in self._tensors().items():
             tensor.copy_(self.before_step[name])
 
     def end_step_(self, max_over_processes: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Nothing: TransformerEngine has moved its history on, and a job with this recipe is one process."""
+        """Do nothing: TransformerEngine has advanced its history, and a job with this recipe is one process."""
 
     def _tensors(self) -> dict[str, Tensor]:
         return {

@@ -1,8 +1,9 @@
 """`quantize.backend = "torchao"`: frozen layers whose weights are torchao's weight-only tensors.
 
-Written against torchao 0.18: `quantize_` with `Float8WeightOnlyConfig` and `Int8WeightOnlyConfig`, each of a row, a
-tensor or a group of a row. Its matmul decodes the weight in front of torch's own, so autograd keeps the decoded weight
-of every layer from forward to backward; that is why this is not the default. `tests/test_backends.py` counts the bytes.
+Written for torchao 0.18: `quantize_` with `Float8WeightOnlyConfig` and `Int8WeightOnlyConfig`, with scales per row, per
+tensor or per group of a row. torchao dequantizes the weight before torch's own matmul, so autograd keeps the
+dequantized weight of every layer from forward to backward. Therefore it is not the default. `tests/test_backends.py`
+counts the bytes.
 
 Shapes: N output features, K input features.
 """
@@ -41,11 +42,13 @@ class TorchaoLinear(FrozenLinear):
         self._hold_(torch.zeros(self.out_features, self.in_features, device=device))
 
     def set_weight_(self, weight: Weight, name: str = "weight") -> None:
-        """Replaces the weight: what a file holds in FP8 already keeps its bytes where torchao has their scales, the
-        rest becomes what torchao makes of the weight in the compute dtype.
+        """Replace the weight.
+
+        A weight that the file stores in FP8 keeps its bytes if torchao supports their scales. Any other weight is
+        quantized by torchao from the compute dtype.
 
         Raises:
-            ValueError: non-finite weights, naming `name`.
+            ValueError: the weight is not finite; names `name`.
         """
         parts = weight.parts(self.form) if isinstance(weight, Quantized) else None
         if parts is not None:
@@ -63,11 +66,11 @@ class TorchaoLinear(FrozenLinear):
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(weight_NK.to(self.compute_dtype), requires_grad=False)
         kind = Float8WeightOnlyConfig if self.form.storage == "fp8" else Int8WeightOnlyConfig
-        # Without set_inductor_config=False torchao changes how torch.compile tunes everything in the process.
+        # Without set_inductor_config=False, torchao changes how torch.compile tunes everything in the process.
         quantize_(linear, kind(granularity=GRANULARITIES[self.form.scale], set_inductor_config=False))
         held = linear.weight
         if self.form.storage == "fp8" and held.device.type != "meta" and (held.scale == 0).any():
-            # Where all weights of a scale are 0, torchao divides 0 by 0.
+            # If all weights that share a scale are 0, torchao divides 0 by 0.
             rows, columns = held.block_size
             empty_NK = (held.scale == 0).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             held.qdata.view(torch.uint8).masked_fill_(empty_NK, 0)
@@ -77,14 +80,14 @@ class TorchaoLinear(FrozenLinear):
         raise NotImplementedError("torchao holds what set_weight_ gives it")
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The bytes and scales, as `formats.decode` takes them."""
+        """Return the bytes and scales as `formats.decode` takes them."""
         return self.qweight.qdata.view(torch.uint8), self.qweight.scale
 
     def set_compute_(self, compute: str, recipe: str = "current", fast_accum: bool = True) -> None:
-        """Only "upcast" is known here.
+        """Check that `compute` is "upcast", the only one that torchao supports.
 
         Raises:
-            ValueError: another `compute`.
+            ValueError: `compute` is another.
         """
         if compute != "upcast":
             raise ValueError(f"torchao's weight-only tensors are decoded, not multiplied in {compute}")
@@ -101,7 +104,7 @@ class TorchaoLinear(FrozenLinear):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         nn.Module._apply(self, fn, recurse)
         dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.qweight.device)).dtype
-        if dtype != self.compute_dtype:  # torchao's tensors keep theirs
+        if dtype != self.compute_dtype:  # torchao's tensors keep their dtype, so they are rebuilt
             names, facts = self.qweight.__tensor_flatten__()
             tensors = {name: getattr(self.qweight, name) for name in names}
             held = type(self.qweight).__tensor_unflatten__(tensors, facts | {"dtype": dtype}, None, None)

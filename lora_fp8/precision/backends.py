@@ -1,12 +1,12 @@
-"""Whose layers hold and multiply the base: this project's, torchao's or TransformerEngine's.
+"""Which library stores and multiplies the base: this project, torchao or TransformerEngine.
 
-What can be said of the other two without importing them: what each holds, in how many bytes, and what it asks of a
-machine. `lora-fp8 plan` therefore shows a job for a GPU on a machine that has none.
+This module knows the other two without importing them: what each stores, in how many bytes, and what it requires of a
+machine. So `lora-fp8 plan` can show a job for a GPU on a machine that has none.
 
-| backend | weight | forward | gradient for x | for the backward |
+| backend | weight | forward | gradient for x | kept for the backward |
 |---|---|---|---|---|
-| own | our bytes | decoded, or FP8 | decoded, or FP8 | the bytes |
-| torchao | its weight-only tensors | decoded | decoded | the decoded weight |
+| own | our bytes | dequantized, or FP8 | dequantized, or FP8 | the bytes |
+| torchao | its weight-only tensors | dequantized | dequantized | the dequantized weight |
 | te | its FP8 parameters | FP8 | FP8 | the bytes, and on Hopper a transposed copy |
 """
 
@@ -16,16 +16,16 @@ import importlib.util
 import torch
 from torch import nn
 
-from .. import config
+from .. import settings
 from .formats import Format
 from .linear import AmaxHistory, FrozenLinear, frozen_layers
 
 TE_SCALE = {"delayed": "tensor", "current": "tensor", "block": "128x128", "mxfp8": "1x32"}
-"""Recipe -> what shares a scale in a weight of TransformerEngine's."""
+"""Recipe -> the block that shares a scale in TransformerEngine's weights."""
 
 
 def linear_class(backend: str) -> type[FrozenLinear]:
-    """The layer class of a backend, which imports its library."""
+    """Return the layer class of a backend, importing its library."""
     if backend == "torchao":
         from .backend_torchao import TorchaoLinear
 
@@ -38,7 +38,7 @@ def linear_class(backend: str) -> type[FrozenLinear]:
 
 
 def amax_history(denoiser: nn.Module) -> AmaxHistory:
-    """What the delayed recipe remembers of a filled denoiser, whoever's layers it has; to be made once."""
+    """Return the delayed recipe's history of a filled denoiser, for any backend; to be created once."""
     if any(layer.backend == "te" for layer in frozen_layers(denoiser).values()):
         from .backend_te import TeAmaxHistory
 
@@ -46,30 +46,32 @@ def amax_history(denoiser: nn.Module) -> AmaxHistory:
     return AmaxHistory(denoiser)
 
 
-def te_alignment(section: config.Quantize) -> int:
-    """What both sides of a weight must be a multiple of, in TransformerEngine's FP8 matmuls."""
+def te_alignment(section: settings.Quantize) -> int:
+    """Return the number that both sides of a weight must be a multiple of in TransformerEngine's FP8 matmuls."""
     return 32 if section.recipe == "mxfp8" else 16
 
 
 def num_bytes(backend: str, form: Format, shape: tuple[int, int]) -> int:
-    """What a weight of this shape (N, K) takes, scales included."""
+    """Return the bytes that a weight of this shape (N, K) takes, with its scales."""
     if backend == "own" or form.storage == "fp8" and backend == "torchao":
         return form.num_bytes(shape)
     rows, columns = form.block(shape)
     scales = -(-shape[0] // rows) * -(-shape[1] // columns)
     if backend == "torchao":
-        return form.num_bytes(shape) + scales  # its int8 has zero points, which are all zero here
-    # The second layout, which the backward multiplies: always there in MXFP8, kept on Hopper by the other recipes.
+        return form.num_bytes(shape) + scales  # torchao's int8 has zero points, which are all zero here
+    # Twice, for the transposed copy that the backward multiplies: MXFP8 always has it, other recipes on Hopper.
     return 2 * (shape[0] * shape[1] + scales * (1 if form.scale == "1x32" else 4))
 
 
-def problem(section: config.Quantize, device: torch.device, world: int = 1) -> str:
-    """Why this machine cannot have the section's backend, with what to choose instead; "" where it can.
+def problem(section: settings.Quantize, device: torch.device, world: int = 1) -> str:
+    """Return why this machine cannot run the section's backend, and what to choose instead; "" if it can.
 
     Args:
-        world: processes that train together.
+        section: the job's `[quantize]` table.
+        device: device that the job runs on.
+        world: number of processes that train together.
     """
-    if section.storage not in config.SCALES or section.backend == "own":
+    if section.storage not in settings.SCALES or section.backend == "own":
         return ""
     what, own = f"quantize.backend = {section.backend!r}", "or use quantize.backend = 'own'"
     if section.backend == "torchao":
@@ -82,18 +84,18 @@ def problem(section: config.Quantize, device: torch.device, world: int = 1) -> s
     if text := _te_lacks(section.recipe, torch.cuda.get_device_capability(device), torch.version.cuda):
         return f"quantize.recipe = {section.recipe!r}: {torch.cuda.get_device_name(device)} {text}"
     if section.recipe == "delayed" and world > 1:
-        # Each process would have a history of its own, and a checkpoint has room for one.
+        # Each process would have its own history, and a checkpoint has room for one.
         return f"{what}: recipe 'delayed' trains in one process, not in {world}; use another quantize.recipe, {own}"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # such as one built for another torch or CUDA
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # such as a build for another torch or CUDA
         line = str(error).strip().splitlines()[:1]
         return f"{what}: TransformerEngine cannot be imported ({type(error).__name__}: {''.join(line)}); {own[3:]}"
     return ""
 
 
 def _te_lacks(recipe: str, capability: tuple[int, int], cuda: str | None) -> str:
-    """What TransformerEngine's own check of a recipe (2.20) would refuse, and what to choose instead."""
+    """Return what TransformerEngine's (2.20) own check of a recipe would refuse, and what to choose instead."""
     has, own = f"has compute capability {capability[0]}.{capability[1]}", "quantize.backend = 'own'"
     if recipe == "mxfp8":
         fits = (10, 0) <= capability < (12, 0)

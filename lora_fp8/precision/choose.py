@@ -1,31 +1,38 @@
-"""`quantize.compute = "auto"`: each matmul is tried on this machine and this job, and the fastest that fits is taken.
+"""`quantize.compute = "auto"`: time each matmul with this job on this machine, and choose the fastest that fits.
 
-And what a machine can do at all, which is asked before anything is loaded.
+Also says which matmuls a machine supports at all, which is checked before anything is loaded.
 """
 
 import importlib.util
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import config
+from .. import settings
+from ..errors import RunFailure, Stopped
 from . import backends
 
 MODES = ("upcast", "fp8_forward", "fp8")
 WITH_KERNELS = ("fp8_forward with triton", "fp8 with triton")
-"""Further modes where quantize.kernels asks for them."""
-FP8_SINCE = (8, 9)  # compute capability: Ada (RTX 40), Hopper and later have FP8 tensor cores
-BLOCKS_ON = 9  # torch's kernel for 1x128 by 128x128 scales exists for Hopper
+"""Further modes if quantize.kernels is "triton"."""
+FP8_SINCE = (8, 9)  # NVIDIA's compute capability: Ada (RTX 40), Hopper and later have FP8 tensor cores
+FP8_ON_AMD = ("gfx950", "gfx1200", "gfx1201")
+"""AMD's architectures that multiply e4m3fn (torch's own list: torch/testing/_internal/common_cuda.py). MI300 (gfx942)
+multiplies e4m3fnuz, in which the same byte is another number: half as large, and NaN in other places."""
+BLOCKS_ON = 9  # major compute capability: torch has its kernel for 1x128 by 128x128 scales on Hopper only
 
 
-def problem(section: config.Quantize, device: torch.device, world: int = 1) -> str:
-    """Why this machine cannot compute as the section asks, with what to choose instead; "" where it can.
+def problem(section: settings.Quantize, device: torch.device, world: int = 1) -> str:
+    """Return why this machine cannot compute as the section asks, and what to choose instead; "" if it can.
 
     Args:
-        world: processes that train together.
+        section: the job's `[quantize]` table.
+        device: device that the job runs on.
+        world: number of processes that train together.
     """
     if section.backend != "own":
         return backends.problem(section, device, world)
@@ -33,20 +40,48 @@ def problem(section: config.Quantize, device: torch.device, world: int = 1) -> s
         return text
     if section.compute in ("upcast", "auto") or device.type != "cuda":
         return ""
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    return _problem(section, name, capability)
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip:
+        return _amd_problem(section, name, torch.cuda.get_device_properties(device).gcnArchName)
+    return _problem(section, name, torch.cuda.get_device_capability(device))
 
 
 def _kernels_problem(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "quantize.kernels = 'triton': triton is not installed; pip install triton, or use 'torch'"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # slow, for tests
-    if device.type != "cuda" and not interpreted:
+    if os.environ.get("TRITON_INTERPRET") == "1":  # slow, for tests
+        return ""
+    if device.type != "cuda":
         return f"quantize.kernels = 'triton': a {device.type} cannot run them, a CUDA device can; use 'torch'"
+    return f"quantize.kernels = 'triton': {text}, or use 'torch'" if (text := missing_c_compiler()) else ""
+
+
+def missing_c_compiler() -> str:
+    """Return a message if there is no C compiler, which Triton needs to build its launchers; "" if there is one.
+
+    Searches as Triton does (triton/runtime/build.py): CC, clang, gcc.
+    """
+    found = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+    return "" if found else "there is no C compiler, which Triton needs beside its package; install gcc or set CC"
+
+
+def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> str:
+    architecture = architecture.partition(":")[0]  # "gfx90a:sramecc+:xnack-"
+    if architecture not in FP8_ON_AMD:
+        return (
+            f"quantize.compute = {section.compute!r}: {name} ({architecture}) does not multiply e4m3fn, AMD's "
+            f"{', '.join(FP8_ON_AMD)} do; use quantize.compute = 'upcast', which holds the base in FP8 all the same"
+        )
+    if section.recipe == "block":
+        return _no_blocks(name)
     return ""
 
 
-def _problem(section: config.Quantize, name: str, capability: tuple[int, int]) -> str:
+def _no_blocks(name: str) -> str:
+    return f"quantize.recipe = 'block': {name} has no kernel for it, Hopper (9.0) has; use quantize.recipe = 'current'"
+
+
+def _problem(section: settings.Quantize, name: str, capability: tuple[int, int]) -> str:
     what = f"{name} (compute capability {capability[0]}.{capability[1]})"
     if capability < FP8_SINCE:
         return (
@@ -54,24 +89,22 @@ def _problem(section: config.Quantize, name: str, capability: tuple[int, int]) -
             "use quantize.compute = 'upcast', which holds the base in FP8 all the same"
         )
     if section.recipe == "block" and capability[0] != BLOCKS_ON:
-        return (
-            f"quantize.recipe = 'block': {what} has no kernel for it, Hopper (9.0) has; use quantize.recipe = 'current'"
-        )
+        return _no_blocks(what)
     return ""
 
 
-def candidates(section: config.Quantize, device: torch.device) -> tuple[str, ...]:
-    """The matmuls that "auto" tries on this device."""
+def candidates(section: settings.Quantize, device: torch.device) -> tuple[str, ...]:
+    """Return the matmuls that "auto" tries on this device."""
     able = not problem(section.model_copy(update={"compute": "fp8"}), device)
     if not able:
         return MODES[:1]
     return MODES + WITH_KERNELS if section.kernels == "triton" else MODES
 
 
-def chosen(mode: str, section: config.Quantize) -> tuple[str, config.Quantize]:
-    """One of `candidates` as a `compute`, and the section with its kernels."""
+def chosen(mode: str, section: settings.Quantize) -> tuple[str, settings.Quantize]:
+    """Split one of `candidates` into a `compute` and the section with its kernels."""
     compute, _, kernels = mode.partition(" with ")
-    # A run that goes on may have settled on kernels which the job no longer asks for.
+    # A resumed run may have chosen kernels that the job no longer asks for.
     kernels = kernels if section.kernels == "triton" and kernels else "torch"
     return compute, section.model_copy(update={"kernels": kernels})
 
@@ -82,21 +115,27 @@ def fastest(
     step: Callable[[], None],
     device: torch.device,
     repeats: int = 3,
-) -> dict[str, float]:
-    """Seconds of one forward and backward under each of `modes`, the median of a few after one to warm up.
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Time one forward and backward in each of `modes`: the median of a few after one to warm up.
+
+    A mode that raises is excluded, whatever it raised: kernels may fail to compile, or torch may lack the operator.
 
     Args:
+        modes: the modes to time.
         switch: makes the denoiser compute in a mode.
-        step: one forward and backward.
+        step: runs one forward and backward.
+        device: device that they run on.
+        repeats: timed steps per mode.
 
     Returns:
-        mode -> seconds; infinite where it ran out of memory.
+        mode -> seconds, infinite if it failed; and mode -> reason, for those that failed.
     """
-    seconds = {}
+    seconds: dict[str, float] = {}
+    failed: dict[str, str] = {}
     for mode in modes:
-        switch(mode)
         taken = []
         try:
+            switch(mode)
             for _ in range(1 + repeats):
                 _wait(device)
                 started = time.perf_counter()
@@ -104,10 +143,25 @@ def fastest(
                 _wait(device)
                 taken.append(time.perf_counter() - started)
             seconds[mode] = statistics.median(taken[1:])
-        except torch.cuda.OutOfMemoryError:
-            seconds[mode] = float("inf")
+        except Stopped:
+            raise
+        except Exception as error:
+            seconds[mode], failed[mode] = float("inf"), _reason(error)
+        if mode in failed and device.type == "cuda":  # not earlier: the error's traceback held the step's tensors
             torch.cuda.empty_cache()
-    return seconds
+    return seconds, failed
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, RunFailure):  # one of our own messages, complete as it is
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")
+
+
+OUT_OF_MEMORY = "out of memory"
 
 
 def _wait(device: torch.device) -> None:

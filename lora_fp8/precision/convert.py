@@ -1,12 +1,12 @@
-"""Puts a whole denoiser into its storage: decides per layer, reports what it did, and fills it from a stream.
+"""Quantizes a whole denoiser: chooses a format per layer, reports it, and fills the layers from a stream of tensors.
 
-The denoiser never exists whole in bf16. `families` builds it on the meta device, `quantize_` swaps the linear layers
-while they have no bytes, and `fill_` takes the checkpoint's tensors one at a time, in the file's own precision, so that
-rounding to FP8 happens once (float32 file -> FP8, not float32 -> bf16 -> FP8).
+The denoiser never exists whole in bf16. `families` builds it on the meta device, `quantize_` replaces its linear layers
+while they take no memory, and `fill_` takes the checkpoint's tensors one at a time in the file's own precision. So
+weights are rounded to FP8 once (float32 file -> FP8, not float32 -> bf16 -> FP8).
 
-What stays in `dtype`: everything that is not a plain `nn.Linear` (norms, convolutions, embeddings, biases), and the
-linear layers that the family or the user keeps. What a model's class lists in `_keep_in_fp32_modules` stays float32, as
-in diffusers' own loading.
+Everything that is not a plain `nn.Linear` stays in `dtype` (norms, convolutions, embeddings, biases), and so do the
+linear layers that the family or the user excludes. Modules in the model class's `_keep_in_fp32_modules` stay float32,
+as in diffusers' own loading.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import config
+from .. import settings
+from ..errors import UserError
 from .backends import linear_class
 from .linear import FrozenLinear, frozen_layers
 from .plan import LayerPlan, Plan, decide, held_dtype, linear_places
@@ -23,28 +24,29 @@ from .quantized import Quantized, Weight
 
 def quantize_(
     denoiser: nn.Module,
-    section: config.Quantize,
+    section: settings.Quantize,
     keep: Iterable[str],
     dtype: torch.dtype,
     modulation: Sequence[str] = (),
+    file_scale: str = "",
 ) -> Plan:
-    """Does what `plan.decide` says: swaps linear layers for frozen ones, freezes every parameter and casts the rest to
-    `dtype`, in place.
+    """Carry out what `plan.decide` decides, in place.
 
-    Works on real weights and on the meta device (then call `fill_`). Layers that are quantized already stay as they
-    are. Arguments as `plan.decide` has them.
+    Linear layers are replaced by frozen ones, every parameter is frozen, and the rest is cast to `dtype`. Works on real
+    weights and on the meta device (then call `fill_`). Layers that are quantized already stay as they are. The
+    arguments are those of `plan.decide`.
 
     Raises:
-        config.UserErrors: what `plan.decide` raises.
-        ValueError: non-finite weights, naming the layer; or adapters are there already (they would be quantized too).
+        UserErrors: what `plan.decide` raises.
+        ValueError: weights are not finite (names the layer), or adapters exist already (they would be quantized too).
     """
     if any("lora_" in name for name, _ in denoiser.named_modules()):
         raise ValueError("quantize_ before adapters.inject: the adapters' own linear layers would be quantized")
-    plan = decide(denoiser, section, keep, dtype, modulation)
+    plan = decide(denoiser, section, keep, dtype, modulation, file_scale)
     planned = {layer.name: layer for layer in plan.layers}
     places = linear_places(denoiser)
     while places:
-        linear, several = places.popitem()  # nothing here keeps a layer alive once it is swapped
+        linear, several = places.popitem()  # nothing here keeps a layer alive after it is replaced
         layer = planned[several[0]]
         if layer.form is None:
             continue
@@ -63,8 +65,8 @@ def quantize_(
 
     for name, module in _modules(denoiser):
         held = held_dtype(denoiser, name, dtype)
-        # What a frozen layer holds beside its bias stays as it is; a non-persistent buffer has the precision its
-        # constructor computed it in.
+        # Tensors of a frozen layer other than its bias stay as they are. A non-persistent buffer keeps the precision
+        # in which the constructor computed it.
         fixed = {*module._non_persistent_buffers_set, *(module._buffers if isinstance(module, FrozenLinear) else ())}
         tensors = [buffer for key, buffer in module._buffers.items() if key not in fixed]
         tensors += [module.bias] if isinstance(module, FrozenLinear) else module._parameters.values()
@@ -75,8 +77,8 @@ def quantize_(
     return plan
 
 
-def set_compute_(denoiser: nn.Module, plan: Plan, section: config.Quantize) -> None:
-    """Has every frozen layer multiply as the plan says, in place; layers that adapters wrap are found too."""
+def set_compute_(denoiser: nn.Module, plan: Plan, section: settings.Quantize) -> None:
+    """Make every frozen layer multiply as planned, in place, including layers that adapters wrap."""
     layers = frozen_layers(denoiser)
     for layer in plan.quantized:
         layers[layer.name].set_compute_(layer.compute, section.recipe, section.fast_accum)
@@ -89,21 +91,21 @@ def fill_(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Gives a denoiser on the meta device its weights, one tensor at a time, quantizing on the way where `quantize_`
-    said so.
+    """Fill a denoiser on the meta device, one tensor at a time, and quantize the layers that `quantize_` replaced.
 
-    Beside the result, never more lives than the tensor just read and one conversion of it.
+    Besides the result, at most the tensor just read and one conversion of it are in memory.
 
     Args:
-        tensors: (name as in the diffusers model, tensor) in any order and float dtype; the stream is consumed once.
-            What is `Quantized` in it is taken over as it is where the layer's format can hold it.
-        device: where the weights go. Tensors are moved there before they are quantized.
+        denoiser: the denoiser, after `quantize_`.
+        tensors: (name in the diffusers model, tensor) in any order and float dtype; the stream is consumed once.
+            `Quantized` tensors are stored unchanged if the layer's format allows it.
+        dtype: compute dtype.
+        device: device for the weights. Tensors are moved there before they are quantized.
 
     Raises:
-        config.UserError: names that are missing, unknown, given twice or of another shape; all of them in one message.
-        Or a
-            module computed tensors in its constructor that were lost on the meta device.
-        config.UserError: non-finite weights of a quantized layer, naming it.
+        UserError: names are missing, unknown, given twice or of another shape, all in one message; a module computed
+            tensors in its constructor that were lost on the meta device; or a quantized layer's weights are not finite
+            (names the layer).
     """
     device = torch.device(device)
     slots = dict(_slots(denoiser))
@@ -125,8 +127,8 @@ def fill_(
                 try:
                     _set(denoiser, module, attribute, name, tensor, dtype, device)
                 except ValueError as error:
-                    raise config.UserError(f"the base model's weights are broken: {error}; get the file anew") from None
-        del tensor  # or it would live on while the stream reads the next one
+                    raise UserError(f"the base model's weights are broken: {error}; get the file anew") from None
+        del tensor  # otherwise it would stay in memory while the stream reads the next one
     problems = [
         _listed("is missing", list(waiting)),
         _listed("is not part of this model", unknown),
@@ -134,16 +136,15 @@ def fill_(
         _listed("has another shape", misshapen),
     ]
     if any(problems):
-        raise config.UserError(
-            "the base model's weights do not fit the architecture: " + "; ".join(filter(None, problems))
-        )
+        raise UserError("the base model's weights do not fit the architecture: " + "; ".join(filter(None, problems)))
     _move_computed(denoiser, device)
 
 
 def decoded_tensors(denoiser: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The base weights as (diffusers name, tensor), one at a time, FP8 decoded to the compute dtype; adapters left out.
+    """Yield the base weights as (diffusers name, tensor), one at a time, dequantized to the compute dtype.
 
-    The counterpart of `fill_`: the names are those of the plain model, whether or not peft has wrapped its layers.
+    The counterpart of `fill_`: names are those of the plain model, whether or not peft has wrapped its layers, and
+    adapters are left out.
     """
     for path, module in _modules(denoiser):
         parts = path.split(".")
@@ -155,23 +156,23 @@ def decoded_tensors(denoiser: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield prefix + attribute, tensor.detach()
 
 
-def as_held(weight: Weight, layer: LayerPlan, section: config.Quantize, dtype: torch.dtype) -> Tensor:
-    """A file's weight (N, K) as the layer that is planned for it computes with it, in `dtype`, on its device."""
+def as_held(weight: Weight, layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype) -> Tensor:
+    """Return a file's weight (N, K) as its planned layer computes with it, in `dtype`, on the weight's device."""
     held = _empty(layer, section, dtype, bias=False)
     held.set_weight_(weight, layer.name)
     return held.weight.detach()
 
 
 def decoded_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
-    """`decoded_tensors` as a dict, to load into a plain diffusers model: the whole model in the compute dtype."""
+    """Return `decoded_tensors` as a dict, to load into a plain diffusers model: all weights in the compute dtype."""
     return dict(decoded_tensors(denoiser))
 
 
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def _empty(layer: LayerPlan, section: config.Quantize, dtype: torch.dtype, bias: bool) -> FrozenLinear:
-    """The layer as planned, on the meta device; it knows how it multiplies before it gets its weight."""
+def _empty(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, bias: bool) -> FrozenLinear:
+    """Return the planned layer on the meta device, with its matmul set but without its weight."""
     num_out, num_in = layer.shape
     frozen = linear_class(layer.backend)(num_in, num_out, bias, "meta", dtype, layer.form)
     frozen.set_compute_(layer.compute, section.recipe, section.fast_accum)
@@ -179,13 +180,13 @@ def _empty(layer: LayerPlan, section: config.Quantize, dtype: torch.dtype, bias:
 
 
 def _modules(denoiser: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `named_modules`; what another library's layer keeps inside is its own."""
+    """Iterate as `named_modules`, without the modules inside other libraries' layers."""
     inside = {part for layer in frozen_layers(denoiser).values() for part in layer.modules() if part is not layer}
     return ((name, module) for name, module in denoiser.named_modules() if module not in inside)
 
 
 def _names(module: nn.Module) -> list[str]:
-    """The module's own parameters and persistent buffers, by the names they have in the plain model."""
+    """Return the module's own parameters and persistent buffers, by their names in the plain model."""
     if isinstance(module, FrozenLinear):
         return ["weight"] if module.bias is None else ["weight", "bias"]
     parameters = [key for key, value in module._parameters.items() if value is not None]
@@ -223,7 +224,7 @@ def _set(
     elif tensor.is_floating_point():
         tensor = tensor.to(held)
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
-        tensor = tensor.clone()  # a slice, of a fused qkv for one: keeping it would keep the whole alive
+        tensor = tensor.clone()  # a slice (of a fused qkv, for example) would keep the whole tensor alive
     if attribute in module._parameters:
         setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
     else:
@@ -231,9 +232,9 @@ def _set(
 
 
 def _move_computed(denoiser: nn.Module, device: torch.device) -> None:
-    """Moves tensors that no checkpoint holds (non-persistent buffers), and refuses those that were lost on meta.
+    """Move tensors that no checkpoint stores (non-persistent buffers), and refuse those that were lost on meta.
 
-    Such as PixArt's position table (a buffer) and Qwen-Image's rotary frequencies (plain attributes).
+    Examples are PixArt's position table (a buffer) and Qwen-Image's rotary frequencies (plain attributes).
     UNet2DConditionModel and FluxTransformer2DModel have none.
     """
     lost: list[str] = []
@@ -245,7 +246,7 @@ def _move_computed(denoiser: nn.Module, device: torch.device) -> None:
         held = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
         lost += [dot + key for key, value in held if isinstance(value, Tensor) and value.device.type == "meta"]
     if lost:
-        raise config.UserError(
+        raise UserError(
             f"{type(denoiser).__name__} computes tensors in its constructor that no checkpoint holds, and on the meta "
             f"device they were lost: {_first(lost)}. Construct it under accelerate.init_empty_weights() instead"
         )

@@ -1,21 +1,22 @@
-"""How few bytes stand for a frozen weight: FP8 and INT8 with scales, and bitsandbytes' NF4.
+"""Storage formats for frozen weights: FP8 and INT8 with scales, and bitsandbytes' NF4.
 
 | storage | a weight is | scale, float32 | rms error on bell-shaped weights |
 |---|---|---|---|
 | fp8 | e4m3, 3 bits of mantissa | per tensor, row, 1x64, 1x128 or 128x128 | 2.65 % (1x64: 2.5 %) |
-| fp8 none | e4m3 without a scale, what kohya's `fp8_base` does | none | 3.3 % at a spread of 0.02, 56 % at 0.001 |
-| int8 | a whole number, -127 to 127 | per row, 1x64 or 1x128 | 0.85 % (row), 0.65 % (1x128) |
+| fp8 none | e4m3 without a scale, as kohya's `fp8_base` | none | 3.3 % at a standard deviation of 0.02, 56 % at 0.001 |
+| int8 | an integer, -127 to 127 | per row, 1x64 or 1x128 | 0.85 % (row), 0.65 % (1x128) |
 | nf4 | one of 16 quantiles, QLoRA (Dettmers et al. 2023) | per 64 weights, itself in 8 bits | 9.2 % |
 
-For fp8 a finer scale buys robustness against outliers and no precision: the error is that of the mantissa. For int8 it
-buys precision, since the steps are of equal size.
+For fp8 a finer scale makes the format robust against outliers but not more precise: the error comes from the mantissa.
+For int8 it makes the format more precise, because the steps are of equal size.
 
-Bytes are uint8 whatever they mean: a float8 tensor is turned to bf16, without its scale, by `module.to(bf16)` and by
-`load_state_dict`, and gloo cannot send it.
+The bytes are uint8 in every format: `module.to(bf16)` and `load_state_dict` would convert a float8 tensor to bf16
+without its scale, and gloo cannot send it.
 
 Shapes: N output features (rows), K input features (columns); a block of r x c weights shares one scale.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,20 +28,20 @@ E4M3_MAX = 448.0
 INT8_MAX = 127.0
 NF4_BLOCK = 64
 NF4_NESTED_BLOCK = 256
-# Below float32's smallest normal number a scale would itself be denormal, which GPUs may flush to zero. A zero row gets
-# this too.
+# A scale below float32's smallest normal number would be denormal, and GPUs may flush it to zero. Rows of zeros get
+# this scale too.
 MIN_SCALE = 2.0**-126
-# Weights are encoded in pieces of about this many elements, so that the float32 working copy stays small beside them.
+# Weights are encoded in pieces of about this many elements, so that the float32 working copy stays small.
 CHUNK_ELEMENTS = 1 << 18
 
 _BLOCKS = {"row": (1, 0), "tensor": (0, 0), "none": (0, 0), "1x64": (1, 64), "1x128": (1, 128), "128x128": (128, 128)}
-_BLOCKS |= {"1x32": (1, 32)}  # MXFP8, which only TransformerEngine holds
+_BLOCKS |= {"1x32": (1, 32)}  # MXFP8, which only TransformerEngine stores
 _LIMITS = {"fp8": E4M3_MAX, "int8": INT8_MAX}
 
 
 @dataclass(frozen=True)
 class Format:
-    """A storage and what shares a scale in it."""
+    """A storage format: the storage, and the block of weights that shares a scale."""
 
     storage: str
     scale: str
@@ -49,12 +50,12 @@ class Format:
         return "nf4" if self.storage == "nf4" else f"{self.storage} {self.scale}"
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns that share one scale in a weight of this shape (N, K)."""
+        """Return the rows and columns that share one scale in a weight of this shape (N, K)."""
         rows, columns = _BLOCKS[self.scale]
         return rows or shape[0], columns or shape[1]
 
     def problem(self, shape: tuple[int, int]) -> str:
-        """Why a weight of this shape (N, K) cannot be held so, or "" where it can."""
+        """Return why a weight of this shape (N, K) cannot be stored in this format, or "" if it can."""
         if self.storage == "nf4":
             odd = shape[0] * shape[1] % NF4_BLOCK or shape[1] % 2
             return f"nf4 needs a multiple of {NF4_BLOCK} weights, {shape[0]} x {shape[1]} is none" if odd else ""
@@ -64,7 +65,7 @@ class Format:
         return ""
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of each tensor that a weight of this shape (N, K) is held in, the bytes first."""
+        """Return {name: (shape, dtype)} of the tensors that store a weight of this shape (N, K), the bytes first."""
         if self.storage == "nf4":
             blocks = shape[0] * shape[1] // NF4_BLOCK
             return {
@@ -80,7 +81,7 @@ class Format:
         }
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
-        """What a weight of this shape (N, K) takes, scales included."""
+        """Return the bytes that a weight of this shape (N, K) takes, with its scales."""
         sizes = self.tensors(shape).values()
         return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in sizes)
 
@@ -89,15 +90,16 @@ FP8_ROW = Format("fp8", "row")
 
 
 def encode(weight_NK: Tensor, form: Format = FP8_ROW, name: str = "weight") -> tuple[Tensor, ...]:
-    """The tensors of `form.tensors` for this weight, computed in float32 and rounded to nearest.
+    """Quantize a weight to the tensors of `form.tensors`, computed in float32 and rounded to nearest.
 
     Args:
-        weight_NK: any floating dtype, on the device where the result shall be (meta: shapes only).
-        name: the layer, for the errors.
+        weight_NK: any floating dtype; the result is on its device (meta: shapes only).
+        form: storage format.
+        name: name of the layer, for errors.
 
     Raises:
-        ValueError: the weight holds NaN or infinity. Checked here because torch's cast to e4m3 turns infinities into
-        448. Or the form cannot hold this shape.
+        ValueError: the weight holds NaN or infinity, or the format cannot store this shape. Finiteness is checked here
+            because torch's cast to e4m3 turns infinities into 448.
     """
     shape = (weight_NK.shape[0], weight_NK.shape[1])
     if problem := form.problem(shape):
@@ -110,7 +112,7 @@ def encode(weight_NK: Tensor, form: Format = FP8_ROW, name: str = "weight") -> t
 
 
 def decode(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) that the tensors of `encode` stand for, in `dtype`, rounded once from float32."""
+    """Dequantize the tensors of `encode`. Returns the weight (N, K) in `dtype`, rounded once from float32."""
     if storage == "nf4":
         return _decode_nf4(*parts, dtype)
     qweight_NK, scale = parts
@@ -127,13 +129,13 @@ def decode(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Tenso
 
 
 def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight of `decode`, some rows at a time: (which rows, their weights in `dtype`), bit for bit the same."""
+    """Yield the weight of `decode` in pieces, equal bit for bit: (slice of rows, their weights in `dtype`)."""
     qweight, scale = parts[:2]
     num_rows, num_columns = qweight.shape[0], qweight.shape[1] * (2 if storage == "nf4" else 1)
-    # Rows that share a scale stay together; of nf4, where scales run on over the rows, those of a whole nested block.
+    # Rows that share a scale stay together. In nf4, scales cross row ends, so a piece holds whole nested blocks.
     nested = NF4_BLOCK * NF4_NESTED_BLOCK
     together = nested // math.gcd(nested, num_columns) if storage == "nf4" else num_rows // scale.shape[0]
-    chunk = CHUNK_ELEMENTS if qweight.device.type == "cpu" else 64 * CHUNK_ELEMENTS  # a GPU likes more at once
+    chunk = CHUNK_ELEMENTS if qweight.device.type == "cpu" else 64 * CHUNK_ELEMENTS  # larger pieces are faster on a GPU
     step = max(1, chunk // num_columns)
     if together < num_rows or storage == "nf4":
         step = max(together, step - step % together)
@@ -149,12 +151,12 @@ def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> 
 
 
 def round_trip(weight_NK: Tensor, form: Format, dtype: torch.dtype, name: str = "weight") -> Tensor:
-    """The weight as a layer held in `form` computes with it."""
+    """Quantize and dequantize a weight: what a layer with this format computes with."""
     return decode(encode(weight_NK, form, name), form.storage, dtype)
 
 
 def apply_scale_(values_NK: Tensor, scale: Tensor) -> Tensor:
-    """Multiplies every block by its scale, in place; the block's size follows from the shapes."""
+    """Multiply every block by its scale, in place; the block size follows from the shapes."""
     num_rows, num_columns = values_NK.shape
     rows, columns = num_rows // scale.shape[0], num_columns // scale.shape[1]
     if columns == num_columns and rows in (1, num_rows):
@@ -170,7 +172,7 @@ def _encode_scaled(weight_NK: Tensor, form: Format, name: str) -> tuple[Tensor, 
     num_rows, num_columns = shape = (weight_NK.shape[0], weight_NK.shape[1])
     rows, columns = form.block(shape)
     limit = _LIMITS[form.storage]
-    whole = rows == num_rows and columns == num_columns  # one scale, which is known only when all was seen
+    whole = rows == num_rows and columns == num_columns  # a single scale, known only after all pieces were seen
     step = max(1, CHUNK_ELEMENTS // max(1, num_columns)) if whole else max(rows, CHUNK_ELEMENTS // num_columns)
     step -= 0 if whole else step % rows
     pieces = [slice(start, start + step) for start in range(0, num_rows, step)]
@@ -200,15 +202,16 @@ def _encode_scaled(weight_NK: Tensor, form: Format, name: str) -> tuple[Tensor, 
 
 
 def _to_e4m3(blocks: Tensor, scale: Tensor) -> Tensor:
-    # amax / (amax / limit) may come out a hair above the limit, and older torch turns what is above 464 into NaN.
+    # amax / (amax / limit) may exceed the limit by rounding, and older torch turns values above 464 into NaN.
     return (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _to_e4m3_best(blocks: Tensor, scale: Tensor) -> Tensor:
-    """e4m3 under `scale` or a half octave above it, per block whichever has the smaller squared error; sets `scale`.
+    """Quantize to e4m3 with `scale`, or with a scale half an octave larger where that has the smaller squared error.
 
-    A scale moves the steps of the grid over the weights. One that maps the largest weight to 448 puts that weight, and
-    not the many, on a step: with 0.1 % of weights 30 times as large the error falls from 2.2 to 2.1 %.
+    The better scale of each block is written into `scale`. The scale shifts the e4m3 grid relative to the weights. A
+    scale that maps the largest weight to 448 puts this one weight on a grid point, instead of most others: with 0.1 %
+    of weights 30 times as large, choosing lowers the error from 2.2 to 2.1 %.
     """
     other = scale * 2**0.5
     codes, shifted = _to_e4m3(blocks, scale), _to_e4m3(blocks, other)
@@ -218,7 +221,7 @@ def _to_e4m3_best(blocks: Tensor, scale: Tensor) -> Tensor:
 
 
 def _squared_error(codes: Tensor, scale: Tensor, blocks: Tensor) -> Tensor:
-    """Per block, in units of its scale squared: in the weights' own units it could leave float32's range."""
+    """Return the squared error per block in units of its scale; in the weights' units float32 could overflow."""
     values = _e4m3_on_cpu(codes.view(torch.uint8)) * 256 if codes.device.type == "cpu" else codes.to(torch.float32)
     return (values - blocks / scale[:, None, :, None]).square_().sum(dim=(1, 3))
 
@@ -234,8 +237,11 @@ def _check_finite(scale: Tensor, rows: int, name: str) -> None:
 
 
 def _decode_in_pieces(qweight_NK: Tensor, scale: Tensor, storage: str, dtype: torch.dtype) -> Tensor:
-    """As `decode`, a few rows at a time: what lies between bytes and result stays in the processor's cache. All at once
-    it is new memory for each of four steps, which took 30 times as long for 3072 x 3072 (129 ms, so 4)."""
+    """Dequantize as `decode` does, a few rows at a time, so that intermediate values stay in the CPU's cache.
+
+    All at once, each of the four steps allocates new memory, which took 30 times as long for 3072 x 3072 (129 ms
+    instead of 4).
+    """
     num_rows, num_columns = qweight_NK.shape
     rows = num_rows // scale.shape[0]
     step = max(1, CHUNK_ELEMENTS // num_columns)
@@ -253,12 +259,12 @@ def _decode_in_pieces(qweight_NK: Tensor, scale: Tensor, storage: str, dtype: to
 
 
 def _e4m3_on_cpu(qweight_NK: Tensor) -> Tensor:
-    """The e4m3 values times 1/256, in float32.
+    """Return the e4m3 values times 1/256, in float32.
 
-    torch's CPU cast from e4m3 takes one value at a time. e4m3 is fp16 with fewer bits: moved to fp16's place, the bits
-    mean exactly 1/256 of the value (the exponent biases are 7 and 15), subnormals included.
+    torch's CPU cast from e4m3 converts one value at a time. e4m3 is fp16 with fewer bits: shifted into fp16's place,
+    the bits mean exactly 1/256 of the value (the exponent biases are 7 and 15), subnormals included.
     """
-    bits = qweight_NK.view(torch.int8).to(torch.int16)  # the sign is repeated upwards: after the shift in 15 and 14
+    bits = qweight_NK.view(torch.int8).to(torch.int16)  # sign-extended: after the shift, the sign is in bits 15 and 14
     half_NK = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)
     return half_NK.to(torch.float32)
 
@@ -266,8 +272,23 @@ def _e4m3_on_cpu(qweight_NK: Tensor) -> Tensor:
 # -- NF4 ---------------------------------------------------------------------------------------------------------------
 
 
+def load_bitsandbytes() -> None:
+    """Import bitsandbytes without TorchInductor, which takes a seventh of all of training's import time.
+
+    On import, bitsandbytes wraps operations that it has no kernels for in torch.compile. On CUDA, and on CPUs with its
+    native library, this is a single case, NF4 with an odd number of columns, which then runs uncompiled.
+    """
+    compile_ = torch.compile
+    torch.compile = lambda model=None, **_: model or (lambda function: function)
+    try:
+        with contextlib.suppress(ImportError):  # reported where bitsandbytes is needed
+            import bitsandbytes  # noqa: F401
+    finally:
+        torch.compile = compile_
+
+
 def _encode_nf4(weight_NK: Tensor, name: str) -> tuple[Tensor, ...]:
-    """bitsandbytes' own NF4 with double quantization: 4 bits a weight, and 8.1 bits for each 64 weights' scale."""
+    """Quantize with bitsandbytes' NF4 and double quantization: 4 bits a weight, and 8.1 bits per 64 weights' scale."""
     from bitsandbytes import functional
 
     if not weight_NK.abs().amax().isfinite():
@@ -275,6 +296,9 @@ def _encode_nf4(weight_NK: Tensor, name: str) -> tuple[Tensor, ...]:
     quantized, state = functional.quantize_4bit(
         weight_NK.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
     )
+    # bitsandbytes sums the scales in float32. Near the end of its range their mean overflows, and all would be NaN.
+    if not (state.offset.isfinite() and state.state2.absmax.isfinite().all()):
+        raise ValueError(f"{name}: weight is too large for nf4 (up to {float(weight_NK.abs().amax()):.1g})")
     packed = quantized.view(weight_NK.shape[0], weight_NK.shape[1] // 2)
     return packed, state.absmax, state.state2.absmax, state.offset.to(torch.float32)
 
@@ -286,8 +310,8 @@ def _decode_nf4(qweight: Tensor, scale: Tensor, nested_scale: Tensor, offset: Te
     operators = torch.ops.bitsandbytes
     code = _code(create_dynamic_map, scale.device)
     absmax = operators.dequantize_blockwise.default(scale, nested_scale, code, NF4_NESTED_BLOCK, torch.float32) + offset
-    # As rows of one block each: given the weight's own shape, bitsandbytes (0.50.2) misplaces the scales on a CPU where
-    # a row is no multiple of a block, an error of 25 % and not 9.
+    # Passed as rows of one block each: with the weight's own shape, bitsandbytes (0.50.2) misplaces the scales on a CPU
+    # if a row is no multiple of a block, an error of 25 % instead of 9.
     shape = [absmax.numel(), NF4_BLOCK]
     blocks = operators.dequantize_4bit.default(qweight.view(-1, 1), absmax, NF4_BLOCK, "nf4", shape, dtype)
     return blocks.view(qweight.shape[0], 2 * qweight.shape[1])
@@ -297,7 +321,7 @@ _codes: dict[torch.device, Tensor] = {}
 
 
 def _code(make, device: torch.device) -> Tensor:
-    """The 256 values that a scale of NF4 can take, times its nested scale."""
+    """Return the 256 values that an NF4 scale can take, before it is multiplied by its nested scale."""
     if device not in _codes:
         _codes[device] = make().to(device)
     return _codes[device]

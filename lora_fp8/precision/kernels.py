@@ -1,18 +1,18 @@
-"""Triton kernels of the FP8 matmul: what torch does to a large tensor in several passes over memory, done in one.
+"""Triton kernels of the FP8 matmul: operations that take torch several passes over a large tensor, done in one.
 
 | kernel | what it does | what torch writes in between |
 |---|---|---|
-| `quantize_rows` | reads x once, writes e4m3 and a scale per row | its size, x in float32, x / scale, that clipped |
-| the same with a factor | folds W's row scale into dY on the way | dY * scale in float32 too |
-| `transpose_bytes` | W's bytes for the backward, tile by tile | nothing, but single bytes are read far apart |
-| `epilogue` | scales, bias and LoRA onto the GEMM's result | the result of each: three in float32, three in bf16 |
+| `quantize_rows` | reads x once, writes e4m3 and a scale per row | abs(x), x in float32, x / scale, and that clipped |
+| the same with a factor | multiplies dY by W's row scale on the way | also dY * scale in float32 |
+| `transpose_bytes` | transposes W's bytes for the backward, tile by tile | nothing, but reads single bytes far apart |
+| `epilogue` | applies scales, bias and LoRA to the GEMM's result | each result: three in float32, three in bf16 |
 
-`KernelLinear` puts them together. Triton comes with torch for CUDA. Without a GPU it can interpret the kernels
-(`TRITON_INTERPRET=1`, set before anything imports triton), which is how they are tested: slowly, and with a cast to
+`KernelLinear` combines them. Triton comes with torch for CUDA. Without a GPU, Triton can interpret the kernels
+(`TRITON_INTERPRET=1`, set before anything imports triton), and this is how they are tested: slowly, and with a cast to
 e4m3 that does not round to nearest.
 
-In code that torch.compile makes, rows are quantized by torch's own operations: the compiler fuses them with the norm
-and the modulation in front, which a kernel that is called as a whole would prevent. The other two stay, as operators.
+In code compiled by torch.compile, rows are quantized by torch's own operations: the compiler fuses them with the norm
+and the modulation before them, which a call to a kernel would prevent. The other two kernels are kept, as operators.
 
 Shapes: M tokens, N output features, K input features, R rank.
 """
@@ -32,47 +32,73 @@ _INTERPRETED = knobs.runtime.interpret
 _LARGEST = tl.constexpr(E4M3_MAX)
 _SMALLEST_SCALE = tl.constexpr(MIN_SCALE)
 _TILE = 128  # bytes a side: whole cache lines in both directions
+_WIDEST = (
+    16384  # values of a row that a program's registers hold, 32 a thread; 64 spill (tests/test_kernels_compiled.py)
+)
 
 
 # -- rows to e4m3 ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _quantize_rows(
-    x_ptr, factor_ptr, values_ptr, scale_ptr, K, x_stride, factor_stride, FOLD: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    inside = k < K
-    x = tl.load(x_ptr + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+def _load_row(x_ptr, factor_ptr, k, K, factor_stride, FOLD: tl.constexpr):
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if FOLD:
-        x *= tl.load(factor_ptr + k * factor_stride, mask=inside, other=0.0)
-    size = tl.abs(x)
+        x *= tl.load(factor_ptr + k * factor_stride, mask=k < K, other=0.0)
+    return x
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr, factor_ptr, values_ptr, scale_ptr, K, x_stride, factor_stride,
+    FOLD: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    k = tl.arange(0, BLOCK)
+    if WHOLE:
+        x = _load_row(x_ptr, factor_ptr, k, K, factor_stride, FOLD)
+        size = tl.abs(x)
+        # A maximum ignores NaN, so NaN is checked separately.
+        broken = tl.where(size < float("inf"), 0, 1)
+    else:  # a row that does not fit into registers is read twice
+        size, broken = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, K, BLOCK):
+            part = tl.abs(_load_row(x_ptr, factor_ptr, first + k, K, factor_stride, FOLD))
+            size = tl.maximum(size, part)
+            broken = tl.where(part < float("inf"), broken, 1)
     scale = tl.math.div_rn(tl.max(size, axis=0), _LARGEST)
     scale = tl.where(scale < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
-    # A maximum passes over NaN, so that is asked for.
-    broken = tl.max(tl.where(size < float("inf"), 0, 1), axis=0)
-    scale = tl.where(broken == 0, scale, float("nan"))
-    # No clipping: the largest quotient is 448 and a rounding error, which the cast takes to 448.
-    tl.store(values_ptr + row * K + k, tl.math.div_rn(x, scale).to(tl.float8e4nv), mask=inside)
+    scale = tl.where(tl.max(broken, axis=0) == 0, scale, float("nan"))
+    # No clipping: the largest quotient is 448 plus a rounding error, which the cast rounds to 448.
+    if WHOLE:
+        tl.store(values_ptr + row * K + k, tl.math.div_rn(x, scale).to(tl.float8e4nv), mask=k < K)
+    else:
+        for first in range(0, K, BLOCK):
+            part = _load_row(x_ptr, factor_ptr, first + k, K, factor_stride, FOLD)
+            place = values_ptr + row * K + first + k
+            tl.store(place, tl.math.div_rn(part, scale).to(tl.float8e4nv), mask=first + k < K)
     tl.store(scale_ptr + row, scale)
 
 
 def quantize_rows(x_MK: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`matmul.quantize` of `x * factor` with the recipe "current": e4m3 values (M, K) and float32 scale (M, 1).
+    """Quantize `x * factor` as `matmul.quantize` does with the recipe "current".
+
+    A row with NaN or infinity gets the scale NaN, so that its products are NaN.
 
     Args:
         x_MK: bf16, fp16 or float32.
         factor: float32, K values or one; None means 1. The product exists in registers only.
 
-    A row with NaN or infinity gets the scale NaN, so that what it is multiplied with is NaN.
+    Returns:
+        e4m3 values (M, K) and float32 scale (M, 1).
     """
     num_rows, num_columns = x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     values_MK = torch.empty((num_rows, num_columns), dtype=E4M3, device=x_MK.device)
     scale = torch.empty((num_rows, 1), dtype=torch.float32, device=x_MK.device)
-    block = triton.next_power_of_2(num_columns)
+    block = min(triton.next_power_of_2(num_columns), _WIDEST)
     with torch.cuda.device_of(x_MK):
         _quantize_rows[(num_rows,)](
             x_MK,
@@ -84,7 +110,8 @@ def quantize_rows(x_MK: Tensor, factor: Tensor | None = None) -> tuple[Tensor, T
             0 if factor is None or factor.numel() == 1 else 1,
             FOLD=factor is not None,
             BLOCK=block,
-            num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,  # up to 32 values a thread, for any width
+            WHOLE=num_columns <= block,
+            num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
         )
     return values_MK, scale
 
@@ -102,7 +129,7 @@ def _transpose_bytes(bytes_ptr, transposed_ptr, N, K, TILE: tl.constexpr):
 
 
 def transpose_bytes(qweight_NK: Tensor) -> Tensor:
-    """`matmul.transpose` of contiguous uint8 (N, K) of any size: contiguous (K, N)."""
+    """Transpose contiguous uint8 (N, K) of any size, as `matmul.transpose` does. Returns contiguous (K, N)."""
     if torch.compiler.is_compiling():
         return _transpose_operator(qweight_NK)
     num_rows, num_columns = qweight_NK.shape
@@ -167,13 +194,16 @@ def epilogue(
     scaling: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`sum * a_scale * w_scale + bias + scaling * h @ b.T` in `dtype`, added up in float32 and rounded once.
+    """Compute `sum * a_scale * w_scale + bias + scaling * h @ b.T` in float32, rounded once to `dtype`.
 
     Args:
-        sum_MN: what the GEMM gave without scales; its memory becomes that of the result where it has the dtype.
+        sum_MN: result of the GEMM without scales; if it has the right dtype, the result is written into its memory.
         a_scale: float32 (M, 1).
         w_scale: float32, N values or one; None means 1.
-        h_MR: (M, R) and `b_NR`: (N, R, of any strides) in one dtype; both None means no LoRA.
+        bias_N: bias, or None.
+        h_MR, b_NR: (M, R) and (N, R, of any strides) in one dtype; both None means no LoRA.
+        scaling: factor of the LoRA.
+        dtype: dtype of the result.
     """
     if torch.compiler.is_compiling():
         return _epilogue_operator(sum_MN, a_scale, w_scale, bias_N, h_MR, b_NR, scaling, dtype)
@@ -214,7 +244,7 @@ def _run_epilogue(
             SCALED=w_scale is not None,
             BIASED=bias_N is not None,
             ADAPTED=h_MR is not None,
-            WIDE=_INTERPRETED,  # the interpreter multiplies bf16 as if its bits were whole numbers
+            WIDE=_INTERPRETED,  # the interpreter multiplies bf16 as if its bits were integers
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_R=min(64, max(16, triton.next_power_of_2(rank))),
@@ -234,7 +264,7 @@ def _epilogue_operator(
     scaling: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    y_MN = torch.empty_like(sum_MN, dtype=dtype)  # an operator must not give back what it was given
+    y_MN = torch.empty_like(sum_MN, dtype=dtype)  # a custom operator must not return its input
     return _run_epilogue(sum_MN, a_scale, w_scale, bias_N, h_MR, b_NR, scaling, y_MN)
 
 
@@ -256,16 +286,16 @@ def _(
 
 
 class KernelLinear(torch.autograd.Function):
-    """`matmul.Fp8Linear` with the recipe "current", and a LoRA beside it in the same pass over the result.
+    """`matmul.Fp8Linear` with the recipe "current", and a LoRA added in the same pass over the result.
 
         y = x W^T + bias + scaling * (x A^T) B^T
 
-    W's part is multiplied in FP8; A's and B's in their own dtype, as peft does, except that their product is added in
-    float32 before the one rounding. The gradient for x holds both parts, rounded once too.
+    W's product is computed in FP8. A's and B's are computed in their own dtype, as in peft, except that they are added
+    in float32 before the single rounding. The gradient for x contains both parts and is rounded once too.
 
-    Arguments: x (..., K), which the gradient is for; its e4m3 values (M, K) and scale (M, 1); bias (N) or None; W's
-    bytes and scale; A (R, K) and B (N, R), or None and None; scaling; whether the backward decodes W instead of
-    multiplying in FP8; whether the forward may accumulate fast (in fewer bits).
+    Arguments: x (..., K), which gets a gradient; its e4m3 values (M, K) and scale (M, 1); bias (N) or None; W's bytes
+    and scale; A (R, K) and B (N, R), or None and None; scaling; True if the backward dequantizes W instead of
+    multiplying in FP8; True if the forward may accumulate fast (in fewer bits).
     """
 
     @staticmethod
@@ -288,7 +318,8 @@ class KernelLinear(torch.autograd.Function):
         if a_RK is None:
             ctx.save_for_backward(qweight_NK, scale)
         else:
-            # To A's dtype, as peft casts; and the product too, which autocast may have given another.
+            # Both the input and the product are cast to A's dtype, as in peft: autocast may have given the product
+            # another.
             h_MR = (x.reshape(-1, x.shape[-1]).to(a_RK.dtype) @ a_RK.t()).to(a_RK.dtype)
             ctx.save_for_backward(qweight_NK, scale, x, h_MR, a_RK, b_NR)
         sum_MN = unscaled_product(values_MK, qweight_NK, x.dtype, fast_accum)
@@ -297,7 +328,7 @@ class KernelLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: non-reentrant checkpointing refuses a second look
+        saved = ctx.saved_tensors  # read once: non-reentrant checkpointing refuses a second access
         qweight_NK, scale = saved[:2]
         grad_x = grad_bias_N = grad_a_RK = grad_b_NR = a_RK = grad_h_MR = None
         grad_MN = grad.reshape(-1, grad.shape[-1])
@@ -319,7 +350,7 @@ class KernelLinear(torch.autograd.Function):
                     values_MN, grad_scale = quantize(grad_MN * scale.view(1, -1))
                 else:
                     values_MN, grad_scale = quantize_rows(grad_MN, scale)
-                # Fast accumulation is for the forward only: gradients' small terms are what it drops.
+                # Fast accumulation is for the forward only: it drops small terms, which gradients need.
                 sum_MK = unscaled_product(values_MN, transpose_bytes(qweight_NK), grad.dtype, False)
                 a_KR = None if a_RK is None else a_RK.t()
                 grad_MK = epilogue(sum_MK, grad_scale, None, None, grad_h_MR, a_KR, 1.0, grad.dtype)

@@ -1,9 +1,9 @@
-"""`FrozenLinear`: a linear layer whose weight is a few bytes that never change.
+"""`FrozenLinear`: a linear layer whose weight is quantized and never changes.
 
-* The bytes are a uint8 *parameter*: a buffer would be sent at every forward by DDP and never sharded by FSDP. (Why
-  uint8: see `formats`.)
-* Scales and what else the format needs are buffers that follow moves between devices and never change dtype.
-* It stays an `nn.Linear` for peft's dispatch and for `isinstance` checks in models, but has no `weight` parameter.
+* The quantized bytes are a uint8 *parameter*: DDP would broadcast a buffer at every forward, and FSDP would not shard
+  it. (Why uint8: see `formats`.)
+* Scales and the format's other tensors are buffers, which move between devices with the module but keep their dtype.
+* The class is an `nn.Linear` for peft's dispatch and for `isinstance` checks in models, but has no `weight` parameter.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..config import UserError
+from ..errors import UserError
 from . import stream
 from .formats import FP8_ROW, Format, decode
 from .matmul import Fp8Linear, UpcastLinear, quantize, quantize_shared
@@ -21,26 +21,27 @@ from .quantized import Weight, parts_in
 from .stream import here, put_away
 
 AMAX_HISTORY = 16
-"""Steps that the delayed recipe looks back."""
+"""Number of past steps that the delayed recipe takes into account."""
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer whose frozen weight is held in `form` and multiplied as `set_compute_` says (at first: upcast).
+    """A linear layer with a frozen weight stored as `form` and multiplied as `set_compute_` says (default: upcast).
 
-    `weight` is a property that decodes anew at every access, so writing into it changes nothing (`merge` a LoRA into
-    `decoded_state_dict`).
+    `weight` is a property that dequantizes at every access, so writing into it changes nothing (to `merge` a LoRA,
+    write into `decoded_state_dict`).
 
     Attributes:
-        form: how the bytes stand for the weight.
-        qweight: uint8 parameter (N, K), for nf4 (N, K / 2); never trained. No parameter of a layer that `waits`.
-        scale: float32 buffer, a value per block of `form`; for nf4 see `formats.Format.tensors`.
+        form: storage format of the weight.
+        qweight: uint8 parameter (N, K), or (N, K / 2) for nf4; never trained. No parameter in a layer that `waits`.
+        scale: float32 buffer, one value per block of `form`; for nf4 see `formats.Format.tensors`.
         bias: frozen parameter (N,) in the compute dtype, or None.
-        backend: whose layer it is; see `backends`.
-        compute_dtype: what the weight is decoded to. Follows `.to(dtype)`, `.half()` and the like. peft reads this name
-            and puts its adapters in this dtype; without it they would end up in the dtype of the bytes.
+        backend: library that the layer belongs to; see `backends`.
+        compute_dtype: dtype to which the weight is dequantized. Follows `.to(dtype)`, `.half()` and the like. peft
+            reads this name and creates its adapters in this dtype; without it they would get the dtype of the bytes.
         compute, recipe, fast_accum: see `matmul`.
-        kernels: "torch", or "triton": those of `kernels` where the layer multiplies in FP8 with the recipe "current".
-        amax_history, amax_newest: with the delayed recipe, float32 (2, 16) and (2, 1): activations, gradients.
+        kernels: "torch", or "triton": use those of `kernels` for FP8 matmuls with the recipe "current".
+        amax_history, amax_newest: float32 (2, 16) and (2, 1) for activations and gradients, with the delayed recipe
+            only.
     """
 
     backend = "own"
@@ -55,7 +56,7 @@ class FrozenLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         form: Format = FP8_ROW,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's own would allocate and draw a float weight
+        nn.Module.__init__(self)  # nn.Linear's own would allocate and initialize a float weight
         self.in_features, self.out_features, self.form = in_features, out_features, form
         self.compute_dtype = dtype or torch.get_default_dtype()
         self.compute, self.recipe, self.fast_accum = "upcast", "current", True
@@ -64,7 +65,7 @@ class FrozenLinear(nn.Linear):
         self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N, False))
 
     def _make_(self, device: torch.device | str | None) -> None:
-        """What holds the weight: zeros, until `set_weight_`. Other backends put theirs here."""
+        """Create the tensors of the weight, zero until `set_weight_`. Other backends override this."""
         for name, (shape, kind) in self.form.tensors((self.out_features, self.in_features)).items():
             tensor = torch.zeros(shape, dtype=kind, device=device)
             if name == "qweight":
@@ -74,10 +75,16 @@ class FrozenLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype, name: str = "weight", form: Format = FP8_ROW) -> Self:
-        """The quantized stand-in of `linear`, on its device (meta included).
+        """Return a quantized copy of `linear`, on its device (meta included).
+
+        Args:
+            linear: the layer to copy.
+            dtype: compute dtype.
+            name: name of the layer for error messages.
+            form: storage format.
 
         Raises:
-            ValueError: non-finite weights, naming `name`.
+            ValueError: the weight is not finite; names `name`.
         """
         device = linear.weight.device
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", dtype, form)
@@ -88,30 +95,30 @@ class FrozenLinear(nn.Linear):
         return layer
 
     def set_weight_(self, weight: Weight, name: str = "weight") -> None:
-        """Replaces the weight (N, K); the layer's bytes then lie on its device.
+        """Replace the weight (N, K); the quantized tensors are then on its device.
 
         Raises:
-            ValueError: non-finite weights, naming `name`.
+            ValueError: the weight is not finite; names `name`.
         """
         self.set_parts_(*parts_in(weight, self.form, name))
 
     @property
     def device(self) -> torch.device:
-        """Where it multiplies."""
+        """The device on which the layer computes."""
         return self.scale.device if self.waits else self.qweight.device
 
     @property
     def waits(self) -> bool:
-        """Whether its bytes are in main memory while they are not used; see `stream`."""
+        """True if the quantized weight is offloaded to RAM while it is not used; see `stream`."""
         return "qweight" in vars(self)
 
     def wait_(self) -> None:
-        """Keeps the bytes, now or when it gets them, in main memory, where moves between devices leave them."""
+        """Offload the quantized weight to RAM, now or when it is set; moves between devices leave it there."""
         qweight = self._parameters.pop("qweight")
         vars(self)["qweight"] = put_away(qweight.detach())
 
     def set_parts_(self, *parts: Tensor) -> None:
-        """Replaces what the weight is held in, in the order and shapes of `form.tensors`."""
+        """Replace the quantized tensors, in the order and shapes of `form.tensors`."""
         wanted = self.form.tensors((self.out_features, self.in_features))
         for (name, (shape, kind)), tensor in zip(wanted.items(), parts, strict=True):
             if tensor.shape != shape or tensor.dtype != kind:
@@ -126,7 +133,7 @@ class FrozenLinear(nn.Linear):
                 self.qweight = nn.Parameter(tensor, requires_grad=False)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """What the weight is held in, as `formats.decode` takes it, once `stream.here` has brought what waits."""
+        """Return the quantized tensors; `stream.here` fetches the offloaded ones before `formats.decode`."""
         if self.form.storage == "nf4":
             return self.qweight, self.scale, self.nested_scale, self.offset
         return self.qweight, self.scale
@@ -134,7 +141,7 @@ class FrozenLinear(nn.Linear):
     def set_compute_(self, compute: str, recipe: str = "current", fast_accum: bool = True) -> None:
         """Choose how the layer multiplies: "upcast", "fp8" or "fp8_forward"; see `matmul` for the recipes.
 
-        What the delayed recipe remembers begins when the layer has its bytes, and is kept from then on.
+        The delayed recipe's history is created when the layer has its weight, and is kept from then on.
         """
         self.compute, self.recipe, self.fast_accum = compute, recipe, fast_accum
         device = self.device
@@ -144,27 +151,35 @@ class FrozenLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
+        """The dequantized weight (N, K) in the compute dtype, computed at every access."""
         return decode(here(self.parts()), self.form.storage, self.compute_dtype)
 
     @property
     def takes_lora(self) -> bool:
-        """Whether `forward` runs the Triton kernels, which add a LoRA's part in the same pass."""
-        # On the meta device, where a step can be tried without memory, there is nothing to run them on.
+        """True if `forward` runs the Triton kernels, which add a LoRA in the same pass."""
+        # A dry run on the meta device has no tensors that the kernels could read.
         return self.kernels == "triton" and self.compute != "upcast" and self.qweight.device.type != "meta"
 
     def forward(self, x: Tensor, lora: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
-        """Multiplies x (..., K). With `lora`, which only a layer that `takes_lora` is given: (A (R, K), B (N, R), the
-        factor of `B A x`)."""
+        """Multiply x (..., K) by the weight.
+
+        Args:
+            x: input in the compute dtype.
+            lora: (A (R, K), B (N, R), factor of `B A x`); only for a layer that `takes_lora`.
+        """
         bias_N = self.bias
         kind = x.device.type
-        # The meta device has no autocast, and raises if asked about it.
+        # Asking about autocast on the meta device, which has none, raises.
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, bias_N = x.to(dtype), None if bias_N is None else bias_N.to(dtype)
         elif x.dtype != self.compute_dtype:
             raise RuntimeError(f"FrozenLinear computes in {self.compute_dtype} but was given {x.dtype}")
         if self.takes_lora:
-            from .kernels import KernelLinear, quantize_rows  # triton, which not every machine has
+            from .kernels import (
+                KernelLinear,
+                quantize_rows,  # needs triton, which is not installed everywhere
+            )
 
             values_MK, x_scale = quantize_shared(x, self.recipe, quantize_rows)
             precise = self.compute == "fp8_forward"
@@ -176,7 +191,7 @@ class FrozenLinear(nn.Linear):
             return UpcastLinear.apply(x, bias_N, self.form.storage, *self.parts())
         of_x = of_grad = (None, None)
         if self.recipe == "delayed":
-            # What is drawn between two steps must leave no trace in them: only what is trained on counts.
+            # A forward without gradients, such as a preview's, must not change the history of training.
             newest = self.amax_newest if torch.is_grad_enabled() else self.amax_newest.clone()
             of_x, of_grad = zip(self.amax_history, newest, strict=True)
             values_MK, x_scale = quantize(x.detach().reshape(-1, x.shape[-1]), "delayed", *of_x)
@@ -193,7 +208,7 @@ class FrozenLinear(nn.Linear):
         self.compute_dtype = fn(probe).dtype
         for name, tensor in before.items():
             now = self._buffers[name]
-            if now.dtype != tensor.dtype:  # a cast, which would round the scales: take the old ones along instead
+            if now.dtype != tensor.dtype:  # a cast would round the scales, so keep the old ones and only move them
                 on_meta = tensor.device.type == "meta"
                 self._buffers[name] = torch.empty_like(tensor, device=now.device) if on_meta else tensor.to(now.device)
         return self
@@ -202,7 +217,7 @@ class FrozenLinear(nn.Linear):
         for name, (_, kind) in self.form.tensors((self.out_features, self.in_features)).items():
             given = state_dict.get(f"{prefix}{name}")
             if given is not None and given.dtype != kind:
-                # copy_ would convert the values, not the bits.
+                # copy_ would convert the values instead of the bits.
                 raise ValueError(f"{prefix}{name}: expected {kind}, was given {given.dtype}")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -215,17 +230,18 @@ class FrozenLinear(nn.Linear):
 
 
 def frozen_layers(denoiser: nn.Module) -> dict[str, FrozenLinear]:
-    """The frozen layers by the names that they have in the plain model, whether or not adapters wrap them."""
+    """Return the frozen layers by their names in the plain model, whether or not adapters wrap them."""
     found = ((name, module) for name, module in denoiser.named_modules() if isinstance(module, FrozenLinear))
     return {".".join(part for part in name.split(".") if part != "base_layer"): module for name, module in found}
 
 
 def offload_(denoiser: nn.Module, share: float) -> int:
-    """Has about this share of the frozen bytes wait in main memory (see `stream`), in place. Layers on the meta device
-    put theirs there when they get them.
+    """Offload about this share of the frozen bytes to RAM (see `stream`), in place.
+
+    Layers on the meta device are offloaded when their weights are set.
 
     Returns:
-        How many bytes wait.
+        Number of offloaded bytes.
     """
     layers = frozen_layers(denoiser)
     names = stream.chosen({name: layer.qweight.nbytes for name, layer in layers.items()}, share)
@@ -236,7 +252,7 @@ def offload_(denoiser: nn.Module, share: float) -> int:
 
 @contextlib.contextmanager
 def decoded_compute(denoiser: nn.Module) -> Iterator[None]:
-    """For a while, every frozen layer multiplies decoded weights: what a program without FP8 matmuls computes."""
+    """Dequantize before every matmul inside this context: what a program without FP8 matmuls computes."""
     layers = list(frozen_layers(denoiser).values())
     before = [layer.compute for layer in layers]
     for layer in layers:
@@ -249,9 +265,9 @@ def decoded_compute(denoiser: nn.Module) -> Iterator[None]:
 
 
 class AmaxHistory:
-    """The delayed recipe's memory of a denoiser: the largest activation and gradient of each layer in the last steps.
+    """The delayed recipe's history of a denoiser: the largest activation and gradient of each layer in past steps.
 
-    `tensors` is what a checkpoint holds; it is empty under the other recipes, and then nothing here does anything.
+    Checkpoints store `tensors`, which is empty for the other recipes; then all methods do nothing.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -259,14 +275,14 @@ class AmaxHistory:
         self.layers = {name: layer for name, layer in layers.items() if hasattr(layer, "amax_history")}
 
     def tensors(self) -> dict[str, Tensor]:
-        """ "amax.<layer>" -> float32 (2, 16), the newest step first."""
+        """Return {"amax.<layer>": float32 (2, 16)}, the newest step first."""
         return {f"amax.{name}": layer.amax_history.cpu().clone() for name, layer in self.layers.items()}
 
     def load_(self, tensors: dict[str, Tensor]) -> None:
-        """Takes up what `tensors` gave.
+        """Restore what `tensors` returned.
 
         Raises:
-            config.UserError: a layer's history is missing.
+            UserError: a layer's history is missing.
         """
         missing = [name for name in self.layers if f"amax.{name}" not in tensors]
         if missing:
@@ -275,12 +291,12 @@ class AmaxHistory:
             layer.amax_history.copy_(tensors[f"amax.{name}"])
 
     def forget_step_(self) -> None:
-        """Drops what was seen since the last step ended, such as a trial run's values."""
+        """Discard the values seen since the last step ended, such as those of a trial run."""
         for layer in self.layers.values():
             layer.amax_newest.zero_()
 
     def end_step_(self, max_over_processes: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Moves this step's largest values into the history. All processes must come here together."""
+        """Append this step's largest values to the history. All processes must call this together."""
         if not self.layers:
             return
         newest = max_over_processes(torch.stack([layer.amax_newest for layer in self.layers.values()]))

@@ -1,29 +1,31 @@
-"""What a frozen layer does with its bytes: decode them and multiply, or multiply them as they are.
+"""The matmul of a frozen layer: dequantize the weight and multiply, or multiply in FP8.
 
-Three ways to compute `y = x W^T + b` and its gradient for x. The weight never gets one, so a step costs two GEMMs per
-layer and not three; and only references to the bytes and scales that the layer owns are kept for backward. (Decoding in
-front of `F.linear` would make autograd keep the decoded weight of every layer, the memory that FP8 was to save.)
+There are three ways to compute `y = x W^T + b` and its gradient for x. The weight never gets a gradient, so a step
+costs two GEMMs per layer instead of three, and backward keeps only references to the layer's own bytes and scales.
+(Dequantizing before `F.linear` would make autograd save the dequantized weight of every layer: the memory that FP8 is
+to save.)
 
 | compute | forward | gradient for x |
 |---|---|---|
-| upcast | W decoded, GEMM in the compute dtype | W decoded again, GEMM in the compute dtype |
+| upcast | W dequantized, GEMM in the compute dtype | W dequantized again, GEMM in the compute dtype |
 | fp8 | x to e4m3 with a scale per token, FP8 GEMM | dY to e4m3 with a scale per token, FP8 GEMM |
 | fp8_forward | as fp8 | as upcast |
 
-One stored copy of W serves both FP8 GEMMs. In the forward W's row scale indexes the output and multiplies the product.
-In the backward it indexes the dimension that is summed over, so it is multiplied into dY before dY is quantized. What
-differs is the layout: FP8 tensor cores want both operands contiguous along the sum, so the backward transposes the
-bytes into a scratch tensor that lives for that GEMM only.
+One stored copy of W serves both FP8 GEMMs. In the forward, W's row scale indexes the output and multiplies the product.
+In the backward, it indexes the dimension that is summed over, so dY is multiplied by it before dY is quantized. Only
+the layout differs: FP8 tensor cores need both operands contiguous along the sum, so the backward transposes the bytes
+into a scratch tensor that lives for that GEMM only.
 
-The GEMM itself runs with unit scales and the scales multiply its result: torch's kernel for scales per row was measured
-to be slower than the one for scales per tensor on Hopper, up to twice on some shapes (pytorch#147971).
+The GEMM itself runs with unit scales, and the scales multiply its result. torch's kernel for scales per row was
+measured to be slower on Hopper than the one for scales per tensor, by up to a factor of two on some shapes
+(pytorch#147971).
 
-Scaling recipes, for what is quantized anew at every step (activations and gradients):
+Activations and gradients are quantized anew at every step, by one of these scaling recipes:
 
 * current: from the tensor itself, per token.
-* delayed: one scale per tensor from the largest values of the last steps (Micikevicius et al. 2022, as in
-  TransformerEngine): no pass over the tensor before the cast, but a sudden large value is clipped.
-* block: 1x128, against a weight held with 128x128 scales (as DeepSeek-V3 trains).
+* delayed: one scale per tensor from the largest values of past steps (Micikevicius et al. 2022, as in
+  TransformerEngine). It needs no pass over the tensor before the cast, but clips a sudden large value.
+* block: per 1x128 block, for a weight with 128x128 scales (as DeepSeek-V3 trains).
 
 Shapes: M tokens (all leading dimensions), N output features, K input features.
 """
@@ -44,13 +46,13 @@ BLOCK = 128
 
 
 class UpcastLinear(torch.autograd.Function):
-    """`y = x @ decode(W).T + bias`, with a gradient for x (and bias) only.
+    """Computes `y = x @ decode(W).T + bias`, with a gradient for x (and bias) only.
 
-    Arguments: x (..., K); bias (N) or None; the storage's name; the tensors of `formats.encode`, two or four.
+    Arguments: x (..., K); bias (N) or None; the storage's name; the two or four tensors of `formats.encode`.
     """
 
-    # The parts are named one by one: torch.compile takes a function's `ctx` for left out when the number of arguments
-    # happens to be that of its parameters, which two parts as `*parts` come to (torch 2.13).
+    # The parts are named one by one: with `*parts`, torch.compile (torch 2.13) believes that `ctx` was left out if the
+    # number of arguments equals the number of parameters, which is so for two parts.
     @staticmethod
     def forward(
         ctx: Any,
@@ -63,17 +65,17 @@ class UpcastLinear(torch.autograd.Function):
         offset: Tensor | None = None,
     ) -> Tensor:
         parts = (qweight, scale) if nested_scale is None else (qweight, scale, nested_scale, offset)
-        ctx.save_for_backward(*parts)  # references to what the layer owns: no bytes are added
+        ctx.save_for_backward(*parts)  # references to the layer's own tensors: no extra bytes
         ctx.storage = storage
         return F.linear(x, decode(here(parts), storage, x.dtype), bias_N)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        parts = ctx.saved_tensors  # once: non-reentrant checkpointing refuses a second look
+        parts = ctx.saved_tensors  # read once: non-reentrant checkpointing refuses a second access
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
             weight_NK = decode(once_more(here(parts)), ctx.storage, grad.dtype)
-            # Flattened as autograd does for F.linear, so that the result is the same to the bit.
+            # Flattened as autograd does for F.linear, so that the result is equal bit for bit.
             grad_x = (grad.reshape(-1, grad.shape[-1]) @ weight_NK).view(*grad.shape[:-1], weight_NK.shape[1])
         if ctx.needs_input_grad[1]:
             grad_bias_N = grad.sum(dim=tuple(range(grad.ndim - 1)))
@@ -81,8 +83,10 @@ class UpcastLinear(torch.autograd.Function):
 
 
 def once_more(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The parts under another name, where torch.compile looks: it would see that the backward decodes what the forward
-    has decoded, and keep the decoded weight of every layer in between."""
+    """Hide from torch.compile that the backward dequantizes the same parts as the forward.
+
+    Otherwise it would keep the dequantized weight of every layer between the two.
+    """
     if not torch.compiler.is_compiling():
         return parts
     return parts[0].bitwise_not().bitwise_not(), *parts[1:]
@@ -91,9 +95,9 @@ def once_more(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 class Fp8Linear(torch.autograd.Function):
     """As `UpcastLinear`, with e4m3 operands in the forward GEMM and, unless `precise_backward`, in the backward's.
 
-    Arguments: x (..., K), which the gradient is for; its e4m3 values (M, K) and scale from `quantize`; bias; W's bytes
-    and scale; whether the backward decodes W instead; whether the forward may accumulate fast (in fewer bits); the
-    recipe; and for the delayed recipe the amax history of gradients and the largest value of this step, else None.
+    Arguments: x (..., K), which gets a gradient; its e4m3 values (M, K) and scale from `quantize`; bias (N) or None;
+    W's bytes and scale; True if the backward dequantizes W instead; True if the forward may accumulate fast (in fewer
+    bits); the recipe; the delayed recipe's amax history of gradients and largest value of this step, else None.
     """
 
     @staticmethod
@@ -133,7 +137,7 @@ class Fp8Linear(torch.autograd.Function):
                 else:
                     folded_MN, transposed_scale = grad_MN * scale.view(1, -1), None  # in float32
                 values_MN, grad_scale = quantize(folded_MN, ctx.recipe, ctx.history, ctx.newest)
-                # Fast accumulation is for the forward only: gradients' small terms are what it drops.
+                # Fast accumulation is for the forward only: it drops small terms, which gradients need.
                 grad_MK = _multiply(
                     values_MN, grad_scale, transpose(qweight_NK), transposed_scale, grad.dtype, ctx.recipe, False
                 )
@@ -146,13 +150,18 @@ class Fp8Linear(torch.autograd.Function):
 def quantize(
     x_MK: Tensor, recipe: str = "current", history: Tensor | None = None, newest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The e4m3 values (M, K) and the scale of an activation or gradient: value * scale = x.
+    """Quantize an activation or gradient to e4m3, so that value * scale = x.
+
+    A row with NaN or infinity becomes NaN, as in a bf16 GEMM; it is never clipped to 448.
 
     Args:
-        recipe: current: scale (M, 1). delayed: scale (1, 1), from `history`; `newest` (1) rises to this tensor's
-            largest value. block: scale (M, K / 128).
+        x_MK: the tensor.
+        recipe: "current": scale (M, 1). "delayed": scale (1, 1), from `history`. "block": scale (M, K / 128).
+        history: past largest values of the delayed recipe.
+        newest: largest value (1) of this step, raised in place to this tensor's if that is larger.
 
-    A row with NaN or infinity comes out as NaN, as it would from a GEMM in bf16; it is never clipped to 448.
+    Returns:
+        The e4m3 values (M, K) and the float32 scale.
     """
     if recipe == "block":
         blocks = x_MK.reshape(x_MK.shape[0], -1, BLOCK)
@@ -163,7 +172,7 @@ def quantize(
         amax = x_MK.abs().amax().to(torch.float32).view(1)
         torch.maximum(newest, amax, out=newest)
         known = history.amax().view(1)
-        # Before the first step there is no history, and the tensor itself has to say.
+        # Before the first step the history is empty, so the tensor's own maximum is used.
         scale = (torch.where(known > 0, known, amax) / E4M3_MAX).clamp(min=MIN_SCALE).view(1, 1)
         return _to_e4m3(x_MK.to(torch.float32) / scale), torch.where(amax.isfinite(), scale, float("nan"))
     scale = (x_MK.abs().amax(dim=-1, keepdim=True).to(torch.float32) / E4M3_MAX).clamp(min=MIN_SCALE)
@@ -171,12 +180,12 @@ def quantize(
 
 
 def _to_e4m3(values: Tensor) -> Tensor:
-    # Row by row, as the CUDA kernel wants it: a picture of one that comes from (B, C, H, W) lies column by column.
+    # Row-major, as the CUDA kernel requires: with one image, a tensor from (B, C, H, W) is column-major.
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3, memory_format=torch.contiguous_format)
 
 
 def transpose(qweight_NK: Tensor) -> Tensor:
-    """The bytes with rows and columns swapped, contiguous (K, N)."""
+    """Return the bytes with rows and columns swapped, contiguous (K, N)."""
     return qweight_NK.t().contiguous()
 
 
@@ -189,29 +198,33 @@ def _multiply(
     recipe: str,
     fast_accum: bool,
 ) -> Tensor:
-    """`(a * a_scale) @ (W * scale).T` of e4m3 values in `dtype` (M, N)."""
+    """Compute `(a * a_scale) @ (W * scale).T` of e4m3 values. Returns (M, N) in `dtype`."""
     if recipe == "block":
         return _multiply_blocks(a_MK, a_scale, qweight_NK.view(E4M3), scale, dtype)
-    # In float32: a scale in bf16 would add its own 0.2 %.
+    # Scaled in float32: a bf16 scale would add an error of 0.2 %.
     y_MN = unscaled_product(a_MK, qweight_NK, dtype, fast_accum).to(torch.float32) * a_scale
     return (y_MN if scale is None else y_MN * scale.view(1, -1)).to(dtype)
 
 
 def unscaled_product(a_MK: Tensor, qweight_NK: Tensor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """`a @ W.T` (M, N) of the e4m3 values alone: in `dtype`, for fp16 in float32.
+    """Compute `a @ W.T` of the e4m3 values without scales. Returns (M, N) in `dtype`, for fp16 in float32.
 
-    Layout rules of the CUDA kernel, which the CPU's does not enforce: a row-major, W^T column-major, K and N multiples
-    of 16. `tests/test_matmul.py` holds every layer of the large models against them without a GPU.
+    The CUDA kernel has layout rules that the CPU's does not enforce: a row-major, W^T column-major, K and N multiples
+    of 16. `tests/test_matmul.py` checks every layer of the large models against them without a GPU.
     """
     # Unscaled sums reach 448 * 448 * K, too much for fp16.
     wide = torch.float32 if dtype == torch.float16 else dtype
+    if a_MK.device.type == "cpu":
+        # torch 2.13's CPU kernel is a plain loop, 400 to 1,400 times slower than this (2026-11-23, one core of a Xeon
+        # with AVX-512). Products of e4m3 values are exact in float32, and both add them in float32.
+        return (a_MK.to(torch.float32) @ qweight_NK.view(E4M3).to(torch.float32).t()).to(wide)
     one = torch.ones((), dtype=torch.float32, device=a_MK.device)
     weight_KN = qweight_NK.view(E4M3).t()
     return torch._scaled_mm(a_MK, weight_KN, scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_accum)
 
 
 def _multiply_blocks(a_MK: Tensor, a_scale: Tensor, weight_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Blocks of 1x128 times blocks of 128x128. Torch has this on Hopper only; a CPU multiplies the decoded values."""
+    """Multiply 1x128 blocks by 128x128 blocks. Torch does so on Hopper only; a CPU multiplies dequantized values."""
     if a_MK.device.type == "cpu":
         a = apply_scale_(a_MK.to(torch.float32), a_scale)
         return (a @ apply_scale_(weight_NK.to(torch.float32), scale).t()).to(dtype)
@@ -219,7 +232,7 @@ def _multiply_blocks(a_MK: Tensor, a_scale: Tensor, weight_NK: Tensor, scale: Te
     return F.scaled_mm(
         a_MK,
         weight_NK.t(),
-        a_scale.t().contiguous().t(),  # the kernel reads the scales of one column of blocks together
+        a_scale.t().contiguous().t(),  # the kernel reads the scales of a column of blocks together
         one,
         scale.t(),
         square,
@@ -235,13 +248,15 @@ _last: tuple[Any, int, Any, tuple[Tensor, Tensor]] | None = None
 def quantize_shared(
     x: Tensor, recipe: str, kernel: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`quantize` of x (..., K), done once where layers get the same tensor one after the other, as q, k and v do.
+    """Quantize x (..., K) once for layers that get the same tensor one after the other, as q, k and v do.
 
-    Holds the last result until another tensor comes or `forget_shared`. Under torch.compile there is nothing to
-    remember: the compiler sees that the three computations are the same one.
+    Holds the last result until another tensor comes or `forget_shared` is called. Under torch.compile nothing is
+    remembered: the compiler sees that the three computations are the same.
 
     Args:
-        kernel: does it instead of `quantize`, but not under torch.compile, which makes its own.
+        x: the input.
+        recipe: as in `quantize`, without "delayed".
+        kernel: replaces `quantize`, except under torch.compile, which generates its own kernel.
     """
     global _last
     if torch.compiler.is_compiling():
@@ -257,6 +272,6 @@ def quantize_shared(
 
 
 def forget_shared() -> None:
-    """Frees the last quantized input."""
+    """Free the last quantized input."""
     global _last
     _last = None

@@ -1,21 +1,22 @@
-"""Which module names an entry of a keep-list means. Pure, so that families, config checks and tests can share it."""
+"""Matches module names with entries of settings such as quantize.keep. Imports no torch, so that all may share it."""
 
 import difflib
 import re
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from lora_fp8.config import UserError
+from ..errors import UserError
 
 T = TypeVar("T")
 
 
 def name_matches(name: str, entry: str) -> bool:
-    """Whether `entry`, a run of whole dot-separated segments, stands anywhere in the dotted module `name`.
+    """Return True if `entry`, a run of whole dot-separated segments, occurs in the dotted module `name`.
 
     "norm1.linear" matches "transformer_blocks.3.norm1.linear", but not "...norm1_context.linear". An entry that starts
-    with "^" must stand at the start: "^proj_out" is FLUX's last layer and not the `proj_out` of each single block. A
-    "*" stands for any characters of one segment: "*attn*" is what has "attn" in a segment, "*" alone everything.
+    with "^" must match at the start: "^proj_out" is FLUX's last layer and not the `proj_out` of each single block. A
+    "*" stands for any characters of one segment: "*attn*" matches names with "attn" in a segment, "*" matches
+    everything.
     """
     if "*" in entry:
         begin, rest = ("^", entry[1:]) if entry.startswith("^") else (r"(?:^|\.)", entry)
@@ -26,10 +27,18 @@ def name_matches(name: str, entry: str) -> bool:
 
 
 def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]) -> tuple[dict[str, T], list[str]]:
-    """What a setting's entries say of these names, of which the first that means a name counts; and warnings.
+    """Map each name to the value of the first entry that matches it.
+
+    Args:
+        setting: name of the setting, for messages.
+        entries: (entry, value) pairs.
+        names: module names.
+
+    Returns:
+        The map, and warnings about entries that add nothing.
 
     Raises:
-        UserError: an entry that means none of them.
+        UserError: an entry matches none of the names.
     """
     found: dict[str, T] = {}
     notes = []
@@ -45,14 +54,14 @@ def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]
 
 
 def hint(target: str, names: Iterable[str]) -> str:
-    """What might have been meant by an ending that none of these names has."""
-    ends: dict[str, None] = {}  # every ending of every name that starts with a word, shortest first
+    """Suggest names for a `target` that is the ending of none of these names."""
+    ends: dict[str, None] = {}  # all endings of all names that start with a word, shortest first
     for length in (1, 2, 3, 4):
         for name in names:
             parts = name.split(".")[-length:]
             if not parts[0].isdigit():
                 ends[".".join(parts)] = None
-    inside = [end for end in ends if f".{end}.".startswith(f".{target}.")]  # "to_out" is a list: mean "to_out.0"
+    inside = [end for end in ends if f".{end}.".startswith(f".{target}.")]  # "to_out" is a list: suggest "to_out.0"
     near = inside[:3] or difflib.get_close_matches(target, ends, n=3)
     return (
         f"did you mean {' or '.join(map(repr, near))}?" if near else f"layers here end in {', '.join(list(ends)[:8])}"

@@ -1,37 +1,38 @@
-"""Decides, layer by layer, how a denoiser is held and multiplied, before a byte of it is read.
+"""Decides, layer by layer, how a denoiser is stored and multiplied, before a byte of it is read.
 
-`decide` looks at names and shapes only, so it works on the meta device and takes a moment for the largest model. What
-it says is what `convert.quantize_` does and what `lora-fp8 plan` prints.
+`decide` looks at names and shapes only, so it works on the meta device and takes a moment for the largest model.
+`convert.quantize_` carries its result out, and `lora-fp8 plan` prints it.
 
-The rules, in order; the first that speaks wins:
+The rules, in order; the first that applies wins:
 
-    storage   quantize.keep; quantize.override; the family's precise parts; what its class holds in float32;
+    storage   quantize.keep; quantize.override; the family's `keep_precise`; modules that the class keeps in float32;
               not a plain nn.Linear; the family's modulation; quantize.storage
     compute   few rows (modulation); a storage without FP8 matmul; quantize.fp8_exclude; sides that are no multiples
-              of 16 (never padded: padding costs more than it brings); small; quantize.compute
-    backend   quantize.backend; what TransformerEngine does not multiply in FP8 is our own layer, or bf16 where a side
-              is no multiple of 16
+              of 16 (never padded: padding costs more than it gains); small; quantize.compute
+    backend   quantize.backend; a layer that TransformerEngine cannot multiply in FP8 is our own, or bf16 if a side is
+              no multiple of 16
 
-The precise parts, the output layer among them, are not even quantized.
+Layers in `keep_precise`, the output layer among them, are not quantized at all.
 """
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import config
-from ..config import SCALES
+from .. import settings
+from ..errors import UserErrors
+from ..settings import SCALES
 from .backends import TE_SCALE, num_bytes, te_alignment
 from .formats import Format
 from .linear import FrozenLinear
 from .names import name_matches
 
-ALIGNMENT = 16  # what FP8 tensor cores ask of both sides of a weight
+ALIGNMENT = 16  # FP8 tensor cores need multiples of it for both sides of a weight
 PLAIN = ("bf16", "none")
 
 
@@ -43,48 +44,59 @@ class LayerPlan:
     shape: tuple[int, int]
     """(output features, input features)"""
     storage: str
-    """"fp8", "int8", "nf4"; or "bf16", "fp16", "fp32" where it is not quantized"""
+    """"fp8", "int8", "nf4"; or "bf16", "fp16", "fp32" if it is not quantized."""
     scale: str
-    """what shares a scale, see `formats.Format`; "" where it is not quantized"""
+    """Block that shares a scale, see `formats.Format`; "" if it is not quantized."""
     compute: str
-    """"upcast", "fp8", "fp8_forward"; "plain" where it is not quantized"""
+    """"upcast", "fp8", "fp8_forward"; "plain" if it is not quantized."""
     reason: str
-    """why it is held so"""
+    """Reason for its storage."""
     compute_reason: str
-    """why it is multiplied so"""
+    """Reason for its matmul."""
     num_bytes: int
-    """weight, scales and bias"""
+    """Bytes of weight, scales and bias."""
     backend: str = ""
-    """whose layer: "own", "torchao", "te"; "" where it is not quantized"""
+    """Library of the layer: "own", "torchao", "te"; "" if it is not quantized."""
 
     @property
     def form(self) -> Format | None:
+        """The storage format; None if the layer is not quantized."""
         return Format(self.storage, self.scale) if self.scale else None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every linear layer of a denoiser, and the bytes of the whole."""
+    """The decisions for every linear layer of a denoiser, and the bytes of the whole."""
 
     storage: str
-    """`quantize.storage`"""
+    """`quantize.storage` of the job."""
     layers: tuple[LayerPlan, ...]
     num_bytes: int
-    """all parameters and buffers as planned"""
+    """Bytes of all parameters and buffers as planned."""
     plain_num_bytes: int
-    """the same, had every parameter been held in the compute dtype"""
+    """The same, if every parameter were stored in the compute dtype."""
     warnings: tuple[str, ...] = ()
 
     @property
+    def facts(self) -> dict[str, bool]:
+        """Return those of `settings.FACTS` that the layers decide."""
+        return {
+            "layers.fp8": any(layer.compute.startswith("fp8") for layer in self.layers),
+            "layers.modulation": any("modulation" in layer.reason for layer in self.layers),
+        }
+
+    @property
     def quantized(self) -> tuple[LayerPlan, ...]:
+        """The layers that are quantized."""
         return tuple(layer for layer in self.layers if layer.scale)
 
     @property
     def kept(self) -> tuple[LayerPlan, ...]:
+        """The layers that are not quantized."""
         return tuple(layer for layer in self.layers if not layer.scale)
 
     def summary(self) -> str:
-        """A few lines for the log: the totals, then what is held and multiplied otherwise than asked, and why."""
+        """Return a few lines for the log: totals, then the layers that differ from what was asked, and why."""
         held = Counter(str(layer.form) + _by(layer.backend) for layer in self.quantized)
         what = ", ".join(f"{count} in {form}" for form, count in held.items()) or "none quantized"
         lines = [
@@ -102,7 +114,7 @@ class Plan:
         return "\n".join(lines)
 
     def table(self) -> str:
-        """One line per linear layer, aligned, and the totals."""
+        """Return one aligned line per linear layer, and the totals."""
         rows = [
             (one.name, f"{one.shape[0]}x{one.shape[1]}", " ".join(filter(None, (one.storage, one.scale))) +
              _by(one.backend), one.compute, "; ".join(filter(None, (one.reason, one.compute_reason))))
@@ -114,48 +126,47 @@ class Plan:
         return "\n".join([*lines, "", *self.summary().splitlines(), *(f"warning: {text}" for text in self.warnings)])
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data, totals in bytes and GB (10^9 bytes)."""
+        """Return the plan as plain data, with totals in bytes and GB (10^9 bytes)."""
         data = asdict(self)
         return data | {"gb": self.num_bytes / 1e9, "plain_gb": self.plain_num_bytes / 1e9}
 
     def with_compute(self, compute: str) -> "Plan":
-        """The same with another matmul for the layers that are multiplied in FP8."""
+        """Return a copy with another matmul for the layers that are multiplied in FP8."""
         layers = [replace(one, compute=compute) if one.compute.startswith("fp8") else one for one in self.layers]
         return replace(self, layers=tuple(layers))
 
 
 def decide(
     denoiser: nn.Module,
-    section: config.Quantize,
+    section: settings.Quantize,
     keep: Iterable[str],
     dtype: torch.dtype,
     modulation: Sequence[str] = (),
+    file_scale: str = "",
 ) -> Plan:
-    """What `section` means for this denoiser (its weights may be on the meta device).
+    """Decide how `section` applies to this denoiser (its weights may be on the meta device).
 
     Args:
-        keep: the family's precise parts, in the terms of `names.name_matches`. Parts that match nothing are fine here:
-            one architecture has variants with and without some modules.
+        denoiser: the unquantized or partly quantized denoiser.
+        section: the job's `[quantize]` table.
+        keep: the family's precise layers, in the syntax of `names.name_matches`. Entries that match nothing are allowed
+            here, because one architecture has variants with and without some modules.
         dtype: compute dtype, and storage of what is not quantized.
-        modulation: the family's layers that see one row per image and no tokens.
+        modulation: the family's layers that see one row per image, and no tokens.
+        file_scale: block that shares a scale in the base's file, if that is FP8 already; "" if it has no such blocks.
+            quantize.scale = "auto" keeps it, so that the file's own bytes are stored.
 
     Raises:
-        config.UserErrors: entries of the section that match no linear layer; a scale that does not divide a layer.
+        UserErrors: entries of the section match no linear layer, or a scale does not divide a layer.
     """
-    keep = tuple(keep)
+    rules = _Rules(section, tuple(keep), tuple(modulation), file_scale)
     places = linear_places(denoiser)
     names = [name for several in places.values() for name in several]
-    overrides = [one for one in map(config.parse_override, section.override) if one]  # the config has checked them
-    asked = [("quantize.keep", entry) for entry in section.keep]
-    asked += [("quantize.fp8_exclude", entry) for entry in section.fp8_exclude]
-    asked += [("quantize.override", entry) for entry, _, _ in overrides]
-    problems = [_unknown(setting, entry, names) for setting, entry in asked]
+    problems = _unknown_entries(section, names)
     layers: dict[str, LayerPlan] = {}
     misfits: dict[tuple[str, Format], list[tuple[str, tuple[int, int]]]] = {}
     for linear, several in places.items():
-        verdicts = [_storage(denoiser, name, linear, section, overrides, keep, modulation, several) for name in several]
-        # A layer that stands at two places is held as the more careful of the two asks.
-        form, reason = next((one for one in verdicts if one[0] is None), verdicts[0])
+        form, reason = _choose_form(rules, denoiser, linear, several)
         shape = (linear.out_features, linear.in_features)
         if form is not None and form.problem(shape) and form.scale != _te_scale(section):
             setting = "quantize.override" if "quantize.override" in reason else "quantize.scale"
@@ -170,28 +181,18 @@ def decide(
                 size, backend,
             )  # fmt: skip
     problems += [_misfit(setting, form, affected) for (setting, form), affected in misfits.items()]
-    if problems := [problem for problem in problems if problem]:
-        raise config.UserErrors(problems, "quantize")
+    if problems:
+        raise UserErrors(problems, "quantize")
 
     counted = {linear: layers[several[0]].num_bytes for linear, several in places.items()}
-    rest, seen = 0, set()
-    for name, module in denoiser.named_modules():
-        if module in counted:
-            rest += counted[module]
-            continue
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is None or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            casts = tensor.is_floating_point() and not _computed(module, tensor)
-            rest += tensor.numel() * (held_dtype(denoiser, name, dtype) if casts else tensor.dtype).itemsize
     plain = sum(_plain_size(module) for module in denoiser.modules()) * dtype.itemsize
     planned = tuple(layers[name] for name in names)
-    return Plan(section.storage, planned, rest, plain, tuple(_without_effect(section, planned)))
+    warnings = tuple(_rounded_again(planned, file_scale))
+    return Plan(section.storage, planned, _total_bytes(denoiser, counted, dtype), plain, warnings)
 
 
 def linear_places(denoiser: nn.Module) -> dict[nn.Linear, list[str]]:
-    """Each linear layer with the names of the places where it stands, in the model's order."""
+    """Return each linear layer with all names under which the model has it, in the model's order."""
     places: dict[nn.Linear, list[str]] = {}
     for name, module in denoiser.named_modules(remove_duplicate=False):
         if name and isinstance(module, nn.Linear):
@@ -202,48 +203,78 @@ def linear_places(denoiser: nn.Module) -> dict[nn.Linear, list[str]]:
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
 
-def _storage(
-    denoiser: nn.Module,
-    name: str,
-    linear: nn.Linear,
-    section: config.Quantize,
-    overrides: Sequence[tuple[str, str, str]],
-    keep: Sequence[str],
-    modulation: Sequence[str],
-    names: Sequence[str],
+@dataclass(frozen=True)
+class _Rules:
+    """What decides about a layer: the job's settings, and the facts of its family and file; see `decide`."""
+
+    section: settings.Quantize
+    keep: tuple[str, ...]
+    modulation: tuple[str, ...]
+    file_scale: str
+
+
+def _choose_form(
+    rules: _Rules, denoiser: nn.Module, linear: nn.Linear, names: Sequence[str]
 ) -> tuple[Format | None, str]:
-    shape = (linear.out_features, linear.in_features)
+    """Return the storage format of a layer (None: not quantized) and the reason for it.
+
+    Args:
+        rules: what decides.
+        denoiser: the model.
+        linear: the layer.
+        names: the names under which the model has it.
+    """
+    verdicts = [_storage(rules, denoiser, name, linear, names) for name in names]
+    # A layer at two places is stored as the more careful of the two verdicts says.
+    form, reason = next((one for one in verdicts if one[0] is None), verdicts[0])
+    by_rule = form is not None and reason in ("", "modulation") and form.storage == "fp8"
+    if by_rule and rules.file_scale and _keeps_scale(rules.section):
+        own = Format("fp8", rules.file_scale)
+        form = form if own.problem((linear.out_features, linear.in_features)) else own
+    return form, reason
+
+
+def _storage(
+    rules: _Rules, denoiser: nn.Module, name: str, linear: nn.Linear, names: Sequence[str]
+) -> tuple[Format | None, str]:
+    """Apply the rules for storage to a layer under one of its names; arguments and result as in `_choose_form`."""
+    section, shape = rules.section, (linear.out_features, linear.in_features)
+    plain = type(linear) in (nn.Linear, FrozenLinear)
     if section.storage in PLAIN:
         return None, f"quantize.storage is {section.storage}"
-    for entry in section.keep:
-        if name_matches(name, entry):
-            return None, f"{entry!r} in quantize.keep"
-    plain = type(linear) in (nn.Linear, FrozenLinear)
-    for entry, storage, scale in overrides:
-        if name_matches(name, entry) and plain:
-            reason = f"{entry!r} in quantize.override"
-            if storage in PLAIN:
-                return None, reason
-            return (Format(storage, scale) if scale else _fitting(storage, shape)), reason
-    for entry in keep:
-        if name_matches(name, entry):
-            return None, f"{entry!r} is precise in this family"
+    if (entry := _first_match(name, section.keep)) is not None:
+        return None, f"{entry!r} in quantize.keep"
+    if plain and (entry := _first_match(name, section.override)) is not None:
+        return _override(section.override[entry], shape), f"{entry!r} in quantize.override"
+    if (entry := _first_match(name, rules.keep)) is not None:
+        return None, f"{entry!r} is precise in this family"
     if held_dtype(denoiser, name, torch.bfloat16) is torch.float32:
         return None, "float32 in this model's class"
     if not plain:
-        # Such as the projection of nn.MultiheadAttention, whose weight is read and not called.
+        # Such as the projection of nn.MultiheadAttention, whose weight is read without calling the layer.
         return None, f"{type(linear).__name__} is not a plain nn.Linear"
     if isinstance(linear, FrozenLinear):
         return linear.form, "is quantized already"
-    for entry in modulation:
-        if name_matches(name, entry):
-            kind = section.modulation
-            if kind == "auto":
-                # What is multiplied once per image costs no time, so that it can have the format with the least error.
-                kind = "int8"
-            if kind in PLAIN:
-                return None, "quantize.modulation is bf16"
-            return _fitting(kind, shape), "modulation"
+    if _first_match(name, rules.modulation) is not None:
+        # Multiplied once per image it takes no time, so it can have the format with the least error.
+        kind = "int8" if section.modulation == "auto" else section.modulation
+        return (None, "quantize.modulation is bf16") if kind in PLAIN else (_fitting(kind, shape), "modulation")
+    return _asked_storage(section, names, shape)
+
+
+def _override(text: str, shape: tuple[int, int]) -> Format | None:
+    """Return the format of a value of quantize.override; None: not quantized."""
+    storage, scale = settings.parse_storage(text)
+    if storage in PLAIN:
+        return None
+    return Format(storage, scale) if scale else _fitting(storage, shape)
+
+
+def _asked_storage(
+    section: settings.Quantize, names: Sequence[str], shape: tuple[int, int]
+) -> tuple[Format | None, str]:
+    """Return the format that quantize.storage, quantize.scale and quantize.backend give, and the reason if it is not
+    quantized."""
     if section.backend == "te" and not _not_multiplied(names, shape, section):
         needed = te_alignment(section)
         if any(side % needed for side in shape):
@@ -254,8 +285,13 @@ def _storage(
     return _fitting(section.storage, shape), ""
 
 
+def _first_match(name: str, entries: Iterable[str]) -> str | None:
+    """Return the first of the entries that matches the layer; None if none does."""
+    return next((entry for entry in entries if name_matches(name, entry)), None)
+
+
 def _fitting(storage: str, shape: tuple[int, int]) -> Format:
-    """The storage under the first of its own scales that divides this layer."""
+    """Return the storage with the first of its scales that divides this layer."""
     forms = [Format(storage, scale) for scale in SCALES[storage]]
     return next((form for form in forms if not form.problem(shape)), forms[0])
 
@@ -264,7 +300,7 @@ def _compute(
     names: Sequence[str],
     form: Format | None,
     shape: tuple[int, int],
-    section: config.Quantize,
+    section: settings.Quantize,
     modulation: Sequence[str],
 ) -> tuple[str, str]:
     if form is None:
@@ -293,54 +329,46 @@ def _compute(
     return ("fp8" if section.compute == "auto" else section.compute), ""
 
 
-def _excluded(names: Sequence[str], section: config.Quantize) -> str:
+def _excluded(names: Sequence[str], section: settings.Quantize) -> str:
     entries = (entry for entry in section.fp8_exclude if any(name_matches(name, entry) for name in names))
     return next((f"{entry!r} in quantize.fp8_exclude" for entry in entries), "")
 
 
-def _not_multiplied(names: Sequence[str], shape: tuple[int, int], section: config.Quantize) -> str:
-    """Why the section has this layer held in FP8 and not multiplied in it, or ""."""
+def _not_multiplied(names: Sequence[str], shape: tuple[int, int], section: settings.Quantize) -> str:
+    """Return why the section stores this layer in FP8 but does not multiply in it; "" if it does."""
     small = min(shape) < section.fp8_min_features
     reason = f"a side is below quantize.fp8_min_features = {section.fp8_min_features}" if small else ""
     return _excluded(names, section) or reason
 
 
-def _te_scale(section: config.Quantize) -> str:
+def _te_scale(section: settings.Quantize) -> str:
     return TE_SCALE[section.recipe] if section.backend == "te" else ""
 
 
-def _backend(form: Format | None, compute: str, section: config.Quantize) -> str:
+def _backend(form: Format | None, compute: str, section: settings.Quantize) -> str:
     if form is None:
         return ""
     return "own" if section.backend == "te" and compute != "fp8" else section.backend
 
 
-def _without_effect(section: config.Quantize, layers: Sequence[LayerPlan]) -> list[str]:
-    """Settings that were given and change nothing here."""
-    found = []
-    bounded = section.sensitivity_bound != type(section)().sensitivity_bound
-    if section.storage in PLAIN:
-        given = {"keep": section.keep, "override": section.override, "compute": section.compute != "upcast"}
-        given |= {"scale": section.scale != "auto", "modulation": section.modulation != "auto"}
-        given |= {"kernels": section.kernels != "torch"}
-        given |= {"sensitivity": section.sensitivity != "off", "sensitivity_bound": bounded}
-        given |= {"backend": section.backend != "own"}
-        why = f"quantize.storage is {section.storage!r}, so nothing is quantized"
-        return [f"quantize.{key} had no effect: {why}" for key, value in given.items() if value]
-    if section.compute == "upcast":
-        fields = type(section).model_fields
-        settings = ("recipe", "fp8_exclude", "fp8_min_features", "fast_accum", "kernels")
-        given = [key for key in settings if getattr(section, key) != fields[key].default]
-        found += [f"quantize.{key} had no effect: quantize.compute is 'upcast'" for key in given]
-    elif not any(layer.compute.startswith("fp8") for layer in layers):
-        found.append(f"quantize.compute = {section.compute!r} had no effect: no layer can be multiplied in FP8")
-        if section.kernels != "torch":
-            found.append("quantize.kernels had no effect: no layer can be multiplied in FP8")
-    if bounded and section.sensitivity == "off":
-        found.append("quantize.sensitivity_bound had no effect: quantize.sensitivity is 'off'")
-    if section.modulation != "auto" and not any("modulation" in layer.reason for layer in layers):
-        found.append("quantize.modulation had no effect: this model has no modulation layers")
-    return found
+def _keeps_scale(section: settings.Quantize) -> bool:
+    """Return True if the file's own blocks may be kept: no other scale is set, and no FP8 matmul needs one."""
+    asked = section.storage == "fp8" and section.scale == "auto" and section.backend == "own"
+    return asked and section.compute == "upcast"
+
+
+def _rounded_again(layers: Sequence[LayerPlan], file_scale: str) -> list[str]:
+    """Return a warning if weights that are FP8 in the file are rounded to FP8 a second time."""
+    own = Format("fp8", file_scale) if file_scale else None
+    again = [one for one in layers if one.storage == "fp8" and one.form != own and not (own and own.problem(one.shape))]
+    if own is None or not again:
+        return []
+    scales = ", ".join(sorted({one.scale for one in again}))
+    return [
+        f"the base's file is FP8 with {file_scale} scales, and {len(again)} layers are rounded a second time, to scale "
+        f"{scales}, which adds about 2.4 % of error; quantize.scale = 'auto' with quantize.compute = 'upcast' holds "
+        "the file's own bytes"
+    ]
 
 
 def _misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int, int]]]) -> str:
@@ -350,6 +378,17 @@ def _misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int,
     advice = f"use scale {' or '.join(map(repr, fitting))}" if fitting else "use quantize.storage = 'fp8'"
     many = f" and {len(affected) - 1} more layers" if len(affected) > 1 else ""
     return f"{setting}: {form.problem(shape)} ({name}{many}); {advice}, or name such layers in quantize.keep"
+
+
+def _unknown_entries(section: settings.Quantize, names: Sequence[str]) -> list[str]:
+    """Return a problem for each entry of the section that matches none of the layers."""
+    entries = {
+        "quantize.keep": section.keep,
+        "quantize.fp8_exclude": section.fp8_exclude,
+        "quantize.override": section.override,
+    }
+    problems = [_unknown(setting, entry, names) for setting, listed in entries.items() for entry in listed]
+    return [problem for problem in problems if problem]
 
 
 def _unknown(setting: str, entry: str, names: Sequence[str]) -> str:
@@ -366,13 +405,35 @@ def _unknown(setting: str, entry: str, names: Sequence[str]) -> str:
 
 
 def held_dtype(denoiser: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, or float32 where the model's class asks for it (diffusers' `_keep_in_fp32_modules`)."""
+    """Return `dtype`, or float32 if the model's class keeps this module in it (`_keep_in_fp32_modules`)."""
     precise = getattr(denoiser, "_keep_in_fp32_modules", None) or ()
     return torch.float32 if any(part in precise for part in name.split(".")) else dtype
 
 
+def _total_bytes(denoiser: nn.Module, counted: Mapping[nn.Module, int], dtype: torch.dtype) -> int:
+    """Return the bytes of all parameters and buffers as planned.
+
+    Args:
+        denoiser: the model.
+        counted: bytes of the layers that have a plan.
+        dtype: compute dtype, as in `decide`.
+    """
+    total, seen = 0, set()
+    for name, module in denoiser.named_modules():
+        if module in counted:
+            total += counted[module]
+            continue
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            casts = tensor.is_floating_point() and not _computed(module, tensor)
+            total += tensor.numel() * (held_dtype(denoiser, name, dtype) if casts else tensor.dtype).itemsize
+    return total
+
+
 def _computed(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Whether a buffer has the precision its constructor computed it in, and keeps it."""
+    """Return True for a non-persistent buffer, which keeps the precision that its constructor computed."""
     return any(module._buffers.get(key) is tensor for key in module._non_persistent_buffers_set)
 
 

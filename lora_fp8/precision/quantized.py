@@ -1,8 +1,8 @@
-"""Weights that a file holds in FP8 already: what they stand for, and how a frozen layer takes them over.
+"""Weights that a file stores in FP8, and how a frozen layer takes them over.
 
-Rounding a rounded weight again costs as much as the first time did. So where the layer's format can hold the file's own
-bytes and scales, it gets those, and its decoded weight is the file's, bit for bit; otherwise the weight is decoded in
-float32, which is exact up to that type's own last bit, and encoded from there.
+Quantizing a quantized weight again adds as large an error as the first time. So if the layer's format can store the
+file's own bytes and scales, it gets them, and its dequantized weight equals the file's bit for bit. Otherwise the
+weight is dequantized to float32, which is exact up to float32's rounding, and quantized from there.
 
 Shapes: N output features (rows), K input features (columns).
 """
@@ -22,7 +22,7 @@ class Quantized:
 
     Attributes:
         codes: float8_e4m3fn or float8_e5m2 (N, K), finite.
-        scale: float32 (rows, columns), a divisor of N and one of K: a value for each block of the weight.
+        scale: float32 (rows, columns), where rows divides N and columns divides K: one value per block of the weight.
     """
 
     codes: Tensor
@@ -30,24 +30,26 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
+        """Shape (N, K) of the weight."""
         return self.codes.shape
 
     def to(self, device: torch.device | str) -> "Quantized":
+        """Return a copy on another device."""
         return Quantized(self.codes.to(device), self.scale.to(device))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
-        """What `change` makes of it, which picks or reorders whole rows: of the scales, the same ones."""
+        """Apply `change`, which selects or reorders whole rows, to the codes and to the scales of the same rows."""
         codes_NK = change(self.codes.view(torch.uint8)).view(self.codes.dtype)
         return Quantized(codes_NK, change(self.scale.repeat_interleave(len(self.codes) // len(self.scale), dim=0)))
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (N, K): code times scale in float32, rounded once to `dtype`."""
+        """Dequantize to the weight (N, K): code times scale in float32, rounded once to `dtype`."""
         if self.codes.dtype == torch.float8_e4m3fn:
             return decode((self.codes.view(torch.uint8), self.scale), "fp8", dtype)
         return apply_scale_(self.codes.to(torch.float32), self.scale).to(dtype)
 
     def parts(self, form: Format) -> tuple[Tensor, Tensor] | None:
-        """The tensors of `form.tensors` with these codes and scales, or None where the form cannot hold them."""
+        """Return the tensors of `form.tensors` with these codes and scales; None if the format cannot store them."""
         shape = (self.codes.shape[0], self.codes.shape[1])
         if form.storage != "fp8" or form.problem(shape) or self.codes.dtype != torch.float8_e4m3fn:
             return None
@@ -59,16 +61,16 @@ class Quantized:
 
 
 Weight = Tensor | Quantized
-"""What a file holds under the name of a parameter."""
+"""A parameter as a file stores it."""
 
 
 def plain(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor that a file's weight stands for; quantized ones in `dtype`, float32 at first."""
+    """Return a file's weight as a plain tensor; quantized ones are dequantized to `dtype` (default: float32)."""
     return weight.decoded(dtype or torch.float32) if isinstance(weight, Quantized) else weight
 
 
 def parts_in(weight: Weight, form: Format, name: str = "weight") -> tuple[Tensor, ...]:
-    """What a frozen layer of this form holds of a file's weight: its own bytes where it can, else those of `encode`.
+    """Return the tensors of a frozen layer of this format: the file's own bytes if possible, else those of `encode`.
 
     Raises:
         ValueError: what `encode` raises.
@@ -78,7 +80,7 @@ def parts_in(weight: Weight, form: Format, name: str = "weight") -> tuple[Tensor
 
 
 def _spread(scale: Tensor | None, dim: int, size: int) -> Tensor | None:
-    """The same scales with `size` values along a dimension; None where fewer values cannot say the same."""
+    """Return the scales with `size` values along a dimension; None if fewer values cannot express them."""
     if scale is None or scale.shape[dim] == size:
         return scale
     if size % scale.shape[dim] == 0:
@@ -91,5 +93,5 @@ def _spread(scale: Tensor | None, dim: int, size: int) -> Tensor | None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    # A slice of a fused layer would keep the whole of it alive.
+    # A slice of a fused layer would keep the whole layer alive.
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()

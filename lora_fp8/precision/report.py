@@ -1,19 +1,19 @@
-"""What quantization costs: the error of every frozen layer on inputs that it really gets, and which storage would do.
+"""Measures the errors of quantization, per layer and on inputs from the real model, and which storage would do.
 
 Two kinds of figures answer two questions:
 
-* Of one layer: how far is W_held x from W x? The weights of the file are streamed past the quantized denoiser and are
-  compared one layer at a time, so that two models never lie in memory beside each other. The inputs are rows that the
-  layer got inside the quantized denoiser: what it will see in training. They carry the errors of the layers before it,
-  which both sides of the comparison then share, so that what is left is this layer's own.
-* Of the whole denoiser: `relative` of two predictions, which is where the layers' errors add up.
+* For one layer: how far is W_quantized x from W x? The file's weights are streamed past the quantized denoiser and
+  compared one layer at a time, so that two models are never in memory together. The inputs are rows that the layer gets
+  inside the quantized denoiser, as in training. They carry the errors of earlier layers, but both sides of the
+  comparison share them, so that only this layer's own error is measured.
+* For the whole denoiser: `relative` compares two predictions, in which the layers' errors add up.
 
-Everything is summed in float64, so that rows of 1e30 or of 1e-30 give figures like any other, and the same measurement
-gives the same numbers. A bias is held as it is and left out: it would only make the errors look smaller.
+Everything is summed in float64, so that rows of 1e30 or of 1e-30 give valid figures, and the same measurement gives the
+same numbers. The bias is not quantized and is left out: it would only make the errors look smaller.
 
-Two figures for the output, because one row of huge weights dominates every sum of squares: `output_error` over all
-outputs together, and `feature_error`, in which each output feature is taken relative to its own size (but at least that
-of the median feature) and then counts the same. The larger one is the `damage`.
+The output has two figures, because one row of huge weights dominates every sum of squares. `output_error` is over all
+outputs together. In `feature_error`, each output feature counts the same, relative to its own size (but at least that
+of the median feature). The larger one is the `damage`.
 
 Shapes: N output features (rows of the weight), K input features, M sampled inputs (tokens).
 """
@@ -21,13 +21,14 @@ Shapes: N output features (rows of the weight), K input features, M sampled inpu
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import SCALES
+from ..settings import SCALES
 from .backends import num_bytes
 from .formats import Format
 from .linear import FrozenLinear, decoded_compute, frozen_layers
@@ -37,60 +38,68 @@ from .quantized import Weight, plain
 NUM_INPUTS = 256
 """Rows of input kept per layer, on the CPU: 1.2 GB for FLUX in bf16."""
 EXTREME = 100.0
-"""A row is extreme where its largest weight is so many times that of the median row."""
+"""A row is extreme if its largest weight is this many times that of the median row."""
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """What the storage of one layer costs. Errors are relative rms; 0.03 is 3 %."""
+    """The error that one layer's storage causes. Errors are relative rms; 0.03 is 3 %."""
 
     name: str
     storage: str
-    """as in quantize.override: "fp8 row" """
+    """As in quantize.override: "fp8 row"."""
     compute: str
     num_weights: int
     num_bytes: int
-    """of weight and scales"""
+    """Bytes of weight and scales."""
     num_inputs: int
-    """rows of input that were looked at; 0 where the layer was never called"""
+    """Number of sampled input rows; 0 if the layer was never called."""
     weight_error: float
     output_error: float | None
-    """of W x over all outputs together; None where the layer was never called"""
+    """Error of W x over all outputs together; None if the layer was never called."""
     feature_error: float | None
-    """the same for each output feature, then the rms over features; None where the layer was never called"""
+    """Rms over features of each output feature's error; None if the layer was never called."""
     multiplied_error: float | None
-    """output_error with the rounding of the FP8 matmul added; None where the layer is not multiplied in FP8"""
+    """`output_error` with the rounding of the FP8 matmul; None if the layer is not multiplied in FP8."""
     flushed: float
-    """share of the weights that are not zero and are held as zero"""
+    """Share of the nonzero weights that are stored as zero."""
     zero_rows: int
     denormal_rows: int
-    """rows whose largest weight is below the smallest normal number of the compute dtype"""
+    """Number of rows whose largest weight is below the smallest normal number of the compute dtype."""
     extreme_rows: int
     better: str = ""
-    """the cheapest storage that holds the bound, where this one does not: "int8 1x128" or "bf16" """
+    """The cheapest storage within the bound, if this one is not: "int8 1x128" or "bf16"; else ""."""
     better_damage: float = 0.0
     better_bytes: int = 0
 
     @property
     def damage(self) -> float:
-        """The larger error of the output; of the weight where the layer was never called."""
+        """The larger error of the output; the weight's error if the layer was never called."""
         if self.output_error is None or self.feature_error is None:
             return self.weight_error
         return max(self.output_error, self.feature_error)
 
     @property
-    def override(self) -> str:
-        """The line of quantize.override that moves this layer."""
-        return f"^{self.name} = {self.better}"
+    def override(self) -> dict[str, str]:
+        """The entry of quantize.override that changes this layer's storage."""
+        return {f"^{self.name}": self.better}
 
 
 def capture_inputs(
     denoiser: nn.Module, forwards: Sequence[Callable[[], Any]], num_inputs: int = NUM_INPUTS
 ) -> dict[str, Tensor]:
-    """Rows of what each frozen layer gets in these forwards: (M, K) per layer on the CPU, M at most `num_inputs`.
+    """Sample rows of each frozen layer's input in these forwards.
 
-    Rows are taken evenly from each forward, at the same places each time. Decoded weights are multiplied, whatever the
-    plan says, so that the rows do not depend on the matmul.
+    Rows are taken evenly from each forward, at the same places each time. Weights are dequantized whatever the plan
+    says, so that the rows do not depend on the matmul.
+
+    Args:
+        denoiser: the quantized denoiser.
+        forwards: functions that call it.
+        num_inputs: most rows per layer.
+
+    Returns:
+        Layer name -> rows (M, K) on the CPU, M at most `num_inputs`.
     """
     share = max(1, num_inputs // max(1, len(forwards)))
     taken: dict[str, list[Tensor]] = {}
@@ -120,17 +129,17 @@ def layer_errors(
     dtype: torch.dtype,
     bound: float = math.inf,
 ) -> list[LayerError]:
-    """Every frozen layer against the weights of the file, the worst first.
+    """Compare every frozen layer with the file's weights. Returns the errors, the worst first.
 
     Args:
         denoiser: quantized and filled.
         tensors: the stream that it was filled from.
         inputs: from `capture_inputs`.
-        dtype: compute dtype, in which the unquantized base would hold its weights.
-        bound: layers above it are told a `better` storage.
+        dtype: compute dtype, in which the unquantized base would store its weights.
+        bound: layers whose damage exceeds it get a `better` storage.
 
     Raises:
-        ValueError: NaN or infinity in a layer's weight or input, naming the layer; the stream lacks layers.
+        ValueError: a layer's weight or input has NaN or infinity (names the layer), or the stream lacks layers.
     """
     layers = frozen_layers(denoiser)
     found = []
@@ -147,14 +156,14 @@ def layer_errors(
 
 
 def ladder(form: Format, shape: tuple[int, int]) -> list[Format | None]:
-    """What a layer of this shape (N, K) is moved to, one after the other, the cheapest first; None is bf16."""
+    """Return the storages to try instead for a layer of this shape (N, K), the cheapest first; None is bf16."""
     int8 = next(one for one in (Format("int8", scale) for scale in SCALES["int8"]) if not one.problem(shape))
     finer = form.storage != "int8" or form.block(shape)[1] > int8.block(shape)[1]
     return [int8, None] if finer else [None]
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
-    """|got - expected| / |expected|, in float64."""
+    """Return |got - expected| / |expected|, computed in float64."""
     expected = expected.double()
     return _ratio((got.double() - expected).square().sum(), expected.square().sum())
 
@@ -164,7 +173,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Per row of a weight, float64 (N,): sums of squares of the weight, of its error, and of both times the inputs."""
+    """Sums of squares per row of a weight, float64 (N,): of weight, weight error, output and output error."""
 
     weight: Tensor
     weight_off: Tensor
@@ -179,7 +188,7 @@ class _Sums:
         heard = self.output > 0
         if not heard.any():
             return self.output_error()
-        # A feature quieter than the median one counts as if it were that loud: an error nobody hears is none.
+        # Features smaller than the median one are measured against the median: their errors have no visible effect.
         floor = self.output[heard].median()
         return (self.output_off / self.output.clamp(min=floor))[heard].mean().sqrt().item()
 
@@ -212,7 +221,7 @@ def _layer_error(
             if form is None:
                 better, better_damage, better_bytes = "bf16", 0.0, plain_NK.nbytes
                 break
-            # What TransformerEngine does not hold is our own layer; see `plan`.
+            # A layer that TransformerEngine does not store is our own; see `plan`.
             kind = FrozenLinear if layer.backend == "te" else type(layer)
             held = kind(shape[1], shape[0], False, "meta", dtype, form)
             held.set_weight_(tensor, name)
@@ -274,28 +283,28 @@ def _multiplied_error(layer: FrozenLinear, plain_NK: Tensor, x_MK: Tensor) -> fl
 
 
 def _pieces(weight_NK: Tensor) -> Iterator[slice]:
-    """Rows of about four million weights, so that the float64 copies stay small."""
+    """Return slices of about four million weights, so that the float64 copies stay small."""
     step = max(1, (1 << 22) // max(1, weight_NK.shape[1]))
     return (slice(start, start + step) for start in range(0, weight_NK.shape[0], step))
 
 
 def _evenly(x_MK: Tensor, num: int) -> Tensor:
-    """At most `num` of the rows, evenly spaced from the first; a copy, so that the rest can be freed."""
+    """Return at most `num` of the rows, evenly spaced from the first; a copy, so that the rest can be freed."""
     if len(x_MK) <= num:
         return x_MK.clone()
     return x_MK[torch.arange(num, device=x_MK.device) * len(x_MK) // num]
 
 
 def _ratio(off: Tensor, size: Tensor) -> float:
-    """sqrt(off / size), 0 where nothing is off."""
+    """Return sqrt(off / size), 0 if `off` is 0."""
     return 0.0 if off == 0 else (off / size).sqrt().item()
 
 
-# -- for people --------------------------------------------------------------------------------------------------------
+# -- printed reports ---------------------------------------------------------------------------------------------------
 
 
 def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
-    """A line for each of the worst layers, aligned, and what was left out."""
+    """Return an aligned line for each of the worst layers, and how many were left out."""
     rows = [("layer", "storage", "output", "feature", "weight", "fp8 matmul", "to zero", "rows")]
     for one in errors[:limit]:
         odd = {"zero": one.zero_rows, "denormal": one.denormal_rows, "extreme": one.extreme_rows}
@@ -312,7 +321,7 @@ def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
 
 
 def totals(errors: Sequence[LayerError]) -> list[str]:
-    """A line for each storage: how many layers, their damage, their bytes."""
+    """Return a line for each storage: number of layers, their damage, their bytes."""
     lines = []
     for storage in dict.fromkeys(one.storage for one in errors):
         mine = [one for one in errors if one.storage == storage]
@@ -324,19 +333,19 @@ def totals(errors: Sequence[LayerError]) -> list[str]:
     return lines
 
 
-def advice(errors: Sequence[LayerError], bound: float, override: Sequence[str] = ()) -> list[str]:
-    """What to do about the layers above the bound; `override` is what quantize.override has already."""
+def advice(errors: Sequence[LayerError], bound: float, override: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """Return lines that say what to do about layers above the bound; `override` is the present quantize.override."""
     over = [one for one in errors if one.better]
     if not over:
         return [f"no layer is above quantize.sensitivity_bound = {bound:g}: nothing to do"]
     more = sum(one.better_bytes - one.num_bytes for one in over)
-    lines = [*(one.override for one in over), *override]
+    table = {name: storage for one in over for name, storage in one.override.items()}
+    table |= {name: storage for name, storage in override.items() if name not in table}
     return [
         f"{len(over)} of {len(errors)} layers are above quantize.sensitivity_bound = {bound:g}; to hold it takes "
         f"{more / 1e6:.2f} MB more: set quantize.sensitivity = 'auto', or",
-        "override = [  # in [quantize]",
-        *(f'  "{line}",' for line in lines),
-        "]",
+        "[quantize.override]",
+        *(f'"{name}" = "{storage}"' for name, storage in table.items()),
     ]
 
 

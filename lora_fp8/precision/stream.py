@@ -1,13 +1,13 @@
-"""Frozen bytes that wait in main memory and come to the GPU for each use.
+"""Offloads frozen weights to RAM and copies them to the GPU for each use.
 
-One way only: nothing of the base ever changes, so nothing is copied back. What waits is the `qweight` of some layers,
-spread evenly over the model, so that one is copied while its neighbours compute; scales, biases and adapters stay. A
-layer hands the waiting bytes to `matmul`, which asks `here` for them where it needs them, in the forward, in the
-recomputation and in the backward: autograd keeps no copy of them.
+Copies go one way only: the base never changes, so nothing is copied back. The `qweight` of some layers is offloaded,
+spread evenly over the model, so that one is copied while its neighbours compute; scales, biases and adapters stay on
+the GPU. A layer passes the offloaded bytes to `matmul`, which calls `here` where it needs them: in the forward, in the
+recomputation and in the backward. So autograd keeps no copy of them.
 
-The order of use is learned in the first two steps, which the third repeats. So the next ones are under way before they
-are asked for, on a stream of their own, from page-locked memory, into a few buffers that are used in turn. A copy waits
-until what was computed from its buffer is done, on the GPU's clock and not on the CPU's, which is far ahead.
+The order of use is learned in the first two steps; later steps repeat it. So the next weights are copied before they
+are needed, on a stream of their own, from page-locked memory, into a few buffers that are used in turn. A copy waits
+until the computation that read its buffer is done. It waits on the GPU and not on the CPU, which runs far ahead.
 """
 
 import weakref
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 AHEAD = 2
-"""Layers that are on their way while one computes."""
+"""Number of layers whose weights are being copied while one computes."""
 BUFFERS = AHEAD + 2
-"""Theirs, that of the layer that computes, and that of the one before it, which may still be at it."""
+"""Buffers for those, for the layer that computes, and for the one before it, which may not have finished."""
 SLAB = 2**28
-"""Page-locked bytes that are taken at once: torch rounds each request up to a power of two, at worst to twice as many.
-"""
+"""Page-locked bytes that are allocated at once: torch rounds each request up to a power of two, at worst to twice as
+many."""
 ALIGNED = 512
 REMEMBERED = 2**14
-"""Uses that are looked through for where the present ones are repeated from: several steps of the largest models."""
+"""Number of past uses that are searched for a repetition of the present ones: several steps of the largest models."""
 CONTEXT = 64
-"""As many uses before two equal ones are compared at most."""
+"""Most preceding uses that are compared when two equal uses are matched."""
 
 
 def chosen(sizes: Mapping[str, int], share: float) -> list[str]:
-    """The layers whose bytes wait: about `share` of all bytes, spread evenly over the model's order.
+    """Return the layers to offload: about `share` of all bytes, spread evenly over the model's order.
 
     Args:
         sizes: bytes by layer, in the order of use.
@@ -47,7 +47,7 @@ def chosen(sizes: Mapping[str, int], share: float) -> list[str]:
 
 
 def put_away(tensor: Tensor) -> Tensor:
-    """A copy of it in main memory, page-locked where there is a GPU to copy it to."""
+    """Copy a tensor to RAM, page-locked if there is a GPU to copy it to."""
     global _slab, _used
     if tensor.device.type == "meta":
         return tensor
@@ -61,8 +61,10 @@ def put_away(tensor: Tensor) -> Tensor:
 
 
 def here(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a weight is held in, all of it where its scales are; bytes that wait are good until the next ones are asked
-    for."""
+    """Return the tensors of a weight on the device of its scales.
+
+    Offloaded bytes are fetched; they stay valid until the next ones are fetched.
+    """
     waiting, device = parts[0], parts[1].device
     if _is_at(waiting, device):
         return parts
@@ -76,10 +78,10 @@ def _is_at(tensor: Tensor, device: torch.device) -> bool:
 
 
 class Courier:
-    """Brings waiting bytes to one device.
+    """Copies offloaded bytes to one device.
 
     Attributes:
-        late, early: how often bytes were asked for that were not, or were, on their way already.
+        late, early: number of fetches whose copy had not been started before, and had been.
     """
 
     def __init__(self, device: torch.device):
@@ -92,7 +94,7 @@ class Courier:
         self._order = Order()
 
     def fetch(self, waiting: Tensor) -> Tensor:
-        """The bytes on this device, in their shape; the next call may write over them."""
+        """Return the bytes on this device, in their shape; the next call may overwrite them."""
         if self._given is not None:
             self._given.used = self._mark(current=True)  # everything that reads it has been launched by now
         key = waiting.data_ptr()
@@ -100,7 +102,7 @@ class Courier:
         if known is None or known() is None:
             self._waiting[key] = weakref.ref(waiting)
             for one in self._buffers:
-                one.key *= one.key != key  # of what was at this address before
+                one.key *= one.key != key  # forget the tensor that was at this address before
         self._make_room(waiting.nbytes)
         self._order.note(key)
         buffer = next((one for one in self._buffers if one.key == key), None)
@@ -117,7 +119,7 @@ class Courier:
         return buffer.bytes[: waiting.nbytes].view(waiting.dtype).view(waiting.shape)
 
     def _look_ahead(self, now: int) -> None:
-        """Have the next ones copied, as far as their order is known."""
+        """Start copying the next weights, as far as their order is known."""
         wanted = self._order.next(AHEAD)
         for key in wanted:
             tensor = self._waiting[key]()
@@ -125,7 +127,7 @@ class Courier:
                 self._copy(tensor, spared={now, *wanted})
 
     def _copy(self, waiting: Tensor, spared: set[int]) -> "_Buffer":
-        """Into the buffer that was given out longest ago, and is not to be `spared`."""
+        """Copy into the buffer that was used longest ago and does not hold one of `spared`."""
         buffer = min((one for one in self._buffers if one.key not in spared), key=lambda one: one.turn)
         buffer.key, buffer.turn = waiting.data_ptr(), self._turn()
         place = buffer.bytes[: waiting.nbytes].view(waiting.dtype).view(waiting.shape)
@@ -143,12 +145,12 @@ class Courier:
         if self._buffers and self._buffers[0].bytes.nbytes >= num_bytes:
             return
         if self.copying is not None:
-            torch.cuda.synchronize(self.device)  # the old buffers may be being filled or read; this is rare
-        self._given, self._buffers = None, []  # gone before the new ones come
+            torch.cuda.synchronize(self.device)  # the old buffers may still be written or read; this is rare
+        self._given, self._buffers = None, []  # freed before the new ones are allocated
         self._buffers = [_Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=self.device)) for _ in range(BUFFERS)]
 
     def _mark(self, current: bool) -> "torch.cuda.Event | None":
-        """What the device has to do until now, as far as it was asked to."""
+        """Record an event after everything that has been launched on the device so far; None on a CPU."""
         if self.copying is None:
             return None
         event = torch.cuda.Event()
@@ -160,19 +162,19 @@ class Courier:
 
 
 class Order:
-    """In what order things are used, and so what comes next: what came next where the same was used before.
+    """Predicts the next use from the order of past uses: what followed the last time the same was used.
 
-    A layer alone does not tell: at the end of a block the forward goes on to the next block, and the recomputation
-    turns back. So a repetition is followed from where it began, for as long as it is one.
+    A layer alone does not determine the next one: at the end of a block, the forward goes on to the next block and the
+    recomputation turns back. So a repetition is followed from its beginning for as long as it lasts.
     """
 
     def __init__(self) -> None:
         self._used: list[int] = []
         self._seen: set[int] = set()
-        self._at = -1  # where the last use is repeated from; -1: nowhere
+        self._at = -1  # index of the past use that the last use repeats; -1: none
 
     def note(self, key: int) -> None:
-        """This is used now."""
+        """Record that `key` is used now."""
         if len(self._used) >= 2 * REMEMBERED:
             del self._used[:REMEMBERED]
             self._at = max(self._at - REMEMBERED, -1)
@@ -185,11 +187,11 @@ class Order:
         self._seen.add(key)
 
     def next(self, num: int) -> list[int]:
-        """What will be used next, as many as are known and at most so many."""
+        """Return the predicted next uses: at most `num`, fewer or none if unknown."""
         return self._used[self._at + 1 : self._at + 1 + num] if self._at >= 0 else []
 
     def _longest(self, now: int) -> int:
-        """Where this was used before after the most of the same uses, at last if in several places."""
+        """Return the index of the past use with the longest equal history, the latest if there are several."""
         best, found = 0, -1
         for place in range(now - 1, -1, -1):
             length = 0
@@ -201,12 +203,12 @@ class Order:
 
 
 class _Buffer:
-    """Room for the bytes of one layer.
+    """GPU memory for the bytes of one layer.
 
     Attributes:
-        key: whose bytes are in it, or on their way to it.
-        turn: counts up with each use.
-        copied, used: when its bytes are there, and when what was computed from it is done; None on a CPU.
+        key: address of the offloaded tensor whose bytes are in it or being copied to it; 0: none.
+        turn: increases with each use, so that the smallest is the oldest.
+        copied, used: events for the end of the copy and of the computation that reads it; None on a CPU.
     """
 
     def __init__(self, room: Tensor):

@@ -1,5 +1,5 @@
-"""What is done with LoRA files after training: resize, merge, extract, average. One file = one command.
+"""Tools for LoRA files after training: resize, merge, extract, average. One file is one command.
 
-`pairs` is what they share: a LoRA file as pairs (A, B) with an effective strength, under the names that the file has.
-All of them compute in float64 or float32 and round once, when the file is written.
+`pairs` is shared by all: a LoRA file as pairs (A, B) with an effective strength, under the file's own names. The tools
+compute in float64 or float32 and round once, when a file is written.
 """

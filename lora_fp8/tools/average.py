@@ -1,15 +1,15 @@
-"""`lora-fp8 ema`: the average of a run's checkpoints, or of LoRA files, after training.
+"""`lora-fp8 ema`: averages a run's checkpoints, or LoRA files, after training.
 
-Two averages, which are not the same:
+There are two averages, which differ:
 
-* "delta": the mean of what the files do, mean(B_i @ A_i). It has the sum of the ranks; the best pair of the wanted rank
-  is written, and how much of the mean's energy that keeps is told.
-* "factors": mean(B_i) @ mean(A_i). Its delta is the mean of all B_i @ A_j, also of i != j. Checkpoints of one run share
-  a basis and move little between saves, and there this is the usual average (and what an EMA while training gives). Of
-  two runs it means nothing: their bases have nothing to do with each other.
+* "delta": the mean of the deltas, mean(B_i @ A_i). Its rank is the sum of the ranks. The best pair of the wanted rank
+  is written, and the share of the mean's energy that it keeps is reported.
+* "factors": mean(B_i) @ mean(A_i). Its delta is the mean of all B_i @ A_j, including i != j. Checkpoints of one run
+  share a basis and move little between saves, and for them this is the usual average (as from an EMA while training).
+  For two runs it is meaningless, because their bases are unrelated.
 
-With a half-life, older ones weigh less: half as much for each `half_life` steps (of a run) or places in the list (of
-files) that they lie behind the newest. Without one all weigh the same.
+With a half-life, older checkpoints or files weigh less: half as much for each `half_life` steps (of a run) or places in
+the list (of files) before the newest. Without it, all weigh the same.
 """
 
 import math
@@ -20,9 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import checkpoint, config, export, finish, kinds, verify
-from ..config import UserError
-from ..run import Run, RunFailure
+from .. import config, verify
+from ..adapters import kinds
+from ..common.text import first_few
+from ..errors import RunFailure, UserError
+from ..lora_files import layouts
+from ..run import Run, ownership
+from ..stages import finish
+from ..training import checkpoint
 from . import merge, pairs, resize
 from .pairs import Lora, Pair
 
@@ -30,10 +35,14 @@ WHAT = ("factors", "delta")
 
 
 def weights(ages: Sequence[float], half_life: float) -> list[float]:
-    """Shares that sum to 1 of things so old; the newest is 0 old. A half-life of 0 weighs all the same.
+    """Return weights that sum to 1 for items of these ages; the newest has age 0.
+
+    Args:
+        ages: ages in steps or places.
+        half_life: age at which an item weighs half; 0 gives all the same weight.
 
     Raises:
-        UserError: a negative half-life.
+        UserError: the half-life is negative.
     """
     if half_life < 0 or not math.isfinite(half_life):
         raise UserError(f"--half-life {half_life:g}: steps (or places) after which one weighs half; 0 weighs all alike")
@@ -42,14 +51,16 @@ def weights(ages: Sequence[float], half_life: float) -> list[float]:
 
 
 def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -> tuple[Lora, resize.Report | None]:
-    """The average of LoRAs of one layout.
+    """Return the average of LoRAs of one layout, and the report of resizing it ("delta" only).
 
     Args:
-        what: "factors" or "delta"; see the module's text.
-        rank: of "delta"; 0 is the largest of the files'.
+        loras: the LoRAs.
+        shares: their weights.
+        what: "factors" or "delta"; see the module's docstring.
+        rank: rank for "delta"; 0: the largest of the files.
 
     Raises:
-        UserError: other layers, and for "factors" other ranks or strengths.
+        UserError: the layers differ or, for "factors", their ranks or strengths.
     """
     if what not in WHAT:
         raise UserError(f"--average {what!r}: accepted are {', '.join(WHAT)}")
@@ -57,7 +68,7 @@ def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -
     for lora in loras[1:]:
         if lora.pairs.keys() != first.pairs.keys():
             odd = sorted(lora.pairs.keys() ^ first.pairs.keys())
-            raise UserError(f"{export.first_few(odd)}: a layer that not all of the files have; they cannot be averaged")
+            raise UserError(f"{first_few(odd)}: a layer that not all of the files have; they cannot be averaged")
     if what == "delta":
         made, report = resize.shrink(merge.concatenate(loras, shares), rank or first.rank, 0.0, uniform=False)
         return replace(first, pairs=made, metadata=merge.in_common(loras)), report
@@ -83,13 +94,13 @@ def _sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 def files(
     sources: Sequence[Path], output: Path, *, what: str, half_life: float, rank: int, dtype: str
 ) -> tuple[list[float], resize.Report | None]:
-    """Write the average of LoRA files, given from the oldest to the newest.
+    """Write the average of LoRA files, which are given from the oldest to the newest.
 
     Returns:
-        The weights, and what resizing did.
+        The weights, and the report of resizing.
 
     Raises:
-        UserError: fewer than two files, layers or layouts that differ, or an output that exists.
+        UserError: there are fewer than two files, their layers or layouts differ, or the output exists.
     """
     if len(sources) < 2:
         raise UserError("name a run folder, or two LoRA files or more, from the oldest to the newest")
@@ -104,19 +115,23 @@ def files(
 
 
 def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[int, float], list[Path]]:
-    """Write the average of a run's checkpoints, as the run's own files are written, into export/average/.
+    """Write the average of a run's checkpoints to export/average/, in the formats of the run's own files.
 
     Args:
-        last: how many of the newest checkpoints; 0 is all that the run has kept (`checkpoint.keep`).
+        folder: the run.
+        what: "factors" or "delta".
+        half_life: age in steps at which a checkpoint weighs half; 0: all weigh the same.
+        last: number of newest checkpoints to average; 0: all that the run has kept (`checkpoint.keep`).
 
     Returns:
         The weights by step, and the files, which `verify.check_file` has passed.
 
     Raises:
-        UserError: no run, fewer than two checkpoints, or "delta" of another kind than LoRA.
-        RunFailure: a checkpoint is not whole, or a file does not pass.
+        UserError: there is no run, there are fewer than two checkpoints, or "delta" is asked of another kind than LoRA.
+        RunFailure: a checkpoint is not complete, or a file fails verification.
     """
     opened = Run.open(folder)
+    ownership.require_ours(opened.path)
     job = config.load(opened.config_file, [])
     matches = [(checkpoint.NAME.match(path.name), path) for path in opened.checkpoints.glob("step-*")]
     found = sorted((int(match[1]), path) for match, path in matches if match)
@@ -146,16 +161,16 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
 def _of_pairs(
     held: Sequence[checkpoint.Checkpoint], shares: Sequence[float], what: str, scale: float
 ) -> dict[str, Tensor]:
-    """The mean of checkpoints of a LoRA, in the internal naming at the strength `scale`."""
+    """Return the mean of a LoRA's checkpoints, in internal naming at the strength `scale`."""
     halves = pairs.HALVES[0]
     loras = []
     for one in held:
-        names = export.modules(one.adapter)
+        names = layouts.modules(one.adapter)
         made = {name: Pair(one.adapter[name + halves[0]], one.adapter[name + halves[1]], scale) for name in names}
         loras.append(Lora(made, halves, False, torch.float32))
     average, _ = mean(loras, shares, what, 0)
     state = {}
     for name, pair in average.pairs.items():
-        # What the run's own files say of rank and alpha holds of these, too: B is the one of that strength.
+        # B is brought to the strength `scale`, so that rank and alpha in the run's metadata stay right.
         state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = pair.a, pair.b * (pair.scale / scale)
     return state

@@ -1,13 +1,13 @@
-"""`lora-fp8 extract`: the difference of two models of one architecture as a LoRA.
+"""`lora-fp8 extract`: writes the difference of two models of one architecture as a LoRA.
 
-Both are streamed in the order of their files, and a layer is compared as soon as both have come: of two models in one
-layout no more than one tensor of each is held (of CLIP text encoders, one encoder). Layers that no LoRA is made for may
-differ as well (norms, biases, what --layers leaves out); how much of the whole difference that is, is measured and
-told.
+Both models are streamed in the order of their files, and a layer is compared as soon as both models have yielded it.
+For two models in one layout, no more than one tensor of each is in memory (of CLIP text encoders, one encoder). Layers
+without a LoRA may differ too (norms, biases, layers that --layers leaves out); their share of the whole difference is
+measured and reported.
 
-The singular values of a difference come from the exact SVD, or, where a rank is given and the layer is large, from a
-randomised one with two power iterations and twice as many columns as asked for (Halko, Martinsson and Tropp, 2011). The
-energy is that of the difference itself in both, so that the share that is kept is never an estimate.
+The singular values of a difference come from the exact SVD or, for a large layer with a given rank, from a randomized
+one with two power iterations and twice as many columns as the rank (Halko, Martinsson and Tropp, 2011). The energy is
+that of the difference itself in both cases, so the share that is kept is never an estimate.
 """
 
 import math
@@ -20,31 +20,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import config, export, families, precision
-from ..config import UserError
-from ..families.base import CLIP_LAYERS
-from ..layouts import text_encoder_of
-from ..wording import sides
+from .. import families, precision, settings
+from ..common.text import first_few, sides
+from ..errors import UserError
+from ..families.base import CLIP_LAYERS, ModelFamily
+from ..lora_files import export, layouts
+from ..lora_files.layouts import text_encoder_of
 from . import pairs
 from .pairs import Spectrum
 from .resize import Row
 
 TEXT_WEIGHTS = tuple(f".{layer}.weight" for layer in CLIP_LAYERS)
 EXACT = 1024
-"""Shorter side of a matrix up to which the exact SVD is taken, in any case: it takes a second there."""
+"""Shorter side of a matrix up to which the exact SVD is always used: it takes a second at this size."""
 
 SAME = 1e-12
-"""Share of a weight's energy below which a difference is none."""
+"""Share of a weight's energy below which a difference counts as none."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was extracted.
+    """The result of an extraction.
 
     Attributes:
-        rows: one for each layer of the file.
-        left_out: tensors that differ and are no part of the file.
-        outside: their share of the energy of the whole difference.
+        rows: one per layer of the file.
+        left_out: tensors that differ but are not in the file.
+        outside: their share of the whole difference's energy.
     """
 
     rows: list[Row]
@@ -52,15 +53,17 @@ class Report:
     outside: float
 
     def lines(self) -> list[str]:
+        """Return a line per layer, the worst first, then what was left out, and one for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
         told = [f"{row.kept:8.4%}  rank {row.rank}  {row.module}" for row in rows]
         if self.left_out:
-            names = export.first_few(self.left_out)
+            names = first_few(self.left_out)
             told.append(f"not in the file, {self.outside:.2%} of the difference: {names}")
         kept = sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
         return [*told, f"{len(self.rows)} layers, {kept:.4%} of their difference's energy"]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON types."""
         return {"layers": [vars(row) for row in self.rows], "left_out": self.left_out, "outside": self.outside}
 
 
@@ -81,17 +84,20 @@ def extract(
     """Write the LoRA that turns `base` into `tuned`.
 
     Args:
-        base, tuned: as `model.path`: diffusers folders, single files or hub ids, in any mixture.
+        base, tuned: as `model.path`: diffusers folders, single files or hub ids, in any combination.
+        output: the file to write.
+        family_name: the architecture of both.
         components: as `model.components`, for single files.
-        rank: at most this; 0 leaves it to `energy`.
-        energy: share of each layer's difference to keep; 0 asks for `rank` alone.
-        layers: endings of the denoiser's layers; empty is what a LoRA of the family is trained on, ("all",) every
-            layer. With either, CLIP text encoders that differ are part of the file too.
-        layout: of the file; empty is the first of the family's.
-        progress: is given a line for each layer.
+        rank: maximum rank of a layer; 0: only `energy` decides.
+        energy: share of each layer's difference to keep; 0: only `rank` decides.
+        layers: suffixes of the denoiser's layers; empty: the family's targets; ("all",): every layer. With the last
+            two, CLIP text encoders that differ are included too.
+        layout: layout of the file; empty: the family's first.
+        dtype: dtype of the file.
+        progress: called with a line for each layer.
 
     Raises:
-        UserError: another architecture, other shapes, no difference, or an output that exists.
+        UserError: the architectures or shapes differ, there is no difference, or the output exists.
     """
     pairs.check_size(rank, energy)
     held = pairs.dtype_of(dtype, torch.bfloat16)
@@ -99,66 +105,103 @@ def extract(
         raise UserError(f"{output}: exists already; choose another name with --output")
     Family = families.get(family_name)
     models = [
-        Family(config.Model(family=family_name, path=path, components=components), device="cpu", dtype=torch.float32)
+        Family(settings.Model(family=family_name, path=path, components=components), device="cpu", dtype=torch.float32)
         for path in (base, tuned)
     ]
-    denoisers = [family.empty_denoiser() for family in models]
-    shapes = [{name: tuple(tensor.shape) for name, tensor in made.state_dict().items()} for made in denoisers]
-    if wrong := sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n)):
-        here, there = (known.get(wrong[0]) for known in shapes)
-        raise UserError(f"{base} and {tuned} are not of one architecture: {wrong[0]} is {here} and {there}")
-    targets = ["all"] if list(layers) == ["all"] else Family.adapter_names(denoisers[0], list(layers))
-    if targets == ["all"]:
-        modules = denoisers[0].named_modules()
-        targets = [name for name, module in modules if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
-    wanted = {f"{name}.weight": name for name in targets}
-
+    denoiser = _same_denoiser(models, base, tuned)
+    wanted = {f"{name}.weight": name for name in _target_names(Family, denoiser, list(layers))}
     with_text = not layers or list(layers) == ["all"]
 
     state: dict[str, Tensor] = {}
     rows: list[Row] = []
     left_out: dict[str, float] = {}
-    for name, before, after in chain(
-        both(models[0].denoiser_tensors(), models[1].denoiser_tensors()),
-        both(models[0].trained_text_tensors(), models[1].trained_text_tensors()),
-    ):
+    for name, difference, size in _differences(models, base, tuned):
         if with_text and text_encoder_of(name, Family) and name.endswith(TEXT_WEIGHTS):
             wanted[name] = name.removesuffix(".weight")
-        difference = after.float() - before.float()
-        size = float(difference.double().square().sum())
-        if not math.isfinite(size):
-            raise UserError(f"{name} holds NaN or infinity in {base} or {tuned}: there is no difference to take")
-        if size <= SAME * float(before.double().square().sum()):
+        if not size:
             continue
         if name not in wanted:
             left_out[name] = size
             continue
-        found = spectrum(difference, rank)
-        number = found.rank_for(energy, size) if energy else len(found.values)
-        number = min(number, rank or number)
-        pair = found.pair(number)
         module = wanted[name]
+        pair, row = _factorize(module, difference, size, rank, energy)
         state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"] = pair.a, pair.b
-        kept = float(found.values[:number].square().sum()) / size
-        rows.append(Row(module, min(difference.flatten(1).shape), number, kept, size))
-        progress(f"{len(rows)} of {len(wanted)}: {module}, rank {number}, {kept:.2%}")
+        rows.append(row)
+        progress(f"{len(rows)} of {len(wanted)}: {module}, rank {row.rank}, {row.kept:.2%}")
     if not state:
         raise UserError(f"{base} and {tuned} do not differ in the layers asked for: there is nothing to extract")
 
     layout = layout or Family.layouts[0]
-    tensors = export.to_layout(state, 1.0, models[0], models[0].denoiser_config(), layout)
+    tensors = layouts.to_layout(state, 1.0, models[0], models[0].denoiser_config(), layout)
     _write(tensors, output, held, models[0], layout, f"extract {export.basename(tuned)} - {export.basename(base)}")
     total = sum(left_out.values()) + sum(row.energy for row in rows)
     return Report(rows, sorted(left_out), sum(left_out.values()) / total)
 
 
+def _same_denoiser(models: Sequence[ModelFamily], base: str, tuned: str) -> torch.nn.Module:
+    """Return the empty denoiser of the models at `base` and `tuned`.
+
+    Raises:
+        UserError: it differs between the two.
+    """
+    denoisers = [family.empty_denoiser() for family in models]
+    shapes = [{name: tuple(tensor.shape) for name, tensor in made.state_dict().items()} for made in denoisers]
+    if wrong := sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n)):
+        here, there = (known.get(wrong[0]) for known in shapes)
+        raise UserError(f"{base} and {tuned} are not of one architecture: {wrong[0]} is {here} and {there}")
+    return denoisers[0]
+
+
+def _target_names(Family: type[ModelFamily], denoiser: torch.nn.Module, layers: list[str]) -> list[str]:
+    """Return the names of the denoiser's layers that `layers` (see `extract`) stands for."""
+    if layers == ["all"]:
+        modules = denoiser.named_modules()
+        return [name for name, module in modules if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
+    return Family.adapter_names(denoiser, layers)
+
+
+def _differences(models: Sequence[ModelFamily], base: str, tuned: str) -> Iterator[tuple[str, Tensor, float]]:
+    """Yield (name, difference in float32, its energy) of each tensor of the models at `base` and `tuned`.
+
+    The energy is 0 if the difference is no more than rounding.
+
+    Raises:
+        UserError: a tensor holds NaN or infinity, or as for `both`.
+    """
+    for name, before, after in chain(
+        both(models[0].denoiser_tensors(), models[1].denoiser_tensors()),
+        both(models[0].trained_text_tensors(), models[1].trained_text_tensors()),
+    ):
+        difference = after.float() - before.float()
+        size = float(difference.double().square().sum())
+        if not math.isfinite(size):
+            raise UserError(f"{name} holds NaN or infinity in {base} or {tuned}: there is no difference to take")
+        yield name, difference, size if size > SAME * float(before.double().square().sum()) else 0.0
+
+
+def _factorize(module: str, difference: Tensor, size: float, rank: int, energy: float) -> tuple[pairs.Pair, Row]:
+    """Return the pair for a layer's difference, and its row in the report.
+
+    Args:
+        module: the layer's name.
+        difference: after minus before.
+        size: energy of the difference.
+        rank, energy: as in `extract`.
+    """
+    found = spectrum(difference, rank)
+    number = found.rank_for(energy, size) if energy else len(found.values)
+    number = min(number, rank or number)
+    kept = float(found.values[:number].square().sum()) / size
+    return found.pair(number), Row(module, min(difference.flatten(1).shape), number, kept, size)
+
+
 def both(
     first: Iterator[tuple[str, precision.Weight]], second: Iterator[tuple[str, precision.Weight]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, tensor of the first, of the second), as soon as both have come.
+    """Yield (name, tensor of the first, tensor of the second) as soon as both have been read.
 
     Raises:
-        UserError: a tensor that only one of them has, or of two shapes.
+        UserError: only one of the two has a tensor, or its shapes differ.
     """
     waiting: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for items in zip_longest(first, second):
@@ -175,15 +218,15 @@ def both(
                 raise UserError(f"{name} is {sides(one.shape)} in one model and {sides(two.shape)} in the other")
             yield name, one, two
     if alone := sorted({**waiting[0], **waiting[1]}):
-        raise UserError(f"{export.first_few(alone)}: only one of the two models has it; they are of two architectures")
+        raise UserError(f"{first_few(alone)}: only one of the two models has it; they are of two architectures")
 
 
 def spectrum(difference: Tensor, rank: int) -> Spectrum:
-    """The singular values of a weight's difference: all, or the largest `rank` and as many more of a large one."""
+    """Return the singular values of a weight's difference: all, or the largest 2 x `rank` of a large one."""
     matrix = difference.flatten(1)
     columns = 2 * rank
     if rank and min(matrix.shape) > max(EXACT, columns):
-        with torch.random.fork_rng(devices=[]):  # the same file each time, and nobody else's numbers moved
+        with torch.random.fork_rng(devices=[]):  # reproducible, without touching the global random state
             torch.manual_seed(0)
             u, values, v = torch.svd_lowrank(matrix, q=columns, niter=2)
         return Spectrum(u.double(), values.double(), v.T.double(), tuple(difference.shape))

@@ -1,4 +1,4 @@
-"""`lora-fp8 inspect` and `lora-fp8 convert`: what a LoRA file is, and the same LoRA in another key layout."""
+"""`lora-fp8 inspect` and `lora-fp8 convert`: describe a LoRA file, and write it in another key layout."""
 
 import hashlib
 import math
@@ -11,27 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import config, export, families, kinds, layouts, verify
-from ..config import UserError
-from ..run import RunFailure
+from .. import families, settings, verify
+from ..adapters import kinds
+from ..common.reading import open_regular
+from ..common.text import first_few
+from ..errors import RunFailure, UserError
+from ..lora_files import export, layouts
 from . import pairs
 from .pairs import Lora, Pair
 
 
 @dataclass(frozen=True)
 class About:
-    """What a file tells.
+    """The description of a LoRA file.
 
     Attributes:
+        file: name of the file.
+        bytes: size of the file.
         kind: "lora", "dora", "lokr" or "loha".
-        layout: the key layout; "" where the names are of none that is known.
-        families: those whose layers the file's names and shapes are; where the header names one, that alone.
-        ranks, alphas, dtypes: how many layers have each; an alpha is None where the file holds none, a rank 0 where
+        layout: key layout; "" if it is unknown.
+        families: the family that the header names, or else those with layers of these names and shapes.
+        ranks, alphas, dtypes: number of layers with each value. An alpha is None if the file has none, a rank is 0 if
             LoKr's matrices are whole.
-        norms: of what is added to each layer's weight, the largest first; of DoRA before the lengths are set.
-        metadata: the header's, as it is.
-        hashes: sha256 of the file, AutoV2 (its first 10), AutoV3 (first 12 of the tensors'), and whether the header's
-            own hash is that of the tensors, None where it has none.
+        norms: norm of each layer's delta, the largest first; for DoRA, before rows are rescaled.
+        metadata: the header's metadata, unchanged.
+        hashes: sha256 of the file, AutoV2 (its first 10 digits), AutoV3 (first 12 digits of the tensors' hash), and
+            "header": True if the header's own hash matches the tensors, None if it has none.
     """
 
     file: str
@@ -47,11 +52,11 @@ class About:
     hashes: dict[str, str | bool | None]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the description as plain JSON types."""
         return {**vars(self), "alphas": {str(alpha): count for alpha, count in self.alphas.items()}}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the description as lines for the terminal."""
         counted = [("rank", self.ranks), ("alpha", self.alphas), ("dtype", self.dtypes)]
         told = [", ".join(f"{value} ({count})" for value, count in found.items()) for _, found in counted]
         right = {True: "right", False: "WRONG: not of these bytes", None: "absent"}[self.hashes["header"]]  # type: ignore[index]
@@ -68,15 +73,15 @@ class About:
 
 
 def _on_a_line(text: str) -> str:
-    """What others wrote, as nothing but text: neither lines of its own nor commands to the terminal."""
+    """Escape unprintable characters of foreign text, such as line breaks and terminal commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def inspect(path: Path) -> About:
-    """Read a LoRA file of any program and tell what it is.
+    """Read and describe a LoRA file of any program.
 
     Raises:
-        UserError: not a safetensors file, or an adapter of no kind that is known.
+        UserError: it is not a safetensors file, or an adapter of an unknown kind.
     """
     kind, layers = _layers(path)
     tensors, metadata = export.read_adapter(path, sound=False)
@@ -92,7 +97,7 @@ def inspect(path: Path) -> About:
         for module, parts in layers.items()
     }
     payload = export.payload_hash(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         sha = hashlib.file_digest(file, "sha256").hexdigest()
     own = metadata.get("sshs_model_hash")
     return About(
@@ -105,13 +110,13 @@ def inspect(path: Path) -> About:
         alphas=dict(Counter(alphas.get(module) for module in layers).most_common()),
         dtypes=dict(Counter(pairs.short(next(iter(parts.values())).dtype) for parts in layers.values()).most_common()),
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
-        metadata=metadata,
+        metadata=export.read_header(path).metadata,
         hashes={"sha256": sha, "autov2": sha[:10], "autov3": payload[:12], "header": own == payload if own else None},
     )
 
 
 def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
-    """The kind, and each layer's tensors by the last part of their names, in kohya's words or the others'."""
+    """Return the kind, and each layer's tensors by the last part of their names, in our words."""
     tensors, _ = export.read_adapter(path, sound=False)
     if not is_other(tensors):
         named = {module: (pair.a, pair.b) for module, pair in pairs.read(path, sound=False).pairs.items()}
@@ -125,12 +130,12 @@ def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
 
 
 def is_other(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a file is of DoRA, LoKr or LoHa."""
+    """Return True if a file holds DoRA, LoKr or LoHa."""
     return any(layouts.in_our_words(name).endswith(layouts.OTHER_PARTS) for name in tensors)
 
 
 def _norm(parts: Mapping[str, Tensor]) -> float:
-    """Frobenius norm of a layer's delta without its scale; of pairs by two matrices of r x r."""
+    """Return the Frobenius norm of a layer's unscaled delta; for pairs, computed from two r x r matrices."""
     if "lora_A.weight" in parts:
         a, b = parts["lora_A.weight"].double().flatten(1), parts["lora_B.weight"].double().flatten(1)
         return math.sqrt(max(float((b.T @ b * (a @ a.T)).sum()), 0.0))
@@ -141,7 +146,7 @@ def _norm(parts: Mapping[str, Tensor]) -> float:
 
 
 def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The families whose released denoiser has all of a file's layers, in its shapes."""
+    """Return the families whose released denoiser has all of a file's layers in these shapes."""
     found = []
     for name in families.available():
         Family = families.get(name)
@@ -150,7 +155,7 @@ def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
         except UserError:  # names of another architecture
             continue
         shapes = {**Family.layer_shapes(Family.reference_config), **Family.text_layer_shapes()}
-        layouts.modules(state)  # UserError where half a pair is missing
+        layouts.modules(state)  # raises UserError for half a pair
         fits = (
             module in shapes and kinds.shape_of(parts) == (shapes[module][0], math.prod(shapes[module][1:]))
             for module, parts in kinds.grouped(state).items()
@@ -161,19 +166,21 @@ def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def convert(path: Path, output: Path, layout: str, *, family: str = "", base: str = "", dtype: str = "") -> int:
-    """Write a LoRA file in another layout; each layer's delta stays as it is but for the rounding to the dtype.
+    """Write a LoRA file in another layout; deltas change only by the rounding to the dtype.
 
     Args:
+        path: the file to convert.
+        output: the file to write.
         layout: one of `layouts.LAYOUTS`.
-        family: the architecture; empty takes it from the header, or from names and shapes.
-        base: the model whose sizes the LoRA is for, where they are not the released model's (as `model.path`).
-        dtype: of the weights; empty keeps the file's.
+        family: the architecture; empty: take it from the header, or from names and shapes.
+        base: model whose sizes the LoRA fits, if they are not the released model's (as `model.path`).
+        dtype: dtype of the weights; empty: the file's.
 
     Returns:
-        The layers in the new file: fewer where the layout holds several as one.
+        Number of layers in the new file: fewer if the layout fuses several into one.
 
     Raises:
-        UserError: not a LoRA of the family, a layout that it has not, or an output that exists.
+        UserError: it is not a LoRA of the family, the family does not have the layout, or the output exists.
         RunFailure: a value does not fit the dtype.
     """
     tensors, metadata = export.read_adapter(path)
@@ -183,7 +190,7 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
     Family = families.get(name)
     sizes = Family.reference_config
     if base:
-        sizes = Family(config.Model(family=name, path=base), device="cpu", dtype=held).denoiser_config()
+        sizes = Family(settings.Model(family=name, path=base), device="cpu", dtype=held).denoiser_config()
     state, scaling = layouts.from_layout(tensors, Family, sizes)
     made = layouts.to_layout(state, scaling, Family, sizes, layout)
     about = {"lora_fp8_layout": layout, "modelspec.implementation": export.implementation(Family, layout)}
@@ -208,12 +215,12 @@ def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
 def _write_other(
     tensors: Mapping[str, Tensor], path: Path, dtype: torch.dtype, metadata: Mapping[str, str], about: Mapping[str, str]
 ) -> None:
-    """As `pairs.write`, of the other kinds."""
+    """Write a file as `pairs.write` does, for the other kinds."""
     if path.exists():
         raise UserError(f"{path}: exists already; choose another name with --output")
     held = {name: tensor if name.endswith(export.KEPT_WIDE) else tensor.to(dtype) for name, tensor in tensors.items()}
     if wrong := export.not_finite(held):
-        raise RunFailure(f"{export.first_few(wrong)} is not finite in {pairs.short(dtype)}; write it with --dtype fp32")
+        raise RunFailure(f"{first_few(wrong)} is not finite in {pairs.short(dtype)}; write it with --dtype fp32")
     kept = {key: value for key, value in metadata.items() if key not in pairs.STALE}
     layers = kinds.grouped({name: tensor for name, tensor in held.items() if not name.endswith(".alpha")})
     alphas = {float(tensor) for name, tensor in held.items() if name.endswith(".alpha")}

@@ -1,11 +1,11 @@
-"""`lora-fp8 merge`: several LoRAs as one LoRA, or LoRAs into the weights of a base model.
+"""`lora-fp8 merge`: merges several LoRAs into one, or LoRAs into the weights of a base model.
 
-LoRAs with LoRAs, without loss: the A's are stacked, the B's, each times its weight and scale, stand side by side, so
-that B @ A is the weighted sum of the deltas and the rank is the sum of the ranks. Averaging A's and B's of different
-LoRAs instead, as some tools do, gives products of one's A with the other's B.
+LoRAs are merged without loss: the A's are stacked, and the B's, each multiplied by its weight and scale, are put side
+by side. So B @ A is the weighted sum of the deltas, and the rank is the sum of the ranks. Averaging the A's and B's of
+different LoRAs, as some tools do, would multiply one LoRA's A by the other's B.
 
-Into a base model, streamed: the new file has the old one's header (names, dtypes, order), and each tensor is copied or
-gets its delta in float32 and is rounded once. No more than one tensor is held.
+Merging into a base model is streamed: the new file has the old one's header (names, dtypes, order). Each tensor is
+copied, or gets its delta in float32 and is rounded once. No more than one tensor is in memory.
 """
 
 import json
@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import config, export, families, kinds, layouts
-from ..config import UserError
+from .. import families, settings
+from ..adapters import kinds
+from ..common.text import first_few, sides
+from ..common.writing import sync_folder, write_synced
+from ..errors import UserError
 from ..families import _files
-from ..layouts import text_encoder_of
-from ..run import sync_folder, write_synced
-from ..wording import sides
+from ..lora_files import export, layouts
+from ..lora_files.layouts import text_encoder_of
 from . import pairs, resize
 from .pairs import STALE, Lora, Pair
 
@@ -35,10 +37,10 @@ PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 
 def weighted(text: str) -> tuple[Path, float]:
-    """A file and its weight from `file:0.7`; without a weight 1.
+    """Parse `file:0.7` into a file and its weight, which is 1 if none is given.
 
     Raises:
-        UserError: a weight that is no finite number.
+        UserError: the weight is not a finite number, or is 0.
     """
     if Path(text).exists():
         return Path(text), 1.0
@@ -46,17 +48,17 @@ def weighted(text: str) -> tuple[Path, float]:
     try:
         weight = float(number) if colon and name else 1.0
     except ValueError:
-        return Path(text), 1.0  # the colon is part of the name; whoever reads the file says that it is not there
+        return Path(text), 1.0  # the colon is part of the name; reading the file reports it if it does not exist
     if abs(weight) == float("inf") or weight != weight or weight == 0:
         raise UserError(f"{text}: a weight is a finite number other than 0, as in {name}:0.7")
     return Path(name if colon and name else text), weight
 
 
 def concatenate(loras: Sequence[Lora], weights: Sequence[float]) -> dict[str, Pair]:
-    """Pairs whose deltas are the weighted sums of the LoRAs' deltas, in float32.
+    """Return float32 pairs whose deltas are the weighted sums of the LoRAs' deltas.
 
     Raises:
-        UserError: a layer that is not of one shape in all of them.
+        UserError: a layer's shape differs between them.
     """
     parts: dict[str, list[tuple[Pair, float]]] = {}
     for lora, weight in zip(loras, weights, strict=True):
@@ -77,17 +79,19 @@ def concatenate(loras: Sequence[Lora], weights: Sequence[float]) -> dict[str, Pa
 def merge(
     sources: Sequence[tuple[Path, float]], output: Path, *, rank: int, energy: float, dtype: str
 ) -> resize.Report | None:
-    """Write the weighted sum of LoRA files as one.
+    """Write the weighted sum of LoRA files as one LoRA.
 
     Args:
+        sources: files and their weights.
+        output: the file to write.
         rank, energy: resize the sum, as `resize.shrink` does; 0 and 0 keep it exact, at the sum of the ranks.
-        dtype: "bf16", "fp16", "fp32"; empty is the widest of the files'.
+        dtype: "bf16", "fp16" or "fp32"; empty: the widest of the files.
 
     Returns:
-        What resizing did, or None.
+        The report of resizing, or None.
 
     Raises:
-        UserError: fewer than two files, other layouts or shapes, or an output that exists.
+        UserError: there are fewer than two files, their layouts or shapes differ, or the output exists.
     """
     if len(sources) < 2:
         raise UserError("name two LoRA files or more, such as a.safetensors:0.7 b.safetensors:0.5")
@@ -108,13 +112,13 @@ def merge(
 
 
 def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
-    """That files call layers and halves alike.
+    """Check that files use the same names for layers and for the two matrices.
 
     Raises:
-        UserError: two layouts, or no layer in common by name.
+        UserError: there are two layouts, or no names in common.
     """
     for path, lora in zip(paths[1:], loras[1:], strict=True):
-        # A LoRA of the text encoder alone and one of the denoiser share no layer, and are of one layout.
+        # A LoRA of the text encoder alone and one of the denoiser share no layer but may have the same layout.
         alike = {_kind(module) for module in loras[0].pairs} & {_kind(module) for module in lora.pairs}
         if lora.halves != loras[0].halves or not alike:
             ours, theirs = next(iter(loras[0].pairs)), next(iter(lora.pairs))
@@ -125,12 +129,12 @@ def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
 
 
 def _kind(module: str) -> str:
-    """How a layer's name begins: "lora" for kohya's, else the part before the first dot."""
+    """Return the start of a layer's name: "lora" for kohya's, else the part before the first dot."""
     return "lora" if module.startswith("lora_") else module.partition(".")[0]
 
 
 def in_common(loras: Sequence[Lora]) -> dict[str, str]:
-    """The metadata that all files have alike: what a merged file may still say of itself."""
+    """Return the metadata that are equal in all files, and so still hold for a merged file."""
     first, *others = (lora.metadata for lora in loras)
     return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
@@ -140,7 +144,7 @@ def in_common(loras: Sequence[Lora]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Merged:
-    """What merging into a base did: layers that changed, and the files written."""
+    """The result of merging into a base: number of changed layers, and the files written."""
 
     layers: int
     files: list[Path]
@@ -149,15 +153,17 @@ class Merged:
 def into(
     sources: Sequence[tuple[Path, float]], base: str, output: Path, *, family_name: str = "", components: str = ""
 ) -> Merged:
-    """Write a base model whose weights hold the LoRAs.
+    """Write a base model with the LoRAs merged into its weights.
 
     Args:
+        sources: LoRA files and their weights.
         base: diffusers folder or hub id (the output is a whole diffusers folder), or a single .safetensors file.
-        family_name: architecture; empty takes it from the first LoRA's metadata.
+        output: folder or file to write.
+        family_name: architecture; empty: take it from the first LoRA's metadata.
         components: as `model.components`, for a single file.
 
     Raises:
-        UserError: another architecture, a quantized base, a layer that the base lacks, or an output that exists.
+        UserError: the architectures differ, the base is quantized or lacks a layer, or the output exists.
     """
     if output.exists():
         raise UserError(f"{output}: exists already; choose another name with --output")
@@ -167,27 +173,15 @@ def into(
     if not family_name:
         accepted = " | ".join(families.available())
         raise UserError(f"{sources[0][0]} does not say its architecture; name it with --family ({accepted})")
-    section = config.Model(family=family_name, path=base, components=components)
+    section = settings.Model(family=family_name, path=base, components=components)
     family = families.get(family_name)(section, device="cpu", dtype=torch.float32)
-    deltas: dict[str, list[_Change]] = {}
-    for (tensors, _), (_, weight) in zip(loras, sources, strict=True):
-        state, scaling = export.from_layout(tensors, family, family.denoiser_config())
-        export.modules(state)  # UserError where half a pair is missing
-        for module, parts in kinds.grouped(state).items():
-            deltas.setdefault(f"{module}.weight", []).append(_Change(parts, scaling[module], weight))
+    adapters = [(tensors, weight) for (tensors, _), (_, weight) in zip(loras, sources, strict=True)]
+    deltas = _changes(adapters, family)
     places = _places(family)
     if any(text_encoder_of(name, family) for name in deltas):
         places |= _text_places(family)
-    if lost := sorted(name.removesuffix(".weight") for name in deltas.keys() - places.keys()):
-        raise UserError(f"{base} has no layer {export.first_few(lost)}: the LoRA is for another model")
-    for name, found in deltas.items():
-        rows, *columns = places[name].shape
-        if wrong := next((one.shape for one in found if one.shape != (rows, math.prod(columns))), None):
-            raise UserError(
-                f"{name} is {rows} x {math.prod(columns)} in {base} and {wrong[0]} x {wrong[1]} in the LoRA: it is for "
-                "another model"
-            )
-    # A text encoder that no LoRA touches is copied as it is.
+    _check_places(deltas, places, base)
+    # A text encoder that no LoRA changes is copied unchanged.
     parts = {text_encoder_of(name, family) for name in deltas} | {""}
     files = sorted({place.file for name, place in places.items() if text_encoder_of(name, family) in parts})
     for path in files:
@@ -198,17 +192,12 @@ def into(
         place = places[name]
         changes[place.file].setdefault(place.key, []).append((place, found))
     told = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
-    if family.checkpoint:
-        targets = {family.checkpoint: output}
-        _make_folder(output.parent)
-    else:
-        _copy_without_weights(family.folder, [family.folder / (part or family.denoiser_name) for part in parts], output)
-        targets = {path: output / path.relative_to(family.folder) for path in files}
+    targets = _prepare_targets(family, parts, files, output)
     try:
         for source, target in targets.items():
             _rewrite(source, target, changes[source], {"modelspec.merged_from": told})
     except BaseException:
-        if not family.checkpoint:  # a folder with some of its shards would pass for a model
+        if not family.checkpoint:  # a folder with only some of its shards would look like a model
             shutil.rmtree(output, ignore_errors=True)
         raise
     return Merged(len(deltas), list(targets.values()))
@@ -216,7 +205,7 @@ def into(
 
 @dataclass(frozen=True)
 class _Change:
-    """One adapter of a layer, of any kind: its tensors, alpha / rank, and the weight that the user gave it."""
+    """An adapter of any kind on one layer: its tensors, alpha / rank, and the weight that the user gave it."""
 
     parts: dict[str, Tensor]
     scaling: float
@@ -224,22 +213,77 @@ class _Change:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the layer's weight, taken as a matrix."""
+        """Shape of the layer's weight as a matrix."""
         return kinds.shape_of(self.parts)
 
     def delta(self, weight: Tensor) -> Tensor:
-        """What the weight gains; of DoRA it depends on the weight, and several add up as programs add them."""
+        """Return the change of the weight. DoRA's depends on the weight; several add up, as in other programs."""
         return kinds.gain(weight, self.parts, self.scaling, self.strength)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a diffusers tensor is: file, name there, shape in diffusers, and which rows of what is there."""
+    """Where a diffusers tensor is stored: file, name there, shape in diffusers, and selection of the rows there."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
     rows: Callable[[Tensor], Tensor] | None = None
+
+
+def _prepare_targets(family: Any, parts: set[str], files: list[Path], output: Path) -> dict[Path, Path]:
+    """Make the output's folders, and copy what is no weight of a changed part.
+
+    Args:
+        family: the base.
+        parts: text encoders that are changed, and "" for the denoiser.
+        files: files of the base that hold the changed parts.
+        output: file or folder to write.
+
+    Returns:
+        {file of the base: file to write} for `files`.
+    """
+    if family.checkpoint:
+        _make_folder(output.parent)
+        return {family.checkpoint: output}
+    _copy_without_weights(family.folder, [family.folder / (part or family.denoiser_name) for part in parts], output)
+    return {path: output / path.relative_to(family.folder) for path in files}
+
+
+def _changes(adapters: Sequence[tuple[Mapping[str, Tensor], float]], family: Any) -> dict[str, list[_Change]]:
+    """Return the changes of each weight of the base.
+
+    Args:
+        adapters: tensors of each LoRA file, and the weight that the user gave it.
+        family: the base.
+
+    Raises:
+        UserError: a file is for another architecture, or holds half a pair.
+    """
+    deltas: dict[str, list[_Change]] = {}
+    for tensors, weight in adapters:
+        state, scaling = layouts.from_layout(tensors, family, family.denoiser_config())
+        layouts.modules(state)  # raises UserError for half a pair
+        for module, parts in kinds.grouped(state).items():
+            deltas.setdefault(f"{module}.weight", []).append(_Change(parts, scaling[module], weight))
+    return deltas
+
+
+def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Place], base: str) -> None:
+    """Check that the base has each changed weight, in the same shape.
+
+    Raises:
+        UserError: it has not.
+    """
+    if lost := sorted(name.removesuffix(".weight") for name in deltas.keys() - places.keys()):
+        raise UserError(f"{base} has no layer {first_few(lost)}: the LoRA is for another model")
+    for name, found in deltas.items():
+        rows, *columns = places[name].shape
+        if wrong := next((one.shape for one in found if one.shape != (rows, math.prod(columns))), None):
+            raise UserError(
+                f"{name} is {rows} x {math.prod(columns)} in {base} and {wrong[0]} x {wrong[1]} in the LoRA: it is for "
+                "another model"
+            )
 
 
 def _places(family: Any) -> dict[str, _Place]:
@@ -257,14 +301,14 @@ def _places(family: Any) -> dict[str, _Place]:
 
 
 OPEN_CLIP = {"self_attn.out_proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
-"""Layers of CLIP as OpenCLIP calls them, in single files; its attn.in_proj_weight is q, k and v."""
+"""CLIP's layers -> their names in OpenCLIP, in single files; OpenCLIP's attn.in_proj_weight holds q, k and v."""
 
 
 def _text_places(family: Any) -> dict[str, _Place]:
-    """As `_places`, of the weights that LoRAs of text encoders change.
+    """Return the places, as `_places` does, of the weights that LoRAs of text encoders change.
 
     Raises:
-        UserError: a single file without its text encoders.
+        UserError: a single file does not contain its text encoders.
     """
     found: dict[str, _Place] = {}
     header = _files.read_header(family.checkpoint) if family.checkpoint else {}
@@ -287,7 +331,7 @@ def _text_places(family: Any) -> dict[str, _Place]:
 
 
 def _text_layers_in(key: str, prefix: str, shape: tuple[int, ...], file: Path) -> Iterator[tuple[str, _Place]]:
-    """(path of a layer as transformers has it, where its weight is) of a tensor in a single file, if it is of one."""
+    """Yield (path of a layer in transformers, place of its weight) for the layers in a single file's tensor."""
     if match := re.search(r"text_model\.(encoder\.layers\.\d+\..+)\.weight$", key):
         yield match[1], _Place(file, prefix + key, shape)
     elif match := re.search(r"resblocks\.(\d+)\.attn\.in_proj_weight$", key):
@@ -324,7 +368,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _copy_without_weights(folder: Path, parts: Sequence[Path], output: Path) -> None:
-    """A diffusers folder without these parts' weights; those of variants that are not read go with them."""
+    """Copy a diffusers folder without the weights of these parts, including unused variants of them."""
 
     def left_out(place: str, names: list[str]) -> list[str]:
         weights = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")
@@ -342,7 +386,7 @@ def _rewrite(
     changes: Mapping[str, Sequence[tuple[_Place, Sequence[_Change]]]],
     about: Mapping[str, str],
 ) -> None:
-    """Copy a safetensors file tensor by tensor, with the deltas in those that have one; whole or not at all."""
+    """Copy a safetensors file tensor by tensor and add the deltas, atomically."""
     header = export.read_header(source)
     metadata = {key: value for key, value in header.metadata.items() if key not in STALE} | dict(about)
     head = json.dumps({"__metadata__": metadata, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
@@ -376,11 +420,11 @@ def _copy(read: Any, write: Any, size: int) -> None:
 
 
 def _add_(held: Tensor, place: _Place, found: Sequence[_Change]) -> None:
-    """Add the deltas to a tensor as the file holds it, in float32; a fused one gets them in its own rows."""
+    """Add the deltas to a tensor as the file stores it, in float32; a fused tensor gets them in the right rows."""
     wide = torch.promote_types(held.dtype, torch.float32)
     rows: Any = slice(None)
     if place.rows is not None:
-        # Which rows the family takes, and in what order, asked with the rows' numbers in place of their values.
+        # The family's function selects and reorders rows; applied to row numbers, it shows which and in what order.
         numbers = torch.arange(held.shape[0]).reshape(-1, *(1 for _ in held.shape[1:]))
         rows = place.rows(numbers).flatten()
     weight = held[rows].to(wide)

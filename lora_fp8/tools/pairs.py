@@ -1,10 +1,11 @@
 """A LoRA file as pairs, whatever its key layout, and the best pair of a smaller rank.
 
-A layer's delta is B @ A * scale, and only that is what a file does. How it is split into A, B and alpha is free, so the
-tools keep the delta and write scale 1: alpha = rank where the file's layout has alphas, and no alpha where it has none.
+A layer's delta is B @ A * scale, and nothing else of a file has an effect. The split into A, B and alpha is arbitrary,
+so the tools keep the delta and write scale 1: alpha = rank if the file's layout has alphas, and no alpha if it has
+none.
 
-Names stay those of the file (`lora_unet_..._to_q`, `transformer....to_q`), so that files of other programs, and text
-encoders' layers, go through unchanged. What is not a plain pair (DoRA, LoHa, LoKr) is refused by name.
+Names stay those of the file (`lora_unet_..._to_q`, `transformer....to_q`), so files of other programs, and text
+encoders' layers, pass through unchanged. Layers that are not plain pairs (DoRA, LoHa, LoKr) are refused by name.
 
 Shapes: r rank, in and out features; a convolution's A is (r, in, kh, kw) and its B (out, r, 1, 1).
 """
@@ -18,19 +19,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import export
-from ..config import UserError
-from ..run import RunFailure
-from ..wording import sides
+from ..common.text import first_few
+from ..errors import RunFailure, UserError
+from ..lora_files import export, layouts
+from ..precision.dtypes import DTYPES
 
 HALVES = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-STALE = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", "modelspec.date")  # of the old bytes
+STALE = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", "modelspec.date")  # describe the old bytes
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One layer's LoRA: A (r, in[, kh, kw]), B (out, r[, 1, 1]), and what B @ A is multiplied with."""
+    """A layer's LoRA: A (r, in[, kh, kw]), B (out, r[, 1, 1]), and the factor of B @ A."""
 
     a: Tensor
     b: Tensor
@@ -38,28 +38,29 @@ class Pair:
 
     @property
     def rank(self) -> int:
+        """Rank of the pair."""
         return self.a.shape[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the layer's weight: (out, in[, kh, kw])."""
+        """Shape of the layer's weight: (out, in[, kh, kw])."""
         return (self.b.shape[0], *self.a.shape[1:])
 
     def delta(self) -> Tensor:
-        """B @ A * scale in float32, of the weight's shape: what the layer gains."""
+        """Return B @ A * scale in float32, in the weight's shape."""
         return (self.b.flatten(1).float() @ self.a.flatten(1).float()).reshape(self.shape) * self.scale
 
 
 @dataclass
 class Lora:
-    """A LoRA file's content.
+    """The content of a LoRA file.
 
     Attributes:
-        pairs: by the layer's name in the file.
-        halves: how the file calls A and B.
-        has_alpha: whether its layout has alphas.
-        dtype: of the weights, the one that most of them have.
-        metadata: of the file's header.
+        pairs: pairs by the layer's name in the file.
+        halves: the file's names of A and B.
+        has_alpha: True if its layout stores alpha as tensors; alpha in the header of diffusers' files does not count.
+        dtype: dtype of most of the weights.
+        metadata: metadata of the header.
     """
 
     pairs: dict[str, Pair]
@@ -70,7 +71,7 @@ class Lora:
 
     @property
     def rank(self) -> int:
-        """The largest of all layers."""
+        """The largest rank of all layers."""
         return max(pair.rank for pair in self.pairs.values())
 
 
@@ -78,54 +79,66 @@ def read(path: Path, *, sound: bool = True) -> Lora:
     """Read a LoRA file of any layout that consists of A and B, or down and up.
 
     Args:
+        path: the file.
         sound: as in `export.read_adapter`.
 
     Raises:
-        UserError: not a safetensors file, no pairs, half a pair, or an adapter of another kind.
+        UserError: it is not a safetensors file, has no pairs or half a pair, or is an adapter of another kind.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     tensors, metadata = export.read_adapter(path, sound=sound)
     halves = next((h for h in HALVES if any(name.endswith(h) for name in tensors)), None)
     if halves is None:
-        some = export.first_few(sorted(tensors)) or "no tensor"
+        some = first_few(sorted(tensors)) or "no tensor"
         raise UserError(
             f"{path}: not a LoRA of pairs, it holds {some} (LoHa and LoKr have none; a whole model neither)"
         )
     known = (*halves, ".alpha")
     if foreign := sorted(name for name in tensors if not name.endswith(known)):
         raise UserError(
-            f"{path}: {export.first_few(foreign)} is not part of a plain LoRA (DoRA's lengths, a Tucker core or "
+            f"{path}: {first_few(foreign)} is not part of a plain LoRA (DoRA's lengths, a Tucker core or "
             "another layout); give a file of lora_A/lora_B or lora_down/lora_up pairs only"
         )
+    pairs = _pair_up(tensors, halves)
+    alphas = [name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")]
+    if stray := sorted(module for module in alphas if module not in pairs):
+        raise UserError(f"{path}: {first_few(stray)} has alpha and no weights")
+    dtypes = Counter(pair.a.dtype for pair in pairs.values())
+    as_tensors = any(name.endswith(".alpha") for name in export.read_header(path).entries)
+    return Lora(pairs, halves, as_tensors or halves == HALVES[1], dtypes.most_common(1)[0][0], metadata)
+
+
+def _pair_up(tensors: Mapping[str, Tensor], halves: tuple[str, str]) -> dict[str, Pair]:
+    """Return the pairs of a file's tensors by layer.
+
+    Raises:
+        UserError: there is half a pair.
+    """
     plain = {}
     for name, tensor in tensors.items():
         for half, internal in zip(halves, HALVES[0], strict=True):
             if name.endswith(half):
                 plain[name.removesuffix(half) + internal] = tensor
     pairs = {}
-    for module in export.modules(plain):  # UserError where half a pair is missing
+    for module in layouts.modules(plain):  # raises UserError for half a pair
         a, b = (plain[module + half] for half in HALVES[0])
         alpha = tensors.get(f"{module}.alpha")
-        if b.ndim > 2 and b.shape[2:] != (1,) * (b.ndim - 2):
-            raise UserError(f"{path}: {module}: lora_B is {sides(b.shape)}; only kernels of one pixel are known there")
         pairs[module] = Pair(a, b, 1.0 if alpha is None else float(alpha) / a.shape[0])
-    alphas = [name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")]
-    if stray := sorted(module for module in alphas if module not in pairs):
-        raise UserError(f"{path}: {export.first_few(stray)} has alpha and no weights")
-    dtypes = Counter(pair.a.dtype for pair in pairs.values())
-    return Lora(pairs, halves, bool(alphas) or halves == HALVES[1], dtypes.most_common(1)[0][0], metadata)
+    return pairs
 
 
 def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) -> None:
-    """Write a file in the layout of `lora`, each delta as it is, at scale 1.
+    """Write a file in the layout of `lora`, with unchanged deltas at scale 1.
 
     Args:
-        dtype: what the weights are rounded to.
-        about: metadata beside those of `lora`, which lose what told of the old bytes.
+        lora: the content.
+        path: the file to write.
+        dtype: dtype of the weights.
+        about: metadata to add to those of `lora`, from which entries about the old bytes are removed.
 
     Raises:
-        UserError: the place exists or cannot be written.
+        UserError: the file exists or cannot be written.
         RunFailure: a value does not fit the dtype, or is NaN.
     """
     if path.exists():
@@ -138,9 +151,9 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
         if lora.has_alpha:
             tensors[f"{module}.alpha"] = torch.tensor(float(pair.rank))
     if wrong := export.not_finite(tensors):
-        raise RunFailure(f"{export.first_few(wrong)} is not finite in {short(dtype)}; write it with --dtype fp32")
+        raise RunFailure(f"{first_few(wrong)} is not finite in {short(dtype)}; write it with --dtype fp32")
     ranks = {pair.rank for pair in lora.pairs.values()}
-    rank = str(ranks.pop()) if len(ranks) == 1 else "Dynamic"  # kohya's word for ranks that differ
+    rank = str(ranks.pop()) if len(ranks) == 1 else "Dynamic"  # kohya's word for differing ranks
     kept = {key: value for key, value in lora.metadata.items() if key not in STALE}
     written = {**kept, "ss_network_dim": rank, "ss_network_alpha": rank, **about}
     try:
@@ -151,21 +164,21 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
 
 
 def named(path: Path) -> dict[str, str]:
-    """Metadata of a file that is a new work: its name for people and for prompts."""
+    """Return the metadata that name a new file: its title and the name for prompts."""
     return {"modelspec.title": path.stem, "ss_output_name": export.slug(path.stem)}
 
 
 def short(dtype: torch.dtype) -> str:
-    """ "bf16" for torch.bfloat16, as on the command line; other dtypes by torch's name."""
+    """Return a dtype's name on the command line, such as "bf16"; other dtypes have torch's name."""
     names = {held: name for name, held in DTYPES.items()}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
-    """The dtype that `--dtype` names; empty is the default.
+    """Return the dtype that `--dtype` names; empty is the default.
 
     Raises:
-        UserError: none of bf16, fp16, fp32; or the default is a dtype that is only read.
+        UserError: the name is not bf16, fp16 or fp32; or the default is a dtype that cannot be written.
     """
     if name and name not in DTYPES:
         raise UserError(f"--dtype {name!r}: accepted are {', '.join(DTYPES)}")
@@ -179,12 +192,13 @@ def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A delta by its singular values: delta = left @ diag(values) @ right.
+    """The singular value decomposition of a delta: delta = left @ diag(values) @ right.
 
     Attributes:
-        left: (out, r), orthonormal columns; right: (r, in * kh * kw), orthonormal rows.
-        values: (r,), falling; all in float64.
-        shape: of the layer's weight.
+        left: (out, r), orthonormal columns.
+        right: (r, in * kh * kw), orthonormal rows.
+        values: (r,), descending; all are float64.
+        shape: shape of the layer's weight.
     """
 
     left: Tensor
@@ -198,21 +212,22 @@ class Spectrum:
         return float(self.values.square().sum())
 
     def kept(self, rank: int) -> float:
-        """The share of the energy that the first `rank` values hold; 1 for a delta of zero."""
+        """Return the share of the energy in the first `rank` values; 1 for a delta of zero."""
         return float(self.values[:rank].square().sum()) / self.energy if self.energy else 1.0
 
     def rank_for(self, share: float, energy: float | None = None) -> int:
-        """The smallest rank that keeps this share of the energy, at least 1 and at most all that are known here.
+        """Return the smallest rank that keeps this share of the energy, between 1 and the number of `values`.
 
         Args:
-            energy: of the whole delta, where `values` are only the largest of it.
+            share: 0 to 1.
+            energy: energy of the whole delta, if `values` are only its largest.
         """
         whole = max(self.energy if energy is None else energy, math.ulp(0.0))
         shares = self.values.square().cumsum(0) / whole
         return min(int((shares < share - 1e-12).sum()) + 1, len(self.values))
 
     def pair(self, rank: int) -> Pair:
-        """The best pair of this rank (Eckart and Young, 1936), float32; the values' roots go to both halves."""
+        """Return the best pair of this rank (Eckart and Young, 1936), float32; both halves get the values' roots."""
         root = self.values[:rank].sqrt()
         a, b = root[:, None] * self.right[:rank], self.left[:, :rank] * root
         kernel = self.shape[2:]
@@ -221,7 +236,7 @@ class Spectrum:
 
 
 def spectrum(pair: Pair) -> Spectrum:
-    """Singular values and vectors of B @ A * scale without making it: QR of both factors, SVD of the r x r core."""
+    """Decompose B @ A * scale without forming it: QR of both factors, then SVD of the r x r core."""
     a, b = pair.a.flatten(1).double(), pair.b.flatten(1).double()
     left, upper = torch.linalg.qr(b)
     right, lower = torch.linalg.qr(a.T)
@@ -230,10 +245,10 @@ def spectrum(pair: Pair) -> Spectrum:
 
 
 def check_size(rank: int, energy: float) -> None:
-    """That `--rank` and `--energy` mean something: at least one is given.
+    """Check that `--rank` or `--energy` is given and in range.
 
     Raises:
-        UserError: neither, or a value outside of its range.
+        UserError: neither is given, or a value is out of range.
     """
     if not rank and not energy:
         raise UserError("say how small: --rank 16 or --energy 0.98 (the share of each delta to keep), or both")

@@ -1,19 +1,19 @@
-"""`lora-fp8 resize`: a LoRA file at a smaller rank, layer by layer the nearest to the old one that there is."""
+"""`lora-fp8 resize`: writes a LoRA file at a smaller rank, with the best approximation of each layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import export
-from ..config import UserError
+from ..errors import UserError
+from ..lora_files import export
 from . import pairs
 from .pairs import Pair
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layer: rank before and after, and the share of its delta's energy (squared norm) that is kept."""
+    """A layer: rank before and after, the share of its delta's energy (squared norm) that is kept, and that energy."""
 
     module: str
     before: int
@@ -24,11 +24,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What resizing did.
+    """The result of resizing.
 
     Attributes:
-        rows: one for each layer that the new file holds.
-        dropped: layers whose delta is zero, which a file need not hold.
+        rows: one per layer of the new file.
+        dropped: layers that are left out because their delta is zero.
     """
 
     rows: list[Row]
@@ -36,11 +36,11 @@ class Report:
 
     @property
     def kept(self) -> float:
-        """Of the energy of all layers together."""
+        """Share of all layers' energy that is kept."""
         return sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
 
     def lines(self) -> list[str]:
-        """For people: each layer, worst first, and the whole."""
+        """Return a line per layer, the worst first, and one for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
         told = [f"{row.kept:8.4%}  rank {row.before} -> {row.rank}  {row.module}" for row in rows]
         told += [f"left out, its delta is zero: {module}" for module in self.dropped]
@@ -49,16 +49,18 @@ class Report:
         return [*told, f"{len(self.rows)} layers at rank {span} keep {self.kept:.4%} of the energy"]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON types."""
         return {"kept": self.kept, "layers": [vars(row) for row in self.rows], "dropped": self.dropped}
 
 
 def shrink(found: Mapping[str, Pair], rank: int, energy: float, uniform: bool) -> tuple[dict[str, Pair], Report]:
-    """The best pairs of a smaller rank.
+    """Return the best pairs of a smaller rank, and a report.
 
     Args:
-        rank: at most this; 0 is no bound. A layer of less keeps what it has.
-        energy: each layer gets the smallest rank that keeps this share of its energy; 0 asks for `rank` alone.
-        uniform: all layers get the largest rank that one of them needs.
+        found: pairs by layer.
+        rank: maximum rank of a layer; 0: no limit. A layer of lower rank keeps it.
+        energy: each layer gets the smallest rank that keeps this share of its energy; 0: only `rank` decides.
+        uniform: give all layers the largest rank that one of them needs.
 
     Raises:
         UserError: all deltas are zero.
@@ -86,10 +88,16 @@ def resize(file: Path, output: Path, *, rank: int, energy: float, uniform: bool,
     """Write `file` at a smaller rank; see `shrink`.
 
     Args:
-        dtype: "bf16", "fp16", "fp32"; empty keeps the file's.
+        file: the LoRA file.
+        output: the file to write.
+        rank, energy, uniform: see `shrink`.
+        dtype: "bf16", "fp16" or "fp32"; empty: the file's.
+
+    Returns:
+        The report of `shrink`.
 
     Raises:
-        UserError: the file, a size, the dtype or the output is not one that can be used.
+        UserError: the file, a size, the dtype or the output cannot be used.
     """
     pairs.check_size(rank, energy)
     lora = pairs.read(file)
@@ -99,7 +107,7 @@ def resize(file: Path, output: Path, *, rank: int, energy: float, uniform: bool,
     made, report = shrink(lora.pairs, rank, energy, uniform)
     wanted = " ".join(filter(None, (rank and f"rank {rank}", energy and f"energy {energy:g}")))
     resized = replace(lora, pairs=made)
-    # A name of its own: to A1111 two files of one ss_output_name are one.
+    # A name of its own: A1111 treats two files with one ss_output_name as the same.
     about = {"lora_fp8_tool": f"resize to {wanted}", "ss_output_name": export.slug(output.stem)}
     pairs.write(resized, output, held, about)
     return report

@@ -10,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
+from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8 import jobs
 
@@ -70,17 +70,19 @@ def stop(site: Site) -> None:
     """End the page, its jobs and its worker; nothing that a test started stays."""
     site.process.send_signal(signal.SIGINT)
     try:
-        site.process.wait(15)
+        site.process.wait(LONG_SECONDS)
     finally:
         site.process.kill()
         queue = jobs.Queue(site.home)
-        deadline = time.monotonic() + 60
-        while left := [job for job in queue.view(shell=False) if job.state not in jobs.ENDED]:
+
+        def ended() -> bool:
+            left = [job for job in queue.view(shell=False) if job.state not in jobs.ENDED]
             for job in left:
                 if not job.asked:
                     queue.cancel(job.id)
-            assert time.monotonic() < deadline, f"does not end: {left}"
-            time.sleep(0.2)
+            return not left
+
+        wait_until(ended, lambda: f"does not end: {queue.view(shell=False)}")
         if (worker := jobs.worker_info(site.home)) and worker.pid:
             os.kill(worker.pid, signal.SIGTERM)
 
@@ -128,7 +130,7 @@ def visit(site: Site, chromium: Browser) -> Iterator[Callable[..., Page]]:
         )
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(1000 * LONG_SECONDS // 4)
 
         def tell(line: str) -> None:
             if not any(part in line for part in (LEFT, *expect)):

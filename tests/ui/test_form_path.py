@@ -14,7 +14,7 @@ from tests.ui.conftest import Site
 from webui import form
 from webui.draft import Draft
 
-expect.set_options(timeout=20_000)  # machines that test are busy
+expect.set_options(timeout=120_000)  # machines that test are busy
 PICTURES = sorted((Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/dataset").glob("*"))
 LATE = """() => {
   const real = window.fetch;
@@ -201,8 +201,8 @@ def test_folders_are_shown_whole_and_changed_where_they_stand(
 
     def held(masks: list[str]) -> None:
         """Wait until the draft has folders with these masks."""
-        for _ in range(200):
-            found = [row.get("mask") for row in form.values(draft.text())["dataset.folders"]]
+        for _ in range(6000):
+            found = [row.get("mask") for row in form.read_values(draft.text())["dataset.folders"]]
             if found == masks:
                 return
             page.wait_for_timeout(100)

@@ -14,7 +14,7 @@ from playwright.sync_api import Page, expect
 
 from lora_fp8 import jobs
 from tests.ui.conftest import Site
-from webui import words
+from webui import translations
 
 PICTURES = sorted((Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/dataset").glob("*"))[:24]
 """12 pictures, each with its caption."""
@@ -25,7 +25,7 @@ LONG = 240_000
 
 
 def tab(page: Page, language: str, name: str) -> None:
-    page.get_by_role("tab", name=words.say(language, f"run.tab.{name}"), exact=True).click()
+    page.get_by_role("tab", name=translations.say(language, f"run.tab.{name}"), exact=True).click()
 
 
 def fill(page: Page, id: str, text: str) -> None:
@@ -34,12 +34,12 @@ def fill(page: Page, id: str, text: str) -> None:
     box.blur()
 
 
-@pytest.mark.parametrize("language", words.LANGUAGES)
+@pytest.mark.parametrize("language", translations.LANGUAGES)
 def test_from_an_empty_page_to_a_lora_that_is_proved(
     language: str, site: Site, visit: Callable[..., Page], picture_of: Callable[[Page, str], None]
 ) -> None:
     def say(key: str, **values: object) -> str:
-        return words.say(language, key, **values)
+        return translations.say(language, key, **values)
 
     name = f"newcomer-{language.lower()}"
     page = visit("new", language=language, dark=language != "en")

@@ -12,10 +12,10 @@ from lora_fp8 import jobs
 from tests.ui.conftest import Site
 from tests.ui.test_form_path import opened, view
 from tests.ui.test_runs_state import Trainer
-from webui import form, words
+from webui import form, translations
 from webui.draft import Draft
 
-expect.set_options(timeout=20_000)  # machines that test are busy
+expect.set_options(timeout=120_000)  # machines that test are busy
 CAPTIONS = {"a": "a ball", "b": "a box", "c": "a star"}
 ASKED = """() => {
   const real = window.fetch;
@@ -191,7 +191,7 @@ def test_two_clicks_do_it_once(site: Site, visit: Callable[..., Page]) -> None:
     rerun.click()
     expect(page.locator("#said")).to_contain_text("twice")
     rerun.dispatch_event("click", SECOND)
-    page.get_by_label(words.say("en", "runs.kind.ended")).check()
+    page.get_by_label(translations.say("en", "runs.kind.ended")).check()
     [made] = [job.id for job in queue.view(shell=False) if job.id not in known]
     expect(page.locator(f'[data-job="{made}"]')).to_have_count(0)  # by an answer that came after
     assert [job.id for job in queue.view(shell=False) if job.id not in known] == [made]
@@ -239,7 +239,7 @@ def test_what_is_typed_while_a_choice_is_answered_stands(site: Site, visit: Call
     late: list[Route] = []
     page.route("**/queue/join**", lambda route: late.append(route))
     steps = page.locator("#new-train-steps").locator("input, textarea").first
-    page.locator("#new-goal label", has_text=words.say("en", "new.goal.style")).click()  # 2000 steps
+    page.locator("#new-goal label", has_text=translations.say("en", "new.goal.style")).click()  # 2000 steps
     while not late:
         page.evaluate("new Promise(requestAnimationFrame)")
     steps.fill("1500")
@@ -266,8 +266,8 @@ def test_each_button_counts_while_another_waits_for_its_answer(site: Site, visit
     one.locator("[data-do=sooner]").click()  # no answer yet: again?
     held.asked('"cancel"')
     held.release()
-    expect(other.locator(".state")).to_have_text(words.say("en", "state.cancelled"))
-    expect(one.locator(".figures")).to_contain_text(words.say("en", "runs.priority"))
+    expect(other.locator(".state")).to_have_text(translations.say("en", "state.cancelled"))
+    expect(one.locator(".figures")).to_contain_text(translations.say("en", "runs.priority"))
     queue.cancel(ids[0])
     assert queue.job(ids[0]).priority == 1
 
@@ -283,7 +283,7 @@ def test_a_preview_that_was_chosen_stays_when_a_newer_one_comes(site: Site, visi
     for step in (0, 10, 20):
         draw(step)
     page = visit(f"run?run={quote(str(one.folder))}")
-    page.get_by_role("tab", name=words.say("en", "run.tab.previews")).click()
+    page.get_by_role("tab", name=translations.say("en", "run.tab.previews")).click()
     right, names = page.locator("#right input"), page.locator("#pair .names")
     expect(right).to_have_value("Step 20")
     draw(30)

@@ -14,7 +14,7 @@ from lora_fp8 import jobs
 from tests.ui.conftest import Site
 from tests.ui.test_form_path import opened
 from tests.ui.test_runs_state import Trainer
-from webui import form, guard, words
+from webui import form, guard, translations
 from webui.app import PAGES, UNLISTED
 from webui.draft import Draft
 
@@ -50,7 +50,7 @@ STILL = """() => document.getAnimations().every((one) =>
 def accessible(page: Page, language: str, part: str | None = None) -> None:
     """What stands in this part now has names, contrast and the page's language."""
     assert wrong(page, part, AXE) == []
-    labels = {texts.get(language) for texts in words.named().values()}  # "beta2" in Chinese, too
+    labels = {texts.get(language) for texts in translations.load_setting_texts().values()}  # "beta2" in Chinese, too
     assert language == "en" or set(page.evaluate(LATIN)) <= labels
 
 
@@ -75,7 +75,7 @@ def accessible_in_both_themes(page: Page, language: str) -> None:
             assert wrong(page, None, COLOURS) == [], theme
 
 
-@pytest.mark.parametrize("language", words.LANGUAGES)
+@pytest.mark.parametrize("language", translations.LANGUAGES)
 def test_every_page_fits_a_phone_and_is_accessible(
     site: Site, visit: Callable[..., Page], picture_of: Callable, language: str
 ) -> None:
@@ -102,7 +102,7 @@ def test_every_page_fits_a_phone_and_is_accessible(
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
         assert page.evaluate("document.documentElement.lang") == language
         marked = page.locator(".site-header [aria-current=page]").all_inner_texts()
-        assert marked == ([] if name in UNLISTED else [words.say(language, f"page.{name}")])
+        assert marked == ([] if name in UNLISTED else [translations.say(language, f"page.{name}")])
         picture_of(page, f"phone_{name}_{language}")
         page.set_viewport_size({"width": 1280, "height": 900})  # where all tabs are on the screen
         if name == "new":  # with a message, which covers none of the switches
@@ -125,7 +125,7 @@ def test_every_page_fits_a_phone_and_is_accessible(
             accessible_in_both_themes(page, language)
     one.die()
     page.goto("about:blank")  # whose window none of the page's scripts has
-    page.set_content(guard._form(language, "/", words.say(language, "login.wrong")))
+    page.set_content(guard._render_login_form(language, "/", translations.say(language, "login.wrong")))
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         accessible(page, language)
@@ -179,7 +179,7 @@ def test_the_header_is_reached_by_keyboard(visit: Callable[..., Page]) -> None:
     for _ in range(12):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.innerText || document.activeElement.dataset.theme || ''"))
-    assert [words.say("en", f"page.{name}") for name in PAGES if name not in UNLISTED] == seen[1:7]
+    assert [translations.say("en", f"page.{name}") for name in PAGES if name not in UNLISTED] == seen[1:7]
     assert seen[7:11] == ["中文", "system", "light", "dark"]
     page.keyboard.press("Shift+Tab")
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
@@ -240,7 +240,7 @@ def test_a_training_is_started_and_stopped_by_keyboard(site: Site, visit: Callab
     assert (one.folder / "control" / "stop").exists()
     expect(focused).to_have_attribute("data-do", "force")
     page.keyboard.press("Enter")
-    keep = page.get_by_role("button", name=words.say("en", "runs.keep")).locator("visible=true")
+    keep = page.get_by_role("button", name=translations.say("en", "runs.keep")).locator("visible=true")
     expect(keep).to_be_focused()
     page.keyboard.press("Enter")
     expect(keep).to_have_count(0)
@@ -252,7 +252,7 @@ def test_a_training_is_started_and_stopped_by_keyboard(site: Site, visit: Callab
     expect(page.locator("#said .wrong")).to_contain_text("another user's")
     expect(focused).to_have_attribute("data-do", "force")
     one.die()
-    page.get_by_role("tab", name=words.say("en", "run.tab.previews")).click()
+    page.get_by_role("tab", name=translations.say("en", "run.tab.previews")).click()
     expect(page.locator("#pair .ab img")).to_have_count(2)  # of a run that was there before the page
 
     page.goto(re.sub(r"run\?run=.*", "compare", page.url))

@@ -63,4 +63,4 @@ def test_where_models_come_from_is_told_without_a_password(monkeypatch: pytest.M
         ("http://[x", "HF_ENDPOINT"),
     ):
         monkeypatch.setenv("HF_ENDPOINT", given)
-        assert settings._hub_host() == host
+        assert settings._find_hub_host() == host

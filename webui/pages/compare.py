@@ -1,27 +1,30 @@
-"""Several runs beside each other: curves over each other, previews of the same prompt and step, what was set otherwise.
+"""The Compare page: curves of several runs in one chart, previews of the same prompt and step, and differing settings.
 
-`?runs=12,34` names them; the address follows the choice, so that it can be kept and passed on.
+`?runs=12,34` names the runs. The address follows the choice, so that it can be kept and shared.
 """
 
-import tomllib
 from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
 
-from lora_fp8.config import UserError
+from lora_fp8 import config
+from lora_fp8.common import reading
+from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView
 
-from .. import live, shows, watch, words
-from ..chart import Line, chart
+from .. import form, live_panel, run_cards, run_monitor, sanitize, translations
+from ..chart import Line, render_chart
 from ..context import Ui
-from ..curves import Log, smooth, thin
-from ..safe import shown
+from ..run_log import RunLog, smooth, thin
+from ..sanitize import escape
 from . import run, runs
 
 MOST = 8
-"""As many as there are colours."""
+"""The number of colours of a chart."""
 LISTED = 200
+MOST_ROWS = 12
+"""Rows of a table that are shown of a run, for example of its folders."""
 ADDRESS = """(runs) => {
   const address = new URL(location.href);
   if (runs.length) address.searchParams.set('runs', runs.join(',')); else address.searchParams.delete('runs');
@@ -42,32 +45,36 @@ def build(ui: Ui) -> None:
         amount = gr.Slider(0, 0.99, value=0.9, step=0.01, label=ui.say("run.smooth"), min_width=240)
         log = gr.Checkbox(label=ui.say("run.log"), value=False, min_width=160)
         prompt = gr.Dropdown(label=ui.say("run.prompt"), choices=[], elem_id="prompt")
-    curves = live.panel(elem_id="curves")
-    pictures = live.panel(elem_id="grid")
-    settings = live.panel(elem_id="settings")
+    curves = live_panel.panel(elem_id="curves")
+    pictures = live_panel.panel(elem_id="grid")
+    settings = live_panel.panel(elem_id="settings")
     seen = gr.State({})
 
     def start(request: gr.Request) -> Any:
-        choices = [(name_of(view), str(view.id)) for view in listed(ui)]
+        choices = [(label_run(view), str(view.id)) for view in list_runs(ui)]
         known = {value for _, value in choices}
         asked = str(dict(request.query_params).get("runs", "")).split(",")
         return gr.update(choices=choices, value=[name for name in asked if name in known][:MOST])
 
-    gr.on([live.opened()], start, outputs=[which], queue=False, **live.quiet())
-    which.change(None, inputs=[which], js=ADDRESS, **live.quiet())
+    gr.on([live_panel.get_load_event()], start, outputs=[which], queue=False, **live_panel.private_event())
+    which.change(None, inputs=[which], js=ADDRESS, **live_panel.private_event())
 
     def paint(which: list[str], amount: float, log: bool, prompt: str | None, seen: dict[str, Any]) -> list[Any]:
-        chosen = looked_at(ui, which or [])
-        prompts = list(dict.fromkeys(text for _, events in chosen for text in run.prompts_of(events)))
+        chosen = find_runs(ui, which or [])
+        prompts = list(dict.fromkeys(text for _, events in chosen for text in run.list_prompts(events)))
         prompt = prompt if prompt in prompts else next(iter(prompts), None)
         menu = gr.skip() if seen.get("prompts") == prompts else gr.update(choices=prompts, value=prompt)
-        found = [curves_of(ui, chosen, amount, log), pictures_of(ui, chosen, prompt), settings_of(ui, chosen)]
-        sent, now = live.changed(found, seen)
+        found = [
+            render_curves(ui, chosen, amount, log),
+            render_previews(ui, chosen, prompt),
+            render_settings(ui, chosen),
+        ]
+        sent, now = live_panel.skip_unchanged(found, seen)
         return [*sent, menu, {**now, "prompts": prompts}]
 
     inputs = {"which": which, "amount": amount, "log": log, "prompt": prompt, "seen": seen}
     outputs = [curves, pictures, settings, prompt, seen]
-    live.keep_painted(paint, inputs, outputs, seconds=3)
+    live_panel.repaint_on_ticks(paint, inputs, outputs, seconds=3)
     gr.on(
         [which.change, amount.change, log.change, prompt.input],
         paint,
@@ -75,58 +82,58 @@ def build(ui: Ui) -> None:
         outputs=outputs,
         queue=False,
         trigger_mode="always_last",
-        **live.quiet(),
+        **live_panel.private_event(),
     )
 
 
-def listed(ui: Ui) -> list[JobView]:
-    """The runs that can be chosen, as they stand on the first page."""
+def list_runs(ui: Ui) -> list[JobView]:
+    """List the runs that can be chosen, in the order of the start page."""
     try:
-        views = watch.watch(ui.place).views()
+        views = run_monitor.get_monitor(ui.place).views()
     except UserError:
         return []
-    return [view for view in runs.ordered(views) if view.kind == "train" and view.folder is not None][:LISTED]
+    return [view for view in runs.sort_jobs(views) if view.kind == "train" and view.folder is not None][:LISTED]
 
 
-def name_of(view: JobView) -> str:
-    """A run in a menu and a legend."""
+def label_run(view: JobView) -> str:
+    """Return the name of a run in menus and legends."""
     return f"#{view.id} {view.name}" if isinstance(view.id, int) else view.name
 
 
-def looked_at(ui: Ui, names: list[str]) -> list[tuple[JobView, Log]]:
-    """The chosen runs and their logs; one that has gone or may not be read is left out, as it is in the menu."""
+def find_runs(ui: Ui, names: list[str]) -> list[tuple[JobView, RunLog]]:
+    """Return the chosen runs and their logs. Runs that were deleted or are not allowed are left out, as in the menu."""
     found = []
     for name in names[:MOST]:
         try:
-            view = watch.find(ui, name)
-            found.append((view, watch.log_of(ui, view)))
+            view = run_monitor.find_job(ui, name)
+            found.append((view, run_monitor.read_run_log(ui, view)))
         except UserError:
             continue
     return found
 
 
-def curves_of(ui: Ui, chosen: list[tuple[JobView, Log]], amount: float, logarithmic: bool) -> str:
-    """The same measure of each run in one chart."""
+def render_curves(ui: Ui, chosen: list[tuple[JobView, RunLog]], amount: float, logarithmic: bool) -> str:
+    """Render one chart per measure, with a line for each run."""
     if not chosen:
         return f'<p class="empty">{ui.say("compare.choose")}</p>'
     step, none = ui.say("runs.step"), ui.say("run.no_steps")
     loss, held_out, rate = [], [], []
     for number, (view, log) in enumerate(chosen):
         points = log.measures["loss"].points()
-        loss.append(Line(name_of(view), thin(smooth(points, amount)), number))
-        rate.append(Line(name_of(view), thin(log.measures["lr"].points()), number))
+        loss.append(Line(label_run(view), thin(smooth(points, amount)), number))
+        rate.append(Line(label_run(view), thin(log.measures["lr"].points()), number))
         if "" in log.validation:
-            held_out.append(Line(name_of(view), thin(log.validation[""].points()), number))
+            held_out.append(Line(label_run(view), thin(log.validation[""].points()), number))
     name = ui.say("run.loss" if not amount else "compare.loss")
-    made = f'<div class="wide">{chart(name, loss, empty=none, log=logarithmic, x_label=step)}</div>'
+    made = f'<div class="wide">{render_chart(name, loss, empty=none, log=logarithmic, x_label=step)}</div>'
     if held_out:
-        made += chart(ui.say("run.validation"), held_out, empty=none, log=logarithmic, x_label=step)
-    made += chart(ui.say("run.lr"), rate, empty=none, x_label=step)
+        made += render_chart(ui.say("run.validation"), held_out, empty=none, log=logarithmic, x_label=step)
+    made += render_chart(ui.say("run.lr"), rate, empty=none, x_label=step)
     return f'<div class="charts">{made}</div>'
 
 
-def pictures_of(ui: Ui, chosen: list[tuple[JobView, Log]], prompt: str | None) -> str:
-    """A column for each run, a row for each step at which one of them was drawn, the newest first."""
+def render_previews(ui: Ui, chosen: list[tuple[JobView, RunLog]], prompt: str | None) -> str:
+    """Render previews: a column per run and a row per step, newest first."""
     if not chosen or prompt is None:
         return ""
     cells: dict[int, dict[int, str]] = {}
@@ -135,16 +142,16 @@ def pictures_of(ui: Ui, chosen: list[tuple[JobView, Log]], prompt: str | None) -
             prompts = event.get("prompts")
             if not isinstance(prompts, list) or prompt not in prompts:
                 continue
-            paths = run.pictures(ui, view, event)
+            paths = run.list_pictures(ui, view, event)
             at = prompts.index(prompt)
             if at < len(paths):
-                text = shown(f"{name_of(view)}, {run.step_name(ui, step)}")
-                clip = next(iter(run.pictures(ui, view, event, "clips")[at:]), None)
-                image = run.picture(ui, paths[at], clip, text)
+                text = escape(f"{label_run(view)}, {run.format_step(ui, step)}")
+                clip = next(iter(run.list_pictures(ui, view, event, "clips")[at:]), None)
+                image = run.render_picture(ui, paths[at], clip, text)
                 cells.setdefault(step, {})[number] = f'<span title="{text}">{image}</span>'
-    head = "".join(f"<th>{shown(name_of(view))}</th>" for view, _ in chosen)
+    head = "".join(f"<th>{escape(label_run(view))}</th>" for view, _ in chosen)
     rows = "".join(
-        f"<tr><th>{run.step_name(ui, step)}</th>"
+        f"<tr><th>{run.format_step(ui, step)}</th>"
         + "".join(f"<td>{cells[step].get(number, '')}</td>" for number in range(len(chosen)))
         + "</tr>"
         for step in sorted(cells, reverse=True)[: run.ROWS]
@@ -155,43 +162,78 @@ def pictures_of(ui: Ui, chosen: list[tuple[JobView, Log]], prompt: str | None) -
     )
 
 
-def settings_of(ui: Ui, chosen: list[tuple[JobView, Log]]) -> str:
-    """The settings that are not the same in all of them."""
+def render_settings(ui: Ui, chosen: list[tuple[JobView, RunLog]]) -> str:
+    """Render the settings that differ between the runs."""
     if len(chosen) < 2:
         return ""
-    flat = [dict(_flat(_config(ui, view))) for view, _ in chosen]
+    flat = [dict(_flatten(_read_config(ui, view))) for view, _ in chosen]
     names = list(dict.fromkeys(name for one in flat for name in one))
     rows = []
     for name in names:
         values = [one.get(name) for one in flat]
         if name not in ("name", "output_dir") and any(value != values[0] for value in values):
-            cells = ("–" if value is None else f"<code>{shown(_short(value))}</code>" for value in values)
-            key = f"section.{name}" if f"section.{name}" in words.named() else name
-            label = words.label(ui.language, key)
-            rows.append([f"{shown(label)}<br><code>{shown(name)}</code>" if label != name else shown(name), *cells])
+            cells = ("<br>".join(map(escape, _format_lines(ui, name, value))) for value in values)
+            key = f"section.{name}" if f"section.{name}" in translations.load_setting_texts() else name
+            label = translations.get_label(ui.language, key)
+            rows.append([f"{escape(label)}<br><code>{escape(name)}</code>" if label != name else escape(name), *cells])
     if not rows:
         return f'<p class="empty">{ui.say("compare.same")}</p>'
-    return f"<h2>{ui.say('compare.differs')}</h2>" + shows.table(
-        ["", *(shown(name_of(view)) for view, _ in chosen)], rows
+    return f"<h2>{ui.say('compare.differs')}</h2>" + run_cards.render_table(
+        ["", *(escape(label_run(view)) for view, _ in chosen)], rows
     )
 
 
-def _config(ui: Ui, view: JobView) -> dict[str, Any]:
+def _read_config(ui: Ui, view: JobView) -> dict[str, Any]:
     try:
-        return tomllib.loads((watch.folder_of(ui, view) / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not begun yet: what it was submitted with
-        text = watch.watch(ui.place).queue.config(view.id) if isinstance(view.id, int) else ""
-        return tomllib.loads(text)
+        return config.read_toml(reading.load_text(run_monitor.get_run_folder(ui, view) / "config.toml"))
+    except (OSError, ValueError):  # not started yet: use the submitted config
+        text = run_monitor.get_monitor(ui.place).queue.config(view.id) if isinstance(view.id, int) else ""
+        return config.read_toml(text)
 
 
-def _flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}.")
+            yield from _flatten(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
 
 
-def _short(value: Any) -> str:
-    text = (" · ".join(map(str, value)) or "–") if isinstance(value, list) else str(value)
-    return text if len(text) <= 300 else text[:299] + "…"
+def _format_lines(ui: Ui, key: str, value: Any) -> list[str]:
+    """Format a setting's value as the form names it: plain text, a line per row of a table."""
+    one = form.settings().get(key)
+    if one is not None and one.kind == "table" and isinstance(value, list):
+        lines = [_format_row(ui, one, row) for row in value]
+        more = len(lines) - MOST_ROWS
+        return [*lines[:MOST_ROWS], *([f"+{more}"] if more > 0 else [])] or ["–"]
+    return [sanitize.shorten(_format_value(ui, key, value), 300)]
+
+
+def _format_row(ui: Ui, table: form.Setting, row: Any) -> str:
+    """Format a row of a table: its first column, and by name the others that differ from their defaults."""
+    if not isinstance(row, dict):
+        return sanitize.shorten(_format_value(ui, table.key, row), 300)
+    first, *others = table.columns
+    set_here = [one for one in others if row.get(one.name, one.default) != one.default]
+    parts = [_format_value(ui, first.key, row.get(first.name))]
+    parts += [
+        f"{translations.get_label(ui.language, one.key)} {_format_value(ui, one.key, row[one.name])}"
+        for one in set_here
+    ]
+    return sanitize.shorten(" · ".join(parts), 300)
+
+
+def _format_value(ui: Ui, key: str, value: Any) -> str:
+    """Format a value as text, with the form's names where there are any, and not in a programming notation."""
+    if value is None or value == "" or value == [] or value == {}:
+        return "–"
+    if isinstance(value, bool):
+        return ui.say("compare.yes" if value else "compare.no")
+    if isinstance(value, str):
+        return translations.get_choice_label(ui.language, key, value)
+    if isinstance(value, list):
+        return " · ".join(_format_value(ui, key, one) for one in value)
+    if isinstance(value, dict):
+        named = ((f"{key}.{name}", name, one) for name, one in value.items())
+        return " · ".join(f"{name} {_format_value(ui, inner, one)}" for inner, name, one in named)
+    return str(value)

@@ -1,7 +1,7 @@
-"""Pictures, videos and captions: a grid, an editor, edits of many with undo, findings, buckets, captioning.
+"""The Dataset page: a grid of images and videos, a caption editor, batch edits with undo, findings and buckets.
 
-`?folder=` names the folder, so that a reload and a second window show the same. Captions are read from disk at every
-look; what the doctor says comes from a program of its own that decodes the pictures.
+`?folder=` names the folder, so that a reload and a second window show the same. Captions are read from disk every time;
+findings come from `lora-fp8 dataset look`, a process of its own that decodes the images.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ from typing import Any
 import gradio as gr
 
 from lora_fp8 import families
-from lora_fp8.config import UserError, names_a_folder_of_masks
 from lora_fp8.data import buckets, captions, clips
+from lora_fp8.errors import UserError
+from lora_fp8.settings import names_a_folder_of_masks
 
-from .. import album as room
-from .. import form, live, pictures, safe, shows, watch, words
+from .. import dataset_folder, form, image_folders, live_panel, run_cards, run_monitor, sanitize, translations
 from ..context import Ui
 from ..draft import Draft
-from ..safe import shown
+from ..sanitize import escape
 
 PER_PAGE = 60
 MOST_TAGS, MOST_FILES, MOST_CHANGES = 300, 200, 40
 STYLE = (Path(__file__).parent.parent / "dataset.css").read_text(encoding="utf-8")
 OPERATIONS: dict[str, tuple[int, Callable[..., captions.Operation]]] = {
-    # what is done: how many fields it has, and what does it
+    # name: number of text fields, operation
     "add_last": (1, captions.AddTag),
     "add_first": (1, partial(captions.AddTag, first=True)),
     "remove": (1, captions.RemoveTag),
@@ -45,13 +45,19 @@ OPERATIONS: dict[str, tuple[int, Callable[..., captions.Operation]]] = {
     "sort": (0, captions.SortTags),
     "recode": (1, captions.Recode),
 }
-PROGRESS = gr.Progress()  # Gradio looks for it among the defaults
+PROGRESS = gr.Progress()  # Gradio recognizes it as a parameter's default
 SHOWING = ("all", "uncaptioned", "chosen")
-NOW: dict[str, Any] = live.quiet(queue=False)
-"""Of what changes where somebody is: one after the other, as ask.js has it, so that a button acts on what is shown."""
+REPAIRED = ("caption_damaged", "caption_half_done", "caption_leftover")
+"""Findings that `captions.repair` resolves."""
+_unwritten: dict[Path, dict[str, tuple[str, str]]] = {}
+"""Captions that could not be written, for example on a full disk: folder -> image -> (text as loaded, text as typed).
+They are kept while the page's process runs, and appear in the editor of whoever opens the folder.
+"""
+NOW: dict[str, Any] = live_panel.private_event(queue=False)
+"""For events that change what the window shows: they run in order (ask.js), so that a button acts on what is shown."""
 OPENING = "(...inputs) => { window.opening(); return inputs; }"
 OPENED = "() => window.opened()"
-"""Around what may put another caption into the editor."""
+"""Wraps handlers that may put another caption into the editor."""
 GO = "(folder) => { location.search = '?' + new URLSearchParams({folder: folder || ''}); }"
 
 
@@ -62,16 +68,19 @@ def build(ui: Ui) -> None:
 
 
 def panel(**given: Any) -> gr.HTML:
-    """As live.panel, with what this page shows."""
-    return gr.HTML("", css_template=live.STYLE + STYLE, js_on_load=live.CLICKS, apply_default_css=False, **given)
+    """Make a panel like live_panel.panel, with the styles of this page."""
+    return gr.HTML(
+        "", css_template=live_panel.STYLE + STYLE, js_on_load=live_panel.CLICKS, apply_default_css=False, **given
+    )
 
 
 class _Page:
-    """The components of one language, and what happens when they are used.
+    """The components of one language and their handlers.
 
-    `at` is where somebody is: folder, filters, page of the grid, picked picture, chosen pictures, captions that were
-    typed and not saved, how clips are cut (frames, fps, clip), and where New training has the masks. `editing` is kept
-    in the browser, beside the editor: whose caption that is, and its text as it was loaded.
+    `at` is what a window shows: folder, filters, page of the grid, picked image, chosen images, captions that were
+    typed
+    and not saved, how clips are cut (frames, fps, clip), and where the masks are by the New training page. `editing` is
+    kept in the browser beside the editor: the image whose caption it holds, and the text as it was loaded.
     """
 
     def __init__(self, ui: Ui):
@@ -99,7 +108,7 @@ class _Page:
         )
         self.tags = panel(elem_id="dataset-tags", render=False)
         self.here = {"at": self.at, "family": self.family, "resolution": self.resolution}
-        self.cut = {name: self._setting(f"dataset.{name}") for name in room.CUT}
+        self.cut = {name: self._make_field(f"dataset.{name}") for name in dataset_folder.CUT}
         with gr.Row():
             self.folder = gr.Dropdown(
                 label=say("dataset.folder"), choices=[], allow_custom_value=True, elem_id="dataset-folder", scale=5
@@ -109,7 +118,7 @@ class _Page:
             with gr.Row():
                 self.drop = gr.File(
                     file_count="multiple",
-                    file_types=[*pictures.TAKEN],
+                    file_types=[*image_folders.TAKEN],
                     label=say("dataset.upload.drop"),
                     height=130,
                     scale=3,
@@ -142,12 +151,13 @@ class _Page:
                 self.buckets = panel(elem_id="dataset-buckets")
             with gr.Tab(say("dataset.tab.caption"), id="caption"):
                 self._lay_out_captioning()
-        opened = [self.folder, self.tabs, self.family, self.cutting, *self.cut.values(), *self.everything]
-        live.opened()(self.open, outputs=opened, js=OPENING, **NOW).then(None, js=OPENED)
+        trained = [self.family, self.resolution, self.cutting, *self.cut.values()]
+        opened = [self.folder, self.tabs, *trained, *self.everything]
+        live_panel.get_load_event()(self.open, outputs=opened, js=OPENING, **NOW).then(None, js=OPENED)
         go.click(None, inputs=[self.folder], js=GO, api_visibility="private")
         self.folder.select(None, inputs=[self.folder], js=GO, api_visibility="private")
         for clickable in (self.grid, self.view, self.tags, self.findings, self.head):
-            live.on_press(
+            live_panel.on_press(
                 clickable,
                 self.press,
                 OPENED,
@@ -157,13 +167,13 @@ class _Page:
             )
         address = gr.Textbox(visible="hidden", elem_id="dataset-address")
         self.drop.upload(
-            self.take_in,
+            self.add_uploads,
             inputs_kwargs=self.here | {"files": self.drop, "name": self.new_set},
             outputs=[self.drop, address, self.said],
-            **live.quiet(show_progress="minimal", show_progress_on=[self.drop]),
+            **live_panel.private_event(show_progress="minimal", show_progress_on=[self.drop]),
         ).then(**self.afterwards)
         address.change(None, inputs=[address], js=GO, api_visibility="private")
-        timer = gr.Timer(live.SECONDS)
+        timer = gr.Timer(live_panel.SECONDS)
         gr.on(
             [timer.tick, self.family.input, self.resolution.submit],
             self.paint,
@@ -172,11 +182,11 @@ class _Page:
             trigger_mode="always_last",
             **NOW,
         )
-        self.family.input(self.takes_clips, inputs=[self.family], outputs=[self.cutting], **NOW)
+        self.family.input(self.show_clip_settings, inputs=[self.family], outputs=[self.cutting], **NOW)
         for part in self.cut.values():
             for event in (part.submit, part.blur) if isinstance(part, gr.Textbox) else (part.input,):
                 event(
-                    self.recut,
+                    self.change_clip_settings,
                     inputs_kwargs={"at": self.at, **self.cut},
                     outputs=[self.at],
                     trigger_mode="always_last",
@@ -235,14 +245,14 @@ class _Page:
             self.changes = panel(elem_id="dataset-changes")
         for event in (self.query.submit, self.query.blur, self.showing.input):
             event(
-                self.narrow,
+                self.filter_grid,
                 inputs_kwargs=self.here | {"query": self.query, "showing": self.showing},
                 outputs=[self.at, self.grid],
                 **NOW,
             )
         self.editor = {"caption": self.caption, "editing": self.editing}
         self.everything = [self.at, self.head, self.grid, self.view, self.tags, *self.editor.values()]
-        # What takes long and tells how far it is needs the queue; what is shown then comes in its turn.
+        # Long handlers with a progress bar need Gradio's queue; repainting follows in order.
         self.afterwards = {"fn": self.reload, "inputs_kwargs": self.here | self.editor, **NOW}
         self.afterwards["outputs"] = self.everything
         for button, step in ((save, 0), (following, 1)):
@@ -270,14 +280,14 @@ class _Page:
             self.apply,
             inputs_kwargs={"at": self.at, "edit": self.edit},
             outputs=[self.said, self.edit, self.changes],
-            **live.quiet(show_progress="full", show_progress_on=[self.changes]),
+            **live_panel.private_event(show_progress="full", show_progress_on=[self.changes]),
         ).then(**self.afterwards)
         for button, what in ((undo, captions.undo), (redo, captions.redo)):
             button.click(
-                partial(self.step, what),
+                partial(self.undo_or_redo, what),
                 inputs_kwargs={"at": self.at},
                 outputs=[self.said],
-                **live.quiet(show_progress="full", show_progress_on=[self.changes]),
+                **live_panel.private_event(show_progress="full", show_progress_on=[self.changes]),
             ).then(**self.afterwards)
 
     def _lay_out_captioning(self) -> None:
@@ -301,9 +311,9 @@ class _Page:
         overwrite = gr.Checkbox(label=say("dataset.auto.overwrite"), value=False)
         begin = gr.Button(say("dataset.auto.begin"), variant="primary", elem_id="auto-begin", size="md")
         self.job = panel(elem_id="dataset-job")
-        live.on_press(self.job, self.press_job, outputs=[self.said])
+        live_panel.on_press(self.job, self.press_job, outputs=[self.said])
         begin.click(
-            self.begin,
+            self.start_captioning,
             inputs_kwargs={
                 "at": self.at,
                 "model": model,
@@ -316,423 +326,521 @@ class _Page:
             **NOW,
         )
 
-    def _setting(self, key: str) -> Any:
-        """A field for a setting of the training, not laid out yet."""
+    def _make_field(self, key: str) -> Any:
+        """Make a field for a training setting, to be rendered later."""
         one, language = form.settings()[key], self.ui.language
         given = {
-            "label": words.label(language, key),
-            "value": form.shown(one, one.default),
+            "label": translations.get_label(language, key),
+            "value": form.to_component(one, one.default),
             "elem_id": f"dataset-{one.name}",
             "render": False,
         }
         if one.kind == "choice":
-            return gr.Dropdown([(words.choice(language, key, word), word) for word in one.choices], **given)
-        return gr.Textbox(info=words.meaning(language, key, one.description), max_lines=1, **given)
+            return gr.Dropdown(
+                [(translations.get_choice_label(language, key, word), word) for word in one.choices], **given
+            )
+        return gr.Textbox(info=translations.get_help(language, key, one.description), max_lines=1, **given)
 
     # -- what happens
 
-    def takes_clips(self, family: str) -> Any:
-        """How clips are cut is asked of families that draw clips."""
+    def show_clip_settings(self, family: str) -> Any:
+        """Show the clip settings for families that train on clips."""
         return gr.update(visible=families.traits(family)["clips"])
 
-    def recut(self, at: dict[str, Any], **held: Any) -> dict[str, Any]:
-        """How clips are cut has changed; the next tick shows what comes of it."""
+    def change_clip_settings(self, at: dict[str, Any], **held: Any) -> dict[str, Any]:
+        """Keep changed clip settings; the next tick shows the result."""
         return {**at, "cut": held} if at else at
 
-    def _drafted(self) -> tuple[str, dict[str, Any]]:
-        """The family that New training is at, and how it cuts clips, if it draws clips."""
+    def _read_training_values(self) -> dict[str, Any]:
+        """Return the settings of New training; if that form is untouched, those of the newest training."""
         home = self.ui.place.home
-        usual = {name: form.shown(one := form.settings()[f"dataset.{name}"], one.default) for name in room.CUT}
-        try:
-            values = form.values(Draft(home).text(), home)
-        except UserError:
-            return "sdxl", usual
-        family = str(values["model.family"])
-        if family not in self.families or not families.traits(family)["clips"]:
-            return "sdxl", usual
-        return family, {
-            name: form.shown(form.settings()[f"dataset.{name}"], values[f"dataset.{name}"]) for name in room.CUT
-        }
+        text = Draft(home).text()
+        if text == form.START:
+            found = [
+                one
+                for one in run_monitor.get_monitor(self.ui.place).views()
+                if one.kind == "train" and type(one.id) is int
+            ]
+            if found:
+                text = run_monitor.get_monitor(self.ui.place).queue.config(max(found, key=lambda one: one.created).id)
+        return form.read_values(text, home)
 
-    def _drafted_mask(self, folder: Path) -> str:
-        """Where New training has the masks of a folder, as in dataset.folders; "" where it names neither."""
-        home = self.ui.place.home
+    def _choose_examination(self, folder: Path | None) -> tuple[str, int, dict[str, Any]]:
+        """Return what to examine a folder for: family, resolution (0 is the family's), clip settings."""
+        settings = {name: form.settings()[f"dataset.{name}"] for name in dataset_folder.CUT}
+        usual = {name: form.to_component(one, one.default) for name, one in settings.items()}
         try:
-            rows = form.values(Draft(home).text(), home)["dataset.folders"]
-        except UserError:
-            return ""
+            values = self._read_training_values()
+        except UserError:  # New training and the list of runs report it
+            values = {}
+        family, side = str(values.get("model.family")), values.get("dataset.resolution")
+        if family not in self.families:
+            return "sdxl", 0, usual
+        rows = self._find_rows(values, folder) if folder else []
+        side = (rows and rows[0].get("resolution")) or side
+        cut = {name: form.to_component(one, values[f"dataset.{name}"]) for name, one in settings.items()}
+        return family, side if type(side) is int else 0, cut if families.traits(family)["clips"] else usual
+
+    def _find_rows(self, values: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+        """Return the entries of dataset.folders whose path is this folder."""
+        rows, found = values["dataset.folders"], []
         for row in rows if isinstance(rows, list) else []:
-            path, mask = (row.get(name) for name in ("path", "mask")) if isinstance(row, dict) else ("", "")
-            if not (isinstance(path, str) and isinstance(mask, str) and path and mask):
-                continue
-            with contextlib.suppress(UserError):  # New training tells what is wrong with a path
-                if self.ui.path(home / os.path.expanduser(path)) == folder:
+            path = row.get("path") if isinstance(row, dict) else None
+            if isinstance(path, str) and path:
+                with contextlib.suppress(UserError):  # New training reports what is wrong with a path
+                    if self.ui.path(self.ui.place.home / os.path.expanduser(path)) == folder:
+                        found.append(row)
+        return found
+
+    def _find_draft_mask(self, folder: Path) -> str:
+        """Return where New training has the masks of a folder, as in dataset.folders; "" if it names none."""
+        home = self.ui.place.home
+        for row in self._find_draft_rows(folder):
+            mask = row.get("mask")
+            if isinstance(mask, str) and mask:
+                with contextlib.suppress(UserError):
                     return str(self.ui.path(home / os.path.expanduser(mask))) if names_a_folder_of_masks(mask) else mask
         return ""
 
+    def _list_draft_tag_settings(self, folder: Path) -> list[str]:
+        """Return what New training does to the tags of a folder, as `--set` of the doctor; [] if nothing."""
+        if not self._find_draft_rows(folder):
+            return []
+        values = form.read_values(Draft(self.ui.place.home).text(), self.ui.place.home)
+        if not (values["dataset.shuffle_tags"] is True or values["dataset.tag_dropout"]):
+            return []
+        return [f"dataset.{name}={json.dumps(values[f'dataset.{name}'])}" for name in dataset_folder.TAGS]
+
+    def _find_draft_rows(self, folder: Path) -> list[dict[str, Any]]:
+        """Return the rows of dataset.folders in which New training names this folder."""
+        home = self.ui.place.home
+        try:
+            return self._find_rows(form.read_values(Draft(home).text(), home), folder)
+        except UserError:  # New training reports what is wrong with it
+            return []
+
     def open(self, request: gr.Request) -> list[Any]:
-        """The page is opened: the folder that its address names."""
+        """Handle the opening of the page: show the folder that its address names."""
         given = dict(request.query_params).get("folder", "")
-        offered = [str(path) for path in pictures.folders(self.ui.place.roots)]
+        offered = [str(path) for path in image_folders.find_folders(self.ui.place.roots)]
         choices = gr.update(choices=[*dict.fromkeys([*offered, *([given] if given else [])])], value=given or None)
-        family, cut = self._drafted()
-        held = [family, self.takes_clips(family), *cut.values()]
+        folder, mask, tags, problem = None, "", [], ""
+        try:
+            if given:
+                folder = self.ui.path(given)
+                mask, tags = self._find_draft_mask(folder), self._list_draft_tag_settings(folder)
+                dataset_folder.open_folder(folder, fresh=True, mask=mask)
+        except UserError as error:
+            problem = self._render_error(error)
+        family, resolution, cut = self._choose_examination(folder)
+        held = [family, resolution, self.show_clip_settings(family), *cut.values()]
         if not given:
             empty = self.say("dataset.none" if not offered else "dataset.choose")
-            nothing = [{}, f'<p class="empty">{shown(empty)}</p>', "", "", "", "", ""]
+            nothing = [{}, f'<p class="empty">{escape(empty)}</p>', "", "", "", "", ""]
             return [choices, gr.update(visible=False), *held, *nothing]
-        try:
-            folder = self.ui.path(given)
-            mask = self._drafted_mask(folder)
-            room.album(folder, fresh=True, mask=mask)
-        except UserError as error:
-            return [choices, gr.update(visible=False), *held, {}, self._wrong(error), "", "", "", "", ""]
+        if problem:
+            return [choices, gr.update(visible=False), *held, {}, problem, "", "", "", "", ""]
         at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "", "chosen": []}
-        at |= {"mask": mask, "finding": "", "cut": cut, "unsaved": {}}
-        return [choices, gr.update(visible=True), *held, *self._shown(at, family, 0), *self._into_editor("", "", "")]
+        at |= {"mask": mask, "finding": "", "cut": cut, "tags": tags, "unsaved": dict(_unwritten.get(folder, {}))}
+        shown_now = [*self._render_all(at, family, resolution), *self._fill_editor("", "", "")]
+        return [choices, gr.update(visible=True), *held, *shown_now]
 
     def press(
         self, event: gr.EventData, at: dict[str, Any], family: str, resolution: float, caption: str, editing: str
     ) -> list[Any]:
-        """A button in the grid, a tag or a finding."""
-        told = live.clicked(event)
-        do, name = told.get("do", ""), told.get("name", "")
+        """Handle a button in the grid, the tags or the findings."""
+        click = live_panel.read_click(event)
+        do, name = click.get("do", ""), click.get("name", "")
         rest = [gr.skip()] * 5
-        said, editor = gr.update(visible=False), [gr.skip()] * 2
+        note, editor = gr.update(visible=False), [gr.skip()] * 2
         try:
-            album = self._album(at)
+            dataset = self._get_dataset(at)
             at = dict(at)
             if do == "page":
-                at["page"] = max(0, int(told.get("to", "0")))
-            elif do in ("pick", "look") and name in album.files:
+                at["page"] = max(0, int(click.get("to", "0")))
+            elif do in ("pick", "look") and name in dataset.files:
                 if do == "look":
-                    said = self._note(self.say("dataset.looked", file=name))
-                left, was = _edited(editing)
-                at["unsaved"] = _without(at["unsaved"], left)
-                if left in album.files and not _same(caption, was):
+                    note = self._show_note(self.say("dataset.looked", file=name))
+                left, was = _parse_editing(editing)
+                at["unsaved"] = _drop_name(at["unsaved"], left)
+                if left in dataset.files and not _is_unchanged(caption, was):
                     at["unsaved"][left] = (was, caption)
                     if left != name:
-                        said = self._note(self.say("dataset.unsaved", file=left))
-                at["picked"], editor = name, self._into_editor(name, *self._waiting(at, album, name))
-            elif do == "choose" and name in album.files:
+                        note = self._show_note(self.say("dataset.unsaved", file=left))
+                at["picked"], editor = name, self._fill_editor(name, *self._find_texts(at, dataset, name))
+            elif do == "choose" and name in dataset.files:
                 at["chosen"] = [one for one in at["chosen"] if one != name] + [name] * (name not in at["chosen"])
             elif do == "choose_all":
-                at["chosen"] = list(dict.fromkeys([*at["chosen"], *self._filtered(at, album)]))
+                at["chosen"] = list(dict.fromkeys([*at["chosen"], *self._filter_names(at, dataset)]))
             elif do == "choose_none":
                 at["chosen"] = []
             elif do == "tag":
                 at |= {"query": f"[{name}]", "page": 0, "finding": ""}
-                said = self._note(self.say("dataset.filtered", what=name))
+                note = self._show_note(self.say("dataset.filtered", what=name))
             elif do == "finding":
-                at |= {"finding": name, "page": 0, "query": "", "only": self._files_of(at, name, family, resolution)}
-                said = self._note(self.say("dataset.filtered", what=self.say(f"dataset.kind.{name}")))
+                at |= {"finding": name, "page": 0, "query": "", "only": self._list_files(at, name, family, resolution)}
+                note = self._show_note(self.say("dataset.filtered", what=self.say(f"dataset.kind.{name}")))
+            elif do == "repair":
+                note = self._repair(at, dataset, family, resolution)
+                if (left := _parse_editing(editing))[0] in dataset.files and _is_unchanged(caption, left[1]):
+                    text = dataset.texts[left[0]]
+                    editor = self._fill_editor(left[0], text, text)
             elif do == "clear":
                 at |= {"query": "", "finding": "", "showing": "all", "page": 0}
             elif do in ("remove", "rename"):
                 edit = None
                 if do == "remove":
-                    edit = captions.preview(album.folder, [captions.RemoveTag(name)], mask=album.mask)
-                said = self._note(self.say("dataset.prepared"))
-                rest = [do, name, "", edit, self._diff(edit) if edit else ""]
+                    edit = captions.preview(dataset.folder, [captions.RemoveTag(name)], mask=dataset.mask)
+                note = self._show_note(self.say("dataset.prepared"))
+                rest = [do, name, "", edit, self._render_changes(edit) if edit else ""]
         except (UserError, ValueError) as error:
-            return [self._complaint(error), *([gr.skip()] * len(self.everything)), *rest]
-        return [said, *self._shown(at, family, resolution), *editor, *rest]
+            return [self._show_error(error), *([gr.skip()] * len(self.everything)), *rest]
+        return [note, *self._render_all(at, family, resolution), *editor, *rest]
 
-    def take_in(
+    def _repair(self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder, family: str, resolution: float) -> Any:
+        """Repair caption edits that a crash interrupted, and read the folder again."""
+        found = captions.repair(dataset.folder)
+        dataset_folder.open_folder(dataset.folder, fresh=True, mask=at["mask"])
+        self._examine(at, dataset, family, resolution, again=True)
+        counts = {"taken_back": len(found.taken_back), "restored": len(found.restored), "swept": len(found.swept)}
+        lines = [self.say("dataset.repaired", **counts)]
+        lines += [self.say("dataset.repaired.others", files=", ".join(found.others[:8]))] if found.others else []
+        return self._show_note(" ".join(lines), wrong=bool(found.others))
+
+    def add_uploads(
         self, at: dict[str, Any], family: str, resolution: float, files: list[str] | None, name: str
     ) -> list[Any]:
-        """Pictures were dropped: into the open folder, or into a set of the page's own, which is then opened."""
+        """Handle dropped files: add them to the open folder, or to a new folder of the page, which is then opened."""
         try:
             if not name.strip() and not at:
                 raise UserError(self.say("dataset.upload.where"))
-            own = self.ui.place.home / "datasets" / safe.name(name) if name.strip() else None
-            folder = own or self._album(at).folder
-            count, refused = pictures.take_in(files or [], folder)
+            own = self.ui.place.home / "datasets" / sanitize.check_name(name) if name.strip() else None
+            folder = own or self._get_dataset(at).folder
+            count, refused = image_folders.add_uploads(files or [], folder)
         except UserError as error:
-            return [None, gr.skip(), self._complaint(error)]
+            return [None, gr.skip(), self._show_error(error)]
         lines = [self.say("new.pictures.taken", count=count, folder=folder.name)]
         if refused:
-            told = "; ".join(map(self.ui.tell, refused[:8])) + (" …" if len(refused) > 8 else "")
-            lines.append(self.say("new.pictures.refused", lines=told))
-        said = self._note(" ".join(lines), wrong=bool(refused))
+            reasons = "; ".join(map(self.ui.translate, refused[:8])) + (" …" if len(refused) > 8 else "")
+            lines.append(self.say("new.pictures.refused", lines=reasons))
+        note = self._show_note(" ".join(lines), wrong=bool(refused))
         if at and str(folder) == at["folder"]:
-            album = room.album(folder, fresh=True, mask=at["mask"])
-            self._examined(at, album, family, resolution, again=True)
-        return [None, str(folder) if own and not refused else gr.skip(), said]
+            dataset = dataset_folder.open_folder(folder, fresh=True, mask=at["mask"])
+            self._examine(at, dataset, family, resolution, again=True)
+        return [None, str(folder) if own and not refused else gr.skip(), note]
 
-    def narrow(self, at: dict[str, Any], family: str, resolution: float, query: str, showing: str) -> list[Any]:
-        """The search or the choice of what is shown has changed."""
+    def filter_grid(self, at: dict[str, Any], family: str, resolution: float, query: str, showing: str) -> list[Any]:
+        """Handle a changed search or filter."""
         if (query, showing) == (at.get("query"), at.get("showing")) or not at:
             return [gr.skip(), gr.skip()]
         at = {**at, "query": query, "showing": showing, "page": 0, "finding": ""}
-        return [at, self._grid(at, self._album(at), family, resolution)]
+        return [at, self._render_grid(at, self._get_dataset(at), family, resolution)]
 
     def save(
         self, step: int, at: dict[str, Any], family: str, resolution: float, caption: str, editing: str
     ) -> list[Any]:
-        """Write the editor's caption, and go on to the next picture."""
-        name, loaded = _edited(editing)
+        """Write the editor's caption, and go on to the next image if `step` is 1."""
+        name, loaded = _parse_editing(editing)
         try:
-            album = self._album(at)
-            if name not in album.files:
+            dataset = self._get_dataset(at)
+            if name not in dataset.files:
                 raise UserError(self.say("dataset.pick_first"))
-            at = {**at, "picked": name, "unsaved": _without(at["unsaved"], name)}
-            if album.reread(name) != loaded:
-                complaint = self._note(self.say("dataset.changed_meanwhile", file=name), wrong=True)
-                text = album.texts[name]
-                return [complaint, *self._shown(at, family, resolution), *self._into_editor(name, text, text)]
-            edit = captions.assign(album.folder, {album.files[name]: caption}, f"caption of {name}")
+            at = {**at, "picked": name, "unsaved": _drop_name(at["unsaved"], name)}
+            if dataset.reread_caption(name) != loaded:
+                complaint = self._show_note(self.say("dataset.changed_meanwhile", file=name), wrong=True)
+                text = dataset.texts[name]
+                return [complaint, *self._render_all(at, family, resolution), *self._fill_editor(name, text, text)]
+            edit = captions.assign(dataset.folder, {dataset.files[name]: caption}, f"caption of {name}")
             if edit.problems:
                 raise UserError(edit.problems[0])
             if edit.changes:
-                captions.apply(album.folder, edit)
-            said = self._note(self.say("dataset.saved" if edit.changes else "dataset.unchanged", file=name))
-            album.reread(name)
-            names = self._filtered(at, album)
+                try:
+                    captions.apply(dataset.folder, edit)
+                except UserError:
+                    _unwritten.setdefault(dataset.folder, {})[name] = (loaded, caption)
+                    raise
+            _unwritten.get(dataset.folder, {}).pop(name, None)
+            note = self._show_note(self.say("dataset.saved" if edit.changes else "dataset.unchanged", file=name))
+            dataset.reread_caption(name)
+            names = self._filter_names(at, dataset)
             if step and name in names and names.index(name) + 1 < len(names):
                 name = names[names.index(name) + 1]
-            at["picked"], editor = name, self._into_editor(name, *self._waiting(at, album, name))
+            at["picked"], editor = name, self._fill_editor(name, *self._find_texts(at, dataset, name))
             if name in names:
                 at["page"] = names.index(name) // PER_PAGE
         except UserError as error:
-            return [self._complaint(error), *([gr.skip()] * len(self.everything))]
-        return [said, *self._shown(at, family, resolution), *editor]
+            return [self._show_error(error), *([gr.skip()] * len(self.everything))]
+        return [note, *self._render_all(at, family, resolution), *editor]
 
     def reload(self, at: dict[str, Any], family: str, resolution: float, caption: str, editing: str) -> list[Any]:
-        """Show what many captions are now. What was typed in the editor and not saved stays there."""
-        name, was = _edited(editing)
+        """Read all captions again. Unsaved input in the editor stays."""
+        name, was = _parse_editing(editing)
         try:
-            album = room.album(self._album(at).folder, fresh=True, mask=at["mask"])
+            dataset = dataset_folder.open_folder(self._get_dataset(at).folder, fresh=True, mask=at["mask"])
             editor = [gr.skip()] * 2
-            if name in album.files and _same(caption, was):
-                editor = self._into_editor(name, album.texts[name], album.texts[name])
-            return [*self._shown(at, family, resolution), *editor]
-        except UserError:  # told by what was done before
+            if name in dataset.files and _is_unchanged(caption, was):
+                editor = self._fill_editor(name, dataset.texts[name], dataset.texts[name])
+            return [*self._render_all(at, family, resolution), *editor]
+        except UserError:  # reported by the handler before this one
             return [gr.skip()] * len(self.everything)
 
     def preview(self, at: dict[str, Any], operation: str, first: str, second: str, scope: str) -> list[Any]:
-        """Show what an edit of many would do."""
+        """Preview an edit of many captions."""
         try:
-            album = self._album(at)
+            dataset = self._get_dataset(at)
             count, make = OPERATIONS[operation]
             only = None
             if scope != "all":
-                only = self._filtered(at, album) if scope == "filter" else [n for n in at["chosen"] if n in album.files]
+                only = (
+                    self._filter_names(at, dataset)
+                    if scope == "filter"
+                    else [n for n in at["chosen"] if n in dataset.files]
+                )
                 if not only:
                     raise UserError(self.say("dataset.none_chosen"))
-            edit = captions.preview(album.folder, [make(*(first, second)[:count])], only, album.mask)
+            edit = captions.preview(dataset.folder, [make(*(first, second)[:count])], only, dataset.mask)
         except UserError as error:
-            return [self._complaint(error), None, ""]
-        return [gr.update(visible=False), edit, self._diff(edit)]
+            return [self._show_error(error), None, ""]
+        return [gr.update(visible=False), edit, self._render_changes(edit)]
 
     def apply(self, at: dict[str, Any], edit: captions.Edit | None, progress: gr.Progress = PROGRESS) -> list[Any]:
-        """Do what was previewed."""
+        """Apply the previewed edit."""
         try:
             if edit is None or not edit.changes:
                 raise UserError(self.say("dataset.preview_first"))
-            folder = self._album(at).folder
-            entry = captions.apply(folder, edit, told=self._counting(progress))
+            folder = self._get_dataset(at).folder
+            entry = captions.apply(folder, edit, told=self._count_progress(progress))
         except UserError as error:
-            return [self._complaint(error), None, ""]
-        return [self._note(self.say("dataset.applied", count=entry.files)), None, ""]
+            return [self._show_error(error), None, ""]
+        return [self._show_note(self.say("dataset.applied", count=entry.files)), None, ""]
 
-    def _counting(self, progress: gr.Progress) -> Callable[[int, int], Any]:
+    def _count_progress(self, progress: gr.Progress) -> Callable[[int, int], Any]:
         return lambda done, total: progress((done, total), unit=self.say("dataset.captions"))
 
-    def step(
+    def undo_or_redo(
         self, what: Callable[..., captions.Entry], at: dict[str, Any], progress: gr.Progress = PROGRESS
     ) -> dict[str, Any]:
-        """Undo or redo."""
+        """Undo or redo an edit; `what` is captions.undo or captions.redo."""
         try:
-            entry = what(self._album(at).folder, told=self._counting(progress))
+            entry = what(self._get_dataset(at).folder, told=self._count_progress(progress))
         except UserError as error:
-            return self._complaint(error)
-        return self._note(self.say("dataset.redone" if entry.done else "dataset.undone", count=entry.files))
+            return self._show_error(error)
+        return self._show_note(self.say("dataset.redone" if entry.done else "dataset.undone", count=entry.files))
 
     def examine_again(self, at: dict[str, Any], family: str, resolution: float) -> dict[str, int]:
-        """Look at everything once more; what did not change is remembered."""
+        """Examine the folder again. Unchanged files are not decoded again."""
         if at:
-            self._examined(at, self._album(at), family, resolution, again=True)
+            self._examine(at, self._get_dataset(at), family, resolution, again=True)
         return {}
 
-    def begin(self, at: dict[str, Any], model: str, kind: str, prompt: str, trigger: str, overwrite: bool) -> list[Any]:
-        """Queue the captioning."""
+    def start_captioning(
+        self, at: dict[str, Any], model: str, kind: str, prompt: str, trigger: str, overwrite: bool
+    ) -> list[Any]:
+        """Queue a captioning job."""
         try:
-            album = self._album(at)
-            number = room.submit_captioning(
+            dataset = self._get_dataset(at)
+            number = dataset_folder.submit_captioning(
                 self.ui.place,
-                album.folder,
+                dataset.folder,
                 model=model,
                 kind=kind,
                 prompt=prompt,
                 overwrite=overwrite,
                 trigger=trigger,
-                mask=album.mask,
+                mask=dataset.mask,
             )
         except UserError as error:
-            return [self._complaint(error), gr.skip()]
-        watch.watch(self.ui.place).views.forget()
-        return [self._note(self.say("dataset.auto.queued", number=number)), {}]
+            return [self._show_error(error), gr.skip()]
+        run_monitor.get_monitor(self.ui.place).views.invalidate()
+        return [self._show_note(self.say("dataset.auto.queued", number=number)), {}]
 
     def press_job(self, event: gr.EventData) -> Any:
-        """Stop, or go on with, a captioning."""
-        told = live.clicked(event)
+        """Handle a button of a captioning job."""
+        click = live_panel.read_click(event)
         try:
-            return self._note(watch.act(self.ui, told.get("do", ""), told.get("id", "")))
+            return self._show_note(run_monitor.run_action(self.ui, click.get("do", ""), click.get("id", "")))
         except UserError as error:
-            return self._complaint(error)
+            return self._show_error(error)
 
     def paint(self, at: dict[str, Any], family: str, resolution: float, seen: dict[str, int]) -> list[Any]:
-        """The tick: the doctor's progress or report, captioning, and what the report says of clips in the grid."""
+        """Handle a tick: paint the doctor's progress or report, captioning jobs, and clips in the grid."""
         if not at:
             return [gr.skip()] * 6
-        told, grid = seen.get("told"), gr.skip()
+        painted, grid = seen.get("told"), gr.skip()
         try:
-            album = room.seen_last(self.ui.path(at["folder"]), at["mask"])
-            found = self._examined(at, album, family, resolution)
-            if found.report is not None and told != found.begun:
-                told = found.begun
-                if album.videos or found.report["counts"]["clips"]:
-                    grid = self._grid(at, album, family, resolution)
-            view = self._view(at, album, family, resolution)
-            panels = [self._findings(found), self._buckets(found, family), self._job(album.folder), view]
+            dataset = dataset_folder.open_cached(self.ui.path(at["folder"]), at["mask"])
+            found = self._examine(at, dataset, family, resolution)
+            if found.report is not None and painted != found.begun:
+                painted = found.begun
+                if dataset.videos or found.report["counts"]["clips"]:
+                    grid = self._render_grid(at, dataset, family, resolution)
+            view = self._render_view(at, dataset, family, resolution)
+            panels = [
+                self._render_findings(found),
+                self._render_buckets(found, family),
+                self._render_jobs(dataset.folder),
+                view,
+            ]
         except UserError as error:
-            panels = [self._wrong(error), "", "", ""]
-        sent, seen = live.changed(panels, seen)
-        return [*sent, grid, {**seen, "told": told}]
+            panels = [self._render_error(error), "", "", ""]
+        sent, seen = live_panel.skip_unchanged(panels, seen)
+        return [*sent, grid, {**seen, "told": painted}]
 
     # -- what is shown
 
-    def _album(self, at: dict[str, Any]) -> room.Album:
-        """The folder that somebody is at, which the page may still use. Raises UserError."""
+    def _get_dataset(self, at: dict[str, Any]) -> dataset_folder.DatasetFolder:
+        """Return the open folder, if the page may still use it. Raises UserError."""
         if not at.get("folder"):
             raise UserError(self.say("dataset.choose"))
-        return room.album(self.ui.path(at["folder"]), mask=at["mask"])
+        return dataset_folder.open_folder(self.ui.path(at["folder"]), mask=at["mask"])
 
-    def _resolution(self, family: str, given: float) -> int:
+    def _choose_resolution(self, family: str, given: float) -> int:
         return int(given or 0) or int(families.facts(family)["native_resolution"])
 
-    def _examined(
-        self, at: dict[str, Any], album: room.Album, family: str, resolution: float, again: bool = False
-    ) -> room.Examination:
-        held = {name: form.read(form.settings()[f"dataset.{name}"], at["cut"][name]) for name in room.CUT}
-        settings = room.cutting(family, **held)
-        side = self._resolution(family, resolution)
-        return room.examination(self.ui.place, album.folder, family, side, settings, again, album.mask)
+    def _examine(
+        self,
+        at: dict[str, Any],
+        dataset: dataset_folder.DatasetFolder,
+        family: str,
+        resolution: float,
+        again: bool = False,
+    ) -> dataset_folder.Examination:
+        held = {
+            name: form.from_component(form.settings()[f"dataset.{name}"], at["cut"][name])
+            for name in dataset_folder.CUT
+        }
+        settings = (*dataset_folder.list_clip_settings(family, **held), *at["tags"])
+        side = self._choose_resolution(family, resolution)
+        return dataset_folder.examine(self.ui.place, dataset.folder, family, side, settings, again, dataset.mask)
 
-    def _shown(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
-        """at, head, grid, view, tags"""
-        album = self._album(at)
-        view, grid = (show(at, album, family, resolution) for show in (self._view, self._grid))
-        return [at, self._head(album), grid, view, self._tags(at, album)]
+    def _render_all(self, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
+        """Return values for at, head, grid, view and tags."""
+        dataset = self._get_dataset(at)
+        view, grid = (show(at, dataset, family, resolution) for show in (self._render_view, self._render_grid))
+        return [at, self._render_head(dataset), grid, view, self._render_tags(at, dataset)]
 
-    def _waiting(self, at: dict[str, Any], album: room.Album, name: str) -> tuple[str, str]:
-        """The caption of a picture as it was loaded, and as it stood in the editor when it was left."""
-        text = "" if name in album.wrong else album.reread(name)
+    def _find_texts(self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder, name: str) -> tuple[str, str]:
+        """Return an image's caption as it was loaded, and as it was when the editor left it."""
+        text = "" if name in dataset.wrong else dataset.reread_caption(name)
         return at["unsaved"].get(name, (text, text))
 
-    def _into_editor(self, name: str, loaded: str, text: str) -> list[Any]:
-        """The editor with this text for the caption of a picture, which is `loaded` now, and whose it is."""
+    def _fill_editor(self, name: str, loaded: str, text: str) -> list[Any]:
+        """Return values for the editor: this text for the caption of an image, and which caption was loaded."""
         return [gr.update(value=text, interactive=bool(name)), json.dumps([name, loaded])]
 
-    def _filtered(self, at: dict[str, Any], album: room.Album) -> list[str]:
-        """Names that the filters let through. "[tag]" in the search is a tag, other words are parts of name or text."""
+    def _filter_names(self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder) -> list[str]:
+        """List the names that match the filters. "[tag]" searches a tag, other words a part of the name or text."""
         query = at["query"].strip()
-        names = list(album.files)
+        names = list(dataset.files)
         if at.get("finding"):
             only = set(at.get("only", ()))
             names = [name for name in names if name in only]
         if at["showing"] == "uncaptioned":
-            names = [name for name in names if not album.texts[name].strip()]
+            names = [name for name in names if not dataset.texts[name].strip()]
         if at["showing"] == "chosen":
             names = [name for name in names if name in at["chosen"]]
         if match := re.fullmatch(r"\[(.+)\]", query):
-            return [name for name in names if match[1] in captions.split_tags(" ".join(album.texts[name].splitlines()))]
+            return [
+                name for name in names if match[1] in captions.split_tags(" ".join(dataset.texts[name].splitlines()))
+            ]
         wanted = query.casefold().split()
-        return [name for name in names if all(w in f"{name} {album.texts[name]}".casefold() for w in wanted)]
+        return [name for name in names if all(w in f"{name} {dataset.texts[name]}".casefold() for w in wanted)]
 
-    def _head(self, album: room.Album) -> str:
-        without = sum(not text.strip() for text in album.texts.values())
-        videos = len(album.videos)
-        parts = [self.say("dataset.count", count=len(album.files) - videos)]
+    def _render_head(self, dataset: dataset_folder.DatasetFolder) -> str:
+        without = sum(not text.strip() for text in dataset.texts.values())
+        videos = len(dataset.videos)
+        parts = [self.say("dataset.count", count=len(dataset.files) - videos)]
         parts += [self.say("dataset.videos", count=videos)] if videos else []
         parts += [self.say("dataset.without", count=without)] if without else []
-        parts += [self.say("dataset.masks", count=album.masks, mask=album.mask)] if album.masks else []
+        parts += [self.say("dataset.masks", count=dataset.masks, mask=dataset.mask)] if dataset.masks else []
         try:
-            history = captions.history(album.folder)
+            history = captions.history(dataset.folder)
         except UserError as error:
-            return self._wrong(error)
+            return self._render_error(error)
         last = [entry for entry in history if entry.done][-1:]
-        parts += [self.say("dataset.last", title=self.ui.tell(entry.title), count=entry.files) for entry in last]
-        parts += [self.say("dataset.unreadable", count=len(album.wrong))] if album.wrong else []
-        told = []
-        if album.masks and not album.given:
-            told.append(self.say("dataset.masks.guessed", count=album.masks, mask=album.mask))
-            told += [self.say("dataset.masks.trained")] if album.mask in pictures.MASKS else []
-        if album.inside:
-            told.append(self.say("dataset.masks.inside", folder=album.inside))
-        notes = f"<p>{shown(' '.join(told))}</p>" if told else ""
-        return f'<p class="dim"><b>{shown(album.folder.name)}</b> · {" · ".join(map(shown, parts))}</p>{notes}'
+        parts += [self.say("dataset.last", title=self.ui.translate(entry.title), count=entry.files) for entry in last]
+        parts += [self.say("dataset.unreadable", count=len(dataset.wrong))] if dataset.wrong else []
+        remarks = []
+        if dataset.masks and not dataset.given:
+            remarks.append(self.say("dataset.masks.guessed", count=dataset.masks, mask=dataset.mask))
+            remarks += [self.say("dataset.masks.trained")] if dataset.mask in image_folders.MASKS else []
+        if dataset.inside:
+            remarks.append(self.say("dataset.masks.inside", folder=dataset.inside))
+        notes = f"<p>{escape(' '.join(remarks))}</p>" if remarks else ""
+        if any(entry.half_done for entry in history):
+            button = run_cards.render_button("repair", self.say("dataset.repair"))
+            notes += f'<p class="wrong">{escape(self.say("dataset.half_done"))} {button}</p>'
+        return f'<p class="dim"><b>{escape(dataset.folder.name)}</b> · {" · ".join(map(escape, parts))}</p>{notes}'
 
-    def _grid(self, at: dict[str, Any], album: room.Album, family: str, resolution: float) -> str:
-        names = self._filtered(at, album)
+    def _render_grid(
+        self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder, family: str, resolution: float
+    ) -> str:
+        names = self._filter_names(at, dataset)
         pages = max(1, math.ceil(len(names) / PER_PAGE))
         page = min(at["page"], pages - 1)
         chosen = set(at["chosen"])
-        known = self._of_clips(at, album, family, resolution)
+        known = self._list_clips(at, dataset, family, resolution)
         cells = "".join(
-            self._cell(album, name, name == at["picked"], name in chosen, known.get(name, {}))
+            self._render_cell(dataset, name, name == at["picked"], name in chosen, known.get(name, {}))
             for name in names[page * PER_PAGE : (page + 1) * PER_PAGE]
         )
-        bar = f"<span>{self.say('dataset.shown', count=len(names), of=len(album.files))}</span>"
+        bar = f"<span>{self.say('dataset.shown', count=len(names), of=len(dataset.files))}</span>"
         if chosen:
             bar += f"<span>{self.say('dataset.chosen', count=len(chosen))}</span>"
-        bar += shows.button("choose_all", self.say("dataset.choose_all"))
-        bar += shows.button("choose_none", self.say("dataset.choose_none")) if chosen else ""
+        bar += run_cards.render_button("choose_all", self.say("dataset.choose_all"))
+        bar += run_cards.render_button("choose_none", self.say("dataset.choose_none")) if chosen else ""
         if at["query"] or at.get("finding") or at["showing"] != "all":
-            bar += shows.button("clear", self.say("dataset.clear"))
+            bar += run_cards.render_button("clear", self.say("dataset.clear"))
         turn = ""
         if pages > 1:
-            back = shows.button("page", self.say("dataset.back"), to=str(page - 1)) if page else ""
-            on = shows.button("page", self.say("dataset.on"), to=str(page + 1)) if page + 1 < pages else ""
+            back = run_cards.render_button("page", self.say("dataset.back"), to=str(page - 1)) if page else ""
+            on = run_cards.render_button("page", self.say("dataset.on"), to=str(page + 1)) if page + 1 < pages else ""
             here = self.say("dataset.page", page=page + 1, pages=pages)
             turn = f'<div class="tools">{back}<span>{here}</span>{on}</div>'
         empty = "" if names else f'<p class="empty">{self.say("dataset.nothing")}</p>'
         return f'<div class="tools">{bar}</div><div class="thumbs">{cells}</div>{empty}{turn}'
 
-    def _of_clips(
-        self, at: dict[str, Any], album: room.Album, family: str, resolution: float
+    def _list_clips(
+        self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder, family: str, resolution: float
     ) -> dict[str, dict[str, Any]]:
-        """What the report, if there is one, says of each clip: its entry among the pictures, or {"error": line}."""
-        if not album.videos and not at["cut"]["frames"]:
+        """Return what the report says of each clip: its entry among the images, or {"error": message}."""
+        if not dataset.videos and not at["cut"]["frames"]:
             return {}
-        found = self._examined(at, album, family, resolution)
+        found = self._examine(at, dataset, family, resolution)
         known = {one["file"]: one for one in (found.report or {}).get("pictures", ()) if "seconds" in one}
-        return known | {name: {"error": why} for name, why in found.files("unreadable").items() if room.is_video(name)}
+        return known | {
+            name: {"error": why}
+            for name, why in found.list_files("unreadable").items()
+            if dataset_folder.is_video(name)
+        }
 
-    def _clip(self, one: dict[str, Any]) -> list[str]:
-        """Figures of a clip: seconds, rate, and how many pieces of how many frames are trained."""
-        told = [self.say("dataset.clip.seconds", seconds=shows.digits(one["seconds"]))]
-        told.append(self.say("dataset.clip.rate", rate=shows.digits(one["fps"])))
+    def _describe_clip(self, one: dict[str, Any]) -> list[str]:
+        """Describe a clip: seconds, frames per second, and how many pieces of how many frames are trained."""
+        figures = [self.say("dataset.clip.seconds", seconds=run_cards.digits(one["seconds"]))]
+        figures.append(self.say("dataset.clip.rate", rate=run_cards.digits(one["fps"])))
         if one["pieces"]:
-            told.append(self.say("dataset.clip.pieces", count=one["pieces"], length=one["length"]))
-        return told
+            figures.append(self.say("dataset.clip.pieces", count=one["pieces"], length=one["length"]))
+        return figures
 
-    def _cell(self, album: room.Album, name: str, picked: bool, chosen: bool, clip: dict[str, Any]) -> str:
-        text = album.texts[name]
-        source = shown(self.ui.picture(album.folder / name, 192))
-        label, tick = shown(name), shown(self.say("dataset.choose_one", file=name))
-        line = shown(text[:90]) if text.strip() else f'<em class="wrong">{self.say("dataset.no_caption")}</em>'
+    def _render_cell(
+        self, dataset: dataset_folder.DatasetFolder, name: str, picked: bool, chosen: bool, clip: dict[str, Any]
+    ) -> str:
+        text = dataset.texts[name]
+        source = escape(self.ui.picture(dataset.folder / name, 192))
+        label, tick = escape(name), escape(self.say("dataset.choose_one", file=name))
+        line = escape(text[:90]) if text.strip() else f'<em class="wrong">{self.say("dataset.no_caption")}</em>'
+        if name in dataset.wrong:  # a caption that cannot be read
+            line = f'<em class="wrong">{escape(self.ui.translate(dataset.wrong[name]))}</em>'
         image, about = f'<img src="{source}" alt="{label}" loading="lazy" decoding="async">', ""
-        if room.is_video(name) and not clips.can_read_videos():
-            image = f'<span class="wrong">{shown(self.ui.tell(clips.NEEDED))}</span>'
+        if dataset_folder.is_video(name) and not clips.can_read_videos():
+            image = f'<span class="wrong">{escape(self.ui.translate(clips.NEEDED))}</span>'
         elif "error" in clip:
-            image = f'<span class="wrong">{shown(self.ui.tell(clip["error"]))}</span>'
+            image = f'<span class="wrong">{escape(self.ui.translate(clip["error"]))}</span>'
         elif clip:
-            image += f'<i class="length">▶ {shown(self._clip(clip)[0])}</i>'
-            figures = [f"{clip['width']} × {clip['height']}", *self._clip(clip)[1:]]
-            about = f'<p class="dim">{shown(" · ".join(figures))}</p>'
-        elif room.is_video(name):
+            image += f'<i class="length">▶ {escape(self._describe_clip(clip)[0])}</i>'
+            figures = [f"{clip['width']} × {clip['height']}", *self._describe_clip(clip)[1:]]
+            about = f'<p class="dim">{escape(" · ".join(figures))}</p>'
+        elif dataset_folder.is_video(name):
             image += '<i class="length">▶</i>'
         return (
             f'<div class="thumb{" picked" if picked else ""}{" chosen" if chosen else ""}">'
@@ -742,72 +850,75 @@ class _Page:
             f'aria-pressed="{str(chosen).lower()}" aria-label="{tick}"></button>{about}<p>{line}</p></div>'
         )
 
-    def _view(self, at: dict[str, Any], album: room.Album, family: str, resolution: float) -> str:
+    def _render_view(
+        self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder, family: str, resolution: float
+    ) -> str:
         name = at["picked"]
-        if name not in album.files:
+        if name not in dataset.files:
             return f'<p class="empty">{self.say("dataset.pick")}</p>'
-        side = self._resolution(family, resolution)
-        found = self._examined(at, album, family, resolution)
+        side = self._choose_resolution(family, resolution)
+        found = self._examine(at, dataset, family, resolution)
         size = next((one for one in (found.report or {}).get("pictures", ()) if one["file"] == name), None)
-        crop, told = "", [shown(name)]
+        crop, figures = "", [escape(name)]
         if size is not None:
             try:
                 place = buckets.place((size["width"], size["height"]), side, 64)
             except UserError as error:
-                told.append(shown(self.ui.tell(str(error))))
+                figures.append(escape(self.ui.translate(str(error))))
             else:
                 (width, height), (left, top), (w, h) = place.resized_wh, place.crop_xy, place.bucket_wh
                 style = f"left:{left / width:.3%};top:{top / height:.3%};width:{w / width:.3%};height:{h / height:.3%}"
                 crop = f'<i class="crop" data-bucket="{w}x{h}" style="{style}"></i>'
-                told.append(f"{size['width']} × {size['height']}")
-                told.append(self.say("dataset.crop", bucket=f"{w} × {h}", cut=f"{1 - w * h / (width * height):.0%}"))
-                told.append(shown(self.families[family]))
+                figures.append(f"{size['width']} × {size['height']}")
+                figures.append(self.say("dataset.crop", bucket=f"{w} × {h}", cut=f"{1 - w * h / (width * height):.0%}"))
+                figures.append(escape(self.families[family]))
             if "seconds" in size:
-                told += map(shown, self._clip(size))
-        odd = [album.wrong[name]] if name in album.wrong else []
-        source = shown(self.ui.picture(album.folder / name, 1280))
-        picture = f'<div class="large"><img src="{source}" alt="{shown(name)}">{crop}</div>'
-        if room.is_video(name) and not clips.can_read_videos():
+                figures += map(escape, self._describe_clip(size))
+        odd = [dataset.wrong[name]] if name in dataset.wrong else []
+        source = escape(self.ui.picture(dataset.folder / name, 1280))
+        picture = f'<div class="large"><img src="{source}" alt="{escape(name)}">{crop}</div>'
+        if dataset_folder.is_video(name) and not clips.can_read_videos():
             picture, odd = "", [*odd, clips.NEEDED]
-        elif room.is_video(name) and (why := found.files("unreadable").get(name)):
+        elif dataset_folder.is_video(name) and (why := found.list_files("unreadable").get(name)):
             picture, odd = "", [*odd, why]
-        wrong = "".join(f'<p class="wrong">{shown(self.ui.tell(line))}</p>' for line in odd)
-        return f'{picture}<p class="dim">{" · ".join(told)}</p>{wrong}'
+        wrong = "".join(f'<p class="wrong">{escape(self.ui.translate(line))}</p>' for line in odd)
+        return f'{picture}<p class="dim">{" · ".join(figures)}</p>{wrong}'
 
-    def _tags(self, at: dict[str, Any], album: room.Album) -> str:
-        counted = album.tags(self._filtered(at, album) if at["query"] or at.get("finding") else None)
+    def _render_tags(self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder) -> str:
+        counted = dataset.count_tags(self._filter_names(at, dataset) if at["query"] or at.get("finding") else None)
         if not counted:
             return f'<p class="empty">{self.say("dataset.no_tags")}</p>'
         rows = []
         for tag, count in counted.most_common(MOST_TAGS):
             buttons = "".join(
-                shows.button(do, self.say(f"dataset.tag.{do}"), name=tag) for do in ("tag", "rename", "remove")
+                run_cards.render_button(do, self.say(f"dataset.tag.{do}"), name=tag)
+                for do in ("tag", "rename", "remove")
             )
-            rows.append([shown(tag), str(count), f'<div class="tools">{buttons}</div>'])
+            rows.append([escape(tag), str(count), f'<div class="tools">{buttons}</div>'])
         more = len(counted) - len(rows)
         rest = f'<p class="dim">{self.say("dataset.more_tags", count=more)}</p>' if more > 0 else ""
-        return shows.table([self.say("dataset.tag"), self.say("dataset.captions"), ""], rows) + rest
+        return run_cards.render_table([self.say("dataset.tag"), self.say("dataset.captions"), ""], rows) + rest
 
-    def _diff(self, edit: captions.Edit) -> str:
+    def _render_changes(self, edit: captions.Edit) -> str:
         head = self.say("dataset.would", count=len(edit.changes))
         rows = []
         for change in edit.changes[:MOST_CHANGES]:
-            rows.append(f"<dt>{shown(change.file)}</dt><dd>{_marked(*change.texts())}</dd>")
+            rows.append(f"<dt>{escape(change.file)}</dt><dd>{_render_diff(*change.texts())}</dd>")
         more = len(edit.changes) - len(rows)
         rest = f'<p class="dim">{self.say("dataset.more", count=more)}</p>' if more > 0 else ""
-        wrong = "".join(f'<p class="wrong">{shown(self.ui.tell(line))}</p>' for line in edit.problems[:20])
+        wrong = "".join(f'<p class="wrong">{escape(self.ui.translate(line))}</p>' for line in edit.problems[:20])
         return f'<p><b>{head}</b></p>{wrong}<dl class="diff">{"".join(rows)}</dl>{rest}'
 
-    def _progress(self, found: room.Examination) -> str:
+    def _render_progress(self, found: dataset_folder.Examination) -> str:
         if found.problem:
-            return f'<p class="wrong">{shown(self.ui.tell(found.problem))}</p>'
+            return f'<p class="wrong">{escape(self.ui.translate(found.problem))}</p>'
         share = f"{100 * found.done / found.total:.0f}%" if found.total else "0%"
-        told = self.say("dataset.examining", done=found.done, total=found.total)
-        return f'<p class="dim" role="status">{told}</p><div class="bar"><i style="width:{share}"></i></div>'
+        line = self.say("dataset.examining", done=found.done, total=found.total)
+        return f'<p class="dim" role="status">{line}</p><div class="bar"><i style="width:{share}"></i></div>'
 
-    def _findings(self, found: room.Examination) -> str:
+    def _render_findings(self, found: dataset_folder.Examination) -> str:
         if found.report is None:
-            return self._progress(found)
+            return self._render_progress(found)
         counts, sizes = found.report["counts"], found.report["sizes"]
         head = self.say(
             "dataset.figures", **{name: counts[name] for name in ("readable", "pictures", "different_captions")}
@@ -816,17 +927,18 @@ class _Page:
             head += " " + self.say("dataset.sizes", smallest=sizes["smallest"], largest=sizes["largest"])
         if counts["clips"]:
             head += " " + self.say("dataset.clips", clips=counts["clips"], pieces=counts["pieces"])
-        made = [f'<p class="dim">{shown(head)}</p>']
+        made = [f'<p class="dim">{escape(head)}</p>']
         if not found.report["findings"]:
             made.append(f'<p class="empty">{self.say("dataset.all_well")}</p>')
         for finding in found.report["findings"]:
             kind, files = finding["kind"], finding["files"]
-            rows = "".join(self._file_row(kind, one) for one in files[:MOST_FILES])
+            rows = "".join(self._render_file(kind, one) for one in files[:MOST_FILES])
             more = len(files) - MOST_FILES
             rows += f'<li class="dim">{self.say("dataset.more", count=more)}</li>' if more > 0 else ""
             level = self.say(f"dataset.level.{finding['level']}")
             shown_only = any(one["file"] for one in files) and kind not in ("kohya_folder",)
-            button = shows.button("finding", self.say("dataset.show_these"), name=kind) if shown_only else ""
+            button = run_cards.render_button("finding", self.say("dataset.show_these"), name=kind) if shown_only else ""
+            button += run_cards.render_button("repair", self.say("dataset.repair")) if kind in REPAIRED else ""
             made.append(
                 f'<details class="finding {finding["level"]}" data-kind="{kind}"><summary>'
                 f'<span class="level">{level}</span>'
@@ -835,21 +947,21 @@ class _Page:
             )
         return "".join(made)
 
-    def _file_row(self, kind: str, one: dict[str, str]) -> str:
-        detail = self.ui.tell(one["detail"]) if one["detail"] else ""
+    def _render_file(self, kind: str, one: dict[str, str]) -> str:
+        detail = self.ui.translate(one["detail"]) if one["detail"] else ""
         if not one["file"] or kind == "kohya_folder":
-            return f"<li>{shown(' '.join(filter(None, (one['file'], detail))))}</li>"
-        button = shows.button("look", one["file"], "plain", name=one["file"])
-        return f'<li>{button} <span class="dim">{shown(detail)}</span></li>'
+            return f"<li>{escape(' '.join(filter(None, (one['file'], detail))))}</li>"
+        button = run_cards.render_button("look", one["file"], "plain", name=one["file"])
+        return f'<li>{button} <span class="dim">{escape(detail)}</span></li>'
 
-    def _files_of(self, at: dict[str, Any], kind: str, family: str, resolution: float) -> list[str]:
-        return list(self._examined(at, self._album(at), family, resolution).files(kind))
+    def _list_files(self, at: dict[str, Any], kind: str, family: str, resolution: float) -> list[str]:
+        return list(self._examine(at, self._get_dataset(at), family, resolution).list_files(kind))
 
-    def _buckets(self, found: room.Examination, family: str) -> str:
+    def _render_buckets(self, found: dataset_folder.Examination, family: str) -> str:
         if found.report is None:
-            return self._progress(found)
+            return self._render_progress(found)
         report = found.report
-        title = shown(self.families[family])
+        title = escape(self.families[family])
         head = self.say("dataset.buckets", title=title, resolution=report["resolution"], step=report["bucket_step"])
         most = max((one["count"] for one in report["buckets"]), default=1)
         rows = []
@@ -864,68 +976,67 @@ class _Page:
             rows.append([shape, size, f"{one['count']}{bar}", cut, str(one["enlarged"])])
         names = ("", "bucket", "pictures", "cut", "enlarged")
         columns = [self.say(f"dataset.column.{name}") if name else "" for name in names]
-        return f'<p class="dim">{head}</p>{shows.table(columns, rows)}'
+        return f'<p class="dim">{head}</p>{run_cards.render_table(columns, rows)}'
 
-    def _job(self, folder: Path) -> str:
-        """The captionings of this folder that are in the queue, the newest first."""
-        watching = watch.watch(self.ui.place)
+    def _render_jobs(self, folder: Path) -> str:
+        """Render the captioning jobs of this folder, newest first."""
+        watching = run_monitor.get_monitor(self.ui.place)
         views = [view for view in watching.views() if view.command[:2] == ("caption", str(folder))]
         made = []
         for view in sorted(views, key=lambda view: -int(view.id))[:3]:
             lines = watching.queue.log_tail(view.id)
-            done, total = room.progress(lines)
+            done, total = dataset_folder.parse_progress(lines)
             bar = f'<div class="bar"><i style="width:{100 * done / total:.0f}%"></i></div>' if total else ""
-            told = f"{done} / {total}" if total else ""
+            count = f"{done} / {total}" if total else ""
             failed = lines and view.state == "failed"
-            last = f'<pre tabindex="0">{shown(lines[-1])}</pre>' if failed else ""
-            name = shown(shows.title(self.ui, view))
+            last = f'<pre tabindex="0">{escape(lines[-1])}</pre>' if failed else ""
+            name = escape(run_cards.translate_title(self.ui, view))
             made.append(
-                f'<section class="card" data-job="{shown(view.id)}"><div class="row"><h2>{name}</h2>'
-                f'{shows.state(self.ui, view)}<span class="dim">{told}</span></div>'
-                f'<p class="said">{shown(shows.sentence(self.ui, view.sentence))}</p>'
-                f"{last}{bar}{shows.buttons(self.ui, view)}</section>"
+                f'<section class="card" data-job="{escape(view.id)}"><div class="row"><h2>{name}</h2>'
+                f'{run_cards.render_state(self.ui, view)}<span class="dim">{count}</span></div>'
+                f'<p class="said">{escape(run_cards.translate_sentence(self.ui, view.sentence))}</p>'
+                f"{last}{bar}{run_cards.render_buttons(self.ui, view)}</section>"
             )
         return f'<div class="cards">{"".join(made)}</div>'
 
-    def _note(self, line: str, wrong: bool = False) -> Any:
-        kind = "toast wrong" if wrong else "toast"
-        return gr.update(value=f'<p class="{kind}" role="status">{shown(line)}</p>', visible=True)
+    def _show_note(self, line: str, wrong: bool = False) -> Any:
+        return gr.update(value=live_panel.render_toast(escape(line), " wrong" if wrong else ""), visible=True)
 
-    def _complaint(self, error: Exception) -> Any:
-        return self._note(self.ui.tell(str(error)), wrong=True)
+    def _show_error(self, error: Exception) -> Any:
+        return self._show_note(self.ui.translate(str(error)), wrong=True)
 
-    def _wrong(self, error: Exception) -> str:
-        return f'<p class="wrong" role="status">{shown(self.ui.tell(str(error)))}</p>'
+    def _render_error(self, error: Exception) -> str:
+        return f'<p class="wrong" role="status">{escape(self.ui.translate(str(error)))}</p>'
 
 
-def _edited(editing: str) -> tuple[str, str]:
-    """The picture whose caption is in the editor, and the text that was loaded; "" and "" where there is none."""
+def _parse_editing(editing: str) -> tuple[str, str]:
+    """Return the image whose caption is in the editor and the text that was loaded; ("", "") if there is none."""
     try:
         name, loaded = json.loads(editing or '["", ""]')
-    except (ValueError, TypeError, RecursionError):  # no page of ours sends such a thing
+    except (ValueError, TypeError, RecursionError):  # not sent by our page
         return "", ""
     return str(name), str(loaded)
 
 
-def _without(unsaved: dict[str, Any], name: str) -> dict[str, Any]:
+def _drop_name(unsaved: dict[str, Any], name: str) -> dict[str, Any]:
     return {one: texts for one, texts in unsaved.items() if one != name}
 
 
-def _same(typed: str, loaded: str) -> bool:
-    """Whether nothing was typed; a browser has line ends of its own."""
+def _is_unchanged(typed: str, loaded: str) -> bool:
+    """Return True if nothing was typed. Browsers use line ends of their own."""
     return typed.strip().splitlines() == loaded.strip().splitlines()
 
 
-def _marked(before: str, after: str) -> str:
-    """The text after an edit, with what is gone struck out and what is new marked."""
+def _render_diff(before: str, after: str) -> str:
+    """Render the text after an edit, with removed parts struck out and new parts marked."""
     one, other = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after))
-    if len(one) * len(other) > 250_000:  # two books: shown side by side
-        return f"<del>{shown(before[:500])}</del> <ins>{shown(after[:500])}</ins>"
+    if len(one) * len(other) > 250_000:  # very long texts: shown one after the other
+        return f"<del>{escape(before[:500])}</del> <ins>{escape(after[:500])}</ins>"
     made = []
     for kind, a, b, c, d in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
         if kind == "equal":
-            made.append(shown("".join(one[a:b])))
+            made.append(escape("".join(one[a:b])))
             continue
-        made.append(f"<del>{shown(''.join(one[a:b]))}</del>" if b > a else "")
-        made.append(f"<ins>{shown(''.join(other[c:d]))}</ins>" if d > c else "")
+        made.append(f"<del>{escape(''.join(one[a:b]))}</del>" if b > a else "")
+        made.append(f"<ins>{escape(''.join(other[c:d]))}</ins>" if d > c else "")
     return "".join(made)

@@ -1,4 +1,4 @@
-"""Page: new. One draft, three views of it: simple, all settings, TOML; beside them what it comes to, and Start."""
+"""The New training page: one draft in three views (simple, all settings, TOML), with a summary and the Start button."""
 
 import functools
 import hashlib
@@ -12,15 +12,26 @@ import gradio as gr
 from gradio.context import Context
 
 from lora_fp8 import config, families
-from lora_fp8.config import UserError, UserErrors
 from lora_fp8.data import clips
+from lora_fp8.errors import UserError, UserErrors
 
-from .. import album, bases, form, importer, outlook, pictures, safe, shows, submit, words
+from .. import (
+    base_models,
+    dataset_folder,
+    estimate_panel,
+    form,
+    image_folders,
+    importer,
+    run_cards,
+    sanitize,
+    submission,
+    translations,
+)
 from ..context import Ui
 from ..draft import Draft
 
 GOALS = ("character", "style", "concept", "object")
-"""Presets that say what is learned."""
+"""Presets for what the LoRA is to learn."""
 SIMPLE = (
     "model.family",
     "model.path",
@@ -35,12 +46,12 @@ SIMPLE = (
     "preview.prompts",
     "name",
 )
-"""Settings of the simple view; what it asks beside them goes into `preset`."""
+"""Settings of the simple view. Its other questions (goal, GPU memory) write to `preset`."""
 CLIPS = ("dataset.frames", "dataset.fps", "dataset.clip")
 NEXT_STEPS = {"engine.base.empty": "new.base.missing", "engine.folders.none": "new.pictures.missing"}
-"""What an untouched form lacks: the engine tells what to write into a file, the page what to do here."""
+"""Messages about an untouched form: the engine says what to write into a file, the page says what to do here."""
 KINDS = {"model.path": "file or folder", "preview.controls": "file or folder", "adapter.init_from": "file"}
-"""What these settings name; all others that name a path name a folder."""
+"""Settings that name a file or either. Every other setting with a path names a folder."""
 SECONDS = 2.0
 QUIET: dict[str, Any] = {
     "show_progress": "hidden",
@@ -50,14 +61,14 @@ QUIET: dict[str, Any] = {
     "trigger_mode": "always_last",
 }
 TOLD = QUIET | {"queue": True}
-"""Of what may have something to say: messages of gr.Info and gr.Warning reach the browser through the queue alone."""
+"""For handlers that may show a message: gr.Info and gr.Warning reach the browser only through the queue."""
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
 OPENING = "(...inputs) => { window.opening(); return inputs; }"
 OPENED = "() => window.opened()"
-"""Around what paints a whole view: what was typed before it came would be gone."""
+"""Wraps handlers that repaint a whole view, so that input typed meanwhile is not lost."""
 CHOOSING = "(...inputs) => { window.choosing(); return inputs; }"
 CHOSEN = "() => window.chosen()"
-"""Around what may change other settings than its own."""
+"""Wraps handlers that may change other settings than their own."""
 STYLE = """
 <style>
 #new-views .form {
@@ -98,13 +109,13 @@ STYLE = """
 """
 
 LISTED = ("preset", "model.path", "model.components")
-"""Settings whose parts offer what other settings allow."""
+"""Settings whose choices depend on other settings."""
 WIDE = {"path": 4, "repeats": 1.3, "trigger": 2, "regularization": 2.1, "resolution": 1.6, "weight": 1.1}
 PATH = 3
 WIDE |= {"control": PATH, "mask": PATH}
 """Columns of the table of folders that need more room than the others."""
 UNIT = 62
-"""Pixels of a column that needs no more, as its title's longest word has it."""
+"""Width in pixels of a normal column, enough for the longest word of its title."""
 STACKED = """@container (max-width: {width}px) {{
   {table} .virtual-table-viewport {{ max-height: none !important; }}
   {table} .header-table {{ position: absolute; visibility: hidden; }}
@@ -119,7 +130,7 @@ STACKED = """@container (max-width: {width}px) {{
   }}
   {cells}
 }}"""
-"""The table of folders where its columns have no room: each folder a block, each cell below its title."""
+"""Style for a narrow table of folders: each folder becomes a block, with each value below its title."""
 
 
 def build(ui: Ui) -> None:
@@ -128,12 +139,17 @@ def build(ui: Ui) -> None:
 
 
 class _Page:
+    """The components of one language and their handlers.
+
+    `parts` holds the fields by view and setting, `keys` the setting of each field by the field's id.
+    """
+
     def __init__(self, ui: Ui):
         self.ui = ui
         self.draft = Draft(ui.place.home)
-        self.estimates = outlook.Estimates(ui.place.home)
+        self.estimates = estimate_panel.Estimates(ui.place.home)
         self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
-        self.counted: dict[tuple[Path, str], pictures.Count] = {}
+        self.counted: dict[tuple[Path, str], image_folders.Count] = {}
         self.keys: dict[str, str] = {}  # of the parts, by their ids
         self.families = {name: families.facts(name)["title"] for name in families.available()}
 
@@ -143,7 +159,7 @@ class _Page:
         say = self.ui.say
         gr.HTML(STYLE, elem_classes="style-only")
         self.marks, self.found = (gr.HTML(elem_classes="style-only") for _ in range(2))
-        # What the window holds, and not what it was last sent: it says so itself.
+        # What the window shows, which may differ from what it was sent last: the window reports it.
         self.seen = gr.Textbox(visible="hidden", elem_id="new-seen")
         self.address = gr.Textbox(visible="hidden", elem_id="new-address")
         self.touched = gr.Textbox(visible="hidden", elem_id="new-touched")
@@ -151,9 +167,9 @@ class _Page:
             with gr.Column(scale=5, min_width=320):
                 with gr.Tabs(elem_id="new-views"):
                     with gr.Tab(say("new.view.simple"), id="simple") as simple:
-                        self._simple()
+                        self._lay_out_simple()
                     with gr.Tab(say("new.view.all"), id="all") as every:
-                        self._all()
+                        self._lay_out_all()
                     with gr.Tab(say("new.view.toml"), id="toml") as toml:
                         gr.Markdown(say("new.toml.info"), elem_classes="note")
                         self.code = gr.Code(
@@ -169,12 +185,12 @@ class _Page:
             with gr.Column(scale=3, min_width=300, elem_id="new-side"):
                 self.summary = gr.HTML(elem_id="new-summary")
                 self.start = gr.Button(say("new.start"), variant="primary", elem_id="new-start")
-                self._files()
+                self._lay_out_files()
                 with gr.Accordion(say("new.changes"), open=False):
                     self.changes = gr.HTML()
-        self._wire(simple, every, toml)
+        self._bind_events(simple, every, toml)
 
-    def _simple(self) -> None:
+    def _lay_out_simple(self) -> None:
         say = self.ui.say
         gr.Markdown(f"## {say('new.goal')}")
         self.goal = gr.Radio(
@@ -188,17 +204,17 @@ class _Page:
         with gr.Row(equal_height=True):
             self.demos = {
                 name: gr.Button(say("new.base.demo", title=self.families[name]), size="sm", elem_id=f"new-demo-{name}")
-                for name in bases.demos()
+                for name in base_models.list_demo_families()
             }
         gr.Markdown(say("new.base.demo_help"), elem_classes="note")
-        self._field("simple", "model.family")
-        self._field("simple", "model.path")
-        self._field("simple", "model.components")
+        self._add_field("simple", "model.family")
+        self._add_field("simple", "model.path")
+        self._add_field("simple", "model.components")
         self.base_note = gr.HTML(elem_classes="note")
         gr.Markdown(f"## {say('new.pictures')}")
         with gr.Row():
             with gr.Column(min_width=260):
-                kinds = [*pictures.TAKEN]
+                kinds = [*image_folders.TAKEN]
                 self.drop = gr.File(
                     file_count="multiple",
                     file_types=kinds,
@@ -214,16 +230,19 @@ class _Page:
                     [], value=None, allow_custom_value=True, label=say("new.pictures.folder"), elem_id="new-folder"
                 )
                 self.add = gr.Button(say("new.pictures.add"), size="sm", elem_id="new-add")
-        self._field("simple", "dataset.folders")
+        self._add_field("simple", "dataset.folders")
         gr.Markdown(say("new.pictures.columns"), elem_classes="note")
         self.taken = gr.HTML(elem_id="new-taken")
-        self._field("simple", "dataset.trigger")
-        self._field("simple", "dataset.missing_caption")
+        self._add_field("simple", "dataset.trigger")
+        self._add_field("simple", "dataset.missing_caption")
         with gr.Row(elem_id="new-clips"):
             for key in CLIPS:
-                self._field("simple", key)
+                self._add_field("simple", key)
         gr.Markdown(f"## {say('new.card')}")
-        cards = [(say("new.card.gb", gb=bases.card(name)), name) for name in bases.cards()]
+        cards = [
+            (say("new.card.gb", gb=base_models.parse_vram_preset(name)), name)
+            for name in base_models.list_vram_presets()
+        ]
         self.card = gr.Radio(
             [*cards, (say("new.card.none"), "")],
             label=say("new.card"),
@@ -233,39 +252,43 @@ class _Page:
         )
         gr.Markdown(f"## {say('new.length')}")
         for key in ("train.steps", "name", "preview.prompts"):
-            self._field("simple", key)
+            self._add_field("simple", key)
 
-    def _all(self) -> None:
+    def _lay_out_all(self) -> None:
         say = self.ui.say
         with gr.Row(equal_height=True):
             self.search = gr.Textbox(
                 label=say("new.search"), info=say("new.search.info"), elem_id="new-search", scale=3
             )
             self.everything = gr.Checkbox(label=say("new.search.everything"), elem_id="new-everything", scale=1)
+        self.nothing = gr.HTML(elem_id="new-nothing", elem_classes="note")
         for section in form.sections():
             key = f"section.{section}" if section else "section"
-            title = words.label(self.ui.language, key)
-            text = words.meaning(self.ui.language, key, form.sections()[section]).strip()
-            with gr.Column(elem_id=_id("section", section), elem_classes="setting-group"):
+            title = translations.get_label(self.ui.language, key)
+            text = translations.get_help(self.ui.language, key, form.sections()[section]).strip()
+            with gr.Column(elem_id=_make_id("section", section), elem_classes="setting-group"):
                 gr.Markdown(f"## {title}{f' `[{section}]`' if section else ''}\n{text}")
                 members = [one for one in form.settings().values() if one.section == section]
                 for one in (one for one in members if one.kind == "table"):
-                    self._field("all", one.key)
-                    gr.HTML(self._meanings(one))
+                    self._add_field("all", one.key)
+                    gr.HTML(self._render_column_help(one))
                 for one in (one for one in members if one.kind != "table"):
-                    self._field("all", one.key)
+                    self._add_field("all", one.key)
 
-    def _meanings(self, table: form.Setting) -> str:
-        """What the columns of a table mean, folded up."""
+    def _render_column_help(self, table: form.Setting) -> str:
+        """Render the help of the columns of a table, collapsed."""
         language = self.ui.language
         told = (
-            (words.label(language, one.key), words.meaning(language, one.key, one.description)) for one in table.columns
+            (translations.get_label(language, one.key), translations.get_help(language, one.key, one.description))
+            for one in table.columns
         )
-        rows = "".join(f"<tr><th>{safe.shown(title)}</th><td>{safe.shown(text)}</td></tr>" for title, text in told)
-        summary = safe.shown(self.ui.say("new.pictures.meanings"))
+        rows = "".join(
+            f"<tr><th>{sanitize.escape(title)}</th><td>{sanitize.escape(text)}</td></tr>" for title, text in told
+        )
+        summary = sanitize.escape(self.ui.say("new.pictures.meanings"))
         return f"<details><summary>{summary}</summary><table class='facts'>{rows}</table></details>"
 
-    def _files(self) -> None:
+    def _lay_out_files(self) -> None:
         say = self.ui.say
         with gr.Accordion(say("new.files"), open=False, elem_id="new-files"):
             self.source = gr.Dropdown(
@@ -285,19 +308,19 @@ class _Page:
             gr.Markdown(say("new.files.reset_info"), elem_classes="note")
             self.back = gr.Button(say("new.files.back"), size="sm", visible=False, elem_id="new-back")
 
-    def _field(self, view: str, key: str) -> None:
+    def _add_field(self, view: str, key: str) -> None:
         one = form.settings()[key]
         language = self.ui.language
-        info = words.meaning(language, key, one.description)
+        info = translations.get_help(language, key, one.description)
         bounds = f" ({one.bounds})" if one.bounds else ""
         common: dict[str, Any] = {
-            "label": words.label(language, key),
+            "label": translations.get_label(language, key),
             "info": f"{info}{bounds} `{key}`" if view == "all" else info,
-            "elem_id": _id("set" if view == "all" else "new", key),
+            "elem_id": _make_id("set" if view == "all" else "new", key),
             "elem_classes": ["setting"],
             "interactive": True,
         }
-        choices = [(words.choice(language, key, word), word) for word in one.choices]
+        choices = [(translations.get_choice_label(language, key, word), word) for word in one.choices]
         part: Any
         if key == "model.family":
             part = gr.Dropdown([(title, name) for name, title in self.families.items()], value=None, **common)
@@ -319,27 +342,30 @@ class _Page:
         elif one.kind == "table":
             del common["info"]
             part = gr.Dataframe(
-                headers=[words.label(language, column.key) for column in one.columns],
+                headers=[translations.get_label(language, column.key) for column in one.columns],
                 datatype=["bool" if column.kind == "flag" else "str" for column in one.columns],
                 type="array",
                 column_count=len(one.columns),
                 row_count=1,
                 wrap=True,
                 buttons=[],
-                **(common | {"label": words.label(language, f"section.{key}")}),
+                **(common | {"label": translations.get_label(language, f"section.{key}")}),
             )
         else:
-            lines = 3 if one.kind == "lines" or one.name == "description" else 1
+            lines = 3 if one.kind in ("lines", "entries") or one.name == "description" else 1
             part = gr.Textbox(lines=lines, max_lines=12 if lines > 1 else 1, **common)
         self.parts[view][key] = part
         self.keys[part.elem_id] = key
 
     # ------------------------------------------------------------------------------------------------------- wiring
 
-    def _wire(self, simple: gr.Tab, every: gr.Tab, toml: gr.Tab) -> None:
-        told = [self.summary, self.marks, self.changes, self.seen, self.back]
+    def _bind_events(self, simple: gr.Tab, every: gr.Tab, toml: gr.Tab) -> None:
+        side = [self.summary, self.marks, self.changes, self.seen, self.back]
         shown = {"everything": self.everything}
-        rows = [self.parts["simple"]["dataset.folders"], self.folder]  # no more, for people type on meanwhile
+        rows = [
+            self.parts["simple"]["dataset.folders"],
+            self.folder,
+        ]  # only these, because people may be typing elsewhere
         views: dict[str, list[Any]] = {
             "simple": [*self.parts["simple"].values(), self.goal, self.card, self.folder, self.base_note],
             "all": list(self.parts["all"].values()),
@@ -351,34 +377,36 @@ class _Page:
                 changed = part.input(
                     functools.partial(self._change, view, key, repaint),
                     inputs_kwargs={"held": part, **shown},
-                    outputs=[*told, *(views[view] if repaint else [])],
+                    outputs=[*side, *(views[view] if repaint else [])],
                     js=CHOOSING if repaint else None,
                     **(TOLD if repaint else QUIET),
                 )
                 if repaint:
                     changed.then(None, js=CHOSEN)
-        for part, names in ((self.goal, GOALS), (self.card, bases.cards())):
+        for part, names in ((self.goal, GOALS), (self.card, base_models.list_vram_presets())):
             part.input(
-                functools.partial(self._choose, tuple(names)),
+                functools.partial(self._choose_preset, tuple(names)),
                 inputs_kwargs={"name": part, **shown},
-                outputs=[*told, *views["simple"]],
+                outputs=[*side, *views["simple"]],
                 js=CHOOSING,
                 **TOLD,
             ).then(None, js=CHOSEN)
         for name, button in self.demos.items():
             button.click(
-                functools.partial(self._demo, name),
+                functools.partial(self._choose_demo, name),
                 inputs_kwargs=shown,
-                outputs=[*told, *views["simple"]],
+                outputs=[*side, *views["simple"]],
                 js=CHOOSING,
                 **TOLD,
             ).then(None, js=CHOSEN)
-        self.code.input(self._write, inputs_kwargs={"text": self.code, **shown}, outputs=told, **QUIET)
+        self.code.input(self._write_text, inputs_kwargs={"text": self.code, **shown}, outputs=side, **QUIET)
         held = {part.elem_id: part for parts in views.values() for part in parts if part.elem_id in self.keys}
-        tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]  # Gradio fails without their value
+        tables = [
+            id for id, part in held.items() if isinstance(part, gr.Dataframe)
+        ]  # Gradio fails without a table's value
         typed = {"touched": self.touched, **shown, **held}
-        # Of the others only what was touched is sent: a part may hold what is not among its choices, and Gradio refuses
-        # that in words of its own.
+        # Other fields are sent only if they were touched: a field may hold a value that is not among its choices, which
+        # Gradio would refuse with a message of its own.
         script = f"""(_, everything, ...values) => {{
             const ids = {json.dumps(list(held))}, touched = %s;
             const sent = [...touched, ...{json.dumps(tables)}];
@@ -386,168 +414,173 @@ class _Page:
         }}"""
         for tab, view in ((simple, "simple"), (every, "all"), (toml, "toml")):
             tab.select(
-                functools.partial(self._turn, view),
+                functools.partial(self._switch_view, view),
                 inputs_kwargs=typed,
-                outputs=[*told, *views[view]],
+                outputs=[*side, *views[view]],
                 js=script % "window.leftSettings()",
                 **QUIET,
             ).then(None, js=OPENED)
         everywhere = [part for parts in views.values() for part in parts]
         Context.root_block.load(
-            functools.partial(self._open, "", offers=True),
+            functools.partial(self._repaint, "", offers=True),
             inputs_kwargs=shown,
-            outputs=[*told, *everywhere, self.source],
+            outputs=[*side, *everywhere, self.source],
             js=OPENING,
             **QUIET,
         ).then(None, js=OPENED)
-        self.search.input(self._search, inputs_kwargs={"text": self.search}, outputs=[self.found], **QUIET)
-        self.everything.input(self._tell, inputs_kwargs=shown, outputs=told, **QUIET)
+        self.search.input(
+            self._search, inputs_kwargs={"text": self.search}, outputs=[self.found, self.nothing], **QUIET
+        )
+        self.everything.input(self._paint_side, inputs_kwargs=shown, outputs=side, **QUIET)
         self.drop.upload(
-            self._take_in,
+            self._add_uploads,
             inputs_kwargs={"files": self.drop, "name": self.set_name, **shown},
-            outputs=[self.drop, self.taken, *told, *rows],
+            outputs=[self.drop, self.taken, *side, *rows],
             **SLOW,
         )
         self.add.click(
             self._add_folder,
             inputs_kwargs={"folder": self.folder, **shown},
-            outputs=[self.taken, *told, *rows],
+            outputs=[self.taken, *side, *rows],
             **TOLD,
         )
         self.load.click(
             self._load,
             inputs_kwargs={"source": self.source, **shown},
-            outputs=[*told, *everywhere],
+            outputs=[*side, *everywhere],
             js=OPENING,
             **TOLD,
         ).then(None, js=OPENED)
         self.foreign.upload(
             self._import,
             inputs_kwargs={"files": self.foreign, **shown},
-            outputs=[self.foreign, self.imported, *told, *everywhere],
+            outputs=[self.foreign, self.imported, *side, *everywhere],
             js=OPENING,
             **SLOW,
         ).then(None, js=OPENED)
         self.save.click(
             self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **TOLD
         )
-        once = QUIET | {"trigger_mode": "once"}  # brought back twice is where it was
+        once = QUIET | {"trigger_mode": "once"}  # restoring twice would undo itself
         for button, what in ((self.reset, self._reset), (self.back, self._bring_back)):
-            button.click(what, inputs_kwargs=shown, outputs=[*told, *everywhere], js=OPENING, **once).then(
+            button.click(what, inputs_kwargs=shown, outputs=[*side, *everywhere], js=OPENING, **once).then(
                 None, js=OPENED
             )
         self.start.click(
             self._start,
             inputs_kwargs=typed,
-            outputs=[self.address, *told],
+            outputs=[self.address, *side],
             js=script % "window.touchedSettings()",
             **SLOW,
         )
         self.address.change(None, [self.address], None, js="address => { if (address) location.assign(address); }")
-        gr.Timer(SECONDS).tick(self._tick, inputs_kwargs={"seen": self.seen, **shown}, outputs=told, **QUIET)
+        gr.Timer(SECONDS).tick(self._tick, inputs_kwargs={"seen": self.seen, **shown}, outputs=side, **QUIET)
 
     # ------------------------------------------------------------------------------------------------------- events
 
     def _change(self, view: str, key: str, repaint: bool, held: Any, everything: bool) -> dict[Any, Any]:
-        """A setting was changed in a view."""
-        value = form.read(form.settings()[key], held)
+        """Handle a changed field: write its setting to the draft; repaint the view if other fields depend on it."""
+        value = form.from_component(form.settings()[key], held)
+        if address := key in ("model.path", "model.components") and base_models.parse_hub_url(value):
+            value = address
 
         def put() -> None:
             before = self.draft.text()
             after = self.draft.put(key, value)
             if key == "model.family":
-                self._settle_base(before, after)
+                self._drop_old_base(before, after)
             elif key == "model.path":
-                self._recognise()
+                self._recognize_base()
 
-        done = self._done(put)
-        return self._tell(everything) | (self._painted(view, done, but=key) if repaint else {})
+        done = self._change_draft(put)
+        return self._paint_side(everything) | (self._paint(view, done, but="" if address else key) if repaint else {})
 
-    def _settle_base(self, before: str, after: str) -> None:
-        """Another architecture: a base that was chosen from the old one's list is not one of the new one's."""
-        path = form.values(before, self.draft.home)["model.path"]
-        old, new = (form.values(text, self.draft.home)["model.family"] for text in (before, after))
-        if old != new and path in bases.usual(old):
+    def _drop_old_base(self, before: str, after: str) -> None:
+        """Clear a base model that was chosen from the previous architecture's list."""
+        path = form.read_values(before, self.draft.home)["model.path"]
+        old, new = (form.read_values(text, self.draft.home)["model.family"] for text in (before, after))
+        if old != new and path in base_models.list_usual_bases(old):
             self.draft.put("model.path", "")
-            self._name_presets(bases.demo_presets(), "")
+            self._set_preset(base_models.list_demo_presets(), "")
 
-    def _recognise(self) -> None:
-        """The base tells its architecture, and the demo bases bring their preset."""
-        found = form.values(self.draft.text(), self.draft.home)
+    def _recognize_base(self) -> None:
+        """Set the architecture that the base model's files show, and the preset of a demo base."""
+        found = form.read_values(self.draft.text(), self.draft.home)
         path, family = str(found["model.path"] or ""), str(found["model.family"])
-        known = self._look(path)
-        if not bases.fits(known, family):
+        known = self._inspect_base(path)
+        if not base_models.fits_family(known, family):
             self.draft.put("model.family", known.family)
             gr.Info(self.ui.say("new.base.is_other", title=self.families[known.family]))
         demo = f"demo_{family}" if path == "demo" else ""
-        self._name_presets(bases.demo_presets(), demo if demo in bases.demo_presets() else "")
+        self._set_preset(base_models.list_demo_presets(), demo if demo in base_models.list_demo_presets() else "")
 
-    def _look(self, path: str) -> bases.Base:
-        """What a path of the draft is as a base model; nothing is known of one that the page may not read."""
-        if not path or path == "demo" or bases.on_the_hub(path):
-            return bases.Base()
+    def _inspect_base(self, path: str) -> base_models.Base:
+        """Inspect a base model of the draft. Returns an empty `Base` for a path that the page may not read."""
+        if not path or path == "demo" or base_models.is_hub_id(path):
+            return base_models.Base()
         try:
-            return bases.look(self.ui.path(self._local(path)))
+            return base_models.inspect_base(self.ui.path(self._resolve_local(path)))
         except UserError:
-            return bases.Base()
+            return base_models.Base()
 
-    def _demo(self, family: str, everything: bool) -> dict[Any, Any]:
+    def _choose_demo(self, family: str, everything: bool) -> dict[Any, Any]:
         def choose() -> None:
             self.draft.put("model.family", family)
             self.draft.put("model.path", "demo")
-            self._recognise()
+            self._recognize_base()
 
-        done = self._done(choose)
-        return self._tell(everything) | self._painted("simple", done)
+        done = self._change_draft(choose)
+        return self._paint_side(everything) | self._paint("simple", done)
 
-    def _choose(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
-        """A goal or a card: the one of these presets that is laid under the draft."""
-        done = self._done(lambda: self._name_presets(names, name))
-        return self._tell(everything) | self._painted("simple", done)
+    def _choose_preset(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
+        """Handle a chosen goal or GPU size: replace the preset of this kind in the draft."""
+        done = self._change_draft(lambda: self._set_preset(names, name))
+        return self._paint_side(everything) | self._paint("simple", done)
 
-    def _name_presets(self, among: tuple[str, ...], name: str) -> None:
-        """Name this preset instead of the others of its kind; demo presets come last, for they win."""
-        given = form.values(self.draft.text(), self.draft.home)["preset"]
+    def _set_preset(self, among: tuple[str, ...], name: str) -> None:
+        """Name this preset instead of the others `among` its kind. Demo presets come last: the last one wins."""
+        given = form.read_values(self.draft.text(), self.draft.home)["preset"]
         kept = [one for one in given if one not in among] if isinstance(given, list) else []
         kept += [name] if name else []
-        last = [one for one in kept if one in bases.demo_presets()]
+        last = [one for one in kept if one in base_models.list_demo_presets()]
         self.draft.put("preset", [one for one in kept if one not in last] + last)
 
-    def _write(self, text: str, everything: bool) -> dict[Any, Any]:
-        """The TOML view was typed in."""
+    def _write_text(self, text: str, everything: bool) -> dict[Any, Any]:
+        """Handle input in the TOML view."""
         self.draft.write(text or "")
-        return self._tell(everything)
+        return self._paint_side(everything)
 
-    def _open(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
-        painted = self._tell(everything)
+    def _repaint(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
+        """Return values for all fields of a view ("" is every view) and the summary; with `offers` also the configs."""
+        painted = self._paint_side(everything)
         for one in (view,) if view else ("simple", "all", "toml"):
-            painted |= self._painted(one)
+            painted |= self._paint(one)
         if offers:
-            painted[self.source] = gr.update(choices=self._sources())
+            painted[self.source] = gr.update(choices=self._list_sources())
         return painted
 
-    def _take_in(self, files: list[str] | None, name: str, everything: bool) -> dict[Any, Any]:
-        """Pictures were dropped."""
+    def _add_uploads(self, files: list[str] | None, name: str, everything: bool) -> dict[Any, Any]:
+        """Handle dropped files: add them to a folder of the page and that folder to the draft."""
         lines: list[str] = []
 
         def take() -> None:
-            folder = self.ui.place.home / "datasets" / safe.name(name or "")
-            count, refused = pictures.take_in(files or [], folder)
+            folder = self.ui.place.home / "datasets" / sanitize.check_name(name or "")
+            count, refused = image_folders.add_uploads(files or [], folder)
             lines.append(self.ui.say("new.pictures.taken", count=count, folder=folder.name))
             if refused:
-                told = "; ".join(self.ui.tell(line) for line in refused[:8]) + (" …" if len(refused) > 8 else "")
-                lines.append(self.ui.say("new.pictures.refused", lines=told))
-            if pictures.count(folder).files:
+                reasons = "; ".join(map(self.ui.translate, refused[:8])) + (" …" if len(refused) > 8 else "")
+                lines.append(self.ui.say("new.pictures.refused", lines=reasons))
+            if image_folders.count_files(folder).files:
                 self._put_folder(folder)
 
-        guarded = self._guarded(take)
-        taken = "".join(f"<p class='note'>{safe.shown(line)}</p>" for line in lines)
-        told = {self.drop: None, self.taken: taken} | guarded
-        return told | self._tell(everything) | self._rows()
+        guarded = self._warn_on_error(take)
+        taken = "".join(f"<p class='note'>{sanitize.escape(line)}</p>" for line in lines)
+        painted = {self.drop: None, self.taken: taken} | guarded
+        return painted | self._paint_side(everything) | self._paint_folders()
 
-    def _rows(self) -> dict[Any, Any]:
-        """The folders of the simple view, after one more."""
-        painted = self._painted("simple")
+    def _paint_folders(self) -> dict[Any, Any]:
+        """Return values for the table and the menu of folders in the simple view."""
+        painted = self._paint("simple")
         return {
             part: painted[part] for part in (self.parts["simple"]["dataset.folders"], self.folder) if part in painted
         }
@@ -556,13 +589,13 @@ class _Page:
         def add() -> None:
             path = self.ui.path(folder or "")
             if not path.is_dir():
-                raise UserError(f"{safe.shorter(folder)}: there is no such folder")
+                raise UserError(f"{sanitize.shorten(folder)}: there is no such folder")
             self._put_folder(path)
 
-        return {self.taken: ""} | self._guarded(add) | self._tell(everything) | self._rows()
+        return {self.taken: ""} | self._warn_on_error(add) | self._paint_side(everything) | self._paint_folders()
 
     def _put_folder(self, folder: Path) -> None:
-        given = form.values(self.draft.text(), self.draft.home)["dataset.folders"]
+        given = form.read_values(self.draft.text(), self.draft.home)["dataset.folders"]
         rows = [row for row in given if isinstance(row, dict)] if isinstance(given, list) else []
         if str(folder) not in (row.get("path") for row in rows):
             self.draft.put("dataset.folders", [*rows, {"path": str(folder)}])
@@ -572,171 +605,188 @@ class _Page:
             path = self.ui.path(source or "")
             path = path / "config.toml" if path.is_dir() else path
             text = importer.decoded(path)
-            form.values(text, self.draft.home)  # TOML at all
+            form.read_values(text, self.draft.home)  # raises if it is not TOML
             self.draft.replace(text)
 
-        return self._guarded(load) | self._open("", everything)
+        return self._warn_on_error(load) | self._repaint("", everything)
 
     def _import(self, files: list[str] | None, everything: bool) -> dict[Any, Any]:
-        told = {self.imported: "", self.foreign: None}
+        painted = {self.imported: "", self.foreign: None}
 
         def take() -> None:
-            text, told[self.imported] = importer.account(self.ui, map(Path, files or []))
+            text, painted[self.imported] = importer.import_files(self.ui, map(Path, files or []))
             self.draft.replace(text)
 
-        return self._guarded(take) | told | self._open("", everything)
+        return self._warn_on_error(take) | painted | self._repaint("", everything)
 
     def _save(self, name: str) -> dict[Any, Any]:
         def save() -> None:
-            stem = safe.name(name or "")
-            path = bases.save_preset(self.draft.home, stem, self.draft.text())
+            stem = sanitize.check_name(name or "")
+            path = base_models.save_preset(self.draft.home, stem, self.draft.text())
             gr.Info(self.ui.say("new.files.preset_saved", name=path.stem))
 
-        self._guarded(save)
-        return {self.parts["all"]["preset"]: gr.update(choices=self._presets())}
+        self._warn_on_error(save)
+        return {self.parts["all"]["preset"]: gr.update(choices=self._list_presets())}
 
     def _reset(self, everything: bool) -> dict[Any, Any]:
         self.draft.replace(form.START)
-        return self._open("", everything)
+        return self._repaint("", everything)
 
     def _bring_back(self, everything: bool) -> dict[Any, Any]:
-        self.draft.bring_back()
-        return self._open("", everything)
+        self.draft.restore_earlier()
+        return self._repaint("", everything)
 
     def _start(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
-        """Into the queue, as it stands now; the page goes on to the run."""
+        """Submit the draft to the queue and go to the page of the new run."""
         address: dict[Any, Any] = {}
 
         def start() -> None:
-            self._keep(touched, held)
+            self._apply_touched(touched, held)
             text = self.draft.text()
-            if not self._findings(text):
-                id = submit.train(self.ui.place, text)
+            if not self._find_problems(text):
+                id = submission.submit_training(self.ui.place, text)
                 address[self.address] = self.ui.link("run", run=str(id))
                 gr.Info(self.ui.say("new.start.queued", id=id))
 
-        return self._guarded(start) | address | self._tell(everything)
+        return self._warn_on_error(start) | address | self._paint_side(everything)
 
-    def _turn(self, view: str, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
-        """To another view of the draft."""
-        return self._guarded(lambda: self._keep(touched, held)) | self._open(view, everything)
+    def _switch_view(self, view: str, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
+        """Handle a change of the view."""
+        return self._warn_on_error(lambda: self._apply_touched(touched, held)) | self._repaint(view, everything)
 
-    def _keep(self, touched: str, held: dict[str, Any]) -> None:
-        """What was typed last may not have become part of the draft yet.
+    def _apply_touched(self, touched: str, held: dict[str, Any]) -> None:
+        """Write fields into the draft that were changed and have not been sent yet.
 
         Args:
-            touched: ids of the parts that were changed in this window.
-            held: what each part holds, by its id.
+            touched: ids of the fields that were changed in this window.
+            held: the value of each field by its id.
         """
         for id in (touched or "").split():
             if id == self.code.elem_id:
                 self.draft.write(held[id] or "")
             elif id in held:
                 key = self.keys[id]
-                self.draft.put(key, form.read(form.settings()[key], held[id]))
+                self.draft.put(key, form.from_component(form.settings()[key], held[id]))
 
     def _tick(self, seen: str, everything: bool) -> dict[Any, Any]:
-        """Whatever is told otherwise than it was: time passes, and of two answers the older may come last."""
-        told = self._tell(everything)
-        return {self.seen: gr.skip()} if told[self.seen] == seen else told
+        """Repaint the summary if it differs from what the window shows, since answers may arrive in another order."""
+        self.draft.save()
+        painted = self._paint_side(everything)
+        return {self.seen: gr.skip()} if painted[self.seen] == seen else painted
 
-    def _search(self, text: str) -> str:
-        """Hide what a search does not find."""
-        wanted = text.strip().lower()
+    def _search(self, text: str) -> tuple[str, str]:
+        """Return a style that hides settings without a match, and a message if nothing matches."""
+        wanted = _normalize(text)
         if not wanted:
-            return ""
-        hidden = [key for key, one in form.settings().items() if wanted not in self._searched(key, one)]
+            return "", ""
+        hidden = [key for key, one in form.settings().items() if wanted not in self._get_search_text(key, one)]
         found = {one.section for key, one in form.settings().items() if key not in hidden}
-        ids = [f"#{_id('set', key)}" for key in hidden]
-        ids += [f"#{_id('section', section)}" for section in form.sections() if section not in found]
-        return f"<style>{', '.join(ids)} {{ display: none !important; }}</style>" if ids else ""
+        ids = [f"#{_make_id('set', key)}" for key in hidden]
+        ids += [f"#{_make_id('section', section)}" for section in form.sections() if section not in found]
+        nothing = (
+            "" if found else f"<p role='status'>{sanitize.escape(self.ui.say('new.search.nothing', text=text))}</p>"
+        )
+        return f"<style>{', '.join(ids)} {{ display: none !important; }}</style>" if ids else "", nothing
 
-    def _searched(self, key: str, one: form.Setting) -> str:
-        texts = words.named().get(key, {})
-        return " ".join(
-            [key, one.description, texts.get("en", ""), texts.get("zh-CN", ""), texts.get("help", "")]
-        ).lower()
+    def _get_search_text(self, key: str, one: form.Setting) -> str:
+        texts = translations.load_setting_texts().get(key, {})
+        names = [texts.get("en", ""), texts.get("zh-CN", ""), texts.get("help", "")]
+        return _normalize(" ".join([key, one.description, *names, *one.also.values()]))
 
-    def _guarded(self, action: Callable[[], None]) -> dict[Any, Any]:
-        """Do it, or say in a message why it cannot be done."""
+    def _warn_on_error(self, action: Callable[[], None]) -> dict[Any, Any]:
+        """Run an action, and show its UserError as a warning."""
         try:
             action()
         except UserError as error:
-            gr.Warning(safe.shown(self.ui.tell(str(error))))
+            gr.Warning(sanitize.escape(self.ui.translate(str(error))))
         return {}
 
-    def _done(self, action: Callable[[], None]) -> tuple[str, str]:
-        """Do it as `_guarded`; the draft before and after, with nothing between that was typed meanwhile."""
-        with self.draft.alone():
+    def _change_draft(self, action: Callable[[], None]) -> tuple[str, str]:
+        """Run an action with the draft locked. Returns the text before and after it."""
+        with self.draft.lock():
             before = self.draft.text()
-            self._guarded(action)
+            self._warn_on_error(action)
             return before, self.draft.text()
 
     # ------------------------------------------------------------------------------------------------------- telling
 
-    def _painted(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
-        """What every part of a view holds now; nothing where the text is not TOML.
+    def _paint(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
+        """Return values for the fields of a view, or nothing if the text is not TOML.
 
         Args:
-            done: the draft before and after what was done; parts are left alone whose value that has not changed, for
-                somebody may be typing there.
-            but: a setting whose part is left alone.
+            done: the draft before and after a change. Fields whose value is the same in both are left alone, as
+                somebody
+                may be typing there.
+            but: a setting whose field is left alone.
         """
         before, text = done or (None, self.draft.text())
         if view == "toml":
             return {self.code: text}
         try:
-            found = form.values(text, self.draft.home)
+            found = form.read_values(text, self.draft.home)
         except UserError:
             return {}
         try:
-            old = {} if before is None else form.values(before, self.draft.home)
+            old = {} if before is None else form.read_values(before, self.draft.home)
         except UserError:
             old = {}
         painted: dict[Any, Any] = {}
         for key, part in self.parts[view].items():
-            kept = key not in LISTED and key in old and form.same(old[key], found[key])
+            kept = key not in LISTED and key in old and form.is_same_value(old[key], found[key])
             if key != but and not kept:
-                painted[part] = self._held(view, key, part, found)
+                painted[part] = self._paint_setting(view, key, part, found)
         if view == "simple":
             named = found["preset"] if isinstance(found["preset"], list) else []
             painted[self.goal] = next((name for name in named if name in GOALS), "")
-            painted[self.card] = next((name for name in named if name in bases.cards()), "")
-            painted[self.folder] = gr.update(choices=[str(path) for path in pictures.folders(self.ui.place.roots)])
-            painted[self.base_note] = self._base_note(found)
+            painted[self.card] = next((name for name in named if name in base_models.list_vram_presets()), "")
+            painted[self.folder] = gr.update(
+                choices=[str(path) for path in image_folders.find_folders(self.ui.place.roots)]
+            )
+            painted[self.base_note] = self._render_base_note(found)
         return painted
 
-    def _held(self, view: str, key: str, part: Any, found: dict[str, Any]) -> Any:
+    def _paint_setting(self, view: str, key: str, part: Any, found: dict[str, Any]) -> Any:
         one, value = form.settings()[key], found[key]
-        held = form.shown(one, value)
+        held = form.to_component(one, value)
         if key == "preset":
             names = [str(name) for name in value] if isinstance(value, list) else []
-            return gr.update(choices=self._presets(names), value=names)
+            return gr.update(choices=self._list_presets(names), value=names)
         if key == "model.path" and view == "simple":
-            usual = [(name, name) for name in bases.usual(str(found["model.family"]))]
-            return _offering([*usual, *bases.nearby(self.ui.place.models, self.ui.place.roots)], held)
+            usual = [(name, name) for name in base_models.list_usual_bases(str(found["model.family"]))]
+            return _offer([*usual, *base_models.find_base_models(self.ui.place.models, self.ui.place.roots)], held)
         if key == "model.components" and view == "simple":
-            if not held and not self._look(str(found["model.path"] or "")).single:
+            if not held and not self._inspect_base(str(found["model.path"] or "")).single:
                 return gr.update(value=None, visible=False)
             place = self.ui.place
-            return _offering(bases.parts(place.models, place.roots, str(found["model.family"])), held, visible=True)
+            return _offer(
+                base_models.find_component_folders(place.models, place.roots, str(found["model.family"])),
+                held,
+                visible=True,
+            )
         if one.kind == "table":
-            empty = [form.shown(column, column.default) for column in one.columns]
+            empty = [form.to_component(column, column.default) for column in one.columns]
             return [*held, empty]
         if one.kind in ("choice", "choices") or key == "model.family":
             known = list(self.families) if key == "model.family" else list(one.choices)
             strange = [word for word in (held if isinstance(held, list) else [held]) if word and word not in known]
             titles = self.families if key == "model.family" else {}
-            labels = [(titles.get(w) or words.choice(self.ui.language, key, w), w) for w in [*known, *strange]]
+            labels = [
+                (titles.get(w) or translations.get_choice_label(self.ui.language, key, w), w)
+                for w in [*known, *strange]
+            ]
             return gr.update(choices=labels, value=held or None)
         return gr.update(value=held)
 
-    def _tell(self, everything: bool = False) -> dict[Any, Any]:
-        """Summary, marks beside the settings, and what differs from the defaults."""
+    def _paint_side(self, everything: bool = False) -> dict[Any, Any]:
+        """Return values for the summary, the problems beside the settings, and the list of changed settings."""
         text = self.draft.text()
-        findings = self._findings(text)
-        summary, marks, changes = self._summary(findings), self._marks(text, findings, everything), self._changes(text)
-        replaced = self.draft.replaced()
+        findings = self._find_problems(text)
+        summary, marks, changes = (
+            self._render_summary(findings),
+            self._style_settings(text, findings, everything),
+            self._render_changes(text),
+        )
+        replaced = self.draft.has_earlier()
         return {
             self.summary: summary,
             self.marks: marks,
@@ -745,124 +795,132 @@ class _Page:
             self.seen: hashlib.sha256(repr((summary, marks, changes, replaced)).encode()).hexdigest(),
         }
 
-    def _findings(self, text: str) -> list[tuple[str, str]]:
-        """(setting, line in the page's language) of everything that keeps the draft from being started."""
+    def _find_problems(self, text: str) -> list[tuple[str, str]]:
+        """Return (setting, message in the page's language) for everything that prevents a start."""
         home = self.draft.home
         try:
-            submit.check_presets(self.ui.place, text)
+            submission.check_presets(self.ui.place, text)
         except UserErrors as error:
-            return [("preset", self.ui.tell(line)) for line in error.problems]
-        found = [(one.key, self._told(one)) for one in form.problems(text, home)]
+            return [("preset", self.ui.translate(line)) for line in error.problems]
+        found = [(one.key, self._translate_problem(one)) for one in form.find_problems(text, home)]
         try:
-            values = form.values(text, home)
+            values = form.read_values(text, home)
         except UserError:
             return found
-        told = {key for key, _ in found}
-        for key, path in bases.paths(values):
-            if key in told:
+        reported = {key for key, _ in found}
+        for key, path in base_models.list_paths(values):
+            if key in reported:
                 continue
             try:
-                self._allowed(key, path)
+                self._check_path(key, path)
             except UserError as error:
-                found.append((key, self.ui.tell(str(error))))
-        found += [(key, line) for key, line in self._wrong_bases(values) if key not in {key for key, _ in found}]
+                found.append((key, self.ui.translate(str(error))))
+        found += [(key, line) for key, line in self._find_base_problems(values) if key not in {key for key, _ in found}]
         if "dataset.folders" not in {key for key, _ in found}:
-            counts = self._counts(values)
+            counts = self._count_folders(values)
             for folder, one, *_ in counts:
                 if not one.files:
                     found.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
-            if not told & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
-                found += self._wrong_clips(values, counts)
+            if not reported & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
+                found += self._find_clip_problems(values, counts)
             without = sum(one.without_caption for _, one, *_ in counts)
             if without and values["dataset.missing_caption"] == "error":
                 found.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
         return found
 
-    def _wrong_bases(self, values: dict[str, Any]) -> Iterable[tuple[str, str]]:
-        """(setting, line) of base models that the engine will refuse for what they are."""
+    def _find_base_problems(self, values: dict[str, Any]) -> Iterable[tuple[str, str]]:
+        """Yield (setting, message) for base models that the engine will refuse."""
         say, family = self.ui.say, str(values["model.family"])
         path, components = str(values["model.path"] or ""), str(values["model.components"] or "")
         for key, one in (("model.path", path), ("model.components", components)):
-            known, name = self._look(one), safe.shorter(Path(one).name)
+            known, name = self._inspect_base(one), sanitize.shorten(Path(one).name)
             if known.wrong:
-                yield key, say("new.base.strange", file=name, what=self.ui.tell(known.wrong))
-            elif family in self.families and not bases.fits(known, family):
+                yield key, say("new.base.strange", file=name, what=self.ui.translate(known.wrong))
+            elif family in self.families and not base_models.fits_family(known, family):
                 found, form_says = self.families[known.family], self.families[family]
                 yield key, say("new.base.differs", file=name, found=found, title=form_says)
-        if path == "demo" and family in self.families and family not in bases.demos():
-            line = f"there is no demo base for {family!r}; bundled are: {', '.join(bases.demos())}"
-            yield "model.path", self.ui.tell(line)
-        if not components and self._look(path).single:
+        if path == "demo" and family in self.families and family not in base_models.list_demo_families():
+            line = f"there is no demo base for {family!r}; bundled are: {', '.join(base_models.list_demo_families())}"
+            yield "model.path", self.ui.translate(line)
+        if not components and self._inspect_base(path).single:
             yield "model.components", self.ui.say("new.base.components")
 
-    def _wrong_clips(
-        self, values: dict[str, Any], counts: list[tuple[Path, pictures.Count, int, str]]
+    def _find_clip_problems(
+        self, values: dict[str, Any], counts: list[tuple[Path, image_folders.Count, int, str]]
     ) -> Iterable[tuple[str, str]]:
-        """(setting, line) of videos that the engine will refuse."""
+        """Yield (setting, message) for videos that the engine will refuse."""
         say, family = self.ui.say, str(values["model.family"])
         for folder, one, _, mask in counts:
-            told = {"folder": folder.name, "count": one.videos}
+            numbers = {"folder": folder.name, "count": one.videos}
             if one.videos and not families.traits(family)["clips"]:
-                yield "dataset.folders", say("new.clips.refused", title=self.families[family], **told)
+                yield "dataset.folders", say("new.clips.refused", title=self.families[family], **numbers)
             elif one.videos and not clips.can_read_videos():
-                yield "dataset.folders", f"{folder.name}: {self.ui.tell(clips.NEEDED)}"
+                yield "dataset.folders", f"{folder.name}: {self.ui.translate(clips.NEEDED)}"
             elif one.videos and not values["dataset.frames"]:
-                yield "dataset.frames", say("new.clips.unset", **told)
-            elif examined := self._examined(values, folder, mask):
-                short = examined.files("clip_short")
-                damaged = {name: why for name, why in examined.files("unreadable").items() if album.is_video(name)}
+                yield "dataset.frames", say("new.clips.unset", **numbers)
+            elif examined := self._examine(values, folder, mask):
+                short = examined.list_files("clip_short")
+                damaged = {
+                    name: why
+                    for name, why in examined.list_files("unreadable").items()
+                    if dataset_folder.is_video(name)
+                }
                 for key, files in (("dataset.frames", short), ("dataset.folders", damaged)):
-                    lines = [f"{name} ({self.ui.tell(why)})" for name, why in list(files.items())[:4]]
+                    lines = [f"{name} ({self.ui.translate(why)})" for name, why in list(files.items())[:4]]
                     if lines:
                         what = say(f"dataset.kind.{'clip_short' if files is short else 'unreadable'}")
                         yield key, f"{folder.name}: {what}: {', '.join(lines)}{' …' if len(files) > 4 else ''}"
 
-    def _examined(self, values: dict[str, Any], folder: Path, mask: str) -> album.Examination | None:
-        """What is in a folder, which is looked at in a process of its own, where clips may be cut; None elsewhere."""
-        cut = album.cutting(str(values["model.family"]), *(values[f"dataset.{name}"] for name in album.CUT))
+    def _examine(self, values: dict[str, Any], folder: Path, mask: str) -> dataset_folder.Examination | None:
+        """Examine a folder in a process of its own if videos in it may be cut into clips; return None otherwise."""
+        cut = dataset_folder.list_clip_settings(
+            str(values["model.family"]), *(values[f"dataset.{name}"] for name in dataset_folder.CUT)
+        )
         if not cut:
             return None
         family, side = str(values["model.family"]), values["dataset.resolution"]
         side = side if isinstance(side, int) else int(families.facts(family)["native_resolution"])
-        now = pictures.count(folder, mask)
-        again = self.counted.get((folder, mask), now) != now  # files have come or gone since
+        now = image_folders.count_files(folder, mask)
+        again = self.counted.get((folder, mask), now) != now  # files were added or removed since
         self.counted[folder, mask] = now
-        return album.examination(self.ui.place, folder, family, side, cut, again, mask if "*" in mask else "")
+        return dataset_folder.examine(self.ui.place, folder, family, side, cut, again, mask if "*" in mask else "")
 
-    def _told(self, problem: form.Problem) -> str:
-        """The line in the page's language, without the key of its setting, which is told by where it stands."""
+    def _translate_problem(self, problem: form.Problem) -> str:
+        """Translate a problem without its setting's key, since it is shown at that setting."""
         line = problem.line.removeprefix(f"{problem.key}: ")
         for theirs, ours in NEXT_STEPS.items():
-            if line == words.catalogue()[theirs]["en"]:
+            if line == translations.load_catalogue()[theirs]["en"]:
                 return self.ui.say(ours)
-        return self.ui.tell(line)
+        return self.ui.translate(line)
 
-    def _named(self, key: str, line: str) -> str:
-        """A line with its setting, for a list of several."""
-        label = words.label(self.ui.language, f"section.{key}" if form.settings()[key].kind == "table" else key)
+    def _label_problem(self, key: str, line: str) -> str:
+        """Put the setting's name before a problem, for a list of several."""
+        label = translations.get_label(
+            self.ui.language, f"section.{key}" if form.settings()[key].kind == "table" else key
+        )
         return f"{label} ({key}): {line}" if self.ui.language == "en" else f"{label}（{key}）：{line}"
 
-    def _local(self, path: str) -> Path:
-        """Where a path of the draft leads; relative ones begin at the page's home, as the job's do."""
+    def _resolve_local(self, path: str) -> Path:
+        """Resolve a path of the draft. Relative paths start at the page's home, as in the job."""
         return self.ui.place.home / os.path.expanduser(path)
 
-    def _allowed(self, key: str, path: str) -> None:
-        """Raises UserError for a path that the page may not use, or where there is nothing, or not what is needed."""
+    def _check_path(self, key: str, path: str) -> None:
+        """Raise UserError if the page may not use the path, or it is missing, or is not a file or folder as needed."""
         if key == "dataset.cache_dir" and not path.startswith(("/", "~")) and ".." not in Path(path).parts:
-            return  # the page's own, below its home
-        full = self.ui.path(self._local(path))
+            return  # below the page's home
+        full = self.ui.path(self._resolve_local(path))
         if key in ("output_dir", "dataset.cache_dir"):
-            return  # made where it is missing
+            return  # created if missing
         kind = KINDS.get(key, "folder")
         if not full.exists():
-            raise UserError(f"{safe.shorter(path)}: there is no such {kind}")
+            raise UserError(f"{sanitize.shorten(path)}: there is no such {kind}")
         if kind == "folder" and not full.is_dir():
-            raise UserError(f"{safe.shorter(path)}: this is a file; give a folder")
+            raise UserError(f"{sanitize.shorten(path)}: this is a file; give a folder")
         if kind == "file" and not full.is_file():
-            raise UserError(f"{safe.shorter(path)}: this is a folder; give a file")
+            raise UserError(f"{sanitize.shorten(path)}: this is a folder; give a file")
 
-    def _counts(self, values: dict[str, Any]) -> list[tuple[Path, pictures.Count, int, str]]:
-        """Folder, what is in it, its repeats, and where its masks are."""
+    def _count_folders(self, values: dict[str, Any]) -> list[tuple[Path, image_folders.Count, int, str]]:
+        """Return (folder, its contents, its repeats, where its masks are) for every folder of the draft."""
         rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
         found = []
         for row in rows:
@@ -870,88 +928,90 @@ class _Page:
             repeats = row.get("repeats", 1) if isinstance(row, dict) else 1
             if isinstance(path, str) and path and isinstance(repeats, int):
                 try:
-                    folder = self.ui.path(self._local(path))
+                    folder = self.ui.path(self._resolve_local(path))
                 except UserError:
-                    continue  # told by the check of paths
+                    continue  # reported by the check of paths
                 if folder.is_dir():
                     mask = row["mask"] if isinstance(row.get("mask"), str) else ""
-                    found.append((folder, pictures.count(folder, mask), repeats, mask))
+                    found.append((folder, image_folders.count_files(folder, mask), repeats, mask))
         return found
 
-    def _summary(self, findings: list[tuple[str, str]] | None = None) -> str:
-        say, shown = self.ui.say, safe.shown
+    def _render_summary(self, findings: list[tuple[str, str]] | None = None) -> str:
+        say, escape = self.ui.say, sanitize.escape
         text = self.draft.text()
-        findings = self._findings(text) if findings is None else findings
+        findings = self._find_problems(text) if findings is None else findings
         parts = []
         if findings:
-            lines = [self._named(key, line) if key else line for key, line in findings]
-            items = "".join(f"<li>{shown(line)}</li>" for line in lines)
-            parts.append(f"<p><strong>{shown(say('new.summary.open'))}</strong></p><ul class='problems'>{items}</ul>")
+            lines = [self._label_problem(key, line) if key else line for key, line in findings]
+            items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            parts.append(f"<p><strong>{escape(say('new.summary.open'))}</strong></p><ul class='problems'>{items}</ul>")
         else:
-            parts.append(f"<p><strong class='ready'>{shown(say('new.summary.ready'))}</strong></p>")
+            parts.append(f"<p><strong class='ready'>{escape(say('new.summary.ready'))}</strong></p>")
         try:
-            values = form.values(text, self.draft.home)
+            values = form.read_values(text, self.draft.home)
         except UserError:
             return parts[0]
-        counts = self._counts(values)
+        counts = self._count_folders(values)
         for folder, one, *_ in counts:
-            told = {"folder": folder.name, "count": one.pictures, "without": one.without_caption}
+            amounts = {"folder": folder.name, "count": one.pictures, "without": one.without_caption}
             line = (
-                say("new.clips.count", videos=one.videos, **told) if one.videos else say("new.pictures.count", **told)
+                say("new.clips.count", videos=one.videos, **amounts)
+                if one.videos
+                else say("new.pictures.count", **amounts)
             )
-            parts.append(f"<p>{shown(line)}</p>")
+            parts.append(f"<p>{escape(line)}</p>")
             if one.masks:
                 line = say("new.pictures.masks", folder=folder.name, mask=one.mask, count=one.masks)
-                parts.append(f"<p class='wrong'>{shown(line)}</p>")
+                parts.append(f"<p class='wrong'>{escape(line)}</p>")
         skipping = values["dataset.missing_caption"] == "skip"
-        examined = [] if findings else [self._examined(values, folder, mask) for folder, *_, mask in counts]
+        examined = [] if findings else [self._examine(values, folder, mask) for folder, *_, mask in counts]
         samples = files = 0
         for (folder, one, times, _), found in zip(counts, examined or [None] * len(counts), strict=True):
             if found is None:
                 number = one.files - (one.without_caption if skipping else 0)
             elif found.report is not None:
-                number = outlook.examples(found.report, skipping)
+                number = estimate_panel.count_examples(found.report, skipping)
                 if made := found.report["counts"]["clips"]:
                     line = say("new.clips.cut", folder=folder.name, clips=made, examples=number)
-                    parts.append(f"<p>{shown(line)}</p>")
+                    parts.append(f"<p>{escape(line)}</p>")
             else:
                 number = 0
                 if found.problem:
-                    parts.append(f"<p class='wrong'>{shown(self.ui.tell(found.problem))}</p>")
+                    parts.append(f"<p class='wrong'>{escape(self.ui.translate(found.problem))}</p>")
             samples, files = samples + times * number, files + number
         held = values["validation.pictures"]
         if isinstance(held, int) and 0 < held < files:
-            samples -= round(samples * held / files)  # which ones the seed says
+            samples -= round(samples * held / files)  # the seed decides which ones
         waiting = [one for one in examined if one is not None and one.running]
-        reckoned = outlook.epochs(samples, values)
+        reckoned = estimate_panel.count_epochs(samples, values)
         if waiting:
             line = say("dataset.examining", done=waiting[0].done, total=waiting[0].total)
-            parts.append(f"<p>{shown(line)}</p>")
+            parts.append(f"<p>{escape(line)}</p>")
         elif reckoned is None:
-            parts += [] if samples else [f"<p>{shown(say('new.summary.none'))}</p>"]
+            parts += [] if samples else [f"<p>{escape(say('new.summary.none'))}</p>"]
         else:
             line = say(
                 "new.summary.epochs",
                 samples=reckoned.samples,
                 per_step=reckoned.per_step,
-                steps=shows.digits(reckoned.steps),
+                steps=run_cards.digits(reckoned.steps),
                 total=values["train.steps"],
-                epochs=shows.digits(reckoned.epochs),
+                epochs=run_cards.digits(reckoned.epochs),
             )
-            parts.append(f"<p>{shown(line)}</p>")
+            parts.append(f"<p>{escape(line)}</p>")
         if not findings:
-            known = self.estimates.of(text)
-            parts += [f"<p>{shown(line)}</p>" for line in (self._time(values), *self._memory(known))]
+            known = self.estimates.get(text)
+            parts += [f"<p>{escape(line)}</p>" for line in (self._estimate_time(values), *self._render_memory(known))]
             if isinstance(known, dict):
-                problems, warnings = outlook.room(known)
-                parts += [f"<p class='wrong'>{shown(self.ui.tell(line))}</p>" for line in problems]
-                parts += [f"<p>{shown(self.ui.tell(line))}</p>" for line in warnings]
+                problems, warnings = estimate_panel.check_disk_space(known)
+                parts += [f"<p class='wrong'>{escape(self.ui.translate(line))}</p>" for line in problems]
+                parts += [f"<p>{escape(self.ui.translate(line))}</p>" for line in [*known["notes"], *warnings]]
         return "".join(parts)
 
-    def _time(self, values: dict[str, Any]) -> str:
+    def _estimate_time(self, values: dict[str, Any]) -> str:
         say = self.ui.say
         folders = [self.ui.place.home / "runs", *self.ui.place.roots]
-        known = outlook.pace(dict.fromkeys(folders), str(values["model.family"]))
+        known = estimate_panel.find_pace(dict.fromkeys(folders), str(values["model.family"]))
         if known is None:
             return say("new.summary.no_time")
         seconds, run = known
@@ -959,18 +1019,18 @@ class _Page:
         name, count = ("new.time.minutes", minutes) if minutes < 90 else ("new.time.hours", minutes / 60)
         return say(
             "new.summary.time",
-            time=say(name, count=shows.digits(max(count, 1))),
-            seconds=shows.digits(seconds),
+            time=say(name, count=run_cards.digits(max(count, 1))),
+            seconds=run_cards.digits(seconds),
             run=run,
         )
 
-    def _memory(self, known: dict[str, Any] | str | None) -> list[str]:
-        """What the engine answered."""
+    def _render_memory(self, known: dict[str, Any] | str | None) -> list[str]:
+        """Format the estimate: memory, cache and file sizes."""
         say = self.ui.say
         if known is None:
             return [say("new.summary.estimating")]
         if isinstance(known, str):
-            return [say("new.summary.no_estimate", why=self.ui.tell(known))] if known else []
+            return [say("new.summary.no_estimate", why=self.ui.translate(known))] if known else []
 
         def size(num: int | None) -> str:
             if num is None:
@@ -985,122 +1045,137 @@ class _Page:
                 adapter=size(known["adapter_bytes"]),
                 optimizer=size(known["optimizer_bytes"]),
                 step=size(known["step_bytes"]),
-            )
+            ),
+            say("new.summary.memory_cpu", process=size(known["process_bytes"]))
+            if known["process_bytes"]
+            else say("new.summary.memory_gpu"),
         ]
         files = ", ".join(f"{layout} {size(num)}" for layout, num in known["file_bytes"].items())
         return [*lines, say("new.summary.files", file=files, cache=size(known["cache_bytes"]))]
 
-    def _marks(self, text: str, findings: list[tuple[str, str]], everything: bool) -> str:
-        """Style that hides settings without effect and puts each problem under its setting."""
+    def _style_settings(self, text: str, findings: list[tuple[str, str]], everything: bool) -> str:
+        """Return a style that hides settings without effect and shows each problem under its setting."""
         rules = []
         try:
-            found = form.values(text, self.draft.home)
-            set_here = form.origins(text, self.draft.home)
+            found = form.read_values(text, self.draft.home)
+            set_here = form.find_origins(text, self.draft.home)
         except UserError:
             return ""
         wrong: dict[str, list[str]] = {}
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
         for view in ("new", "set"):
-            rules += self._table(_shares(found, everything, view), view)
+            rules += self._style_table(_share_columns(found, everything, view), view)
         if not everything:
             hidden = [
                 key
-                for key in form.idle(found)
-                # What has a value is shown: the training will say that it has no effect.
-                if key not in wrong and set_here.get(key) != "" and form.same(found[key], form.settings()[key].default)
+                for key in form.find_unused(found)
+                # A setting with a value stays visible: training will warn that it has no effect.
+                if key not in wrong
+                and set_here.get(key) != ""
+                and form.is_same_value(found[key], form.settings()[key].default)
             ]
             if hidden:
-                rules.append(f"{_ids('set', hidden)} {{ display: none; }}")
-        if unasked := [key for key in form.idle(found) if key in SIMPLE and key not in wrong]:
-            row = ", #new-clips" if set(CLIPS) <= set(unasked) else ""  # its frame would stay
-            rules.append(f"{_ids('new', unasked)}{row} {{ display: none; }}")
+                rules.append(f"{_select_ids('set', hidden)} {{ display: none; }}")
+        if unasked := [key for key in form.find_unused(found) if key in SIMPLE and key not in wrong]:
+            row = ", #new-clips" if set(CLIPS) <= set(unasked) else ""  # hides its frame too
+            rules.append(f"{_select_ids('new', unasked)}{row} {{ display: none; }}")
         for key, lines in wrong.items():
             if key:
-                ids = f"#{_id('set', key)}::after, #{_id('new', key)}::after"
-                rules.append(f"{ids} {{ content: {_css_text(chr(10).join(lines))}; }}")
+                ids = f"#{_make_id('set', key)}::after, #{_make_id('new', key)}::after"
+                rules.append(f"{ids} {{ content: {_quote_css(chr(10).join(lines))}; }}")
         return f"<style>{' '.join(rules)}</style>" if rules else ""
 
-    def _table(self, shares: dict[str, float], view: str) -> Iterable[str]:
-        """Style for the table of folders in a view: its columns, or blocks where it is too narrow for them."""
-        yield from _columns(shares, view)
-        table, cells = f"#{_id(view, 'dataset.folders')}", []
+    def _style_table(self, shares: dict[str, float], view: str) -> Iterable[str]:
+        """Yield style rules for the table of folders in a view: its columns, or blocks if it is too narrow."""
+        yield from _style_columns(shares, view)
+        table, cells = f"#{_make_id(view, 'dataset.folders')}", []
         for number, column in enumerate(form.settings()["dataset.folders"].columns, 1):
             cell = f'{table} .body-cell[aria-colindex="{number}"]'
-            cells.append(f"{cell}::before {{ content: {_css_text(words.label(self.ui.language, column.key))}; }}")
+            cells.append(
+                f"{cell}::before {{ content: {_quote_css(translations.get_label(self.ui.language, column.key))}; }}"
+            )
             if WIDE.get(column.name, 1) >= PATH:
                 cells.append(f"{cell} {{ flex-basis: 100% !important; }}")
         empty = f'{table} .body-cell[aria-colindex="1"] [data-editable]:empty::before'
-        yield f"{empty} {{ content: {_css_text(self.ui.say('new.pictures.row'))}; }}"
+        yield f"{empty} {{ content: {_quote_css(self.ui.say('new.pictures.row'))}; }}"
         width = round(UNIT * sum(shares.values())) - 1
         yield STACKED.format(table=table, width=width, cells=" ".join(cells))
 
-    def _changes(self, text: str) -> str:
+    def _render_changes(self, text: str) -> str:
         say = self.ui.say
         try:
-            found, origins = form.values(text, self.draft.home), form.origins(text, self.draft.home)
+            found, origins = form.read_values(text, self.draft.home), form.find_origins(text, self.draft.home)
         except UserError as error:
-            return f"<p class='wrong'>{safe.shown(self.ui.tell(str(error)))}</p>"
+            return f"<p class='wrong'>{sanitize.escape(self.ui.translate(str(error)))}</p>"
         rows = []
         for key, one in form.settings().items():
-            if key in origins and key != "preset" and not form.same(found[key], one.default):
-                label = words.label(self.ui.language, f"section.{key}" if one.kind == "table" else key)
-                before, now = (_brief(_listed(one, value)) for value in (one.default, found[key]))
+            if key in origins and key != "preset" and not form.is_same_value(found[key], one.default):
+                label = translations.get_label(self.ui.language, f"section.{key}" if one.kind == "table" else key)
+                before, now = (_shorten(_display(one, value)) for value in (one.default, found[key]))
                 origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
-                cells = "".join(f"<td>{safe.shown(cell)}</td>" for cell in (before, now, origin))
-                code = safe.shown(key).replace(".", ".<wbr>")
-                rows.append(f"<tr><td>{safe.shown(label)}<br><code>{code}</code></td>{cells}</tr>")
+                cells = "".join(f"<td>{sanitize.escape(cell)}</td>" for cell in (before, now, origin))
+                code = sanitize.escape(key).replace(".", ".<wbr>")
+                rows.append(f"<tr><td>{sanitize.escape(label)}<br><code>{code}</code></td>{cells}</tr>")
         if not rows:
-            return f"<p class='note'>{safe.shown(say('new.changes.none'))}</p>"
+            return f"<p class='note'>{sanitize.escape(say('new.changes.none'))}</p>"
         heads = "".join(
-            f"<th>{safe.shown(say(f'new.changes.{name}'))}</th>" for name in ("setting", "default", "now", "from")
+            f"<th>{sanitize.escape(say(f'new.changes.{name}'))}</th>" for name in ("setting", "default", "now", "from")
         )
         return f"<table class='facts wide'><tr>{heads}</tr>{''.join(rows)}</table>"
 
-    def _base_note(self, found: dict[str, Any]) -> str:
+    def _render_base_note(self, found: dict[str, Any]) -> str:
         say, path, family = self.ui.say, str(found["model.path"] or ""), str(found["model.family"])
         title = self.families.get(family, family)
         if not path:
             return ""
-        if path == "demo" and family in bases.demos():
-            return safe.shown(say("new.base.demo_is", title=title))
+        if path == "demo" and family in base_models.list_demo_families():
+            return sanitize.escape(say("new.base.demo_is", title=title))
         size = families.facts(family).get("native_resolution") if family in self.families else None
         lines = []
-        known = self._look(path)
+        known = self._inspect_base(path)
         if known.family:
             lines.append(say("new.base.is", title=self.families[known.family]))
-        elif bases.on_the_hub(path):
+        elif base_models.is_hub_id(path):
             lines.append(say("new.base.hub", path=path))
         if size:
             lines.append(say("new.base.size", pixels=size))
-        return safe.shown(" ".join(lines))
+        return sanitize.escape(" ".join(lines))
 
     # ------------------------------------------------------------------------------------------------------- offers
 
-    def _presets(self, named: list[str] | None = None) -> list[tuple[str, str]]:
-        own = [(path.stem, str(path)) for path in bases.own_presets(self.draft.home)]
+    def _list_presets(self, named: list[str] | None = None) -> list[tuple[str, str]]:
+        own = [(path.stem, str(path)) for path in base_models.list_own_presets(self.draft.home)]
         known = [*((name, name) for name in config.preset_names()), *own]
         return known + [(Path(name).stem, name) for name in named or [] if name not in {value for _, value in known}]
 
-    def _sources(self) -> list[tuple[str, str]]:
-        return [(label, str(path)) for label, path in bases.configs(self.ui.place.roots)]
+    def _list_sources(self) -> list[tuple[str, str]]:
+        return [(label, str(path)) for label, path in base_models.find_configs(self.ui.place.roots)]
 
 
-def _ids(prefix: str, keys: Iterable[str]) -> str:
-    """A selector of the parts of these settings."""
-    return ", ".join(f"#{_id(prefix, key)}" for key in sorted(keys))
+def _normalize(text: str) -> str:
+    """Normalize text for the search, so that "network dim" finds network_dim."""
+    return text.strip().lower().replace("_", " ")
 
 
-def _id(prefix: str, key: str) -> str:
+def _select_ids(prefix: str, keys: Iterable[str]) -> str:
+    """Return a CSS selector of the fields of these settings."""
+    return ", ".join(f"#{_make_id(prefix, key)}" for key in sorted(keys))
+
+
+def _make_id(prefix: str, key: str) -> str:
     return f"{prefix}-{key.replace('.', '-') or 'job'}"
 
 
-def _shares(found: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
-    """The room of each column of the table of folders in a view ("new" is the simple one, "set" all settings): control
-    pictures only where they are shown to the model, in the simple view the first three, each where one is set."""
+def _share_columns(found: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
+    """Return the relative width of each visible column of the table of folders.
+
+    A column is visible if a row sets it. Control images are also visible where the model is shown them. Regularization,
+    weight, resolution and mask are always visible in the view of all settings ("set"), not in the simple one ("new").
+    """
     rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
     wanted = dict.fromkeys(("regularization", "weight", "resolution", "mask"), view == "set")
-    wanted |= {"control": "dataset.control_resolution" not in form.idle(found)}
+    wanted |= {"control": "dataset.control_resolution" not in form.find_unused(found)}
     return {
         column.name: WIDE.get(column.name, 1)
         for column in form.settings()["dataset.folders"].columns
@@ -1110,31 +1185,35 @@ def _shares(found: dict[str, Any], everything: bool, view: str) -> dict[str, flo
     }
 
 
-def _columns(shares: dict[str, float], view: str) -> Iterable[str]:
-    """Style for each column of the table of folders in a view."""
+def _style_columns(shares: dict[str, float], view: str) -> Iterable[str]:
+    """Yield a style rule for each column of the table of folders in a view."""
     for number, column in enumerate(form.settings()["dataset.folders"].columns, 1):
         share = f"--share: {100 * shares.get(column.name, 0) / sum(shares.values()):.1f}%"
         style = share if column.name in shares else "display: none !important"
-        yield f'#{_id(view, "dataset.folders")} [aria-colindex="{number}"] {{ {style}; }}'
+        yield f'#{_make_id(view, "dataset.folders")} [aria-colindex="{number}"] {{ {style}; }}'
 
 
-def _offering(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
-    """An update of a dropdown whose value need not be among what it offers."""
+def _offer(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
+    """Update a dropdown whose value need not be among its choices."""
     strange = [(str(held), held)] if held and held not in {value for _, value in choices} else []
     return gr.update(choices=[*choices, *strange], value=held or None, **given)
 
 
-def _listed(one: form.Setting, value: Any) -> Any:
-    """What a setting holds, as its part shows it; of a table the first column."""
-    rows = form.shown(one, value)
+def _display(one: form.Setting, value: Any) -> Any:
+    """Return a setting's value as its field shows it; of a table the first column."""
+    rows = form.to_component(one, value)
     return ", ".join(str(row[0]) for row in rows) if one.kind == "table" and isinstance(rows, list) else rows
 
 
-def _brief(held: Any) -> str:
+def _shorten(held: Any) -> str:
     text = json.dumps(held, ensure_ascii=False) if not isinstance(held, str) else held
-    return safe.shorter(text, 80)
+    return sanitize.shorten(text, 80)
 
 
-def _css_text(text: str) -> str:
-    """Text as a string of a style sheet that stands in HTML: nothing in it ends the string or the sheet."""
-    return '"' + "".join(c if c.isalnum() or c in " .,:;-_=()" else f"\\{ord(c):x} " for c in safe.plain(text)) + '"'
+def _quote_css(text: str) -> str:
+    """Quote text as a CSS string inside HTML. Nothing in it ends the string or the style sheet."""
+    return (
+        '"'
+        + "".join(c if c.isalnum() or c in " .,:;-_=()" else f"\\{ord(c):x} " for c in sanitize.strip_unseen(text))
+        + '"'
+    )

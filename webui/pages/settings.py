@@ -1,4 +1,4 @@
-"""Page: settings. Which folders the page may use, which tokens there are, and what this machine is."""
+"""The Settings page: which folders the page may use, which tokens are set, and the versions on this machine."""
 
 import os
 import platform
@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import gradio as gr
 import psutil
 
-from lora_fp8.config import UserError
+from lora_fp8.errors import UserError
 
-from .. import bases, live, safe, watch
+from .. import base_models, live_panel, run_monitor, sanitize
 from ..context import Ui
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
@@ -28,18 +28,20 @@ def build(ui: Ui) -> None:
     """Lay the page out."""
     say, place = ui.say, ui.place
     gr.Markdown(f"## {say('place.folders')}\n\n{say('place.folders.about')}")
-    roots = _Folders(ui, "root", lambda: place.added, place.add_root, place.remove_root, lambda: _roots(ui))
+    roots = _Folders(ui, "root", lambda: place.added, place.add_root, place.remove_root, lambda: _render_roots(ui))
     gr.Markdown(f"## {say('place.models')}\n\n{say('place.models.about')}")
-    models = _Folders(ui, "models", lambda: place.models, place.add_models, place.remove_models, lambda: _models(ui))
+    models = _Folders(
+        ui, "models", lambda: place.models, place.add_models, place.remove_models, lambda: _render_models(ui)
+    )
     gr.Markdown(f"## {say('place.language')}\n\n{say('place.language.about')}")
     gr.Markdown(f"## {say('place.secrets')}\n\n{say('place.secrets.about')}")
     secrets = gr.HTML(padding=False)
     gr.Markdown(f"## {say('place.about')}")
     about = gr.HTML(elem_id="about", padding=False)
     for one in (roots, models):
-        one.wire([roots, models])
-    live.opened()(
-        lambda: [*roots.listed(), *models.listed(), _secrets(ui), _about(ui)],
+        one.bind_events([roots, models])
+    live_panel.get_load_event()(
+        lambda: [*roots.render(), *models.render(), _render_secrets(ui), _render_about(ui)],
         None,
         [*roots.shown, *models.shown, secrets, about],
         **QUIET,
@@ -47,12 +49,12 @@ def build(ui: Ui) -> None:
 
 
 class _Folders:
-    """A list of folders to which one can be added, and from which those that were added can be taken back.
+    """A list of folders, with a field to add one and a menu to remove those that were added.
 
     Args:
-        name: begins the ids of its parts.
-        added, add, remove: of the place.
-        told: the list as HTML.
+        name: prefix of the elements' ids.
+        added, add, remove: list, add and remove folders; methods of `Place`.
+        render_list: returns the list as HTML.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class _Folders:
         added: Callable[[], Sequence[Path]],
         add: Callable[[str], object],
         remove: Callable[[str], None],
-        told: Callable[[], str],
+        render_list: Callable[[], str],
     ):
-        self.ui, self.added, self.told = ui, added, told
+        self.ui, self.added, self.render_list = ui, added, render_list
         self.do = {"add": add, "remove": remove}
         self.list = gr.HTML(padding=False)
         wrong = gr.HTML(padding=False, visible=False)
@@ -78,84 +80,92 @@ class _Folders:
             self.remove = gr.Button(ui.say("place.remove"), elem_id=f"{name}-remove", elem_classes="beside")
         self.shown = [self.list, wrong, self.path, self.removing, row]
 
-    def wire(self, all_: Sequence["_Folders"]) -> None:
-        """Bind the buttons; what they change is shown in all the lists, for a folder for models is a root, too."""
+    def bind_events(self, all_: Sequence["_Folders"]) -> None:
+        """Bind the buttons. A change repaints every list, since a folder for models is also an allowed folder."""
         outputs = [part for one in all_ for part in one.shown]
 
-        def changed(what: str, text: str | None) -> list[Any]:
+        def change_list(what: str, text: str | None) -> list[Any]:
             error = ""
             try:
                 if text or what == "add":
                     self.do[what](text or "")
             except UserError as caught:
                 error = str(caught)
-            mine = self.listed(error, done=what == "add" and not error)
-            # What is typed or chosen beside the other list is somebody's next step.
-            others = {one: [one.told(), *[gr.skip()] * (len(one.shown) - 1)] for one in all_}
+            mine = self.render(error, done=what == "add" and not error)
+            # Input beside the other list stays: it may be the user's next step.
+            others = {one: [one.render_list(), *[gr.skip()] * (len(one.shown) - 1)] for one in all_}
             return [part for parts in (others | {self: mine}).values() for part in parts]
 
-        gr.on([self.add.click, self.path.submit], partial(changed, "add"), self.path, outputs, **QUIET)
-        self.remove.click(partial(changed, "remove"), self.removing, outputs, **QUIET)
+        gr.on([self.add.click, self.path.submit], partial(change_list, "add"), self.path, outputs, **QUIET)
+        self.remove.click(partial(change_list, "remove"), self.removing, outputs, **QUIET)
 
-    def listed(self, error: str = "", done: bool = False) -> list[Any]:
-        """What its parts hold now, in the order of `shown`; what is typed stays unless that was `done`."""
+    def render(self, error: str = "", done: bool = False) -> list[Any]:
+        """Return values for the elements of `shown`. What was typed stays, unless adding it was `done`."""
         added = [str(path) for path in self.added()]
-        said = f'<p class="wrong" role="alert">{safe.shown(self.ui.tell(error))}</p>' if error else ""
+        message = f'<p class="wrong" role="alert">{sanitize.escape(self.ui.translate(error))}</p>' if error else ""
         offered = gr.update(choices=added, value=added[0] if added else None)
         typed = "" if done else gr.skip()
-        return [self.told(), gr.update(value=said, visible=bool(said)), typed, offered, gr.update(visible=bool(added))]
+        return [
+            self.render_list(),
+            gr.update(value=message, visible=bool(message)),
+            typed,
+            offered,
+            gr.update(visible=bool(added)),
+        ]
 
 
-def _table(rows: list[tuple[str, str]]) -> str:
-    """Rows of (title, value), both plain text, as HTML."""
-    cells = "".join(f"<tr><th>{safe.shown(title)}</th><td>{safe.shown(value)}</td></tr>" for title, value in rows)
+def _render_table(rows: list[tuple[str, str]]) -> str:
+    """Render rows of (title, value), both plain text, as HTML."""
+    cells = "".join(
+        f"<tr><th>{sanitize.escape(title)}</th><td>{sanitize.escape(value)}</td></tr>" for title, value in rows
+    )
     return f'<table class="facts">{cells}</table>'
 
 
-def _roots(ui: Ui) -> str:
+def _render_roots(ui: Ui) -> str:
     place = ui.place
     kinds = {"given": place.given, "added": place.added, "models": place.models}
     rows = []
     for root in place.roots:
         kind = next((kind for kind, those in kinds.items() if root in those), "own")
-        told = ui.say("place.for_models" if kind == "models" else f"place.{kind}")
-        rows.append((root, told + (_gone(ui, root) if kind != "own" else "")))
-    return _listed("roots", rows)
+        origin = ui.say("place.for_models" if kind == "models" else f"place.{kind}")
+        rows.append((root, origin + (_mark_missing(ui, root) if kind != "own" else "")))
+    return _render_list("roots", rows)
 
 
-def _models(ui: Ui) -> str:
-    """Each folder for models and how many are found in it."""
-    counts = [(folder, len(bases.nearby([folder], []))) for folder in ui.place.models]
-    rows = [(folder, ui.say("place.models.found", count=count) + _gone(ui, folder)) for folder, count in counts]
-    return _listed("models", rows, ui.say("place.models.none"))
+def _render_models(ui: Ui) -> str:
+    """List each folder for models with the number of models found in it."""
+    counts = [(folder, len(base_models.find_base_models([folder], []))) for folder in ui.place.models]
+    rows = [(folder, ui.say("place.models.found", count=count) + _mark_missing(ui, folder)) for folder, count in counts]
+    return _render_list("models", rows, ui.say("place.models.none"))
 
 
-def _gone(ui: Ui, folder: Path) -> str:
+def _mark_missing(ui: Ui, folder: Path) -> str:
     return "" if folder.is_dir() else f" · {ui.say('place.gone')}"
 
 
-def _listed(id: str, rows: list[tuple[Path, str]], empty: str = "") -> str:
-    cells = "".join(f"<tr><td>{safe.shown(path)}</td><td>{safe.shown(told)}</td></tr>" for path, told in rows)
-    cells = cells or f'<tr><td class="note">{safe.shown(empty)}</td></tr>'
+def _render_list(id: str, rows: list[tuple[Path, str]], empty: str = "") -> str:
+    cells = "".join(f"<tr><td>{sanitize.escape(path)}</td><td>{sanitize.escape(told)}</td></tr>" for path, told in rows)
+    cells = cells or f'<tr><td class="note">{sanitize.escape(empty)}</td></tr>'
     return f'<table class="facts" id="{id}">{cells}</table>'
 
 
-def _secrets(ui: Ui) -> str:
-    """Names and whether they are there; a value is never read further than that."""
-    login = Path(os.environ.get("HF_TOKEN_PATH") or _hub_home() / "token").is_file()
+def _render_secrets(ui: Ui) -> str:
+    """List the names of tokens and whether each is set. No value is shown."""
+    login = Path(os.environ.get("HF_TOKEN_PATH") or _find_hub_home() / "token").is_file()
     found = [(name, bool(os.environ.get(name))) for name in TOKENS]
     found.append((ui.say("place.secrets.login"), login))
-    return _table([(name, ui.say("place.present" if there else "place.absent")) for name, there in found])
+    return _render_table([(name, ui.say("place.present" if there else "place.absent")) for name, there in found])
 
 
-def _hub_home() -> Path:
-    """As huggingface_hub finds its folder."""
+def _find_hub_home() -> Path:
+    """Return huggingface_hub's folder, found as huggingface_hub finds it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
 
 
-def _hub_host() -> str:
-    """Where huggingface_hub asks; never a name and password that stand in the address."""
+def _find_hub_host() -> str:
+    """Return huggingface_hub's endpoint without a user name and password that its address may hold."""
     given = os.environ.get("HF_ENDPOINT")
     try:
         return urlsplit(given).hostname or "HF_ENDPOINT" if given else "huggingface.co"
@@ -163,28 +173,28 @@ def _hub_host() -> str:
         return "HF_ENDPOINT"
 
 
-def _about(ui: Ui) -> str:
+def _render_about(ui: Ui) -> str:
     say, home = ui.say, ui.place.home
-    libraries = [_version(name) for name in LIBRARIES]
+    libraries = [_format_version(name) for name in LIBRARIES]
     memory, disk = psutil.virtual_memory().total / GIB, psutil.disk_usage(str(home))
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    cards = [f"{card['name']} ({card['total'] / GIB:.1f} GiB)" for card in watch.gpus()]
-    return _table(
+    cards = [f"{card['name']} ({card['total'] / GIB:.1f} GiB)" for card in run_monitor.list_gpus()]
+    return _render_table(
         [
-            (say("place.version"), _version("lora-fp8")),
+            (say("place.version"), _format_version("lora-fp8")),
             (say("place.python"), platform.python_version()),
             (say("place.libraries"), ", ".join(libraries)),
             (say("place.machine"), say("place.machine.value", system=system, cores=os.cpu_count(), memory=memory)),
             (say("place.cards"), "; ".join(cards) or say("place.cards.none")),
-            (say("place.hub"), say("place.hub.value", host=_hub_host())),
+            (say("place.hub"), say("place.hub.value", host=_find_hub_host())),
             (say("place.home"), str(home)),
             (say("place.disk"), say("place.disk.value", free=disk.free / GIB, total=disk.total / GIB)),
         ]
     )
 
 
-def _version(package: str) -> str:
-    """ "torch 2.13.0"; a dash where it is not installed, as of a checkout that is run in place."""
+def _format_version(package: str) -> str:
+    """Return "torch 2.13.0", or a dash if the package is not installed, as in a checkout that is run in place."""
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Page: tools. What is done with LoRA files after training; each is a command of the engine in a process of its own."""
+"""The Tools page: what can be done with LoRA files. Each tool is a `lora-fp8` command in a process of its own."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import gradio as gr
 
 from lora_fp8 import jobs
-from lora_fp8.config import UserError
+from lora_fp8.errors import UserError
 
-from .. import engine, live, safe, show, shows
+from .. import engine, json_table, live_panel, run_cards, sanitize
 from ..context import Ui
 
 TOOLS = ("inspect", "verify", "convert", "resize", "merge")
@@ -43,7 +43,7 @@ def build(ui: Ui) -> None:
     with gr.Row():
         start = gr.Button(say("tools.start"), variant="primary")
         later = gr.Button(say("tools.later"), visible=False, elem_id="tools-later")
-    result = live.panel(elem_id="tool-result", padding=False)
+    result = live_panel.panel(elem_id="tool-result", padding=False)
     rows = {row_verify: ("verify",), row_convert: ("convert",), row_resize: ("resize", "merge")}
     rows |= {row_merge: ("merge",), row_output: WRITING}
 
@@ -54,27 +54,36 @@ def build(ui: Ui) -> None:
             say(f"tools.{known}.about"),
             gr.update(visible=known != "merge"),
             gr.update(visible=known in QUEUED),
+            "",  # what another tool has answered
             *shown,
         ]
 
     given = {"tool": tool, "file": file, "base": base, "layout": layout, "rank": rank, "energy": energy}
     given |= {"sources": sources, "output": output, "dtype": dtype}
 
-    def now(**values: Any) -> str:
-        return _answered(ui, lambda: _run(ui, **values))
+    def run_now(**values: Any) -> str:
+        return _render_answer(ui, lambda: _run(ui, **values))
 
-    def queued(**values: Any) -> str:
-        return _answered(ui, lambda: _queue(ui, **values))
+    def submit_job(**values: Any) -> str:
+        return _render_answer(ui, lambda: _queue(ui, **values))
 
     quiet = {"api_visibility": "private"}
-    tool.change(choose, tool, [about, file, later, *rows], show_progress="hidden", queue=False, **quiet)
-    start.click(now, inputs_kwargs=given, outputs=result, concurrency_limit=2, trigger_mode="once", **quiet)
-    later.click(queued, inputs_kwargs=given, outputs=result, concurrency_limit=None, trigger_mode="once", **quiet)
-    gr.on([file.focus], lambda: gr.update(choices=found(ui)), None, file, show_progress="hidden", queue=False, **quiet)
+    tool.change(choose, tool, [about, file, later, result, *rows], show_progress="hidden", queue=False, **quiet)
+    start.click(run_now, inputs_kwargs=given, outputs=result, concurrency_limit=2, trigger_mode="once", **quiet)
+    later.click(submit_job, inputs_kwargs=given, outputs=result, concurrency_limit=None, trigger_mode="once", **quiet)
+    gr.on(
+        [file.focus],
+        lambda: gr.update(choices=find_loras(ui)),
+        None,
+        file,
+        show_progress="hidden",
+        queue=False,
+        **quiet,
+    )
 
 
-def found(ui: Ui) -> list[str]:
-    """LoRA files of runs below the roots, and what the tools wrote, newest first."""
+def find_loras(ui: Ui) -> list[str]:
+    """List the LoRA files of runs below the allowed folders and the tools' outputs, newest first."""
     places = [ui.place.home / "tools"]
     for root in ui.place.roots:
         places += [root, *root.glob("*/export"), *root.glob("runs/*/export")]
@@ -83,59 +92,62 @@ def found(ui: Ui) -> list[str]:
     return [str(path) for path in newest[:MOST_FILES]]
 
 
-def arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | None]:
-    """What the engine is called with, and the file that it will write. Nothing in it is but what we put there.
+def build_arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | None]:
+    """Return the command's arguments and the file that it will write. Every argument is checked or our own.
 
     Raises:
-        UserError: a path lies outside, a value is missing or none that the tool takes.
+        UserError: a path is not allowed, or a value is missing or not accepted by the tool.
     """
     if tool not in TOOLS:
-        raise UserError(f"{safe.shorter(tool)}: no such tool")
+        raise UserError(f"{sanitize.shorten(tool)}: no such tool")
     line: list[str] = []
     if tool == "verify" and (base := str(given["base"] or "").strip()):
         line += ["--base", base if base == "demo" else str(ui.path(base))]
     if tool == "convert":
-        line += ["--format", _one_of(given["layout"], LAYOUTS)]
+        line += ["--format", _check_choice(given["layout"], LAYOUTS)]
     if tool in ("resize", "merge"):
         line += ["--rank", str(int(given["rank"] or 0)), "--energy", str(float(given["energy"] or 0))]
     target = None
     if tool in WRITING:
-        line += ["--dtype", _one_of(given["dtype"] or "", DTYPES)]
-        target = _target(ui, str(given["output"] or ""))
+        line += ["--dtype", _check_choice(given["dtype"] or "", DTYPES)]
+        target = _make_target(ui, str(given["output"] or ""))
         line += ["--output", str(target)]
     if tool == "merge":
-        weighted = [_weighted(ui, text) for text in str(given["sources"] or "").splitlines() if text.strip()]
+        weighted = [_check_weighted(ui, text) for text in str(given["sources"] or "").splitlines() if text.strip()]
         if not weighted:
             raise UserError("no file given")
         return [*line, "--", *weighted], target
-    return [*line, "--", str(_lora(ui, str(given["file"] or "")))], target
+    return [*line, "--", str(_check_lora(ui, str(given["file"] or "")))], target
 
 
 def _run(ui: Ui, tool: str, **given: Any) -> str:
-    line, target = arguments(ui, tool, **given)
-    answer = engine.ask(tool, line, MOST_SECONDS, verdicts=tool == "verify")
+    line, target = build_arguments(ui, tool, **given)
+    answer = engine.run_command(tool, line, MOST_SECONDS, verdicts=tool == "verify")
     parts = []
     if tool == "verify":
-        said, kind = ("tools.verify.fine", "yes") if answer["ok"] else ("tools.verify.asks", "wrong")
-        parts = [f'<p class="{kind}">{safe.shown(ui.say(said))}</p>', shows.checks(ui, answer["checks"])]
-        answer = {"file": answer["file"]}  # the checks have said the rest
+        verdict, kind = ("tools.verify.fine", "yes") if answer["ok"] else ("tools.verify.asks", "wrong")
+        parts = [
+            f'<p class="{kind}">{sanitize.escape(ui.say(verdict))}</p>',
+            run_cards.render_checks(ui, answer["checks"]),
+        ]
+        answer = {"file": answer["file"]}  # the checks say the rest
     titles = {key: ui.say(f"tools.key.{key}") for key in answer if key in KEYS}
-    parts.append(show.table(answer, titles))
+    parts.append(json_table.render_object(answer, titles))
     if target is not None:
-        link = f'<a href="{safe.shown(ui.download(target))}" download>{safe.shown(target.name)}</a>'
-        parts.insert(0, f"<p>{safe.shown(ui.say('tools.written'))} {link}</p>")
+        link = f'<a href="{sanitize.escape(ui.download(target))}" download>{sanitize.escape(target.name)}</a>'
+        parts.insert(0, f"<p>{sanitize.escape(ui.say('tools.written'))} {link}</p>")
     return "".join(parts)
 
 
 def _queue(ui: Ui, tool: str, **given: Any) -> str:
     if tool not in QUEUED:
-        raise UserError(f"{safe.shorter(tool)}: no such tool")
-    line, target = arguments(ui, tool, **given)
+        raise UserError(f"{sanitize.shorten(tool)}: no such tool")
+    line, target = build_arguments(ui, tool, **given)
     subject = target.name if target else Path(line[-1]).name
     id = jobs.Queue(ui.place.home).submit_command(tool, line, folder=ui.place.home, name=f"{tool} {subject}")
     jobs.ensure_worker(ui.place.home)
-    link = f'<a href="{ui.link("")}">{safe.shown(ui.say("page.runs"))}</a>'
-    return f"<p>{safe.shown(ui.say('tools.queued', id=id))} {link}</p>"
+    link = f'<a href="{ui.link("")}">{sanitize.escape(ui.say("page.runs"))}</a>'
+    return f"<p>{sanitize.escape(ui.say('tools.queued', id=id))} {link}</p>"
 
 
 KEYS = frozenset(
@@ -155,40 +167,42 @@ KEYS = frozenset(
     ]
     + ["layers", "kept", "dropped"]
 )
-"""Keys of the engine's answers that have words of their own (tools.key.*)."""
+"""Keys of the engine's answers that have a translation (tools.key.*)."""
 
 
-def _answered(ui: Ui, do: Any) -> str:
-    """What came of it as HTML, or why nothing did."""
+def _render_answer(ui: Ui, do: Any) -> str:
+    """Run `do` and render its answer as HTML, or the error."""
     try:
         return do()
     except UserError as error:
-        return f'<p class="wrong" role="alert">{safe.shown(ui.tell(str(error)))}</p>'
+        return f'<p class="wrong" role="alert">{sanitize.escape(ui.translate(str(error)))}</p>'
 
 
-def _lora(ui: Ui, text: str) -> Path:
+def _check_lora(ui: Ui, text: str) -> Path:
     if not text.strip():
         raise UserError("choose a LoRA file first")
     path = ui.path(text)
     if path.suffix.lower() != ".safetensors" or not path.is_file():
-        raise UserError(f"{safe.shorter(text)}: no .safetensors file")
+        raise UserError(f"{sanitize.shorten(text)}: no .safetensors file")
     return path
 
 
-def _weighted(ui: Ui, text: str) -> str:
-    """A line of the merge: a path, a colon and a weight; without one it is 1."""
+def _check_weighted(ui: Ui, text: str) -> str:
+    """Check a line of the merge: a path, optionally with a colon and a weight. The default weight is 1."""
     name, colon, weight = text.strip().rpartition(":")
     try:
         number = float(weight) if colon else 1.0
     except ValueError:
         raise UserError(
-            f"{safe.shorter(text)}: write a file, a colon and its weight, such as /a.safetensors:0.7"
+            f"{sanitize.shorten(text)}: write a file, a colon and its weight, such as /a.safetensors:0.7"
         ) from None
-    return f"{_lora(ui, name if colon else weight)}:{number}"
+    return f"{_check_lora(ui, name if colon else weight)}:{number}"
 
 
-def _target(ui: Ui, text: str) -> Path:
-    name = safe.name(text if text.strip().endswith(".safetensors") else f"{text.strip()}.safetensors" if text else text)
+def _make_target(ui: Ui, text: str) -> Path:
+    name = sanitize.check_name(
+        text if text.strip().endswith(".safetensors") else f"{text.strip()}.safetensors" if text else text
+    )
     folder = ui.place.home / "tools"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if os.path.lexists(folder / name):
@@ -196,7 +210,7 @@ def _target(ui: Ui, text: str) -> Path:
     return folder / name
 
 
-def _one_of(value: Any, accepted: tuple[str, ...]) -> str:
+def _check_choice(value: Any, accepted: tuple[str, ...]) -> str:
     if value not in accepted:
-        raise UserError(f"{safe.shorter(value)}: accepted: {', '.join(filter(None, accepted))}")
+        raise UserError(f"{sanitize.shorten(value)}: accepted: {', '.join(filter(None, accepted))}")
     return str(value)

@@ -1,8 +1,8 @@
-// How the page asks its server. Runs before Gradio's own scripts: app.py puts it at the beginning of the page, with
-// LANGUAGE and LOST.
+// Requests of the page to its server. Runs before Gradio's own scripts: app.py puts it at the beginning of the page, with
+// LANGUAGE, LOST and DISMISS.
 
-// Where the page's program has ended, say so in the page's language (Gradio tells it in English), and open the page
-// anew as soon as it answers: whatever it answers, for it may ask for the password again.
+// If the page's server has exited, say so in the page's language (Gradio does in English), and reload the page as soon as
+// the server answers, whatever it answers: it may ask for the password again.
 const send = window.fetch.bind(window);
 const answers = async () => {
   try {
@@ -34,18 +34,59 @@ const suspect = async () => {
   }
   asking = false;
 };
+// Each window names itself: the files that it uploads are valid for this window only (uploads.py).
+const WINDOW = [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+const addWindow = ([what, options = {}]) => {
+  const headers = new Headers(options.headers ?? what.headers);
+  headers.set("x-lora-fp8-page", WINDOW);
+  return [what, { ...options, headers }];
+};
+// Show an error of the server (error_boundary.py) in one place and once, since a failing tick fails every second. It stays
+// until it is closed, or has not been repeated for as long as it takes to read it.
+const UNSAID = 10000;  // ms
+let saidLast = { line: "", at: 0, closed: false };
+const problem = (line) => {
+  const again = line === saidLast.line && Date.now() - saidLast.at < UNSAID;
+  saidLast = { line, at: Date.now(), closed: again && saidLast.closed };
+  if (again) return;
+  document.getElementById("problem")?.remove();
+  const box = document.createElement("div");
+  box.id = "problem";
+  box.setAttribute("role", "alert");
+  const text = document.createElement("p");
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "\u00d7";
+  button.setAttribute("aria-label", DISMISS);
+  button.addEventListener("click", () => { saidLast.closed = true; box.remove(); });
+  box.append(text, button);
+  document.body.append(box);
+  text.textContent = line;  // last: screen readers read what is added to a live region
+  const fade = () => {
+    const held = box.matches(":hover, :focus-within") || document.hidden;
+    if (held || Date.now() - saidLast.at < Math.max(UNSAID, 80 * line.length)) setTimeout(fade, 1000);
+    else box.remove();
+  };
+  setTimeout(fade, 1000);
+};
+// `answer`: a handler's answer; `failed`: there is none. Gradio reports that, but whatever waits for the answer (head.js)
+// would wait for ever.
+const handleAnswer = (answer, failed) => {
+  if (answer?.problem) problem(answer.problem);
+  if (failed) window.unanswered?.();
+};
 const ask = async (given) => {
   try {
-    return await send(...given);
+    return await send(...addWindow(given));
   } catch (error) {
-    if (error instanceof TypeError) suspect();  // not AbortError: that was meant
+    if (error instanceof TypeError) suspect();  // not AbortError, which is intended
     throw error;
   }
 };
-// Gradio asks side by side: what is meant first may be done last, and of two answers the older may come last, and stay.
-// So each question waits until the one before it was answered, in the order in which they were asked. What the queue
-// works on answers later (queue/join only takes it in): an event that must be in this order is bound with queue=False.
-const SLOWEST = 15000;  // ms; an answer that never comes must not stop the page for ever
+// Gradio sends requests in parallel: the first may be handled last, and the older of two answers may come last, and stay.
+// So each request waits until the one before it was answered. Events of the queue are answered later (queue/join only
+// accepts them): an event that must keep the order is bound with queue=False.
+const SLOWEST = 15000;  // ms; an answer that never comes must not block the page for ever
 let turn = Promise.resolve();
 const inTurn = (question) => new Promise((answered, failed) => {
   turn = turn.then(() => {
@@ -54,11 +95,11 @@ const inTurn = (question) => new Promise((answered, failed) => {
     return Promise.race([asked.catch(() => {}), pause(SLOWEST)]);
   });
 });
-// When the queue has told the last answer, the server (Gradio 6.31) closes the stream of answers. Where the page hears of
-// that after the next question was taken in, it would wait for that answer at a stream that is closed, for ever, and
-// the button that asked would be dead. So here the end is kept from it, and the stream opened again.
+// After the queue's last answer the server (Gradio 6.31) closes the stream of answers. If the page learns of that after the
+// next request was accepted, it would wait for ever for the answer at a closed stream, and the button would be dead. So
+// the end of the stream is hidden from the page, and the stream is opened again.
 const completed = new Set();
-const taken = new Set();  // by the queue, and not completed
+const taken = new Set();  // accepted by the queue and not completed
 let joining = 0;
 const join = async (given) => {
   joining += 1;
@@ -72,7 +113,7 @@ const join = async (given) => {
     joining -= 1;
   }
 };
-const streamed = async (given) => {
+const openStream = async (given) => {
   const first = await ask(given);
   if (!first.ok) return first;
   const follow = async (answers, out) => {
@@ -84,6 +125,7 @@ const streamed = async (given) => {
       rest = events.pop();
       for (const event of events) {
         const told = JSON.parse(event.replace(/^data:/, ""));
+        if (told.msg === "process_completed") handleAnswer(told.output, !told.success);
         if (told.msg === "process_completed" && !taken.delete(told.event_id)) completed.add(told.event_id);
         ended = told.msg === "close_stream" && joining + taken.size > 0;
         if (!ended) out.enqueue(new TextEncoder().encode(`${event}\n\n`));
@@ -91,7 +133,7 @@ const streamed = async (given) => {
     }
     if (ended) await follow(await ask(given), out);
   };
-  let left = false;  // by the page, which reads no further than its end
+  let left = false;  // true when the page has stopped reading
   return new Response(new ReadableStream({
     start: (out) => { follow(first, out).then(() => left || out.close(), (error) => out.error(error)); },
     cancel: () => { left = true; },
@@ -99,11 +141,13 @@ const streamed = async (given) => {
 };
 window.fetch = (...given) => {
   const { pathname } = new URL(given[0]?.url ?? given[0], location);
-  if (pathname.endsWith("/queue/data")) return streamed(given);
+  if (pathname.endsWith("/queue/data")) return openStream(given);
   if (pathname.endsWith("/queue/join")) return inTurn(() => join(given));
   if (!pathname.includes("/gradio_api/run/")) return ask(given);
   return inTurn(async () => {
     const answer = await ask(given);
-    return new Response(await answer.arrayBuffer(), answer);  // the whole of it: its head alone changes nothing
+    const body = await answer.text();  // the whole body: its head alone changes nothing
+    handleAnswer(body.includes('"problem":') ? JSON.parse(body) : null, !answer.ok);
+    return new Response(body, answer);
   });
 };

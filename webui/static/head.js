@@ -1,10 +1,10 @@
-// Runs before Gradio's own scripts: app.py puts it at the beginning of the page, behind ask.js, with LANGUAGE and GRADIO.
-// Gradio asks the browser for its language ("Drop file here"); here the address decides.
+// Runs before Gradio's own scripts: app.py puts it at the beginning of the page, after ask.js, with LANGUAGE and GRADIO.
+// Gradio takes the browser's language ("Drop file here"); here the address decides.
 for (const [name, value] of [["language", LANGUAGE], ["languages", [LANGUAGE]]])
   Object.defineProperty(navigator, name, { get: () => value });
 document.documentElement.lang = LANGUAGE;
 
-// Light, dark, or as the system has it. Gradio asks the system; it gets our answer where somebody chose.
+// Light, dark, or the system's theme. Gradio asks the system; if the user chose a theme, it gets that.
 const themes = ["system", "light", "dark"];
 const theme = () => {
   const kept = localStorage.getItem("lora_fp8_theme");
@@ -33,14 +33,14 @@ const mark = () => {
   for (const button of document.querySelectorAll("#site-header [data-theme]"))
     button.setAttribute("aria-pressed", String(button.dataset.theme === theme()));
 };
-// Some of Gradio's words have one language, and its check boxes in tables have no name at all.
+// Some texts of Gradio exist in English only, and its checkboxes in tables have no name.
 const NAMES = ["aria-label", "title", "placeholder"];
 const TEXTS = ".meta-text, .toast-title";
 const CELLS = "[role=gridcell] input[type=checkbox]:not([aria-label])";
 const translate = (one) => {
   for (const name of NAMES) {
     const ours = GRADIO[one.getAttribute(name)];
-    if (ours && !one.closest(".html-container")) one.setAttribute(name, ours);  // what is in there is our own
+    if (ours && !one.closest(".html-container")) one.setAttribute(name, ours);  // that is our own HTML
   }
 };
 const mend = (node) => {
@@ -58,7 +58,7 @@ const mend = (node) => {
     box.closest("[role=button]")?.setAttribute("role", "none");  // the box is the button
   }
 };
-const mended = (records) => {
+const mendAdded = (records) => {
   for (const { type, target, addedNodes } of records) {
     if (type === "attributes") translate(target);
     else addedNodes.forEach(mend);
@@ -67,10 +67,31 @@ const mended = (records) => {
 const start = () => {
   paint();
   mend(document.body);
-  new MutationObserver(mended).observe(
+  new MutationObserver(mendAdded).observe(
     document.body, { childList: true, subtree: true, attributes: true, attributeFilter: NAMES });
+  new MutationObserver(showToasts).observe(
+    document.body, { childList: true, subtree: true, attributes: true, attributeFilter: ["data-number"] });
   // Gradio draws the header when it is ready, and again later.
   new MutationObserver(mark).observe(document.body, { childList: true, subtree: true });
+};
+// A message is shown for as long as it takes to read it, an error twice as long. Its number changes each time, so that the
+// same text is shown again.
+const READ = { least: 6000, each: 90 };  // ms; each: per character
+const leave = (toast) => {
+  if (toast.numbered === toast.dataset.number) return;
+  const number = toast.dataset.number;
+  toast.numbered = number;
+  toast.classList.remove("gone");
+  const times = toast.classList.contains("wrong") ? 2 : 1;
+  const end = () => {
+    if (toast.numbered !== number) return;
+    if (document.hidden) setTimeout(end, 1000);
+    else toast.classList.add("gone");
+  };
+  setTimeout(end, times * Math.max(READ.least, READ.each * toast.textContent.length));
+};
+const showToasts = () => {
+  for (const toast of document.querySelectorAll(".toast[data-number]")) leave(toast);
 };
 if (document.body) start();
 else document.addEventListener("DOMContentLoaded", start);
@@ -84,34 +105,34 @@ document.addEventListener("click", (event) => {
   }
   const language = event.target.closest?.("a[data-language]");
   if (language) {
-    // The same page with the same question (?run=...), in the other language; the next visit begins there.
+    // The same page with the same query (?run=...) in the other language; the next visit starts in it.
     document.cookie = `lora_fp8_language=${language.dataset.language}; path=/; max-age=31536000; samesite=strict`;
     language.search = location.search;
   }
 });
 
-// Gradio 6.31 tells of what is typed at keypress only: not of what is pasted, deleted or written with an input method.
-const told = (event) => {
+// Gradio 6.31 sends typed text at key presses only, but not text that is pasted, deleted or entered with an input method.
+const sendKeypress = (event) => {
   if (event.isComposing || !event.target.matches?.("input[data-testid=textbox], textarea[data-testid=textbox]")) return;
   event.target.dispatchEvent(new KeyboardEvent("keypress"));
 };
-document.addEventListener("input", told);
-document.addEventListener("compositionend", told);
+document.addEventListener("input", sendKeypress);
+document.addEventListener("compositionend", sendKeypress);
 
-// Who clicks twice means it once: the second click would queue a second job, or take the first one back.
+// A double click counts once: the second click would queue a second job, or undo the first.
 const ONCE = "[data-do=rerun], [data-do=resume], #new-start, #new-back, #auto-begin, #tools-later, #kit";
 document.addEventListener("click", (event) => {
   if (event.detail > 1 && event.target.closest?.(ONCE)) event.stopImmediatePropagation();
 }, true);
 
-// The open list of a menu scrolls, and Tab would stop at it; it closes then, and the focus is nowhere.
+// The open list of a menu scrolls, so Tab would stop at it; it closes then, and the focus would be lost.
 document.addEventListener("keydown", (event) => {
   if (event.key === "Tab") for (const list of document.querySelectorAll("[role=listbox]")) list.tabIndex = -1;
 }, true);
 
-// Settings that were changed since the view was opened, and when. Start takes their values along, and so does the way
-// to another view: what is typed right before the click may not have reached the server by itself. Another view takes
-// only what was changed just now, as another window may have set it since.
+// Settings that were changed since the view was opened, and when. Start and a change of the view send their values along,
+// because what was typed right before the click may not have reached the server. A change of the view sends only recent
+// changes, as another window may have set the others since.
 const touched = new Map();
 for (const kind of ["input", "change", "click"])
   document.addEventListener(kind, (event) => {
@@ -126,13 +147,13 @@ window.leftSettings = () => {
   return late;
 };
 
-// While a view, or the editor of a caption, waits for what it shall hold, nothing can be typed into it: the answer would
-// take its place. The tabs themselves stay, with the focus on them. Several answers can be on their way: the page's, and
-// that of the tab which Gradio selects while it draws; the last one unlocks.
+// While a view or the caption editor waits for its content, nothing can be typed into it: the answer would overwrite it.
+// The tabs stay usable and keep the focus. Several answers can be on their way: the page's, and that of the tab that
+// Gradio selects while it draws. The last one unlocks.
 const LOCKED = "#new-views [role=tabpanel], #dataset-caption";
 let waiting = 0;
 let openedAt;
-let left;  // what had the focus when its panel was locked, which takes the focus away
+let left;  // the focused element when its panel was locked, which removes the focus
 const lock = (on) => {
   const now = document.activeElement;
   if (on && now?.closest(LOCKED)) left = now;
@@ -157,7 +178,13 @@ window.opened = () => {
   waiting -= 1;
   if (waiting <= 0) unlock();
 };
-// Gradio tells of another view a moment after the click; what is typed in that moment would be gone, too.
+// After a refused event Gradio calls no follow-up, so what that would have unlocked is unlocked here.
+window.unanswered = () => {
+  unlock();
+  forget();
+  window.pressed = [];
+};
+// Gradio reports a change of the view a moment after the click; input in that moment would be lost too.
 document.addEventListener("click", (event) => {
   const tab = event.target.closest?.("#new-views button[role=tab]");
   if (!tab || tab.ariaSelected === "true") return;
@@ -165,8 +192,8 @@ document.addEventListener("click", (event) => {
   clearTimeout(openedAt);
   openedAt = setTimeout(unlock, SLOWEST);
 }, true);
-// What a choice changes beside itself (a preset's steps) is painted when its answer is there. What was typed into those
-// fields in the meantime is the newer: it is put there again, and told to the server.
+// Other fields that a choice changes (a preset's steps) are painted when its answer comes. Text that was typed into them in
+// the meantime is newer: it is restored, and sent to the server.
 const typed = new Map();
 let choosing = 0;
 let chosenAt;

@@ -1,0 +1,31 @@
+"""Adapters (LoRA, DoRA, LoKr, LoHa) that are trained beside frozen layers."""
+
+from .injection import (
+    DTYPES,
+    FusedLora,
+    InjectReport,
+    disabled,
+    inject,
+    load_state_,
+    modules,
+    num_fused,
+    parameters,
+    ranks,
+    scalings,
+    state,
+)
+
+__all__ = [
+    "DTYPES",
+    "FusedLora",
+    "InjectReport",
+    "disabled",
+    "inject",
+    "load_state_",
+    "modules",
+    "num_fused",
+    "parameters",
+    "ranks",
+    "scalings",
+    "state",
+]

@@ -1,0 +1,432 @@
+"""Adds LoRA, DoRA, LoKr and LoHa adapters beside the frozen layers. No other module imports peft.
+
+peft wraps the layers, adds the small matrices and runs LoRA's forward. This module decides the rest:
+
+* Dtype. peft gives adapters the dtype of the base weight; with an FP8 base, this has made people train in FP8 (about 49
+  distinct values in a new A). Here adapters get `section.dtype`, however the base is stored.
+* Initial values. A is drawn in float32 from a generator keyed by the seed and the layer's name, then cast; B is zero.
+  So the initial values depend neither on the order of layers nor on which other layers are adapted nor on the global
+  random state, which is left untouched. The tensors in `kinds.ZERO_AT_START` are zero: every kind starts as the base
+  itself.
+* The other kinds' forward. peft's DoRA computes the whole weight in the adapter's dtype. Its LoKr and LoHa compute the
+  whole delta, keep it for the backward, and draw from the global random state. The versions here avoid all of this.
+  Dropout means the same for every kind: it applies to the adapter's input, never to the base's.
+* Names. Outside this module a parameter is called "<diffusers module path>.lora_A.weight", without peft's "base_layer"
+  and "default".
+* Fusion. Where a frozen layer multiplies with the Triton kernels, they add its LoRA in their last pass over the result
+  (`FusedLora`); everywhere else peft does.
+* Targets. A target that matches nothing is an error, not a smaller adapter; so is an entry of `ranks`.
+* Ranks. Layers may have different ranks (`section.ranks`); all are scaled by `section.alpha / section.rank`. A layer of
+  rank 0 has no adapter.
+
+What the kinds compute, and their sources, is in `kinds`.
+"""
+
+import contextlib
+import hashlib
+import math
+import re
+import warnings as python_warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import UserError
+from ..precision import FrozenLinear, frozen_layers
+from ..precision.dtypes import DTYPES
+from ..precision.formats import load_bitsandbytes
+from ..precision.names import by_name, hint
+from ..settings import Adapter
+from . import kinds
+
+load_bitsandbytes()  # before peft imports it
+
+# isort: split
+from peft import LoHaConfig, LoHaModel, LoKrConfig, LoKrModel, LoraConfig, inject_adapter_in_model  # noqa: E402
+from peft.tuners import loha, lokr, lora  # noqa: E402
+from peft.tuners.lora import LoraLayer  # noqa: E402
+from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+
+ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class InjectReport:
+    """What `inject` added."""
+
+    num_modules: int
+    num_parameters: int
+    names: tuple[str, ...]
+    """diffusers names of the adapted layers, in the model's order."""
+    warnings: tuple[str, ...] = ()
+
+
+class FusedLora(lora.Linear):
+    """peft's LoRA on a linear layer; the layer computes it in its own kernel if the result is the same."""
+
+    @property
+    def fuses(self) -> bool:
+        """True if the layer can compute this LoRA in its kernel now, with the same result."""
+        base = self.base_layer
+        plain = isinstance(self.lora_dropout[ADAPTER], nn.Identity) and not self.lora_variant and not self.merged
+        return isinstance(base, FrozenLinear) and base.takes_lora and plain and self.active_adapters == [ADAPTER]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or self.disable_adapters or not self.fuses:
+            return super().forward(x, *args, **kwargs)
+        a_RK, b_NR = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        return self.base_layer(x, lora=(a_RK, b_NR, self.scaling[ADAPTER]))
+
+
+class _Dora:
+    """peft's LoRA with a magnitude for each row of the weight, on a linear layer or a convolution."""
+
+    magnitude: nn.Parameter  # (N), float32 whatever the adapter's dtype: bf16 would change whole rows by up to 0.4 %
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base_layer
+        result = base(x)
+        if self.disable_adapters:
+            return result
+        a, b, scaling = self.lora_A[ADAPTER], self.lora_B[ADAPTER], self.scaling[ADAPTER]
+        update = b(a(self.lora_dropout[ADAPTER](x.to(a.weight.dtype)))) * scaling
+        ratio = kinds.length_ratio(base, a.weight, b.weight, scaling, self.magnitude)
+        without_bias = result
+        if isinstance(base, nn.Conv2d):
+            ratio = ratio.view(-1, 1, 1)
+        if base.bias is not None:
+            without_bias = result - base.bias.view(ratio.shape)
+        # The ratio is near 1, where bf16 is coarse, so its difference from 1 is rounded instead.
+        lengthened = (ratio - 1).to(result.dtype) * without_bias + ratio.to(update.dtype) * update
+        return (result + lengthened).to(result.dtype)
+
+
+class DoraLinear(_Dora, lora.Linear):
+    """DoRA on a linear layer."""
+
+    pass
+
+
+class DoraConv2d(_Dora, lora.Conv2d):
+    """DoRA on a convolution."""
+
+    pass
+
+
+class _Product:
+    """peft's LoKr or LoHa layer, with our own forward."""
+
+    dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base_layer(x)
+        if self.disable_adapters:
+            return result
+        parts, scaling = _parts(self), self.scaling[ADAPTER]
+        dropped = F.dropout(x.to(next(iter(parts.values())).dtype), self.dropout, self.training)
+        return result + self.update(dropped, parts, scaling).to(result.dtype)
+
+    def update(self, x: Tensor, parts: dict[str, Tensor], scaling: float) -> Tensor:
+        """Compute a convolution's update from its whole delta, which is small compared with the feature map."""
+        base = self.base_layer
+        weight = kinds.delta(parts, scaling, x.dtype).view(base.weight.shape)
+        return F.conv2d(x, weight, None, base.stride, base.padding, base.dilation)
+
+
+class KroneckerLinear(_Product, lokr.Linear):
+    """LoKr on a linear layer."""
+
+    def update(self, x: Tensor, parts: dict[str, Tensor], scaling: float) -> Tensor:
+        """Compute the update without forming the delta."""
+        w1, w2 = kinds.kronecker_factors(parts)
+        return kinds.kronecker_linear(x, w1 * scaling, w2)
+
+
+class KroneckerConv2d(_Product, lokr.Conv2d):
+    """LoKr on a convolution."""
+
+    pass
+
+
+class HadamardLinear(_Product, loha.Linear):
+    """LoHa on a linear layer."""
+
+    def update(self, x: Tensor, parts: dict[str, Tensor], scaling: float) -> Tensor:
+        """Compute the update; the delta is not kept for the backward."""
+        factors = [parts[name] for name in kinds.PARTS["loha"]]
+        y_MN = kinds.HadamardLinear.apply(x.reshape(-1, x.shape[-1]), *factors, scaling)
+        return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
+
+
+class HadamardConv2d(_Product, loha.Conv2d):
+    """LoHa on a convolution."""
+
+    pass
+
+
+class _KroneckerModel(LoKrModel):
+    layers_mapping = {nn.Linear: KroneckerLinear, nn.Conv2d: KroneckerConv2d}
+
+
+class _HadamardModel(LoHaModel):
+    layers_mapping = {nn.Linear: HadamardLinear, nn.Conv2d: HadamardConv2d}
+
+
+def inject(
+    denoiser: nn.Module,
+    section: Adapter,
+    targets: Sequence[str],
+    seed: int,
+    called: Callable[[str], str] = str,
+) -> InjectReport:
+    """Add an adapter beside every targeted layer, in place; afterwards only the adapters require gradients.
+
+    Args:
+        denoiser: the model to adapt.
+        section: the job's `[adapter]` table.
+        targets: the family's targets, used if `section.targets` is empty. Each is a layer's name or a suffix: "to_q"
+            means every layer called to_q. `nn.Linear` (FP8 ones too) and `nn.Conv2d` can be adapted.
+        seed: keys the initial values, together with the layer's name.
+        called: maps a layer's name in this model to its name outside, if they differ.
+
+    Raises:
+        UserError: a target matches no layer that can be adapted, or one that this kind cannot adapt.
+        ValueError: the denoiser has adapters already.
+    """
+    if modules(denoiser):
+        raise ValueError("inject: this denoiser has adapters already")
+    setting = "adapter.targets" if section.targets else "targets"
+    names, notes = _match(denoiser, list(section.targets or targets), setting)
+    rank_of, told = ranks(section, names)
+    notes, names = notes + told, list(rank_of)
+    for name in names:
+        layer = denoiser.get_submodule(name)
+        is_conv = isinstance(layer, nn.Conv2d)
+        narrow = min((layer.in_channels, layer.out_channels) if is_conv else (layer.in_features, layer.out_features))
+        if section.type != "lora" and is_conv and layer.groups > 1:
+            raise UserError(
+                f"adapter.type = {section.type!r}: {name} is a convolution in {layer.groups} groups, which only 'lora' "
+                "adapts; leave it out of adapter.targets"
+            )
+        if rank_of[name] > narrow and section.type != "lokr":
+            notes.append(f"adapter.rank {rank_of[name]} is more than {name} can use ({narrow})")
+    dtype = DTYPES[section.dtype]
+    # With low_cpu_mem_usage, peft creates its own initial values on meta, at no cost. The fork restores the global
+    # random state in any case.
+    with torch.random.fork_rng(devices=[]), python_warnings.catch_warnings(record=True) as caught:
+        python_warnings.simplefilter("always")
+        _wrap(denoiser, section, rank_of)
+    notes += [str(warning.message) for warning in caught]
+
+    found = modules(denoiser)
+    if list(found) != names:
+        raise RuntimeError(f"peft adapted other layers than asked for: {sorted(set(found) ^ set(names))[:8]}")
+    denoiser.requires_grad_(False)
+    for name, layer in found.items():
+        _start_(layer, called(name), section, seed, dtype)
+    if section.type == "lokr":
+        notes += _unused_by_lokr(section, [_parts(layer) for layer in found.values()])
+    num_parameters = sum(parameter.numel() for _, parameter in parameters(denoiser))
+    return InjectReport(len(names), num_parameters, tuple(names), tuple(notes))
+
+
+def ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """Return the rank of each of these layers that gets an adapter, and warnings.
+
+    The first entry of `section.ranks` that matches a layer applies; a layer of rank 0 gets none.
+
+    Raises:
+        UserError: an entry matches no layer, or no layer is left.
+    """
+    found, notes = by_name("adapter.ranks", section.ranks.items(), names)
+    of_all = {name: found.get(name, section.rank) for name in names}
+    if names and not any(of_all.values()):
+        raise UserError("adapter.ranks: leaves no layer to train; give one a rank above 0")
+    return {name: rank for name, rank in of_all.items() if rank}, notes
+
+
+def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> None:
+    """Let peft wrap each named layer, with the adapters' parameters on the meta device."""
+    # A pattern of whole names: peft matches a list by suffixes, and would include an embedding with such a name.
+    pattern = "|".join(map(re.escape, rank_of))
+    others = sorted(set(rank_of.values()) - {section.rank})
+    by_rank = {rank: "|".join(re.escape(name) for name, own in rank_of.items() if own == rank) for rank in others}
+    # \A, because peft prefixes each pattern with "anything, and a dot".
+    rank_pattern = {rf"\A(?:{names})": rank for rank, names in by_rank.items()}
+    if section.type in ("lokr", "loha"):
+        settings: dict[str, Any] = {"r": section.rank, "alpha": section.alpha, "target_modules": pattern}
+        settings["rank_pattern"] = rank_pattern
+        if section.type == "lokr":
+            settings |= {"decompose_both": section.decompose_both, "decompose_factor": section.factor or -1}
+            _KroneckerModel(denoiser, LoKrConfig(**settings), ADAPTER, low_cpu_mem_usage=True)
+        else:
+            _HadamardModel(denoiser, LoHaConfig(**settings), ADAPTER, low_cpu_mem_usage=True)
+        for layer in modules(denoiser).values():
+            layer.dropout = section.dropout
+        return
+    lora_settings = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=pattern,
+        rank_pattern=rank_pattern,
+        init_lora_weights=False,
+        bias="none",
+    )
+    if section.type == "dora":
+        lora_settings._register_custom_module({nn.Linear: DoraLinear, nn.Conv2d: DoraConv2d})
+    elif any(layer.kernels == "triton" for layer in frozen_layers(denoiser).values()):
+        lora_settings._register_custom_module({FrozenLinear: FusedLora})
+    inject_adapter_in_model(lora_settings, denoiser, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+
+
+def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype: torch.dtype) -> None:
+    """Set the initial values of one layer's adapter, on the layer's device."""
+    base = layer.get_base_layer()
+    device = _device(base)
+    for part, parameter in _parts(layer).items():
+        if part in kinds.ZERO_AT_START:
+            value = torch.zeros(parameter.shape, device=device, dtype=dtype)
+        else:
+            value = _drawn(part, parameter.shape, seed, name).to(device=device, dtype=dtype)
+        where = getattr(layer, part.removesuffix(".weight"))
+        if isinstance(where, nn.ParameterDict):
+            where[ADAPTER] = nn.Parameter(value)
+        else:
+            where[ADAPTER].weight = nn.Parameter(value)
+    layer.scaling[ADAPTER] = section.alpha / section.rank  # peft divides by the layer's own rank
+    if section.type == "dora":
+        a, b = (layer_of[ADAPTER].weight for layer_of in (layer.lora_A, layer.lora_B))
+        layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, layer.scaling[ADAPTER]))
+    if section.type == "lokr" and not kinds.has_rank(_parts(layer)):
+        layer.scaling[ADAPTER] = 1.0
+
+
+def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> list[str]:
+    found = []
+    if not any(map(kinds.has_rank, layers)):
+        found.append(
+            f"adapter.rank = {section.rank} and adapter.alpha have no effect: the rank is at least half of every "
+            f"matrix's side (adapter.factor = {section.factor}), so that all are whole"
+        )
+    if section.decompose_both and not any("lokr_w1_a" in parts for parts in layers):
+        found.append("adapter.decompose_both has no effect: no layer's first matrix is larger than twice the rank")
+    return found
+
+
+def _parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
+    """Return the layer's parameters by the last part of their names, in the order of `kinds.PARTS`."""
+    if isinstance(layer, LoraLayer):
+        found = {f"lora_{half}.weight": getattr(layer, f"lora_{half}")[ADAPTER].weight for half in "AB"}
+        return found | ({"lora_magnitude_vector": layer.magnitude} if hasattr(layer, "magnitude") else {})
+    names = kinds.PARTS["lokr" if isinstance(layer, lokr.LoKrLayer) else "loha"]
+    return {name: getattr(layer, name)[ADAPTER] for name in names if ADAPTER in getattr(layer, name)}
+
+
+def modules(denoiser: nn.Module) -> dict[str, BaseTunerLayer]:
+    """Return the adapted layers by their diffusers names, in the model's order."""
+    return {name: module for name, module in denoiser.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+def parameters(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) of the adapters ("<diffusers module path>.lora_A.weight"), in the model's order."""
+    return [
+        (f"{name}.{part}", parameter)
+        for name, layer in modules(denoiser).items()
+        for part, parameter in _parts(layer).items()
+    ]
+
+
+def num_fused(denoiser: nn.Module) -> int:
+    """Return how many adapters are now computed in their layer's kernel."""
+    return sum(isinstance(layer, FusedLora) and layer.fuses for layer in modules(denoiser).values())
+
+
+def scalings(denoiser: nn.Module) -> dict[str, float]:
+    """Return alpha / rank of each adapted layer by its diffusers name; 1 for a LoKr layer of whole matrices."""
+    return {name: float(layer.scaling[ADAPTER]) for name, layer in modules(denoiser).items()}
+
+
+def state(denoiser: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the adapters' parameters on the CPU, by the names of `parameters`."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in parameters(denoiser)}
+
+
+@torch.no_grad()
+def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy tensors, named and shaped as `state` returns them, into the adapters.
+
+    Raises:
+        UserError: names are missing or unknown, or shapes differ, all in one message. Then nothing is changed.
+    """
+    held = dict(parameters(denoiser))
+    problems = [f"{name} is missing" for name in held if name not in tensors]
+    problems += [f"{name} is not part of this adapter" for name in tensors if name not in held]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, expected {list(parameter.shape)}"
+        for name, parameter in held.items()
+        if name in tensors and tensors[name].shape != parameter.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise UserError("the adapter file does not fit this job's adapters: " + "; ".join(problems[:8]) + more)
+    for name, parameter in held.items():
+        parameter.copy_(tensors[name])
+
+
+@contextlib.contextmanager
+def disabled(denoiser: nn.Module) -> Iterator[None]:
+    """Disable the adapters inside this context; afterwards everything, including `requires_grad`, is as before."""
+    before = [(layer, layer.disable_adapters) for layer in modules(denoiser).values()]
+    trainable = [(parameter, parameter.requires_grad) for _, parameter in parameters(denoiser)]
+    try:
+        for layer, _ in before:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer, was_disabled in before:
+            layer.enable_adapters(not was_disabled)
+        for parameter, required in trainable:
+            parameter.requires_grad_(required)  # enable_adapters changes it
+
+
+def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[str], list[str]]:
+    """Return the names of the layers that `targets` match, in the model's order, and warnings."""
+    adaptable = {name: module for name, module in denoiser.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+    chosen: set[str] = set()
+    notes: list[str] = []
+    if not targets:
+        raise UserError(f"{setting}: empty, so there is nothing to train; name the layers to adapt, such as 'to_q'")
+    for target in targets:
+        matched = {name for name in adaptable if f".{name}".endswith(f".{target}")}
+        if not matched:
+            raise UserError(f"{setting}: {target!r} matches no layer that can be adapted; {hint(target, adaptable)}")
+        if matched <= chosen:
+            notes.append(f"{setting}: {target!r} adds nothing: the targets before it name all of its layers")
+        chosen |= matched
+    return [name for name in adaptable if name in chosen], notes
+
+
+def _drawn(part: str, shape: torch.Size, seed: int, name: str) -> Tensor:
+    """Draw an initial value in float32.
+
+    For LoRA, DoRA and LoKr it is uniform within 1 / sqrt(fan in), as in peft, LyCORIS and Hu et al.'s code (kaiming
+    uniform with a = sqrt 5). For LoHa it is normal, as in LyCORIS, whose learning rates people know.
+    """
+    key = f"{seed}|{name}" if part == "lora_A.weight" else f"{seed}|{name}|{part}"
+    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big", signed=True)
+    generator = torch.Generator().manual_seed(number)
+    empty = torch.empty(shape, dtype=torch.float32)
+    if part.startswith("hada_"):
+        return nn.init.normal_(empty, std=0.1 if part == "hada_w1_a" else 1.0, generator=generator)
+    return nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
+
+
+def _device(layer: nn.Module) -> torch.device:
+    if isinstance(layer, FrozenLinear):
+        return layer.device
+    return next(layer.parameters()).device  # not layer.weight, for which an FP8 layer would dequantize

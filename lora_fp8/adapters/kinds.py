@@ -1,0 +1,286 @@
+"""The kinds of adapters: the names of their tensors, and how they change a layer's weight W (N, K).
+
+| kind | W becomes | the adapter's tensors |
+|---|---|---|
+| lora | W + s B A | lora_A.weight (r, K), lora_B.weight (N, r) |
+| dora | m / |W + s B A| (W + s B A), row by row | the same, and lora_magnitude_vector m (N) |
+| lokr | W + s kron(W1, W2) | lokr_w1 or lokr_w1_a lokr_w1_b, lokr_w2 or lokr_w2_a lokr_w2_b |
+| loha | W + s (W1a W1b) * (W2a W2b), elementwise | hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b |
+
+s is alpha / rank, or 1 for a LoKr layer whose two matrices are both whole, since such a layer has no rank. A
+convolution's weight is treated as a matrix (out, in * kh * kw). The names are peft's and LyCORIS's. LoRA: Hu et al.
+2021. DoRA: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". LoKr and LoHa: Yeh et al. 2023, "Navigating
+Text-To-Image Customization"; LoHa after Hyeon-Woo et al. 2021, "FedPara".
+
+Shapes: M tokens, N output features, K input features, R rank.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..common.text import sides
+from ..errors import UserError
+from ..precision import FrozenLinear
+from ..precision.formats import decode_rows
+from ..precision.stream import here
+
+PARTS = {
+    "lora": ("lora_A.weight", "lora_B.weight"),
+    "dora": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"),
+    "lokr": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
+    "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+}
+"""Kind -> the last part of each tensor's name, in the order in which parameters are listed."""
+ALL_PARTS = tuple(dict.fromkeys(part for parts in PARTS.values() for part in parts))
+TITLES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa"}
+ZERO_AT_START = ("lora_B.weight", "lokr_w2", "lokr_w2_b", "hada_w2_a")
+"""Tensors that start at zero, so that the delta is zero. DoRA's magnitude starts at the weight's own row lengths."""
+
+FACTORS = (
+    *(("lora_B.weight", "lora_A.weight"), ("lokr_w1_a", "lokr_w1_b"), ("lokr_w2_a", "lokr_w2_b")),
+    *(("hada_w1_a", "hada_w1_b"), ("hada_w2_a", "hada_w2_b")),
+)
+"""Pairs of tensors whose matrix product is taken."""
+
+Parts = Mapping[str, Tensor]  # the tensors of one layer, by the last part of their names
+
+
+def grouped(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Group an adapter's tensors, in internal naming: returns {layer: {part: tensor}}, sorted by layer.
+
+    Raises:
+        UserError: a name belongs to no kind.
+    """
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        part = next((part for part in ALL_PARTS if name.endswith(f".{part}")), None)
+        if part is None:
+            raise UserError(f"{name}: not a tensor of LoRA, DoRA, LoKr or LoHa")
+        layers.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
+    return dict(sorted(layers.items()))
+
+
+def kind_of(parts: Parts, layer: str) -> str:
+    """Return the kind of adapter that a layer's tensors form.
+
+    Raises:
+        UserError: they form none: one is missing, belongs to another kind, or its shape does not fit the others.
+    """
+    names = set(parts)
+    if "lora_magnitude_vector" in names:
+        kind, wanted = "dora", set(PARTS["dora"])
+    elif "lora_A.weight" in names or "lora_B.weight" in names:
+        kind, wanted = "lora", set(PARTS["lora"])
+    elif any(name.startswith("hada_") for name in names):
+        kind, wanted = "loha", set(PARTS["loha"])
+    else:
+        kind, wanted = "lokr", set()
+        for side in ("lokr_w1", "lokr_w2"):
+            wanted |= {side} if side in names else {f"{side}_a", f"{side}_b"}
+    if names != wanted:
+        odd = ", ".join(sorted(names ^ wanted))
+        raise UserError(f"{layer}: not a whole {TITLES[kind]}: {odd} is missing, or one too many")
+    if not match(parts):
+        shapes = ", ".join(f"{name} of {sides(tensor.shape)}" for name, tensor in parts.items())
+        raise UserError(f"{layer}: not a {TITLES[kind]}: {shapes} do not go together")
+    return kind
+
+
+KERNELS = ("lora_A.weight", "lora_B.weight", "lokr_w2")
+"""Tensors that may have a convolution's kernel dimensions after the first two; the others are matrices."""
+
+
+def match(parts: Parts) -> bool:
+    """Return True if the shapes of a layer's tensors fit each other, so that they can be multiplied."""
+    for name, tensor in parts.items():
+        if name != "lora_magnitude_vector" and (tensor.ndim < 2 or (tensor.ndim > 2 and name not in KERNELS)):
+            return False
+    if any(parts[left].shape[1] != parts[right].shape[0] for left, right in FACTORS if left in parts):
+        return False
+    if "lora_B.weight" in parts and any(side != 1 for side in parts["lora_B.weight"].shape[2:]):
+        return False
+    if "hada_w1_a" in parts:
+        w1, w2 = ((parts[f"hada_{w}_a"].shape[0], parts[f"hada_{w}_b"].shape[1]) for w in ("w1", "w2"))
+        return w1 == w2
+    magnitude = parts.get("lora_magnitude_vector")
+    return magnitude is None or magnitude.numel() == parts["lora_B.weight"].shape[0]
+
+
+def has_rank(parts: Parts) -> bool:
+    """Return True if alpha / rank applies to the layer, as it does unless a LoKr's matrices are both whole."""
+    return not ("lokr_w1" in parts and "lokr_w2" in parts)
+
+
+def rank_of(parts: Parts) -> int:
+    """Return the layer's rank, 0 if it has none. Two decomposed LoKr matrices have the same rank."""
+    for name, dim in (("lora_A.weight", 0), ("hada_w1_b", 0), ("lokr_w2_b", 0), ("lokr_w1_b", 0)):
+        if name in parts:
+            return parts[name].shape[dim]
+    return 0
+
+
+def shape_of(parts: Parts) -> tuple[int, int]:
+    """Return (N, K) of the layer's weight as a matrix."""
+    if "lora_A.weight" in parts:
+        return parts["lora_B.weight"].shape[0], parts["lora_A.weight"][0].numel()
+    if "hada_w1_a" in parts:
+        return parts["hada_w1_a"].shape[0], parts["hada_w1_b"].shape[1]
+    # From the shapes alone: a file's tensors may have different dtypes, which torch does not multiply.
+    (rows_1, *columns_1), (rows_2, *columns_2) = (
+        parts[name].shape if name in parts else (parts[f"{name}_a"].shape[0], *parts[f"{name}_b"].shape[1:])
+        for name in ("lokr_w1", "lokr_w2")
+    )
+    return rows_1 * rows_2, math.prod(columns_1) * math.prod(columns_2)
+
+
+def scalings(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, float]:
+    """Return the factor of each layer's product in an adapter trained with this alpha and rank.
+
+    Layers of other ranks (`adapter.ranks`) have the same factor.
+    """
+    return {layer: alpha / rank if has_rank(parts) else 1.0 for layer, parts in grouped(state).items()}
+
+
+def delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the matrix (N, K) that is added to the weight, times `scale`; for DoRA, before rows are rescaled."""
+    held = {name: tensor.to(dtype) for name, tensor in parts.items()}
+    if "lora_A.weight" in held:
+        return held["lora_B.weight"].flatten(1) @ held["lora_A.weight"].flatten(1) * scale
+    if "hada_w1_a" in held:
+        return (held["hada_w1_a"] @ held["hada_w1_b"]) * (held["hada_w2_a"] @ held["hada_w2_b"]) * scale
+    w1, w2 = kronecker_factors(held)
+    return kronecker(w1, w2) * scale
+
+
+def gain(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -> Tensor:
+    """Return the change of a weight by the adapter, in the weight's shape and dtype.
+
+    Args:
+        weight: the layer's weight.
+        parts: the layer's tensors.
+        scale: alpha / rank.
+        strength: strength of the whole adapter, as in programs that load it.
+    """
+    added = delta(parts, scale, weight.dtype).to(weight.device)
+    if "lora_magnitude_vector" in parts:
+        sum_NK = weight.flatten(1) + added
+        length_N = torch.linalg.vector_norm(sum_NK, dim=1)
+        magnitude_N = parts["lora_magnitude_vector"].flatten().to(weight)
+        added = sum_NK * _ratio(magnitude_N, length_N)[:, None] - weight.flatten(1)
+    return (added * strength).reshape(weight.shape)
+
+
+# -- DoRA --------------------------------------------------------------------------------------------------------------
+
+
+def length_ratio(layer: Any, a: Tensor, b: Tensor, scaling: float, magnitude_N: Tensor) -> Tensor:
+    """Return m / |W + s B A| for each row, float32 (N), with a gradient for m alone.
+
+    The norm gets none: "we suggest treating the norm as a constant" (Liu et al., 4.3). W is dequantized some rows at a
+    time, as the layer does, and nothing of it is kept.
+    """
+    return _ratio(magnitude_N, row_lengths(layer, a, b, scaling))
+
+
+def row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return |W + s B A| for each row of a layer's weight, float32 (N).
+
+    Args:
+        layer: a frozen layer of any storage, `nn.Linear` or `nn.Conv2d`.
+        a, b: (R, K...) and (N, R...).
+        scaling: alpha / rank.
+    """
+    if isinstance(layer, FrozenLinear) and layer.backend != "te":  # only TransformerEngine can read its own bytes
+        parts, storage, dtype = list(here(layer.parts())), layer.form.storage, layer.compute_dtype
+    else:
+        parts, storage, dtype = [layer.weight.detach()], "plain", layer.weight.dtype
+    return _row_lengths(parts, storage, a.detach().flatten(1), b.detach().flatten(1), scaling, dtype)
+
+
+def _ratio(magnitude_N: Tensor, length_N: Tensor) -> Tensor:
+    # A row of zeros has no direction that could be rescaled, so it stays as it is.
+    return torch.where(length_N > 0, magnitude_N / length_N.clamp_min(1e-30), 1.0)
+
+
+# A custom operator: torch.compile would unroll the loop and split the dequantization.
+@torch.library.custom_op("lora_fp8::row_lengths", mutates_args=())
+def _row_lengths(
+    parts: list[Tensor], storage: str, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype
+) -> Tensor:
+    lengths_N = torch.empty(b_NR.shape[0], dtype=torch.float32, device=b_NR.device)
+    a_RK, b_NR = a_RK.float(), b_NR.float()
+    for rows, weight in _rows(parts, storage, dtype):
+        sum_NK = torch.addmm(weight.to(b_NR.device, torch.float32), b_NR[rows], a_RK, alpha=scaling)
+        lengths_N[rows] = torch.linalg.vector_norm(sum_NK, dim=1)
+    return lengths_N
+
+
+@_row_lengths.register_fake
+def _(parts: list[Tensor], storage: str, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    return b_NR.new_empty(b_NR.shape[0], dtype=torch.float32)
+
+
+PLAIN_ROWS = 1 << 22  # values per piece of an unquantized weight
+
+
+def _rows(parts: list[Tensor], storage: str, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    if storage != "plain":
+        yield from decode_rows(tuple(parts), storage, dtype)
+        return
+    weight_NK = parts[0].flatten(1)
+    step = max(1, PLAIN_ROWS // weight_NK.shape[1])
+    for start in range(0, weight_NK.shape[0], step):
+        rows = slice(start, min(start + step, weight_NK.shape[0]))
+        yield rows, weight_NK[rows]
+
+
+# -- LoKr --------------------------------------------------------------------------------------------------------------
+
+
+def kronecker_factors(parts: Parts) -> tuple[Tensor, Tensor]:
+    """Return W1 (n1, k1) and W2 (n2, k2[, kh, kw]) of a LoKr layer; low-rank factors are multiplied."""
+    w1, w2 = (
+        parts[name] if name in parts else parts[f"{name}_a"] @ parts[f"{name}_b"] for name in ("lokr_w1", "lokr_w2")
+    )
+    return w1, w2
+
+
+def kronecker(w1: Tensor, w2: Tensor) -> Tensor:
+    """Return kron(W1, W2) as the matrix (N, K) of a linear layer or a convolution."""
+    return torch.kron(w1, w2.flatten(1))
+
+
+def kronecker_linear(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Multiply x (..., K) by kron(W1, W2) transposed without forming it: W1 X W2^T, where X (k1, k2) is x reshaped."""
+    x = x.unflatten(-1, (w1.shape[1], w2.shape[1]))
+    return (w1 @ F.linear(x, w2)).flatten(-2)
+
+
+# -- LoHa --------------------------------------------------------------------------------------------------------------
+
+
+class HadamardLinear(torch.autograd.Function):
+    """Multiplies x (M, K) by the transposed LoHa delta; the backward recomputes the delta (N, K) instead of keeping it.
+
+    Arguments: x; W1a (N, R), W1b (R, K), W2a, W2b; the factor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x_MK, w1_a, w1_b, w2_a, w2_b)
+        ctx.scale = scale
+        return x_MK @ ((w1_a @ w1_b) * (w2_a @ w2_b) * scale).T
+
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, w1_a, w1_b, w2_a, w2_b = ctx.saved_tensors
+        left_NK, right_NK = w1_a @ w1_b, w2_a @ w2_b
+        grad_x = grad_MN @ (left_NK * right_NK * ctx.scale) if ctx.needs_input_grad[0] else None
+        grad_NK = (grad_MN.T @ x_MK) * ctx.scale
+        of_left, of_right = grad_NK * right_NK, grad_NK * left_NK
+        return grad_x, of_left @ w1_b.T, w1_a.T @ of_left, of_right @ w2_b.T, w2_a.T @ of_right, None

@@ -1,0 +1,90 @@
+"""Open files that somebody else named or put there: only regular files, and no more bytes than a reader can use.
+
+Opening a FIFO waits for a writer, forever if there is none, and `/dev/zero` never ends. Both are OSErrors here, so that
+a caller that reports missing or forbidden files reports these too. This module imports nothing of ours.
+"""
+
+import errno
+import json
+import os
+import stat
+from typing import IO, Any
+
+MIB = 1 << 20
+MOST_TEXT = MIB
+"""Maximum for a settings file, a caption or a prompt, in bytes: more than a person writes, and read in a moment."""
+MOST_JSON = 64 * MIB
+"""Maximum for a file that another program wrote, such as the index of a model's weights, in bytes."""
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a regular file for reading bytes.
+
+    Raises:
+        OSError: also if the path is a folder, a pipe, a socket or a device.
+    """
+    # Checked before opening, as opening a device may have effects, and again after it, as the file may be replaced.
+    _refuse(os.stat(path).st_mode, path)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _refuse(os.fstat(descriptor).st_mode, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """Read a whole regular file.
+
+    Args:
+        most: maximum number of bytes; None for no limit.
+
+    Raises:
+        OSError: as for `open_regular`, or the file is larger than `most`.
+    """
+    with open_regular(path) as file:
+        return rest_of(file, most)
+
+
+def rest_of(file: IO[bytes], most: int | None = None) -> bytes:
+    """Read an open file to its end.
+
+    Raises:
+        OSError: there are more than `most` bytes.
+    """
+    if most is None:
+        return file.read()
+    data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"larger than {most / MIB:g} MiB", str(file.name))
+    return data
+
+
+def load_text(path: str | os.PathLike[str], most: int | None = MOST_TEXT, encoding: str = "utf-8-sig") -> str:
+    """Read a text file, with every kind of line end converted to a line feed.
+
+    Raises:
+        OSError: as for `read_bytes`.
+        UnicodeDecodeError: the bytes are in another encoding.
+    """
+    return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _refuse(mode: int, path: str | os.PathLike[str]) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+def parse_json(data: str | bytes) -> Any:
+    """Parse JSON that somebody else wrote.
+
+    Raises:
+        ValueError: it is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

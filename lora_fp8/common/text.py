@@ -1,0 +1,53 @@
+"""Format values, names, numbers and shapes for messages."""
+
+import difflib
+import os
+import re
+from collections.abc import Iterable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+
+def first_few(names: list[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def without_home(text: str) -> str:
+    """Replace the home folder by `~` in all paths of a text."""
+    home = os.path.expanduser("~")
+    if len(Path(home).parts) < 2:  # "/", or unknown
+        return text
+    return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=[/\\])", "~", text)
+
+
+def digits(number: float) -> str:
+    """Format a number for people: three significant digits, all digits before the point, and never an exponent."""
+    return str(round(number)) if abs(number) >= 100 else format(Decimal(f"{number:.3g}"), "f")
+
+
+def is_utf8(text: str) -> bool:
+    """Return True if a text can be encoded as UTF-8; paths may contain bytes that cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """Return a value's repr, on one line of limited length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
+
+
+def did_you_mean(given: str, names: list[str]) -> str:
+    """Return ", did you mean ...?" with the most similar name; "" if none is similar."""
+    near = difflib.get_close_matches(str(given)[:80].lower(), names, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def sides(shape: Iterable[int]) -> str:
+    """Format a tensor's shape: "320 x 64"."""
+    return " x ".join(map(str, shape)) or "1"

@@ -1,0 +1,35 @@
+"""Read a TOML config into a checked job, and write it back."""
+
+from .example import example
+from .loading import (
+    MOST_PROBLEMS,
+    commented,
+    dumps,
+    layers,
+    load,
+    loads,
+    preset_names,
+    read_toml,
+    toml_line,
+    toml_value,
+)
+from .unused import Rule, conditions, defaults, find_idle, find_unused_settings
+
+__all__ = [
+    "MOST_PROBLEMS",
+    "Rule",
+    "commented",
+    "conditions",
+    "defaults",
+    "dumps",
+    "example",
+    "find_idle",
+    "find_unused_settings",
+    "layers",
+    "load",
+    "loads",
+    "preset_names",
+    "read_toml",
+    "toml_line",
+    "toml_value",
+]

@@ -1,0 +1,442 @@
+"""Parse TOML strictly into a checked `Job`, and write it back.
+
+* A **config** is complete and describes one job. A **preset** is partial, and the config overrides it. Precedence,
+  which only `_merge` implements: defaults < presets (in the order named) < config < `--set key=value`. The word "auto"
+  means that the family or the objective decides; the run prints what was decided.
+* Nothing is silently ignored: an unknown key, a wrong type, a wrong value and a contradiction are all errors. All
+  errors of a file are reported at once, each with its path, what was given, what is accepted, and "did you mean".
+
+The settings themselves are declared in `settings`. This package does not import torch, so that `lora-fp8 --help`,
+`check` and the web page start at once.
+"""
+
+import copy
+import logging
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from pydantic import ValidationError
+
+from ..common.reading import load_text
+from ..common.text import did_you_mean, shown
+from ..errors import UserError, UserErrors
+from ..settings import TABLES, Job, Section, flat_table, table_of_lines
+from .relations import KINDS, contradictions, kinds_of
+from .validation import OUT_OF_BOUNDS, Location, accepted, model_at, real_location, said
+
+HERE = Path(__file__).resolve().parent.parent
+PRESET_FOLDER = next(folder for folder in (HERE / "presets", HERE.parent / "presets") if folder.is_dir())
+"""Inside the installed package, or beside it in a checkout."""
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
+    """Read a config file, merge it with its presets, apply the `--set` overrides, and check everything.
+
+    Args:
+        path: a TOML file.
+        overrides: `section.key=value` texts; the value is TOML (`train.steps=500`), or a bare word, taken as a string.
+
+    Raises:
+        UserError, UserErrors: with every problem of the file.
+    """
+    path = Path(path)
+    try:
+        text = load_text(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such config file; `lora-fp8 new {path}` writes one") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: this is a folder; give the TOML file in it") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    return loads(text, overrides, where=str(path), folder=path.parent)
+
+
+def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "config", folder: Path = Path()) -> Job:
+    """Load a config from TOML text, as `load` does; `folder` is the base of presets given as relative paths."""
+    given = _parse_toml(text, where)
+    problems: list[str] = []
+    assignments = _parse_overrides(overrides, problems)
+    data: dict[str, Any] = {}
+    names = _preset_names(given, assignments)
+    if len(names) > MOST_PRESETS:
+        problems.append(f"preset: at most {MOST_PRESETS} are laid under a config, got {len(names)}")
+    presets = {name: _read_preset(name, folder, problems) for name in names[:MOST_PRESETS]}
+    family = _family_of([*presets.values(), given], assignments)
+    for name, preset in presets.items():
+        _lay_kinds(preset, family, name, problems)
+        _read_tables(preset, f"preset {name}")
+        _merge(data, preset)
+    _read_tables(given, where)
+    _merge(data, given)
+    for keys, value in assignments:
+        _assign(data, keys, _read_table(".".join(keys), value, "--set"), problems)
+    _read_tables(data, where)  # again: `--set adapter.ranks.ff.net=8` has made tables in tables
+    job, found = _validate(data)
+    problems += [line + _origin(location, given, presets, assignments) for location, line in found]
+    if problems:
+        raise UserErrors(problems, where)
+    assert job is not None
+    return job
+
+
+def toml_line(key: str, value: Any) -> str:
+    """Return `key=value` for a file or an override, with the escapes of TOML, which differ from those of JSON."""
+    return f"{key}={toml_value(value)}"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML writes it behind a key; a table stays on the line."""
+    return _inline(value).as_string()
+
+
+def _inline(value: Any) -> Any:
+    """Convert a value as tomlkit's `item` does, but with inline tables."""
+    if isinstance(value, dict):
+        table = tomlkit.inline_table()
+        table.update({name: _inline(one) for name, one in value.items()})
+        return table
+    if isinstance(value, list):
+        array = tomlkit.array()
+        array.extend(map(_inline, value))
+        return array
+    return tomlkit.item(value)
+
+
+def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tuple[str, dict[str, Any]]]:
+    """Return the parts of a TOML text, unchecked: (name, tables) of each readable preset, then ("", its own tables).
+
+    Raises:
+        UserError: the text is not TOML. A preset that cannot be read is left out; `loads` reports why.
+    """
+    given = _parse_toml(text, where)
+    unread: list[str] = []
+    found = [
+        (name, _read_preset(name, folder, unread)) for name in dict.fromkeys(_preset_names(given, [])[:MOST_PRESETS])
+    ]
+    family = _family_of([*(preset for _, preset in found), given], [])
+    for name, preset in found:
+        _lay_kinds(preset, family, name, unread)
+        _read_tables(preset)
+    _read_tables(given)
+    return [*found, ("", given)]
+
+
+def preset_names() -> list[str]:
+    """Return the names of the bundled presets."""
+    return sorted(p.stem for p in PRESET_FOLDER.glob("*.toml"))
+
+
+def dumps(job: Job) -> str:
+    """Return the resolved job as TOML that `loads` turns into the same job; presets are merged and no longer named."""
+    data = job.model_dump()
+    data["preset"] = []
+    for section, _, name in (key.partition(".") for key in TABLES):
+        data[section][name] = _inline(data[section][name])  # on its line, not as a table behind the section
+    return tomlkit.dumps(data)
+
+
+def commented(job: Job) -> str:
+    """Return the job as a TOML file for people: every setting with its description and accepted values, by section."""
+    lines: list[str] = []
+
+    def section(model: Section, title: str, double: bool = False) -> None:
+        doc = (type(model).__doc__ or "").strip().splitlines()[0]
+        if title:
+            lines.extend(["", f"[[{title}]]" if double else f"[{title}]", f"# {doc}"])
+        inner: list[tuple[str, Any]] = []
+        for name, field in type(model).model_fields.items():
+            value = getattr(model, name)
+            if isinstance(value, Section) or (name == "folders" and isinstance(value, list)):
+                inner.append((name, value))
+                continue
+            choices = accepted(field)
+            lines.append(f"{name} = {toml_value(value)}  # {field.description}{choices and f' ({choices})'}")
+        for name, value in inner:
+            for item in value if isinstance(value, list) else [value]:
+                section(item, f"{title}.{name}" if title else name, isinstance(value, list))
+
+    section(job, "")
+    return "\n".join(lines).strip() + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps of loading
+
+
+MOST_PRESETS = 20
+"""Presets that a config may name; each is read, or compared with all preset names if it does not exist."""
+MOST_PROBLEMS = 200
+"""Wrong settings that are listed; a file with more is not a file of settings."""
+DEEPEST = 20
+"""Levels of nested tables in a file; ours has two."""
+QUOTED = re.compile(
+    r'"""(?:[^\\"]|\\.|"(?!""))*+"""|\'\'\'.*?\'\'\'|"(?:[^\\"\n]|\\.)*+"|\'[^\'\n]*+\'|#[^\n]*+', re.DOTALL
+)
+"""Matches strings and comments of TOML."""
+DEEP_KEY = re.compile(rf"(?:(?<![\w-])[\w-]++[ \t]*+\.[ \t]*+){{{DEEPEST}}}")
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Parse TOML into values that are safe to traverse and print.
+
+    Raises:
+        ValueError: it is not TOML, is nested deeper than `DEEPEST`, or has a key of more parts than that, for which
+            tomllib takes quadratic time.
+    """
+    if DEEP_KEY.search(QUOTED.sub("_", text)):
+        raise ValueError(f"a key of more than {DEEPEST} parts")
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    inner: list[Any] = [data]
+    for _ in range(DEEPEST):
+        inner = [v for node in inner for v in (node.values() if isinstance(node, dict) else node)]
+        if any(isinstance(value, int) and value.bit_length() > 1024 for value in inner):  # hex has no digit limit
+            raise ValueError("a whole number of more than 1024 bits")
+        inner = [value for value in inner if isinstance(value, dict | list)]
+    if inner:
+        raise ValueError(f"nested more than {DEEPEST} deep")
+    return data
+
+
+def _parse_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return read_toml(text)
+    # Not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError from int().
+    except ValueError as error:
+        raise UserError(f"{where}: not valid TOML: {error}") from None
+
+
+def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]) -> list[tuple[list[str], Any]]:
+    assignments = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            problems.append(f"--set {text}: expected key=value, such as --set train.steps=500")
+            continue
+        try:
+            parsed = read_toml(f"value = {value}")["value"]
+        except ValueError:
+            parsed = value.strip()  # a bare word: --set model.family=flux
+        keys = key.strip().split(".")
+        if len(keys) > DEEPEST:
+            problems.append(f"--set {shown(key)}: unknown setting")
+            continue
+        assignments.append((keys, parsed))
+    return assignments
+
+
+def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]]) -> list[str]:
+    names = given.get("preset", [])
+    for keys, value in assignments:
+        if keys == ["preset"]:
+            names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        return []  # the validation reports its type
+    return [name for name in names if isinstance(name, str)]
+
+
+def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]:
+    path = folder / name if name.endswith(".toml") else PRESET_FOLDER / f"{name}.toml"
+    try:
+        found = path.is_file()
+    except OSError:  # a name too long for the file system
+        found = False
+    if not found:
+        hint = did_you_mean(name, preset_names())
+        problems.append(
+            f"preset: no preset {shown(name)}{hint}; accepted: {', '.join(preset_names())}, or the path of a .toml file"
+        )
+        return {}
+    try:
+        data = _parse_toml(load_text(path), f"preset {name}")
+    except UserError as error:
+        problems.append(str(error))
+        return {}
+    except UnicodeDecodeError as error:
+        problems.append(f"preset {name}: not UTF-8 text (byte {error.start}); save the file as UTF-8")
+        return {}
+    except OSError as error:
+        problems.append(f"preset {name}: cannot be read ({error.strerror})")
+        return {}
+    if "preset" in data:
+        problems.append(f"preset {name}: a preset cannot name presets; name them in the config")
+        data.pop("preset")
+    return data
+
+
+def _family_of(layers: list[dict[str, Any]], assignments: list[tuple[list[str], Any]]) -> str:
+    """Return the `model.family` that results from these layers and overrides; "" if none names one."""
+    models = [layer.get("model") for layer in layers]
+    named = [model.get("family") for model in models if isinstance(model, dict)]
+    named += [value for keys, value in assignments if keys == ["model", "family"]]
+    return next((name for name in reversed(named) if isinstance(name, str)), "")
+
+
+def _lay_kinds(preset: dict[str, Any], family: str, name: str, problems: list[str]) -> None:
+    """Merge into a preset, in place, those of its [for.KIND] tables that apply to this family, and drop the others."""
+    tables = preset.pop("for", {})
+    for kind, table in tables.items() if isinstance(tables, dict) else [("", tables)]:
+        if kind not in KINDS or not isinstance(table, dict):
+            problems.append(
+                f"preset {name}: for.{kind} is no table of a kind of families; accepted: {' | '.join(KINDS)}"
+            )
+        elif kind in kinds_of(family):
+            _merge(preset, table)
+
+
+def _read_tables(data: dict[str, Any], where: str = "") -> None:
+    """Bring the tables of layers (`settings.TABLES`) into their form, in place; see `_read_table`."""
+    for key in TABLES:
+        section, _, name = key.partition(".")
+        if isinstance(data.get(section), dict) and name in data[section]:
+            data[section][name] = _read_table(key, data[section][name], where)
+
+
+def _read_table(key: str, value: Any, where: str = "") -> Any:
+    """Return a table of layers in its form: an older list of texts is converted, tables in it are joined by dots.
+
+    Args:
+        key: the setting; another than a table of layers keeps its value.
+        value: what was given.
+        where: the file, to warn of the older form; "" warns of nothing.
+    """
+    if key in TABLES and isinstance(value, list) and all(isinstance(line, str) for line in value):
+        table = table_of_lines(value)
+        if where:
+            twice = "" if len(table) == len(value) else "; where a name stands twice, its first line counts"
+            _warn_of_lines(key, f"{key.partition('.')[2]} = {toml_value(table)}{twice}", where)
+        return table
+    return flat_table(value) if key in TABLES and isinstance(value, dict) else value
+
+
+@cache
+def _warn_of_lines(key: str, line: str, where: str) -> None:
+    """Warn once of a list where a table belongs."""
+    logging.getLogger(__name__).warning(
+        "%s: %s is a list of texts, the form of older versions; write it as a table: %s", where, key, line
+    )
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any], section: str = "") -> None:
+    """Lay `over` on `under` in place; sections are merged key by key, everything else is replaced.
+
+    A table of layers is a value: its order counts, and entries of a preset would come first.
+    """
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(under.get(key), dict) and f"{section}.{key}" not in TABLES:
+            _merge(under[key], value, key)
+        else:
+            under[key] = copy.deepcopy(value)  # later merges must not change the preset
+
+
+def _assign(data: dict[str, Any], keys: list[str], value: Any, problems: list[str]) -> None:
+    node: Any = data
+    for i, key in enumerate(keys[:-1]):
+        if isinstance(node, list):
+            if not key.isdecimal() or int(key) >= len(node):
+                problems.append(f"--set {'.'.join(keys)}: {'.'.join(keys[:i])} has {len(node)} entries, counted from 0")
+                return
+            node = node[int(key)]
+        else:
+            node = node.setdefault(key, {})
+        if not isinstance(node, (dict, list)):
+            problems.append(f"--set {'.'.join(keys)}: {'.'.join(keys[: i + 1])} is a value, not a table")
+            return
+    if isinstance(node, list):
+        problems.append(f"--set {'.'.join(keys)}: give the entry's setting too, such as dataset.folders.0.repeats=2")
+        return
+    if keys == ["preset"] and isinstance(value, str):
+        value = [value]
+    if not keys[-1]:
+        problems.append(f"--set {'.'.join(keys)}: the key is incomplete")
+        return
+    node[keys[-1]] = value
+
+
+def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, str]]]:
+    """Check types, bounds and contradictions.
+
+    Returns:
+        The job, or None if anything is wrong; and (place, line) for each problem.
+    """
+    problems: list[tuple[Location, str]] = []
+    try:
+        job = Job.model_validate(data)
+    except ValidationError as error:
+        # Each member of a union reports an error; the last is the widest (int | float, a choice | a number) and says
+        # most.
+        lines: dict[Location, str] = {}
+        bounded: set[Location] = set()
+        items = error.errors(include_url=False)
+        for number, item in enumerate(items):
+            location = real_location(item["loc"], data)
+            if location not in bounded:  # report the violated bound, not the choices
+                lines[location] = said(item, location)
+            if item["type"] in OUT_OF_BOUNDS:
+                bounded.add(location)
+            if len(lines) == MOST_PROBLEMS and number + 1 < len(items):
+                # Nobody reads more, and each is compared with all settings and with all other problems.
+                return None, [*lines.items(), ((), f"{len(items) - number - 1} more problems are not listed")]
+        wrong = list(lines)
+        problems += lines.items()
+        # Look for contradictions in what remains, to report them at the same time. A rule that reads a wrong setting
+        # would only repeat the problem, or judge by the default.
+        names = [".".join(map(str, location)) for location in wrong]
+        for keys, line in contradictions(Job.model_validate(_repaired(data, wrong))):
+            if not any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for key in keys for n in names):
+                problems.append((tuple(keys[0].split(".")), line))
+        return None, problems
+    problems += [(tuple(keys[0].split(".")), line) for keys, line in contradictions(job)]
+    return (None if problems else job), problems
+
+
+def _origin(
+    location: Location, given: dict[str, Any], presets: dict[str, dict[str, Any]], assignments: list[Any]
+) -> str:
+    """Return where a wrong setting was written, if not in the file itself."""
+
+    def holds(node: Any, parts: Location) -> bool:
+        for part in parts:
+            if isinstance(node, dict) and part in node:
+                node = node[part]
+            elif isinstance(node, list) and str(part).isdecimal() and int(part) < len(node):
+                node = node[int(part)]
+            else:
+                return False
+        return bool(parts)
+
+    key = ".".join(map(str, location))
+    if any(f"{key}.".startswith(f"{'.'.join(keys)}.") for keys, _ in assignments):
+        return " (from --set)"
+    if holds(given, location):
+        return ""
+    return next((f" (from preset {name})" for name in reversed(presets) if holds(presets[name], location)), "")
+
+
+def _repaired(data: dict[str, Any], wrong: list[Location]) -> dict[str, Any]:
+    """Return a deep copy without the entries at these places, in which required settings that are missing are empty."""
+
+    def copied(node: Any, here: Location) -> Any:
+        if isinstance(node, dict):
+            table = {k: copied(v, (*here, k)) for k, v in node.items() if (*here, k) not in wrong}
+            model = model_at(here)
+            for name, field in model.model_fields.items() if model is not None else ():
+                if field.is_required() and name not in table:
+                    table[name] = copied({}, (*here, name)) if model_at((*here, name)) is not None else ""
+            return table
+        if isinstance(node, list):
+            # An invalid table is emptied, not removed, so that the numbers of the tables after it do not change.
+            keep = model_at(here) is not None
+            entries = [((*here, i), v) for i, v in enumerate(node) if keep or (*here, i) not in wrong]
+            return [copied({} if place in wrong else v, place) for place, v in entries]
+        return node
+
+    return copied(data, ())

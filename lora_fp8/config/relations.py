@@ -1,0 +1,412 @@
+"""Find settings that contradict each other although each of them is valid by itself."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.text import did_you_mean, is_utf8, shown
+from ..settings import (
+    SCALES,
+    TORCHAO_LACKS,
+    Job,
+    Quantize,
+    parse_storage,
+)
+
+LEAST_FACTOR = 0.05  # for Prodigy's factor; a smaller one is a learning rate meant for Adam
+
+
+KINDS = ("tags", "sentences", "instructions", "diffusion", "flow")
+"""Kinds of families for which a preset can have a [for.KIND] table: by captions, and by what they predict."""
+
+
+def kinds_of(family: str) -> tuple[str, ...]:
+    """Return those of `KINDS` that apply to a family; () for an unknown family."""
+    from ..families import available, traits
+
+    if family not in available():
+        return ()
+    known = traits(family)
+    return known["captions"], "diffusion" if known["objective"] == "Diffusion" else "flow"
+
+
+Problems = Iterator[tuple[str, str]]
+"""(setting, what is wrong with it), without the setting's name in the text."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule about settings that are valid by themselves.
+
+    Attributes:
+        find: yields the problems of a job.
+        reads: settings that the rule reads besides those that its problems name.
+        known_family: the rule needs a `model.family` that exists.
+    """
+
+    find: Callable[[Job], Problems]
+    reads: tuple[str, ...] = ()
+    known_family: bool = False
+
+
+def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
+    """Return the problems of a job whose settings are valid by themselves: (settings that were read, line)."""
+    from ..families import available  # does not import torch
+
+    rules = RULES if job.model.family in available() else [rule for rule in RULES if not rule.known_family]
+    return [((key, *rule.reads), f"{key}: {text}") for rule in rules for key, text in rule.find(job)]
+
+
+def _check_family(job: Job) -> Problems:
+    """Yield a problem if `model.family` does not exist."""
+    from ..families import available
+
+    families = available()
+    if job.model.family not in families:
+        hint = did_you_mean(job.model.family, families)
+        yield "model.family", f"unknown family {shown(job.model.family)}{hint}; accepted: {' | '.join(families)}"
+
+
+def _check_sources(job: Job) -> Problems:
+    """Yield a problem for a missing base model, and for missing folders."""
+    if not job.model.path:
+        yield "model.path", "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'"
+    if not job.dataset.folders:
+        yield "dataset.folders", "no picture folder given; add a [[dataset.folders]] table with a path"
+
+
+def _check_folders(job: Job) -> Problems:
+    """Yield the problems of each entry of `dataset.folders`."""
+    for i, folder in enumerate(job.dataset.folders):
+        key = f"dataset.folders.{i}"
+        if not folder.path:
+            yield f"{key}.path", "is empty"
+        if folder.regularization and folder.trigger:
+            yield f"{key}.trigger", "a folder for regularization gets no trigger word; leave it out"
+        if "*" in folder.mask and not _names_masks(folder.mask):
+            yield (
+                f"{key}.mask",
+                f"{shown(folder.mask)} is no name for masks beside their images; write one * for the image's name with "
+                "something before or behind it, such as '*_mask', and no folder",
+            )
+
+
+def _check_missing_caption(job: Job) -> Problems:
+    """Yield a problem if a trigger word is to replace missing captions where there is none."""
+    if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
+        # A regularization folder has no trigger: the scan reports each of its images without a caption.
+        if any(not folder.trigger and not folder.regularization for folder in job.dataset.folders):
+            yield "dataset.missing_caption", "'trigger' needs dataset.trigger or a trigger in every folder"
+
+
+def _check_loraplus(job: Job) -> Problems:
+    """Yield a problem if LoRA+ is set for an adapter without LoRA's two matrices."""
+    if job.optimizer.loraplus_lr_ratio != 1 and job.adapter.type not in ("lora", "dora"):
+        yield (
+            "optimizer.loraplus_lr_ratio",
+            f"is of LoRA's second matrices, and adapter.type is {job.adapter.type!r}; leave it at 1",
+        )
+
+
+def _check_warmup(job: Job) -> Problems:
+    """Yield a problem if the warmup is as long as the training."""
+    warmup, steps = job.schedule.warmup, job.train.steps
+    if isinstance(warmup, int) and warmup >= steps and warmup:
+        yield "schedule.warmup", f"{warmup} steps, but train.steps is {steps}; use fewer, or a fraction"
+
+
+def _check_timesteps(job: Job) -> Problems:
+    """Yield a problem if no timestep lies between `objective.t_min` and `objective.t_max`."""
+    least, most = job.objective.t_min, job.objective.t_max
+    if least >= most:
+        yield "objective.t_min", f"{least:g} leaves nothing below objective.t_max = {most:g}; it must be less"
+
+
+def _check_validation(job: Job) -> Problems:
+    """Yield a problem if only one of the two settings is set that validation needs."""
+    section = job.validation
+    if section.every and not section.pictures:
+        yield (
+            "validation.pictures",
+            "is 0, so that validation.every has nothing to measure on; keep out 2, or a tenth",
+        )
+    if section.pictures and not section.every:
+        yield "validation.every", "is 0, so that validation.pictures would be kept out for nothing; say how often"
+
+
+def _check_lists(job: Job) -> Problems:
+    """Yield the problems of the lists `export.formats` and `preset`: empty, repeated, or auto beside others."""
+    formats = job.export.formats
+    if not formats:
+        yield "export.formats", "is empty; accepted: auto | diffusers | comfy | kohya"
+    if "auto" in formats and len(formats) > 1:
+        yield "export.formats", "auto chooses the layouts and cannot stand beside others"
+    if len(set(formats)) != len(formats):
+        yield "export.formats", "names a format twice"
+    if len(set(job.preset)) != len(job.preset):
+        yield "preset", "names a preset twice"
+
+
+def _check_encoding(job: Job) -> Problems:
+    """Yield a problem for each text that cannot be written as UTF-8."""
+    for key, text in _texts(job.model_dump()):
+        if not is_utf8(text):
+            yield key, f"expected text in UTF-8, got {shown(text)}"
+
+
+def _check_paths(job: Job) -> Problems:
+    """Yield a problem for each path that no file system accepts, and for a `name` that cannot name a folder."""
+    paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
+    paths |= {"dataset.cache_dir": job.dataset.cache_dir, "adapter.init_from": job.adapter.init_from}
+    for part in ("path", "control", "mask"):
+        paths |= {f"dataset.folders.{i}.{part}": getattr(one, part) for i, one in enumerate(job.dataset.folders)}
+    paths |= {f"preview.controls.{i}": path for i, path in enumerate(job.preview.controls)}
+    for key, path in paths.items():
+        if "\0" in path:
+            yield key, f"{shown(path)} cannot be a path"
+    if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
+        yield "name", f"{shown(job.name)} cannot name a folder; use letters, digits, '-' and '_'"
+
+
+def _check_optimizer(job: Job) -> Problems:
+    """Yield the problems of settings that this optimizer cannot use."""
+    section = job.optimizer
+    rate = section.lr if isinstance(section.lr, float) else None
+    if section.name != "prodigy":
+        if rate is not None and rate >= 1:
+            yield (
+                "optimizer.lr",
+                f"must be below 1, got {rate:g}; from 1 on it is a factor for optimizer.name = 'prodigy'",
+            )
+        return
+    if rate is not None and rate < LEAST_FACTOR:
+        yield (
+            "optimizer.lr",
+            f"{rate:g} would train next to nothing: with optimizer.name = 'prodigy' it is a factor on the rate that is "
+            "found; use 'auto', which is 1",
+        )
+    if section.text_encoder_lr != "auto":
+        yield "optimizer.text_encoder_lr", "'prodigy' finds one rate for all that is trained; leave it at 'auto'"
+    if section.lrs:
+        yield "optimizer.lrs", "'prodigy' finds one rate for all that is trained; leave it empty"
+    if section.loraplus_lr_ratio != 1:
+        yield "optimizer.loraplus_lr_ratio", "'prodigy' finds one rate for all that is trained; leave it at 1"
+
+
+def _check_objective(job: Job) -> Problems:
+    """Yield problems where [objective] does not fit what the family predicts."""
+    from ..families import facts, traits
+
+    given, by_snr = job.objective.prediction, job.objective.loss != "mse" and job.objective.huber_schedule == "snr"
+    if given == "auto" and not by_snr:
+        return
+    diffusion, title = traits(job.model.family)["objective"] == "Diffusion", facts(job.model.family)["title"]
+    if diffusion and given == "flow":
+        yield "objective.prediction", f"{given!r}: {title} predicts epsilon or v; use 'auto'"
+    if not diffusion and given in ("epsilon", "v"):
+        yield "objective.prediction", f"{given!r}: {title} is trained with flow matching; use 'auto'"
+    if by_snr and not diffusion:
+        yield (
+            "objective.huber_schedule",
+            "'snr' needs a diffusion model's signal-to-noise ratio; use 'exponential' or 'constant'",
+        )
+
+
+def _names_masks(name: str) -> bool:
+    """Return True if a pattern with a * matches masks only, and not the images' own names."""
+    return name.count("*") == 1 and not re.search(r"[/\\]", name) and not re.fullmatch(r"\*(\.\w+)?", name)
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (setting, text) for every text among a job's values."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+
+
+def _check_controls(job: Job) -> Problems:
+    """Yield problems where the family takes no control images, or requires them."""
+    from ..families import available, facts
+
+    fewest, most = (known := facts(job.model.family)).get("controls", (0, 0))
+    title, prompts, controls = known["title"], len(job.preview.prompts), len(job.preview.controls)
+    for i, folder in enumerate(job.dataset.folders):
+        key = f"dataset.folders.{i}.control"
+        if folder.control and not most:
+            editing = " | ".join(name for name in available() if "controls" in facts(name))
+            yield key, f"{title} is shown no control pictures; leave it out, or use an editing model: {editing}"
+        elif not folder.control and fewest:
+            yield key, f"{title} edits pictures, and needs a control picture for each; name the folder that has them"
+    if controls and not most:
+        yield "preview.controls", f"{title} is shown no control pictures; leave it out"
+    elif prompts and fewest and not controls or controls and controls != prompts:
+        yield "preview.controls", f"has {controls} entries for {prompts} in preview.prompts; give one for each prompt"
+
+
+def _check_clips(job: Job) -> Problems:
+    """Yield problems where the family takes no clips, or none of these lengths."""
+    from ..families import available, facts
+
+    known = facts(job.model.family)
+    title, (step, _) = known["title"], known.get("clips", (0, 0))
+    lengths = {"dataset.frames": job.dataset.frames, "preview.frames": [job.preview.frames]}
+    if not step:
+        takers = " | ".join(name for name in available() if "clips" in facts(name))
+        for key, given in lengths.items():
+            if given != ([] if key == "dataset.frames" else [1]):
+                yield key, f"{title} draws pictures; leave it out, or use a family that draws clips: {takers}"
+        return
+    for key, given in lengths.items():
+        for one in given:
+            if one < 1 or (one - 1) % step:
+                near = max(1, round((one - 1) / step) * step + 1)
+                yield key, f"{title} takes clips of 1, {step + 1}, {2 * step + 1} ... frames; got {one}, near is {near}"
+    if len(set(job.dataset.frames)) != len(job.dataset.frames):
+        yield "dataset.frames", "names a length twice"
+
+
+def _check_quantize(job: Job) -> Problems:
+    """Yield the problems of a [quantize] table whose settings exclude each other."""
+    section, dtype = job.quantize, job.model.dtype
+    storage, scale = section.storage, section.scale
+    if storage == "bf16" and dtype != "bf16":
+        yield "quantize.storage", f"'bf16' contradicts model.dtype = {dtype!r}; use 'none' to hold it in model.dtype"
+    if scale != "auto" and storage in SCALES and scale not in SCALES[storage]:
+        accepted_here = " | ".join(("auto", *(one for one in SCALES[storage] if storage != "nf4")))
+        yield "quantize.scale", f"{scale!r} is not known with quantize.storage = {storage!r}; accepted: {accepted_here}"
+    yield from _check_own_layers(section) if section.backend == "own" else _check_other_layers(section)
+
+
+def _check_own_layers(section: Quantize) -> Problems:
+    """Yield problems where this project's own layers cannot do what [quantize] asks for."""
+    storage, scale, compute, recipe = section.storage, section.scale, section.compute, section.recipe
+    if recipe == "mxfp8":
+        yield "quantize.recipe", "'mxfp8' needs quantize.backend = 'te'; or use 'current', 'delayed' or 'block'"
+    if compute in ("fp8", "fp8_forward"):
+        if storage in ("int8", "nf4"):
+            yield "quantize.compute", f"{compute!r} needs quantize.storage = 'fp8', not {storage!r}; or use 'upcast'"
+        fitting = ("128x128",) if recipe == "block" else ("row", "tensor")
+        if storage == "fp8" and scale not in ("auto", *fitting):
+            yield (
+                "quantize.scale",
+                f"{scale!r} has no FP8 matmul with quantize.recipe = {recipe!r}; "
+                f"use {' or '.join(map(repr, fitting))}, or quantize.compute = 'upcast'",
+            )
+    if section.kernels == "triton" and recipe != "current" and compute != "upcast":
+        yield "quantize.kernels", f"'triton' has no recipe {recipe!r}; use quantize.recipe = 'current', or 'torch'"
+    if recipe == "block" and compute != "upcast" and scale == "auto":
+        yield "quantize.scale", "quantize.recipe = 'block' multiplies weights with scale = '128x128'; set it"
+
+
+def _check_other_layers(section: Quantize) -> Problems:
+    """Yield problems where another library's layers cannot do what [quantize] asks for."""
+    own = "or quantize.backend = 'own'"
+    if section.storage not in SCALES:
+        return
+    if section.sensitivity != "off":
+        yield (
+            "quantize.sensitivity",
+            f"{section.sensitivity!r} needs quantize.backend = 'own'; use 'off', and put what `lora-fp8 precision` "
+            "says into quantize.override",
+        )
+    if section.kernels == "triton":
+        yield "quantize.kernels", f"'triton' is for this project's own layers; use 'torch', {own}"
+    yield from _check_te(section, own) if section.backend == "te" else _check_torchao(section, own)
+
+
+def _check_te(section: Quantize, own: str) -> Problems:
+    """Yield problems where TransformerEngine's layers cannot do it; each advice ends with `own`."""
+    if section.storage != "fp8":
+        yield "quantize.storage", f"TransformerEngine holds FP8 only, not {section.storage!r}; use 'fp8', {own}"
+    if section.compute != "fp8":
+        yield "quantize.compute", f"TransformerEngine multiplies in FP8, not {section.compute!r}; use 'fp8', {own}"
+    if section.scale != "auto":
+        yield "quantize.scale", f"quantize.recipe decides TransformerEngine's scales; use 'auto', {own}"
+    if not section.fast_accum:
+        yield "quantize.fast_accum", f"TransformerEngine decides how it adds up; leave it at true, {own}"
+
+
+def _check_torchao(section: Quantize, own: str) -> Problems:
+    """Yield problems where torchao's layers cannot do it; each advice ends with `own`."""
+    if section.compute != "upcast":
+        yield (
+            "quantize.compute",
+            f"torchao's weight-only tensors are decoded, which {section.compute!r} is not; use 'upcast', {own}",
+        )
+    if section.recipe != "current":
+        yield "quantize.recipe", f"torchao's weight-only tensors have no FP8 matmul; leave it at 'current', {own}"
+    asked = [("quantize.storage", section.storage, section.scale), ("quantize.modulation", section.modulation, "")]
+    asked += [("quantize.override", *parse_storage(text)) for text in section.override.values()]
+    for key, storage, scale in asked:
+        if storage == "nf4":
+            yield key, f"torchao has no weight-only 'nf4'; use 'fp8' or 'int8', {own}"
+        elif storage == "fp8" and scale in TORCHAO_LACKS:
+            accepted_here = " | ".join(one for one in SCALES["fp8"] if one not in TORCHAO_LACKS)
+            key = "quantize.scale" if key == "quantize.storage" else key
+            yield key, f"torchao has no fp8 with scale {scale!r}; accepted: {accepted_here}; {own}"
+
+
+def _check_memory(job: Job) -> Problems:
+    """Yield the problems of a [memory] table whose settings exclude each other or settings of [quantize]."""
+    section, quantize = job.memory, job.quantize
+    if quantize.backend == "te":
+        if section.compile == "blocks":
+            # Each block is compiled as one graph, and TransformerEngine's layers are left out of graphs.
+            yield "memory.compile", "'blocks' excludes quantize.backend = 'te'; use 'off', or quantize.backend = 'own'"
+        if section.gradient_checkpointing and quantize.recipe == "delayed":
+            # The history is updated when the forward ends, so the recomputation would multiply with other scales.
+            yield (
+                "memory.gradient_checkpointing",
+                "true excludes quantize.recipe = 'delayed' of quantize.backend = 'te'; use false, or another recipe",
+            )
+    elif section.compile == "blocks" and quantize.recipe == "delayed" and quantize.compute != "upcast":
+        # The history is written while the gradient is computed, which a compiled backward may reorder or leave out.
+        yield (
+            "memory.compile",
+            "'blocks' excludes quantize.recipe = 'delayed'; use quantize.recipe = 'current', or memory.compile = 'off'",
+        )
+    if section.offload:
+        # Only our own frozen layers can be offloaded, and Python code fetches their bytes.
+        for key, clash, usual in (
+            ("quantize.storage", quantize.storage in ("bf16", "none"), "'fp8'"),
+            ("quantize.backend", quantize.backend != "own", "'own'"),
+            ("quantize.kernels", quantize.kernels == "triton", "'torch'"),
+            ("memory.compile", section.compile != "off", "'off'"),
+        ):
+            if clash:
+                value = getattr(quantize if key.startswith("quantize") else section, key.partition(".")[2])
+                yield "memory.offload", f"{section.offload:g} excludes {key} = {value!r}; use {usual}, or offload = 0"
+    if section.cuda_graphs and section.compile == "off":
+        yield "memory.cuda_graphs", "true records compiled blocks, and memory.compile is 'off'; use 'blocks'"
+    if section.cuda_graphs and section.gradient_checkpointing:
+        # The backward would replay the forward's recording while results of its first replay are still needed.
+        yield "memory.cuda_graphs", "true needs memory.gradient_checkpointing = false"
+
+
+RULES = (
+    Rule(_check_family),
+    Rule(_check_quantize, reads=("quantize.storage", "quantize.compute", "quantize.backend", "model.dtype")),
+    Rule(_check_memory, reads=("memory", "quantize.compute", "quantize.recipe", "quantize.backend")),
+    Rule(_check_sources),
+    Rule(_check_folders),
+    Rule(
+        _check_controls,
+        reads=("model.family", "dataset.folders", "preview.prompts", "preview.controls"),
+        known_family=True,
+    ),
+    Rule(_check_clips, reads=("model.family",), known_family=True),
+    Rule(_check_objective, reads=("model.family", "objective.loss"), known_family=True),
+    Rule(_check_missing_caption, reads=("dataset.trigger", "dataset.folders")),
+    Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr")),
+    Rule(_check_loraplus, reads=("adapter.type",)),
+    Rule(_check_warmup, reads=("train.steps",)),
+    Rule(_check_timesteps, reads=("objective.t_max",)),
+    Rule(_check_validation),
+    Rule(_check_lists),
+    Rule(_check_encoding),
+    Rule(_check_paths),
+)
+"""All rules; problems are listed in this order."""

@@ -1,0 +1,156 @@
+"""Find settings that were changed but have no effect in a job, from the `when` of their declarations.
+
+The web form hides these settings; check, plan, estimate and training warn about them. Three warnings are written
+elsewhere, as no single setting or fact decides them: LoKr's rank (`adapters`: it depends on the shape of each layer),
+adapter.init_from of a resumed run (`stages.resume`: on how the run started), and entries of a table that other entries
+override (`precision.names.by_name`).
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, get_args, get_origin
+
+from .. import families
+from ..settings import FACTS, Except, Folder, Job, Model, Section
+
+Rule = tuple[str, tuple[Any, ...]]
+"""An entry of a setting's `when`."""
+FOLDERS = "dataset.folders"
+
+
+@cache
+def defaults() -> Mapping[str, Any]:
+    """Return the default of every setting that has one, by key. Settings of folders are not included."""
+    fields = {key: field for key, field in _fields() if not key.startswith(f"{FOLDERS}.")}
+    return {
+        key: field.get_default(call_default_factory=True) for key, field in fields.items() if not field.is_required()
+    }
+
+
+@cache
+def conditions() -> Mapping[str, Mapping[str, tuple[Any, ...]]]:
+    """Return the `when` of every setting, by key; {} for a setting that always has an effect."""
+    return {key: (field.json_schema_extra or {}).get("when", {}) for key, field in _fields()}
+
+
+def find_idle(values: Mapping[str, Any], facts: Mapping[str, bool] | None = None) -> dict[str, Rule]:
+    """Return the settings that have no effect with these values, each with the first rule that is not met.
+
+    Args:
+        values: by key, such as "adapter.rank"; they may be invalid.
+        facts: the known facts of `settings.FACTS`; unknown ones count as true.
+    """
+    family = values["model.family"]
+    traits = families.traits(family) if family in families.available() else {}
+    known = dict(values) | {f"family.{name}": value for name, value in traits.items()} | dict(facts or {})
+    folders = values[FOLDERS] if isinstance(values[FOLDERS], list) else []
+    rows = [row for row in folders if isinstance(row, dict)]
+    for name in {name for row in rows for name in row}:
+        known[f"{FOLDERS}.{name}"] = [row for row in rows if row.get(name)]
+    unmet = {key: [rule for rule in when.items() if not _holds(rule, known)] for key, when in conditions().items()}
+    return {key: rules[0] for key, rules in unmet.items() if rules}
+
+
+def find_unused_settings(job: Job, facts: Mapping[str, bool] | None = None) -> list[str]:
+    """Return warnings about settings of a job that have no effect, one per reason, with their names.
+
+    Args:
+        job: the job.
+        facts: the known facts of `settings.FACTS`, from `ModelFamily.facts_of_base`, `precision.Plan.facts` and the
+            processes; those that model.path decides are added here. An unknown fact causes no warning.
+    """
+    values, title = flatten(job), families.facts(job.model.family)["title"]
+    by_rule: dict[Rule, list[str]] = {}
+    for key, rule in find_idle(values, _facts_of_path(job.model) | dict(facts or {})).items():
+        if _is_set(job, key, values):
+            by_rule.setdefault(rule, []).append(key)
+    return [
+        f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect{_reason(rule, title)}"
+        for rule, keys in by_rule.items()
+    ]
+
+
+def flatten(job: Job) -> dict[str, Any]:
+    """Return a job's values by key; "dataset.folders" is a list of tables."""
+    values: dict[str, Any] = {}
+    for name, value in job.model_dump().items():
+        values |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return values
+
+
+def _fields() -> Iterator[tuple[str, Any]]:
+    for name, field in Job.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from ((f"{name}.{key}", inner) for key, inner in field.annotation.model_fields.items())
+        else:
+            assert get_origin(field.annotation) is not list or get_args(field.annotation) == (str,)
+            yield name, field
+    yield from ((f"{FOLDERS}.{key}", field) for key, field in Folder.model_fields.items())
+
+
+def _is_set(job: Job, key: str, values: Mapping[str, Any]) -> bool:
+    """Return True if a setting differs from its default; for a setting of folders, if it does in any folder."""
+    if key in values:
+        return values[key] != defaults()[key]
+    name = key.rpartition(".")[2]
+    return any(getattr(folder, name) != Folder.model_fields[name].default for folder in job.dataset.folders)
+
+
+def _facts_of_path(model: Model) -> dict[str, bool]:
+    """Return the facts that model.path decides, without asking the hub."""
+    path = os.path.expanduser(model.path)
+    local = model.path == "demo" or os.path.exists(path)
+    single_file = os.path.isfile(path) or path.endswith(".safetensors")  # a missing one is refused later
+    return {"base.on_hub": not local, "base.single_file": single_file}
+
+
+def _holds(rule: Rule, known: Mapping[str, Any]) -> bool:
+    keys, accepted = rule
+
+    def holds(key: str) -> bool:
+        if key not in known:
+            return not key.startswith(f"{FOLDERS}.")  # unknown families and facts count as met
+        value = known[key]
+        if accepted and isinstance(value, str | bool | int | float | None):
+            return (value in accepted) != isinstance(accepted, Except)
+        return bool(value)
+
+    return any(map(holds, keys.split(" | ")))
+
+
+def _reason(rule: Rule, title: str) -> str:
+    """Return why a rule is not met, as the end of a sentence."""
+    key, accepted = rule
+    if key in FACTS:
+        return f": {FACTS[key]}"
+    if key.startswith("family."):
+        return f" with {title}, {_of_family(rule)}"
+    if isinstance(accepted, Except):
+        return f" with {key} = {' or '.join(map(_in_toml, accepted))}"
+    return f" without {_needed(rule)}"
+
+
+def _of_family(rule: Rule) -> str:
+    """Return why a family does not meet a rule, as a relative clause."""
+    key, accepted = rule
+    epsilon = accepted == ("FlowMatching",)
+    return {
+        "family.objective": "which predicts epsilon or v" if epsilon else "which is trained with flow matching",
+        "family.text_encoder": "which has no text encoder that is trained here",
+        "family.controls": "which takes no control pictures",
+        "family.clips": "which draws no clips",
+        "family.guidance": "which has no guidance embedding",
+        "family.negative": "which draws without a negative prompt",
+    }[key]
+
+
+def _needed(rule: Rule) -> str:
+    keys, accepted = rule
+    if not accepted:
+        return " or ".join(keys.split(" | "))
+    return f"{keys} = {' or '.join(map(_in_toml, accepted))}"
+
+
+def _in_toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,1 @@
+"""Training with several processes: their communication, and the exchange of gradients."""

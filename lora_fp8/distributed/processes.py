@@ -1,0 +1,213 @@
+"""What several training processes do together: sum gradients, exchange messages, and end together.
+
+They are started by `accelerate launch`. There is no DistributedDataParallel wrapper: only the adapters' gradients are
+exchanged, once per step, as one flat float32 vector (or in fewer bytes: `exchange`). So the frozen base is never
+broadcast, hooked or bucketed, and gradient accumulation and checkpointing need no special mode.
+
+A process that fails alone would leave the others waiting (on GPUs a collective cannot be interrupted), and the launcher
+kills all others as soon as one exits, even the main one in the middle of a save. So an error of one process inside
+`together` is sent to all before any of them exits, and the main process reports it to the user.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from accelerate import PartialState
+from torch import Tensor, nn
+
+from ..errors import RunFailure, Stopped, UserError
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(days=1)
+"""How long a process waits for the others. The libraries' defaults (10 minutes on GPUs, 30 on CPUs) are meant for
+training steps, but here the others also wait while one fills the cache. It does not end a job whose process died: the
+launcher does."""
+
+
+class Elsewhere(RunFailure):
+    """Another process of this job failed or exited."""
+
+
+class Processes:
+    """This process among the others.
+
+    Attributes:
+        rank, world: number of this process, counted from 0, and number of processes.
+        device: the GPU that accelerate assigned, or the CPU.
+        all_know: True when every process knows the error that ends the job.
+        undisturbed: a context in which no signal raises; otherwise the others would be left in half an exchange.
+        sent: bytes of tensors that this process has sent to others so far, counted for the ring algorithm, which sends
+            the least; messages of `gather` and `wait` are not counted.
+    """
+
+    def __init__(self) -> None:
+        # accelerate forms a CPU process group only if it is told to use the CPU.
+        state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+        self.rank, self.world = state.process_index, state.num_processes
+        self.device = torch.device("cpu") if state.device.type == "cpu" else state.device
+        self.all_know = False
+        self.sent = 0
+        self.undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    @property
+    def is_main(self) -> bool:
+        """True in the process that writes files and reports to the user."""
+        return self.rank == 0
+
+    def sum_(self, vector: Tensor) -> Tensor:
+        """Sum a tensor over all processes, in place."""
+        if self.world > 1:
+            with _others():
+                torch.distributed.all_reduce(vector)
+            self.sent += 2 * vector.nbytes * (self.world - 1) // self.world
+        return vector
+
+    def gather_(self, all_WN: Tensor, mine_N: Tensor) -> None:
+        """Gather each process's tensor, by rank, into `all_WN` on every process."""
+        with _others():
+            torch.distributed.all_gather(list(all_WN), mine_N)
+        self.sent += mine_N.nbytes * (self.world - 1)
+
+    def swap_(self, received_WN: Tensor, parts_WN: Tensor) -> None:
+        """Send part r of `parts_WN` to process r, and receive each process's part, by rank, into `received_WN`."""
+        with _others():
+            torch.distributed.all_to_all_single(received_WN, parts_WN)
+        self.sent += parts_WN.nbytes * (self.world - 1) // self.world
+
+    def to_main(self, mine: Tensor) -> list[Tensor]:
+        """Return each process's tensor, by rank, in the main process's RAM; [] on the others.
+
+        They are sent one after the other, so that a GPU holds only one more at a time.
+        """
+        with _others():
+            if not self.is_main:
+                torch.distributed.send(mine.contiguous(), 0)
+                return []
+            found, buffer = [mine.to("cpu", copy=True)], torch.empty_like(mine)
+            for rank in range(1, self.world):
+                torch.distributed.recv(buffer, rank)
+                found.append(buffer.to("cpu", copy=True))
+            return found
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Take the largest value of each element over all processes, in place."""
+        if self.world > 1:
+            with _others():
+                torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+        return tensor
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """Return this process's share of the items: every `world`-th, starting at number `rank`."""
+        return items[self.rank :: self.world]
+
+    def gather(self, mine: T) -> list[T]:
+        """Return a small object of each process, by rank, on every process.
+
+        Raises:
+            Elsewhere, Stopped: another process failed, or was told to stop.
+        """
+        return self._meet(mine, None)
+
+    def wait(self) -> None:
+        """Wait until every process is here; raises as `gather` does."""
+        self._meet(None, None)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a block that all processes enter and leave together: an error of one is raised on each.
+
+        A `gather` or `wait` inside it learns of an error elsewhere; exchanges of tensors do not.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.all_know and not isinstance(error, Elsewhere):
+                # A process with an error of its own raises that one, whatever the others report.
+                with contextlib.suppress(Elsewhere, Stopped):
+                    self._meet(None, error)
+            raise
+        self.wait()
+
+    def leave(self) -> None:
+        """Leave the process group, all at the same time; no other process waits for what one does afterwards.
+
+        Without it, the exit code of a finished run depends on which process exits first.
+        """
+        if self.world > 1 and torch.distributed.is_initialized():
+            if self.all_know:  # wait until the main process has reported the error, before the launcher sees an exit
+                with contextlib.suppress(Elsewhere):
+                    self.wait()
+            torch.distributed.destroy_process_group()
+
+    def _meet(self, mine: T, problem: Exception | None) -> list[T]:
+        said: list[Any] = [(mine, None)] * self.world
+        if self.world > 1:
+            ending = None if problem is None else (isinstance(problem, Stopped), _words(problem))
+            with self.undisturbed(), _others():
+                torch.distributed.all_gather_object(said, (mine, ending))
+        elif problem is not None:
+            self.all_know = True
+        for rank, (_, ending) in enumerate(said):
+            if ending is not None:
+                self.all_know = True
+                stopped, text = ending
+                if rank != self.rank:
+                    raise Stopped(text) if stopped else Elsewhere(f"process {rank} of {self.world}: {text}")
+        return [what for what, _ in said]
+
+
+class Gradients:
+    """Float32 sums of the adapters' gradients: one flat vector with a view per parameter.
+
+    The bf16 gradients of micro-batches are summed in float32; a bf16 sum would lose up to 4e-3 of them.
+    """
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]):
+        self.parameters = named
+        self.size = sum(parameter.numel() for _, parameter in named)
+        # 8 more values carry figures of the run, so that a step needs only one exchange.
+        self.flat = torch.zeros(self.size + 8, dtype=torch.float32, device=named[0][1].device)
+        views = torch.split(self.flat[: self.size], [parameter.numel() for _, parameter in named])
+        self.named = {name: view.view(parameter.shape) for (name, parameter), view in zip(named, views, strict=True)}
+
+    def zero_(self) -> None:
+        """Set all sums to zero, before a step."""
+        self.flat.zero_()
+
+    def collect_(self) -> None:
+        """Add the gradients that backward left in `.grad`, and clear those."""
+        for name, parameter in self.parameters:
+            if parameter.grad is not None:
+                self.named[name].add_(parameter.grad)  # float32 += bf16: exact conversion, float32 sum
+                parameter.grad = None
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the gradients by a factor, such as 1 / number of samples."""
+        self.flat.mul_(factor)
+
+    def sum_(self, processes: Processes, **figures: float) -> dict[str, float]:
+        """Sum the gradients over all processes, in place, and at most 8 figures with them. Returns the figures."""
+        mine = torch.tensor([float(figure) for figure in figures.values()], dtype=torch.float32)
+        self.flat[self.size : self.size + len(mine)] = mine
+        processes.sum_(self.flat)
+        return dict(zip(figures, self.flat[self.size :].tolist(), strict=False))
+
+
+@contextlib.contextmanager
+def _others() -> Iterator[None]:
+    """Turn the error that a collective raises when another process exited into a message."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Elsewhere(f"another process of this job has gone; its own words stand above ({why})") from error
+
+
+def _words(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, UserError | RunFailure | Stopped) else f"{type(error).__name__}: {text}"

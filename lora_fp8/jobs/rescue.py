@@ -1,0 +1,139 @@
+"""Rebuild a damaged queue from the folders of its jobs.
+
+    rescue(home)  ->  Rescued: which jobs were restored, and what is no longer known about them
+
+`Store.keep` writes a job's settings and options into jobs/N when it is submitted, and the worker writes there how its
+attempts ended. A job that never started therefore waits again. A job that was started has ended as its run folder and
+the records of its last attempt say, and is not started again. The damaged file is kept under another name.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import config
+from ..common.locks import try_lock
+from ..common.reading import MOST_TEXT, load_text, parse_json, read_bytes
+from ..errors import UserError
+from . import truth
+from .store import COLUMNS, CONFIG, KEPT, RECORD, Damaged, Row, Store, now
+
+FILES = ("queue.db", "queue.db-wal", "queue.db-shm")
+TYPES = {"priority": int, "again": int, "max_attempts": int, "created": float, "ended": float}
+
+
+@dataclass
+class Rescued:
+    """The result of a rescue.
+
+    Attributes:
+        aside: the damaged file's new path.
+        waiting, ended: numbers of the restored jobs.
+        guessed: numbers of jobs with only their settings left: priority, GPUs and attempts are the defaults.
+        lost: a line for each job that could not be restored.
+    """
+
+    aside: Path
+    waiting: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    guessed: list[int] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return sentences for people."""
+        number = len(self.waiting) + len(self.ended)
+        told = [f"{number} jobs are back: {len(self.waiting)} wait, {len(self.ended)} have ended"]
+        if self.guessed:
+            told.append(
+                f"priority, GPUs and attempts are not known any more of job {', '.join(map(str, self.guessed))}; "
+                "the defaults were taken"
+            )
+        if self.lost:
+            told += [f"{len(self.lost)} could not be brought back:", *(f"  {line}" for line in self.lost)]
+        told.append("places in the queue that were changed by `lora-fp8 jobs move` are not known any more")
+        return [*told, f"the damaged file is kept as {self.aside}"]
+
+
+def rescue(home: Path) -> Rescued:
+    """Put a damaged queue aside and build a new one from the jobs' folders.
+
+    Raises:
+        UserError: the queue is not damaged, or a worker uses it.
+    """
+    if not (home / "queue.db").exists():
+        raise UserError(f"{home / 'queue.db'}: there is no queue here")
+    with open(home / "worker.lock", "a+", encoding="utf-8") as lock:
+        if not try_lock(lock):
+            raise UserError(f"{home}: a worker uses this queue; end it first, then ask again")
+        if not _is_damaged(home):
+            raise UserError(f"{home / 'queue.db'}: is not damaged; there is nothing to rescue")
+        number = 1
+        while (aside := home / f"queue.db.damaged-{number}").exists():
+            number += 1
+        for name in reversed(FILES):  # the database last: while it is there, an interrupted rescue can be repeated
+            if (home / name).exists():
+                os.replace(home / name, aside.with_name(aside.name + name.removeprefix("queue.db")))
+        found = Rescued(aside)
+        store = Store(home)
+        folders = [folder for folder in (home / "jobs").iterdir() if folder.name.isdecimal() and folder.is_dir()]
+        for folder in sorted(folders, key=lambda folder: int(folder.name)):
+            try:
+                _bring_back(store, folder, found)
+            except (UserError, OSError, ValueError, TypeError, OverflowError) as error:
+                told = str(error).splitlines()
+                found.lost.append(f"job {folder.name}: {told[0] if told else type(error).__name__}")
+        return found
+
+
+def _is_damaged(home: Path) -> bool:
+    try:
+        return Store(home).damage() != ""
+    except Damaged:
+        return True
+
+
+def _bring_back(store: Store, folder: Path, found: Rescued) -> None:
+    id = int(folder.name)
+    kept = _kept(folder)
+    known = kept.get("kind") in ("train", "command")
+    values: dict[str, Any] = {"kind": "train", "command": "[]", "cwd": "", "gpus": "", "priority": 0, "created": now()}
+    values |= {"again": 0, "max_attempts": 3, "phase": "queued"} | kept
+    values["text"] = ""
+    if values["kind"] == "train":
+        values["text"] = load_text(folder / CONFIG)
+        job = config.loads(values["text"], where=str(folder / CONFIG))
+        values |= {"name": job.name, "folder": str(Path(job.output_dir) / job.name)}
+    attempts = [int(path.name[8:]) for path in folder.glob("attempt-*") if path.name[8:].isdecimal()]
+    values["attempts"] = max(attempts, default=0)
+    if attempts and values["phase"] != "ended":
+        values |= _ending(id, values, folder)
+    store.insert_as(id, **values)
+    (found.ended if values["phase"] == "ended" else found.waiting).append(id)
+    if not known:
+        found.guessed.append(id)
+
+
+def _kept(folder: Path) -> dict[str, Any]:
+    """Read the valid values that `Store.keep` wrote."""
+    try:
+        content = parse_json(read_bytes(folder / RECORD, MOST_TEXT))
+    except (OSError, ValueError):
+        return {}
+    kept = content if isinstance(content, dict) else {}
+    right = {name: value for name, value in kept.items() if name in KEPT}
+    return {
+        name: TYPES[name](value) if name in TYPES else value
+        for name, value in right.items()
+        if isinstance(value, int | float if name in TYPES else str)
+    }
+
+
+def _ending(id: int, values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Find out how a job that was started ended, from its run folder and the records of its last attempt."""
+    empty = {name: 0 for name in COLUMNS} | {"wanted": "run", "state": "", "sentence": "", "token": "", "boot": ""}
+    row = Row(**(empty | {"id": id, "exit_code": None, "name": "", "folder": "", "assigned": ""} | values))
+    end = truth.ending(row, folder / f"attempt-{row.attempts}", truth.Follower())
+    told = {"state": end.state, "sentence": json.dumps(end.sentence.to_json()), "exit_code": end.exit_code}
+    return told | {"phase": "ended", "ended": now()}

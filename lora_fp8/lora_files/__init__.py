@@ -1,0 +1,1 @@
+"""LoRA files: key names, layouts, headers, reading and writing."""

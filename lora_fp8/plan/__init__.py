@@ -1,0 +1,1 @@
+"""Everything known before a weight is loaded."""

@@ -1,0 +1,332 @@
+"""Will it fit, how many steps is an epoch, how large is the file: asked of a config before anything is encoded.
+
+The answer on memory is counted, not guessed: the model is built on the meta device as training would build it (its
+storage, its adapters, checkpointing) and makes one step at the heaviest bucket with the longest prompt, and every byte
+that is alive at one time is added up (`dry_run`). What is not in it: the CUDA context and what torch's allocator keeps
+in reserve, 0.5 to 1.5 GiB on common systems, and the workspaces of libraries. On a CPU the peak that a run reports is
+the whole process's, so that Python and its libraries are counted there (`PROCESS_BYTES`).
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import adapters, precision
+from ..common.text import digits
+from ..data.buckets import Bucket, named
+from ..data.cache import Cache
+from ..data.caption_style import warn_of_sentences
+from ..data.images import captions_of_files
+from ..families.base import ModelFamily
+from ..precision import stream
+from ..precision.dtypes import DTYPES
+from ..run import disk_space
+from ..settings import Job
+from ..training import memory, optim
+from ..training.text_encoders import Adapted, checkpoint_, inject_
+from . import disk_budget, dry_run
+from .disk_budget import volume
+from .dry_run import META
+from .plan import Plan
+
+GIB = 2**30
+PROCESS_BYTES = 585 * 2**20
+"""Python with torch, diffusers, transformers and bitsandbytes, as resident in a training process on a CPU.
+
+Measured 2026-11-23 on Linux x86-64 with the versions of constraints.txt: `preflight.peak_gib` of four steps on the demo
+bases (0.594 GiB for sd15, 0.571 GiB for flux) minus what is estimated of model and step (13.0 and 9.4 MiB)."""
+
+
+@dataclass
+class Estimate:
+    """What a job takes. Memory in bytes on the device, of one process; None where it cannot be reckoned."""
+
+    pictures: int
+    """that are trained on"""
+    held_out: int
+    """kept out of training, and measured on"""
+    samples_per_epoch: int
+    steps_per_epoch: float
+    epochs: float
+    heaviest_bucket: Bucket
+    """(width, height) in pixels, (width, height, frames) of clips"""
+    base_bytes: int
+    """what of the base is on the device, with the buffers for what is not"""
+    waiting_bytes: int
+    """what of it waits in main memory (memory.offload)"""
+    adapter_bytes: int
+    optimizer_bytes: int
+    """moments, masters and float32 gradients"""
+    step_bytes: int | None
+    """the most that a forward and backward pass needs beside what is held"""
+    text_bytes: int
+    """the largest text encoder: they are in memory one at a time, before the denoiser is"""
+    vae_bytes: int
+    """in memory with what encoding a picture takes, before the text encoders are"""
+    vae_encode_bytes: int | None
+    vae_decode_bytes: int | None
+    """the VAE and what it needs for one preview, beside what training holds; 0 without previews"""
+    cache_bytes: int
+    """what encoding will add to the cache's disk"""
+    file_bytes: dict[str, int]
+    """size of each exported file, by its layout"""
+    checkpoint_bytes: int
+    """one of those that lie side by side"""
+    writes: list[disk_space.Need]
+    """what comes into which folder from now on"""
+    device: str
+    """"cuda" or "cpu", where the run measures the process as a whole"""
+    process_bytes: int
+    """Python and its libraries, which are in a CPU's memory too; 0 on a GPU"""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.base_bytes + self.adapter_bytes + self.optimizer_bytes
+
+    @property
+    def peaks(self) -> dict[str, int | None]:
+        """The most that each stage has on the device at one time; on a CPU with the process itself."""
+        pictures = None if self.vae_encode_bytes is None else self.vae_bytes + self.vae_encode_bytes
+        encode = None if pictures is None else max(pictures, self.text_bytes)
+        train = None if self.step_bytes is None else self.held_bytes + self.step_bytes
+        preview = None if self.vae_decode_bytes is None else self.held_bytes + self.vae_decode_bytes
+        stages = {"encode": encode, "train": train, "preview": preview if self.vae_decode_bytes else 0}
+        return {name: peak + self.process_bytes if peak else peak for name, peak in stages.items()}
+
+    @property
+    def peak_bytes(self) -> int | None:
+        peaks = [peak for peak in self.peaks.values() if peak is not None]
+        return None if self.peaks["train"] is None else max(peaks)
+
+    def to_json(self) -> dict[str, Any]:
+        told = {"held_bytes": self.held_bytes, "peaks": self.peaks, "peak_bytes": self.peak_bytes}
+        return asdict(self) | told | {"writes": [need.to_json() for need in self.writes]}
+
+    def lines(self) -> list[str]:
+        def gib(num: int | None) -> str:
+            return "not known" if num is None else f"{num / GIB:.2f} GiB"
+
+        kept = f" and {self.held_out} held out" if self.held_out else ""
+        found = [
+            f"steps      {self.pictures} pictures{kept}, {self.samples_per_epoch} samples = "
+            f"{digits(self.steps_per_epoch)} steps an epoch; {digits(self.epochs)} epochs in all",
+            f"training   {gib(self.peaks['train'])} at {named(self.heaviest_bucket)}: base {gib(self.base_bytes)}, "
+            f"adapter {gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
+            *([f"           {gib(self.waiting_bytes)} of the base wait in main memory"] if self.waiting_bytes else []),
+            f"encoding   {gib(self.peaks['encode'])} before that: the VAE {gib(self.vae_bytes)} and "
+            f"{gib(self.vae_encode_bytes)} for a picture, then the text encoders one at a time, "
+            f"{gib(self.text_bytes)} at most",
+        ]
+        if self.vae_decode_bytes != 0:
+            found.append(f"previews   {gib(self.peaks['preview'])}: decoding takes {gib(self.vae_decode_bytes)}")
+        beside = "beside these, the CUDA context and torch's reserve take 0.5 to 1.5 GiB"
+        if self.process_bytes:
+            beside = f"of each of these, {gib(self.process_bytes)} are Python and its libraries"
+        found.append(f"           {beside}")
+        found.append(f"cache      {gib(self.cache_bytes)} on disk still to be encoded")
+        sizes = ", ".join(f"{layout} {size / 2**20:.1f} MiB" for layout, size in self.file_bytes.items())
+        found.append(f"file       {sizes}; a checkpoint {disk_space.amount(self.checkpoint_bytes)}")
+        sizes = ", ".join(f"{need.what} {disk_space.amount(need.likely)}" for need in self.writes)
+        problems, warnings = disk_space.shortages(self.writes)
+        return [*found, f"disk       {sizes}", *(f"note: {text}" for text in [*self.notes, *warnings, *problems])]
+
+
+def estimate(plan: Plan, device: str = "cpu") -> Estimate:
+    """Return what a job takes on a device, with one process.
+
+    Args:
+        device: "cuda" or "cpu", where the job is to run. The family's own device may be another: nothing is computed.
+    """
+    job, family, images = plan.job, plan.family, plan.images
+    buckets = images.buckets
+    in_bucket = [sum(one.example.repeats for one in members) for members in buckets.values()]
+    steps = sum(math.ceil(num / job.train.batch_size) for num in in_bucket) / job.train.accumulate
+    heaviest, controls = _heaviest_bucket(plan)
+    notes: list[str] = []
+
+    denoiser, waiting, buffers = _denoiser(job, family)
+    cond_shapes = family.longest_cond(dict(denoiser.config))
+    vae_encode, latents = _vae(family, heaviest, "encode", notes)
+    previews = job.preview.width or heaviest[0], job.preview.height or heaviest[1], job.preview.frames
+    vae_decode = _vae(family, previews, "decode", notes)[0] if job.preview.prompts else 0
+    encoders_trained = _text_encoders(job, family)
+    adapted = Adapted(denoiser, encoders_trained)
+    named = adapters.parameters(adapted)
+    num_trained = sum(parameter.numel() for _, parameter in named)
+    step = None
+    if latents is not None:
+        per_side = heaviest[0] // latents[-1]
+        sizes = [(latents[0], high // per_side, wide // per_side) for wide, high in controls]
+        cond_shapes = cond_shapes | {f"control_{i}": size for i, size in enumerate(sizes)}
+        num = _in_batch(job, buckets[heaviest])
+        step = _step(job, family, denoiser, latents, cond_shapes, num, notes)
+        if step is not None:  # what is read of the captions waits for the denoiser's gradient
+            step += sum(_text_step(encoder, num) for encoder in encoders_trained.values())
+    adapter_bytes = sum(parameter.nbytes for _, parameter in named)
+    everything = sum(_nbytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
+    writes = plan.writes()
+    estimated = Estimate(
+        pictures=len(images.examples),
+        held_out=len(images.held_out),
+        samples_per_epoch=sum(in_bucket),
+        steps_per_epoch=steps,
+        epochs=job.train.steps / steps,
+        heaviest_bucket=heaviest,
+        base_bytes=everything - adapter_bytes + buffers,
+        waiting_bytes=waiting,
+        adapter_bytes=adapter_bytes,
+        optimizer_bytes=4 * num_trained + optim.state_bytes([p for _, p in named], job.optimizer),
+        step_bytes=step,
+        text_bytes=max(family.text_bytes().values()),
+        vae_bytes=family.vae_bytes(),
+        vae_encode_bytes=vae_encode,
+        vae_decode_bytes=vae_decode,
+        cache_bytes=writes[-1].likely,
+        file_bytes=disk_budget.file_bytes(job, named),
+        checkpoint_bytes=disk_budget.checkpoint_bytes(job, named),
+        writes=writes,
+        device=device,
+        process_bytes=PROCESS_BYTES if device == "cpu" else 0,
+        notes=[
+            *notes,
+            *plan.warnings,
+            *warn_of_sentences(captions_of_files([*images.examples, *images.held_out]), job.dataset),
+        ],
+    )
+    if _text_decides(estimated, job):
+        estimated.notes.append(
+            "encoding the captions takes more memory than training; model.text_storage = 'fp8' halves the text encoders"
+        )
+    return estimated
+
+
+def _text_decides(estimated: Estimate, job: Job) -> bool:
+    """Return True if unquantized text encoders take more memory than the training, and more than a GiB."""
+    text, step = estimated.text_bytes, estimated.step_bytes
+    train = step and estimated.held_bytes + step
+    return bool(train and text > train and job.model.text_storage == "none" and text > GIB)
+
+
+def _heaviest_bucket(plan: Plan) -> tuple[Bucket, list[tuple[int, int]]]:
+    """Return the bucket whose batch has the most pixels, and the sizes of the control images shown with it."""
+    buckets = plan.images.buckets
+    controls = {bucket: _largest_controls(plan.cache, members) for bucket, members in buckets.items()}
+
+    def weigh(bucket: Bucket) -> int:
+        pixels = volume(plan.family, bucket) + sum(map(math.prod, controls[bucket]))
+        return pixels * _in_batch(plan.job, buckets[bucket])
+
+    heaviest = max(buckets, key=lambda bucket: (weigh(bucket), bucket))
+    return heaviest, controls[heaviest]
+
+
+def _largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
+    """Sizes of the control pictures of the example that is shown most of them."""
+    sizes = [[shown.size for shown in store.shown(one)] for one in members]
+    return max(sizes, key=lambda found: sum(map(math.prod, found)))
+
+
+def _in_batch(job: Job, members: list[Any]) -> int:
+    return min(job.train.batch_size, sum(one.example.repeats for one in members))
+
+
+def _denoiser(job: Job, family: ModelFamily) -> tuple[torch.nn.Module, int, int]:
+    """Build the denoiser as training does, on the meta device.
+
+    Returns:
+        It, the bytes of it that wait in system memory, and those of the buffers on the device that they are copied to.
+    """
+    denoiser = family.empty_denoiser()
+    keep, modulation = family.keep_precise, family.modulation
+    precision.quantize_(denoiser, job.quantize, keep, family.dtype, modulation, family.file_scale())
+    waiting = precision.offload_(denoiser, job.memory.offload)
+    sizes = [layer.qweight.nbytes for layer in precision.frozen_layers(denoiser).values() if layer.waits]
+    names = family.adapter_names(denoiser, job.adapter.targets)
+    adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
+    memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off", "cuda_graphs": False}))
+    return denoiser.train(), waiting, stream.BUFFERS * max(sizes, default=0)
+
+
+def _text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Module]:
+    """Those that are trained, with their adapters, as `text_encoders.TextEncoders` makes them, on the meta device."""
+    if not job.adapter.text_encoder:
+        return {}
+    found = family.empty_trained_text()
+    inject_(found, family, job.adapter, job.seed)
+    for encoder in found.values():
+        if job.memory.gradient_checkpointing:
+            checkpoint_(encoder)
+        encoder.train()
+    return found
+
+
+def _text_step(encoder: torch.nn.Module, num: int) -> int:
+    """The most that reading so many captions, and the gradient of it, needs beside what is held."""
+    tokens = torch.zeros(num, encoder.config.max_position_embeddings, dtype=torch.long, device=META)
+    with dry_run.on_meta(), dry_run.Tally() as tally:
+        encoder(tokens, output_hidden_states=True)[0].sum().backward()
+    return tally.most
+
+
+def _vae(family: ModelFamily, bucket: Bucket, what: str, notes: list[str]) -> tuple[int | None, tuple[int, ...] | None]:
+    """Bytes that encoding or decoding one picture or clip takes, and the shape (C, H, W) or (C, F, H, W) of its
+    latents."""
+    family.vae = family.empty_vae()
+    try:
+        with dry_run.on_meta():
+            width, height, *frames = bucket
+            pixels = torch.empty(1, 3, *(num for num in frames if num > 1), height, width, device=META)
+            with dry_run.Tally() as tally:
+                latents = family.encode_images(pixels)
+            if what == "decode":
+                with dry_run.Tally() as tally:
+                    family.decode_latents(latents)
+    except dry_run.Undecided as error:
+        notes.append(f"the VAE's memory is not known: {error}")
+        return None, None
+    finally:
+        family.vae = None
+    return tally.most, tuple(latents.shape[1:])
+
+
+def _step(
+    job: Job,
+    family: ModelFamily,
+    denoiser: torch.nn.Module,
+    latents: tuple[int, ...],
+    cond_shapes: dict[str, tuple[int, ...]],
+    num: int,
+    notes: list[str],
+) -> int | None:
+    dtype = DTYPES[job.model.dtype]
+    # Facts about a picture are numbers, and stay real.
+    facts = family.image_conditioning((64, 64), (0, 0), (64, 64))
+    one = {name: torch.zeros(shape, dtype=dtype) for name, shape in cond_shapes.items()} | facts
+    cond = {
+        name: tensor.to(META) if tensor.is_floating_point() and name not in facts else tensor
+        for name, tensor in family.collate([one] * num).items()
+    }
+    objective = family.make_objective(job.objective)
+    t_B = objective.sample_t([torch.Generator().manual_seed(0) for _ in range(num)], family.seq_len(latents[1:]))
+    latents_BCHW = torch.empty(num, *latents, device=META)
+    try:
+        with dry_run.on_meta(), dry_run.Tally() as tally:
+            noisy_BCHW = objective.add_noise(latents_BCHW, latents_BCHW, t_B).to(dtype)
+            answer_BCHW = family.predict(denoiser, noisy_BCHW, t_B, cond, job.objective.guidance)
+            target_BCHW = objective.target(latents_BCHW, latents_BCHW, t_B)
+            objective.loss(answer_BCHW, target_BCHW, t_B).sum().backward()
+    except dry_run.Undecided as error:
+        notes.append(f"what a step takes is not known before it is tried: {error}; training tries it before step 1")
+        return None
+    return tally.most
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """What a tensor takes; one that is made of others, as torchao's are, says the dtype that it stands for."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,107 @@
+"""Read the LoRA file that a training starts from (`adapter.init_from`)."""
+
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from .. import adapters
+from ..adapters import kinds
+from ..common.text import first_few
+from ..errors import UserError
+from ..families.base import ModelFamily
+from ..lora_files import export, layouts
+from ..settings import Adapter, Job
+from .disk_budget import Named
+
+
+def start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[str, Tensor]:
+    """Return the tensors of `adapter.init_from` under our names, float32, at the job's alpha / rank; {} without one.
+
+    Args:
+        trainable: the parameters of the job, for their names and shapes.
+
+    Raises:
+        UserError: no such file, or one of another base, kind, rank or set of layers.
+    """
+    section = job.adapter
+    if not section.init_from:
+        return {}
+    path = Path(os.path.expanduser(section.init_from))
+    where = f"adapter.init_from = {str(path)!r}"
+    if not path.is_file():
+        raise UserError(f"{where}: no such file (looked in {Path.cwd()})")
+    try:
+        held, scaling = layouts.from_layout(export.read_adapter(path)[0], family, family.denoiser_config())
+        layers = kinds.grouped(held)
+        found = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from None
+    if found != {section.type}:
+        kind = " and ".join(sorted(found))
+        raise UserError(f"{where}: is a {kind}, and adapter.type is {section.type!r}; set adapter.type = {kind!r}")
+    names = family.adapter_names(family.empty_denoiser(), section.targets)
+    wanted = adapters.ranks(section, names)[0]
+    _check_ranks(layers, wanted, section, where)
+    _check_layers(layers, wanted, section, family, where)
+    own = kinds.scalings(held, section.alpha, section.rank)
+    values = {
+        f"{layer}.{part}": tensor.float() * (scaling[layer] / own[layer] if part in kinds.ZERO_AT_START else 1)
+        for layer, parts in layers.items()
+        for part, tensor in parts.items()
+    }
+    shapes = {name: parameter.shape for name, parameter in trainable}
+    strange = [name for name, value in values.items() if shapes.get(name) != value.shape]
+    if strange:
+        raise UserError(
+            f"{where}: does not fit this base: {len(strange)} tensors have no place here, or another shape, "
+            f"{first_few(strange)}"
+        )
+    return values
+
+
+Layers = dict[str, dict[str, Tensor]]
+"""The tensors of an adapter: layer -> part -> tensor."""
+
+
+def _check_ranks(layers: Layers, wanted: dict[str, int], section: Adapter, where: str) -> None:
+    """Check that the file's layers have the ranks of the job.
+
+    Args:
+        layers: the file's tensors.
+        wanted: rank of each layer of the denoiser that is trained.
+        section: the job's `[adapter]` table, whose rank is that of all other layers.
+        where: beginning of the message.
+
+    Raises:
+        UserError: a layer has another rank.
+    """
+    held_ranks = {layer: kinds.rank_of(parts) for layer, parts in layers.items() if kinds.has_rank(parts)}
+    wrong = {layer: rank for layer, rank in held_ranks.items() if rank != wanted.get(layer, section.rank)}
+    if wrong and section.ranks:
+        layer, rank = next(iter(wrong.items()))
+        raise UserError(
+            f"{where}: has rank {rank} in {layer}, and adapter.rank and adapter.ranks ask for "
+            f"{wanted.get(layer, section.rank)}; {len(wrong)} layers differ"
+        )
+    if ranks := sorted(set(wrong.values())):
+        raise UserError(
+            f"{where}: has rank {', '.join(map(str, ranks))}, and adapter.rank is {section.rank}; set adapter.rank to "
+            f"it, or bring the file to one rank with `lora-fp8 resize FILE --rank {section.rank} --uniform`"
+        )
+
+
+def _check_layers(layers: Layers, wanted: dict[str, int], section: Adapter, family: ModelFamily, where: str) -> None:
+    """Check that the job trains all of the file's layers; arguments as in `_check_ranks`.
+
+    Raises:
+        UserError: it does not, so that they would be lost.
+    """
+    others = [layer for layer in layers if layer not in wanted]
+    if section.text_encoder:  # those are judged when the encoders are there
+        others = [layer for layer in others if not layouts.text_encoder_of(layer, family)]
+    if others:
+        raise UserError(
+            f"{where}: has layers that are not trained here, {first_few(others)}, and they would be lost; leave "
+            "adapter.targets and adapter.ranks empty, or set adapter.text_encoder = true for those of text encoders"
+        )

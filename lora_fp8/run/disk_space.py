@@ -1,0 +1,113 @@
+"""Compare what a job will write with the free disk space, before hours go into making it.
+
+Standard library only: the web page uses this module too. What a job writes is estimated in `plan.disk_budget`.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, UserErrors
+
+
+@dataclass(frozen=True)
+class Need:
+    """Disk space that a job needs in a folder.
+
+    Attributes:
+        folder: may not exist yet; the nearest existing folder above it then decides which disk it is on.
+        what: for people, such as "checkpoints".
+        sure: bytes needed at least.
+        likely: bytes needed at most, if that cannot be known beforehand; not below `sure`.
+    """
+
+    folder: Path
+    what: str
+    sure: int
+    likely: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"folder": os.path.abspath(self.folder)}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> "Need":
+        return cls(**told | {"folder": Path(told["folder"])})
+
+
+def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
+    """Return what does not fit, one line per disk: problems if not even `sure` fits, warnings if `likely` does not.
+
+    Folders on one filesystem share its free space. Quotas are not taken into account.
+    """
+    disks: dict[int, list[Need]] = {}
+    for need in needs:
+        disks.setdefault(_device(_nearest(need.folder, os.path.exists)), []).append(need)
+    problems, warnings = [], []
+    for found in disks.values():
+        place = ", ".join(dict.fromkeys(str(need.folder) for need in found))
+        room = shutil.disk_usage(_nearest(found[0].folder, os.path.exists)).free
+        free = amount(room)
+        for size_of in (lambda need: need.sure, lambda need: need.likely):
+            sizes: dict[str, int] = {}
+            for need in found:  # processes that fill one cache have a share each
+                sizes[need.what] = sizes.get(need.what, 0) + size_of(need)
+            if sum(sizes.values()) <= room:
+                continue
+            parts = "; ".join(f"{amount(size)} of {what}" for what, size in sizes.items() if size)
+            total = amount(sum(sizes.values()))
+            if sum(need.sure for need in found) <= room:
+                warnings.append(
+                    f"{place}: the disk may become full: this job writes up to {total} ({parts}), and {free} are free"
+                )
+                continue
+            problems.append(
+                f"{place}: the disk has no room for this job: it writes {total} ({parts}), and {free} are free; free "
+                "some, name another output_dir or dataset.cache_dir, or keep fewer checkpoints (checkpoint.keep)"
+            )
+            break
+    return problems, warnings
+
+
+def require(needs: Iterable[Need]) -> list[str]:
+    """Return the warnings of `shortages`.
+
+    Raises:
+        UserError: a disk has no room for what is sure to be written.
+    """
+    problems, warnings = shortages(needs)
+    if problems:
+        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+    return warnings
+
+
+def amount(num: int) -> str:
+    """Format a number of bytes for people."""
+    return f"{num / 2**30:.2f} GiB" if num >= 2**30 else f"{num / 2**20:.1f} MiB"
+
+
+def unwritable(folder: Path) -> str | None:
+    """Return why nothing can be written into a folder, in the system's words; None if it can. Leaves nothing behind.
+
+    If the folder does not exist yet, the existing folder that it will be created in is checked.
+    """
+    there = _nearest(folder, os.path.lexists)  # a dangling link is an obstacle too
+    try:
+        tempfile.TemporaryFile(dir=there).close()  # an unnamed file, if the system has them
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        return why if there == Path(os.path.abspath(folder)) else f"{there}: {why}"
+    return None
+
+
+def _device(path: Path) -> int:
+    return os.stat(path).st_dev
+
+
+def _nearest(folder: Path, is_there: Callable[[Path], bool]) -> Path:
+    """Return the folder itself, or the nearest one above it that is there."""
+    folder = Path(os.path.abspath(folder))
+    return next(path for path in (folder, *folder.parents) if is_there(path))

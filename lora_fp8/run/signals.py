@@ -1,0 +1,67 @@
+"""Turn SIGTERM and Ctrl-C into a stop at the end of the step."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import Stopped
+
+
+class StopSignal:
+    """SIGTERM and Ctrl-C: during training, finish the step, save and exit; at other times, exit at once.
+
+    A second Ctrl-C ends the process in the ordinary way, unless it comes within a second of the first: launchers
+    forward a signal that the terminal has already sent to every process.
+
+    Attributes:
+        requested: somebody asked to stop.
+        at_once: message for stopping at once; None while the end of the step must be waited for.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.at_once: str | None = "stopped before the first step; what was cached stays cached"
+        self._first = 0.0
+        self._raised = self._held = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Handle the signals inside the block, and restore the previous handlers after it."""
+        try:
+            before = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not the main thread, whose owner handles signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Delay a stop at once until the end of the block."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self._raise_if_at_once()
+
+    def _received(self, number: int, frame: Any) -> None:
+        if not self.requested:
+            self.requested, self._first = True, time.monotonic()
+            if self.at_once is None:
+                with contextlib.suppress(OSError):  # not print: the signal may have interrupted one
+                    os.write(2, b"\nstopping after this step; press Ctrl-C again to end at once\n")
+        elif number == signal.SIGINT and time.monotonic() - self._first >= 1:
+            raise KeyboardInterrupt
+        self._raise_if_at_once()
+
+    def _raise_if_at_once(self) -> None:
+        if self.requested and self.at_once is not None and not self._held and not self._raised:
+            self._raised = True
+            raise Stopped(self.at_once)

@@ -1,0 +1,53 @@
+"""Convert tables of layers: adapter.ranks, optimizer.lrs and quantize.override, which give layers a value by name.
+
+Older files have lists of 'NAME = VALUE' texts instead; checkpoints still do, because JSON does not keep the order.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+TABLES = ("adapter.ranks", "optimizer.lrs", "quantize.override")
+
+
+def table_of_lines(lines: Iterable[str]) -> dict[str, Any]:
+    """Convert "NAME = VALUE" texts to a table. The first of several lines with a name counts, as it always did."""
+    found: dict[str, Any] = {}
+    for line in lines:
+        name, _, value = line.partition("=")
+        found.setdefault(name.strip(), _value(" ".join(value.split())))
+    return found
+
+
+def lines_of_table(table: Mapping[str, Any]) -> list[str]:
+    """Convert a table to "NAME = VALUE" texts, always with the same text for the same value."""
+    return [f"{name} = {value if isinstance(value, str) else _short(value)}" for name, value in table.items()]
+
+
+def flat_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the keys of tables in a table: the unquoted `ff.net.2 = 8` of TOML means the layer "ff.net.2"."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{name}.{inner}": one for inner, one in flat_table(value).items()}
+        else:
+            found[name] = value
+    return found
+
+
+def parse_storage(text: str) -> tuple[str, str]:
+    """Split a storage such as "int8 1x128" into (storage, scale); scale "" is the storage's own."""
+    storage, _, scale = text.partition(" ")
+    return storage, scale
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _short(number: float) -> str:
+    return str(int(number)) if number == int(number) else repr(number)

@@ -1,0 +1,152 @@
+"""What is due between steps: figures, checkpoints, LoRA files, the held-out loss, previews, and stopping.
+
+A checkpoint is written first of what is due at a step, so that nothing that fails after it loses steps.
+"""
+
+from .. import adapters, precision
+from ..errors import Stopped
+from ..run import Run
+from ..settings import Job
+from ..training import checkpoint, memory, optim
+from . import previews, validate
+from .cache import Data
+from .finish import export_folder, write_files
+from .load import Loaded, preview_conditioning
+from .resume import State, save_checkpoint
+from .session import Session
+from .step import Gradient
+
+
+class Milestones:
+    """What is due before the first step and after each one of a training."""
+
+    def __init__(self, session: Session, data: Data, loaded: Loaded, state: State) -> None:
+        self.session, self.data, self.loaded, self.state = session, data, loaded, state
+        self._log_is_full: OSError | None = None
+        self._first_step = state.step + 1
+
+    def requested(self) -> frozenset[str]:
+        """Return what this process is asked to do after this step: stop, save, preview."""
+        session = self.session
+        names = ("stop", "save", "preview") if session.processes.is_main else ()
+        asked = {name for name in names if session.run.requested(name)}
+        if session.stop.requested or self._log_is_full is not None:
+            asked.add("stop")
+        return frozenset(asked)
+
+    def before_first_step(self, missed: frozenset[str]) -> None:
+        """Make up what the last run of this job missed; at step 0, measure and draw what the base does."""
+        job, step = self.session.job, self.state.step
+        if "export" in missed:
+            self.export(step)
+        if "validation" in missed or (self.data.held_out and step == 0):
+            self.validate(step)
+        if "preview" in missed or (job.preview.prompts and job.preview.at_start and step == 0):
+            self.draw(step)
+
+    def after_step(self, gradient: Gradient, figures: dict[str, float]) -> None:
+        """Do what is due after the step that `state` is at.
+
+        Args:
+            figures: of the step, for the log.
+
+        Raises:
+            Stopped: it was asked to stop, and everything is saved.
+        """
+        job, step, requests = self.session.job, self.state.step, gradient.requests
+        steps = job.train.steps
+        if step == self._first_step and self.session.processes.world > 1:
+            self.session.run.log_event("exchange", **self.loaded.exchange.cost(gradient.sent))
+        if step % job.train.log_every == 0 or step == steps:
+            self._log(step, figures)
+        if requests & {"save", "stop"} or step % job.checkpoint.every == 0 or step == steps:
+            self.save()
+        if export_is_due(job, step):
+            self.export(step)
+        if validation_is_due(job, self.data, step):
+            self.validate(step)
+        if job.preview.prompts and step < steps and ("preview" in requests or preview_is_due(job, step)):
+            self.draw(step)
+        if "stop" in requests and step < steps:
+            with self.session.together():
+                if self._log_is_full is not None:
+                    raise self._log_is_full
+                raise Stopped(f"saved at step {step}; `lora-fp8 resume {self.session.run.path}` goes on")
+
+    def _log(self, step: int, figures: dict[str, float]) -> None:
+        vram_gb = round(memory.peak_gib(self.session.processes.device), 3)
+        try:
+            self.session.run.log_event("step", step=step, **figures, vram_gb=vram_gb)
+        except OSError as error:
+            if error.errno not in checkpoint.FULL:
+                raise
+            self._log_is_full = error  # what was learned is saved first: all stop after the next step
+
+    def save(self) -> None:
+        """Write a checkpoint to resume from."""
+        with self.session.together():
+            residuals = self.loaded.exchange.collect()
+            if self.session.processes.is_main:
+                save_checkpoint(self.session, self.data, self.loaded, self.state, residuals)
+
+    def export(self, step: int) -> None:
+        """Write the LoRA files of now, to try elsewhere."""
+        with self.session.together():
+            if self.session.processes.is_main:
+                folder = export_folder(self.session.run, step)
+                write_files(self.session, adapters.state(self.loaded.adapted), step, folder)
+
+    def validate(self, step: int) -> None:
+        """Measure the loss on the images that are held out."""
+        with self.session.together():
+            validate.measure(self.session, self.data, self.loaded, step)
+
+    def draw(self, step: int) -> None:
+        """Draw previews."""
+        conds, negatives = preview_conditioning(self.data, self.loaded)
+        with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
+            previews.draw(self.session, self.loaded.denoiser, conds, negatives, step)
+
+
+def export_is_due(job: Job, step: int) -> bool:
+    """Return True if the LoRA files of this step are asked for. A warm-up's first step has changed nothing yet."""
+    steps = job.train.steps
+    due = job.export.every and 0 < step < steps and step % job.export.every == 0
+    return bool(due and optim.learning_rate(step - 1, job.schedule, optim.lr(job.optimizer), steps))
+
+
+def validation_is_due(job: Job, data: Data, step: int) -> bool:
+    """Return True if the held-out loss is due after this step."""
+    return bool(data.held_out) and (step % job.validation.every == 0 or step == job.train.steps)
+
+
+def preview_is_due(job: Job, step: int) -> bool:
+    """Return True if the config asks for previews after this step; the last ones are drawn by `finish`."""
+    return bool(job.preview.prompts and job.preview.every) and step < job.train.steps and step % job.preview.every == 0
+
+
+def find_missed(session: Session, data: Data, step: int) -> frozenset[str]:
+    """Return which events that are due at the step of a checkpoint its run has not logged.
+
+    A process that was killed right after a checkpoint has left the rest undone: the LoRA files, the held-out loss, the
+    previews. Step 0 has no checkpoint.
+    """
+    if not step:
+        return frozenset()
+    job = session.job
+    due = {
+        "export": export_is_due(job, step),
+        "validation": validation_is_due(job, data, step),
+        "preview": preview_is_due(job, step),
+    }
+    logged = _logged(session.run, step)
+    # All do what the main process has read: another would read what this one logs meanwhile.
+    missed = frozenset(event for event, is_due in due.items() if is_due and event not in logged)
+    return session.processes.gather(missed)[0]
+
+
+def _logged(run: Run, step: int) -> set[str]:
+    """Return the names of the events that a run has logged for a step."""
+    events, folder = run.events(), export_folder(run, step)
+    logged = {event["event"] for event in events if event.get("step") == step}
+    return logged | {event["event"] for event in events if folder in (run.path / str(event.get("path"))).parents}

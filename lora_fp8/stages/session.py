@@ -1,0 +1,77 @@
+"""What all stages of a run share, and how a failure in one process reaches the user and the other processes."""
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..distributed.processes import Processes
+from ..errors import RunFailure, Stopped
+from ..families.base import ModelFamily
+from ..plan.plan import Plan
+from ..run import Run, StopSignal
+from ..settings import Job
+from ..training import checkpoint, memory
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of a job by its processes."""
+
+    plan: Plan
+    run: Run
+    processes: Processes
+    stop: StopSignal = field(default_factory=StopSignal)
+    shows_progress: bool = False
+
+    @property
+    def job(self) -> Job:
+        return self.plan.job
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.plan.family
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Let all processes do this, and tell all of them what goes wrong on one."""
+        with self.processes.together(), explained(self.run, self.processes.device):
+            yield
+
+    def warn(self, text: str) -> None:
+        self.run.log_event("warning", text=text)
+
+    def stop_if_asked(self) -> None:
+        """Leave a stage that has no step to finish. Raises Stopped."""
+        if self.stop.at_once is not None and self.run.requested("stop"):
+            raise Stopped(self.stop.at_once)
+
+
+class Bystander(Run):
+    """The run as a process other than the main one has it: it reads requests and writes nothing."""
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def explained(run: Run, device: torch.device) -> Iterator[None]:
+    """Turn what the machine refuses (memory, the disk, the network) into one line; let anything else pass."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailure(memory.out_of_memory_advice(device)) from error
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        room = ""
+        if error.errno in (*checkpoint.FULL, errno.EFBIG):
+            # The disk that is full; the folder itself may be what has gone.
+            full = Path(error.filename or run.path).resolve()
+            there = next(path for path in (full, *full.parents) if path.exists())
+            room = f"; {shutil.disk_usage(there).free / 2**20:.1f} MiB are free at {there}"
+        raise RunFailure(f"{place}{error.strerror or error or type(error).__name__}{room}") from error

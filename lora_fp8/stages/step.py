@@ -1,0 +1,156 @@
+"""One training step up to its gradient: corrupt, predict, compare, backward."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..data.loader import Batch
+from ..errors import RunFailure
+from ..families.base import ModelFamily
+from ..objectives import Objective
+from ..training.text_encoders import TextEncoders
+from .cache import Data
+from .load import Loaded
+from .resume import last_good
+from .session import Session
+
+
+def diffusion_loss(
+    family: ModelFamily,
+    denoiser: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    guidance: float,
+    text: TextEncoders | None = None,
+) -> Tensor:
+    """Add noise to the latents, let the denoiser predict, and compare: the one loss of every family.
+
+    Args:
+        text: text encoders that are trained, which read the captions anew; None takes the cache's conditioning.
+
+    Returns:
+        (B,) float32.
+    """
+    device = next(denoiser.parameters()).device
+    latents, noise = batch.latents_BCHW.to(device), batch.noise_BCHW.to(device)
+    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:]))).to(device)
+    noise = objective.shaped(noise, batch.t_generators)
+    noisy = objective.add_noise(latents, noise, t_B)
+    cond = {name: tensor.to(device) for name, tensor in batch.cond.items()}
+    if text is not None:
+        cond = text.cond(batch.captions, cond)
+    prediction = family.predict(denoiser, noisy.to(family.dtype), t_B, cond, guidance)
+    mask = None if batch.mask_BHW is None else batch.mask_BHW.to(device)
+    return objective.loss(prediction, objective.target(latents, noise, t_B), t_B, mask)
+
+
+def weighted_losses(session: Session, loaded: Loaded, batch: Batch) -> Tensor:
+    """Return the loss of each sample times the weight of its folder, (B,) float32."""
+    guidance = session.job.objective.guidance
+    losses_B = diffusion_loss(session.family, loaded.denoiser, loaded.objective, batch, guidance, loaded.text)
+    return losses_B * torch.tensor(batch.weights, device=losses_B.device)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the processes know of a step once its gradient is there (in `Loaded.exchange.gradients`)."""
+
+    loss: float
+    """mean over the samples of all processes"""
+    num_samples: int
+    sent: int
+    """bytes that this process sent to the others"""
+    requests: frozenset[str]
+    """what any process was asked to do after this step: stop, save, preview"""
+    faults: list[str]
+    """the files of this process's micro-batches whose loss is not finite"""
+
+
+def compute_gradient_(
+    session: Session, data: Data, loaded: Loaded, step: int, requests: Callable[[], frozenset[str]]
+) -> Gradient:
+    """Compute the mean gradient over the samples of a step, on all processes.
+
+    Short batches weigh what they hold: sums travel, and are divided by the number of samples at the end.
+
+    Args:
+        requests: returns what this process is asked to do after the step; it travels with the gradient.
+    """
+    processes, accumulate = session.processes, session.job.train.accumulate
+    positions = range((step - 1) * accumulate, step * accumulate)
+    num_samples = sum(map(data.loader.total, positions))
+    loss_sum, faults, failure = 0.0, [], None
+    try:
+        loss_sum, faults = _accumulate_(session, data, loaded, step, positions)
+    except Exception as error:  # the other processes are waiting for the sums: they learn of it from these
+        failure = error
+    sent_before = processes.sent
+    wanted = requests()
+    asked = {name: name in wanted for name in ("stop", "save", "preview")}
+    sums = loaded.exchange.mean_(num_samples, loss=loss_sum, failed=failure is not None, **asked)
+    sent = processes.sent - sent_before
+    if sums["failed"]:
+        with session.together():
+            if failure is not None:
+                raise failure
+    return Gradient(sums["loss"] / num_samples, num_samples, sent, frozenset(n for n in asked if sums[n]), faults)
+
+
+def _accumulate_(session: Session, data: Data, loaded: Loaded, step: int, positions: range) -> tuple[float, list[str]]:
+    """Sum the gradients of this process's share of the micro-batches into `loaded.exchange.gradients`.
+
+    Returns:
+        The sum of the losses of its samples, and a line for each micro-batch whose loss is not finite.
+    """
+    job, processes, gradients = session.job, session.processes, loaded.exchange.gradients
+    gradients.zero_()
+    loss_sum, faults = 0.0, []
+    for micro, position in enumerate(positions):
+        batch = data.loader.micro(step, position, processes.rank, processes.world)
+        if batch is None:
+            continue  # a short batch: the other processes have it
+        if job.adapter.dropout:
+            # Dropout draws from torch's global generator, inside peft: keyed here, so that resuming draws the same.
+            torch.manual_seed(_key(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
+        losses_B = weighted_losses(session, loaded, batch)
+        losses_B.sum().backward()
+        gradients.collect_()
+        micro_loss = losses_B.detach().sum().item()  # waits for the device: once per micro-batch
+        loss_sum += micro_loss
+        if not math.isfinite(micro_loss):
+            faults.append(files_not_finite(batch, losses_B))
+    return loss_sum, faults
+
+
+def require_finite(session: Session, step: int, gradient: Gradient, norm: float) -> None:
+    """Refuse a step whose loss or gradient is not finite, before anything is updated.
+
+    Raises:
+        RunFailure: on all processes, with the files of all of them.
+    """
+    if math.isfinite(gradient.loss) and math.isfinite(norm):
+        return
+    with session.together():
+        faults = [fault for each in session.processes.gather(gradient.faults) for fault in each]
+        quantity = f"loss {gradient.loss}" if not math.isfinite(gradient.loss) else f"gradient norm {norm}"
+        culprits = "; ".join(faults) or "no single file (the gradient overflowed)"
+        raise RunFailure(
+            f"step {step}: {quantity} is not finite; {culprits}; nothing was updated; {last_good(session.run)}. "
+            "Try a lower optimizer.lr"
+        )
+
+
+def files_not_finite(batch: Batch, losses_B: Tensor) -> str:
+    """Name the files of a batch whose loss is not finite."""
+    losses = losses_B.detach().tolist()
+    return "files: " + ", ".join(
+        str(path) for path, loss in zip(batch.paths, losses, strict=True) if not math.isfinite(loss)
+    )
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,457 @@
+"""`lora-fp8 kit`: makes a folder with everything needed to publish a LoRA, on hosts and for local clients.
+
+    <name>.safetensors     the file; its header without captions and folder names, unless these are asked for
+    <name>.json <name>.png the sidecars that A1111, Forge, SwarmUI and InvokeAI read: trigger words, strength, preview
+    README.md images/      a model card for the Hugging Face Hub with its gallery; images carry A1111's parameters
+    publish.en.md          what to paste into each host's form, and whether the file is within the host's limits
+    publish.zh-CN.md       the same in Chinese
+
+Hosts are data: a TOML file in hosts/ has what a host asks for, its names of base models, its limits, and what is
+unknown about it. Nothing is made up: if a host's name for an architecture is unknown, the page says so.
+
+`push` uploads the folder to the Hugging Face Hub. huggingface_hub handles the token (its store or HF_TOKEN): it is
+never an argument, and is removed from every error message.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, PngImagePlugin
+
+from .. import config, families
+from ..adapters import kinds
+from ..common.text import first_few
+from ..common.writing import atomic_write, sync_folder, write_synced
+from ..errors import UserError
+from ..families import _files
+from ..lora_files import export, layouts
+from ..lora_files import header as adapter_header
+from ..run import Run
+from ..settings import Job
+from ..stages.previews import write_png
+
+HOSTS = Path(__file__).parent / "hosts"
+PUBLIC = {*export.LEVELS["private"], "modelspec.usage_hint", "sshs_model_hash", "modelspec.hash_sha256"}
+PUBLIC -= {"ss_training_comment"}
+"""Metadata keys that are published. Headers of other programs hold captions, paths and whole configs under their own
+keys, so this lists what stays and not what is removed."""
+
+SD_VERSION = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}  # A1111 knows no others
+LANGUAGES = {"en": "publish.en.md", "zh": "publish.zh-CN.md"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A sample image and the settings it was generated with, for A1111's parameters. Unknown settings are None."""
+
+    path: Path
+    prompt: str
+    negative: str = ""
+    seed: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that are published about a LoRA; empty texts are reported as missing."""
+
+    family: str
+    title: str
+    trigger: str = ""
+    description: str = ""
+    license: str = ""
+    base_model: str = ""
+    strength: float = 1.0
+    tags: tuple[str, ...] = ()
+    steps: str = ""
+    autov3: str = ""
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A finished kit: the folder, its files, and notes on what to know or add."""
+
+    folder: Path
+    files: list[Path]
+    notes: list[str]
+
+
+def hosts() -> dict[str, dict[str, Any]]:
+    """Return {file stem: content} of all hosts, sorted by name."""
+    return {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(HOSTS.glob("*.toml"))}
+
+
+def base_models(host: Mapping[str, Any], family: str) -> list[str] | None:
+    """Return a host's names for a family, one of which is right; [] if unknown, None if it is not offered."""
+    found = host.get("base_models", {}).get(family, [])
+    return None if found == "not offered" else found
+
+
+# -- collecting the facts
+
+
+def from_run(
+    folder: Path, layout: str = "", among: Sequence[Path] = (), step: int = 0
+) -> tuple[Path, Job, list[Picture]]:
+    """Return a run's file to publish, its config, and its last previews.
+
+    Args:
+        folder: the run.
+        layout: layout of the file; empty: the one that most programs read.
+        among: files to choose from; empty: the run's exports.
+        step: step of the checkpoint that the files come from, whose previews are used; 0: the newest.
+
+    Raises:
+        UserError: there is no run, or no such file in it.
+    """
+    run = Run.open(folder)
+    job = config.load(run.config_file, [])
+    wanted = [layout] if layout else list(families.get(job.model.family).layouts)
+    among = among or sorted(run.export.glob("*.safetensors"))
+    made = {path.stem.rpartition("_")[2]: path for path in among}
+    file = next((made[name] for name in wanted if name in made), None)
+    if file is None:
+        have = ", ".join(made) or "none"
+        raise UserError(f"{folder}: no exported file in the layout {' or '.join(wanted)}; there are: {have}")
+    known = [one for one in run.events() if one["event"] == "preview" and {"step", "images", "prompts"} <= one.keys()]
+    drawn = [event for event in known if event["step"] == (step or event["step"])]
+    section = job.preview
+    guidance = None if section.guidance == "auto" else float(section.guidance)
+    pictures = [
+        Picture(run.path / image, prompt, section.negative, section.seed + i, section.steps, guidance)
+        for event in drawn[-1:]
+        for i, (image, prompt) in enumerate(zip(event["images"], event["prompts"], strict=True))
+        if isinstance(image, str) and (run.path / image).is_file()
+    ]
+    return file, job, pictures
+
+
+def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, strength: float = 1.0) -> Facts:
+    """Return the facts of a file's header; values given by hand (family, title, trigger, description, ...) come first.
+
+    Raises:
+        UserError: the architecture is unknown.
+    """
+    header = export.read_header(file).metadata
+    known = {families.get(name).kohya_base_version: name for name in families.available()}
+    told = job.model.family if job else known.get(header.get("ss_base_model_version", ""), "")
+    family = given.get("family") or told
+    if family not in families.available():
+        accepted = " | ".join(families.available())
+        raise UserError(f"{file}: the header does not say its architecture; name it with --family ({accepted})")
+    base = ""
+    if job and _files.is_hub_id(job.model.path) and not os.path.exists(os.path.expanduser(job.model.path)):
+        base = job.model.path
+    return Facts(
+        family=family,
+        title=given.get("title") or header.get("modelspec.title") or file.stem,
+        trigger=given.get("trigger") or header.get("modelspec.trigger_phrase", ""),
+        description=given.get("description") or header.get("modelspec.description", ""),
+        license=given.get("license") or header.get("modelspec.license", ""),
+        base_model=given.get("base_model") or base,
+        strength=strength,
+        tags=tuple(tag.strip() for tag in header.get("modelspec.tags", "").split(",") if tag.strip()),
+        steps=header.get("ss_steps", ""),
+        autov3=export.payload_hash(file)[:12].upper(),
+    )
+
+
+# -- the folder
+
+
+def check_free(folder: Path) -> None:
+    """Check that a folder is missing or empty, before other work is done for the kit.
+
+    Raises:
+        UserError: it holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there already and not empty; choose another folder for the kit")
+
+
+def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (), *, captions: bool = False) -> Kit:
+    """Write the kit.
+
+    Args:
+        file: the LoRA file.
+        folder: folder to write to.
+        facts: facts to publish.
+        pictures: sample images.
+        captions: keep the header's entries about captions, folders and settings.
+
+    Raises:
+        UserError: the file is no usable adapter, or the folder is not empty or cannot be written.
+    """
+    check_free(folder)
+    _check_adapter(file)
+    made_here = not folder.exists()
+    slug = export.slug(facts.title)
+    lora = folder / f"{slug}.safetensors"
+    try:
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        _copy(file, lora, whole=captions)
+        _draw_all(pictures, folder, facts, slug)
+        sidecar = json.dumps(_sidecar(facts), ensure_ascii=False, indent=1) + "\n"
+        atomic_write(folder / f"{slug}.json", sidecar.encode())
+        atomic_write(folder / "README.md", card(facts, lora.name, pictures, slug).encode())
+        for language, name in LANGUAGES.items():
+            atomic_write(folder / name, page(facts, lora, language).encode())
+    except BaseException as error:  # an incomplete kit would look like a complete one
+        _empty(folder, remove=made_here)
+        if isinstance(error, OSError):
+            raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+        raise
+    notes = []
+    if not pictures:
+        notes.append("no pictures: every host wants one; draw some with preview.prompts, or add your own")
+    notes += [f"no {what}: give it with --{option}" for what, option in _missing(facts)]
+    for host in hosts().values():
+        notes += [f"{host['title']['en']}: {line}" for line in problems(host, facts, lora, "en")]
+    return Kit(folder, sorted(path for path in folder.rglob("*") if path.is_file()), notes)
+
+
+def _check_adapter(file: Path) -> None:
+    """Check that a file is an adapter of a kind that programs read.
+
+    Raises:
+        UserError: it is none.
+    """
+    tensors = {layouts.in_our_words(name): tensor for name, tensor in export.read_adapter(file)[0].items()}
+    known = {name: tensor for name, tensor in tensors.items() if name.endswith(tuple(f".{p}" for p in kinds.ALL_PARTS))}
+    if not known:
+        raise UserError(f"{file}: not a LoRA, it holds {first_few(sorted(tensors)) or 'nothing'}")
+    for layer, parts in kinds.grouped(known).items():
+        kinds.kind_of(parts, layer)
+
+
+def _draw_all(pictures: Sequence[Picture], folder: Path, facts: Facts, slug: str) -> None:
+    """Write the sample images into the kit's `images`, and the first also beside the LoRA as its cover.
+
+    Without images, the empty folder `images` is removed.
+    """
+    for i, picture in enumerate(pictures, 1):
+        _draw(picture, folder / "images" / f"{slug}-{i}.png", facts, slug)
+    if pictures:
+        with Image.open(folder / "images" / f"{slug}-1.png") as image:
+            write_png(image, folder / f"{slug}.png")
+    else:
+        (folder / "images").rmdir()
+
+
+def _empty(folder: Path, remove: bool) -> None:
+    """Delete all that is in a folder, and with `remove` the folder too, as far as it can be deleted."""
+    with contextlib.suppress(OSError):
+        for part in folder.iterdir():
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+        if remove:
+            folder.rmdir()
+
+
+def _missing(facts: Facts) -> list[tuple[str, str]]:
+    kinds = (
+        ("trigger word", "trigger", facts.trigger),
+        ("description", "description", facts.description),
+        ("licence", "license", facts.license),
+        ("id of the base model on the Hub", "base-model", facts.base_model),
+    )
+    return [(what, option) for what, option, value in kinds if not value]
+
+
+def _copy(source: Path, target: Path, *, whole: bool) -> None:
+    """Copy the tensors byte for byte, under the whole header or its `PUBLIC` entries.
+
+    A1111's old hash is never public: it counts from the file's first byte, so another header changes it.
+    """
+    header = export.read_header(source)
+    kept = {key: value for key, value in header.metadata.items() if whole or key in PUBLIC}
+    if told := header.metadata.get(adapter_header.KEY):  # without it, the file would have another strength
+        kept[adapter_header.KEY] = told if whole else adapter_header.published(told)
+    head = json.dumps({"__metadata__": kept, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    with open(source, "rb") as read, write_synced(target) as write:
+        read.seek(header.data_begin)
+        write.write(len(head).to_bytes(8, "little") + head)
+        shutil.copyfileobj(read, write)
+    sync_folder(target.parent)
+
+
+def parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int, int]) -> str:
+    """Return A1111's parameters of an image, by which hosts link it to a LoRA; `size` is (width, height) in pixels."""
+    settings: dict[str, Any] = {
+        "Steps": picture.steps,
+        "CFG scale": picture.guidance,
+        "Seed": picture.seed,
+        "Size": f"{size[0]}x{size[1]}",
+        "Model": export.basename(facts.base_model) or None,
+        "Lora hashes": f'"{slug}: {facts.autov3.lower()}"',
+    }
+    lines = [f"{picture.prompt} <lora:{slug}:{facts.strength:g}>"]
+    if picture.negative:
+        lines.append(f"Negative prompt: {picture.negative}")
+    return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in settings.items() if value is not None)])
+
+
+def _draw(picture: Picture, target: Path, facts: Facts, slug: str) -> None:
+    with Image.open(picture.path) as image:
+        text = PngImagePlugin.PngInfo()
+        text.add_text("parameters", parameters(picture, facts, slug, image.size))
+        write_png(image.convert("RGB"), target, pnginfo=text)
+
+
+def _sidecar(facts: Facts) -> dict[str, Any]:
+    civitai = base_models(hosts()["civitai"], facts.family) or []
+    return {
+        "name": facts.title,
+        "description": facts.description,
+        "sd version": SD_VERSION.get(facts.family, "Unknown"),
+        "baseModel": civitai[0] if len(civitai) == 1 else "",
+        "activation text": facts.trigger,
+        "trainedWords": [facts.trigger] if facts.trigger else [],
+        "preferred weight": facts.strength,
+        "negative text": "",
+        "notes": "",
+    }
+
+
+def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str) -> str:
+    """Return the model card: YAML for the Hub, and a page. Texts are quoted as JSON, which is valid YAML."""
+    family = families.get(facts.family)
+    task = "image-to-image" if family.controls[1] else "text-to-image"
+    tags = [task, "diffusers", "diffusers-training", "lora", facts.family, "template:sd-lora", *facts.tags]
+    head: dict[str, Any] = {}
+    if facts.base_model:
+        head |= {"base_model": facts.base_model, "base_model_relation": "adapter"}
+    head |= {"library_name": "diffusers", "pipeline_tag": task}
+    if facts.license:
+        head["license"] = facts.license
+    if facts.trigger:
+        head["instance_prompt"] = facts.trigger
+    head["tags"] = list(dict.fromkeys(tags))
+    if pictures:
+        head["widget"] = [
+            {"text": picture.prompt, "output": {"url": f"images/{slug}-{i}.png"}}
+            for i, picture in enumerate(pictures, 1)
+        ]
+    lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()), "---"]
+    lines += ["", f"# {facts.title}", ""]
+    lines += ["<Gallery />", ""] if pictures else []
+    lines += [facts.description, ""] if facts.description else []
+    lines += [f"A LoRA for {family.title}, to be used at a strength of about {facts.strength:g}.", ""]
+    lines += [f"Trigger words: `{facts.trigger}`", ""] if facts.trigger else []
+    if facts.base_model:
+        lines += [
+            "```python",
+            "import diffusers",
+            "",
+            f"pipe = diffusers.{family.pipeline_class}.from_pretrained({facts.base_model!r})",
+            f"pipe.load_lora_weights('OWNER/NAME', weight_name={file!r})  # this repository, or a folder",
+            "```",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def problems(host: Mapping[str, Any], facts: Facts, file: Path, language: str) -> list[str]:
+    """List how a file exceeds a host's limits or misses its base models, and what is unknown, one line each."""
+    english = language == "en"
+    found = []
+    if file.suffix not in host["extensions"]:
+        found.append(f"{file.suffix} is not taken" if english else f"不接受 {file.suffix}")
+    size, limit = file.stat().st_size / 2**20, host.get("max_mb", 0)
+    if limit and size > limit:
+        told = f"{size:.0f} MB are more than its limit of {limit} MB; see lora-fp8 resize"
+        found.append(told if english else f"文件 {size:.0f} MB，超过上限 {limit} MB；可用 lora-fp8 resize 压缩")
+    header, limit = export.read_header(file).data_begin / 2**20, host["max_header_mb"]
+    if limit and header > limit:
+        told = f"a header of {header:.0f} MB is more than its limit of {limit} MB"
+        found.append(told if english else f"文件头 {header:.0f} MB，超过上限 {limit} MB")
+    beside = len(list(file.parent.glob("*.safetensors")))
+    if host["root_safetensors"] and beside > host["root_safetensors"]:
+        told = f"{beside} .safetensors files beside each other; it takes one"
+        found.append(told if english else f"同一目录下有 {beside} 个 .safetensors，只能有一个")
+    known = base_models(host, facts.family)
+    if host.get("base_is_hub_id") and facts.base_model:
+        known = [facts.base_model]
+    title = families.get(facts.family).title
+    if known is None:
+        found.append(f"{title} is not offered there" if english else f"该平台不提供 {title}")
+    elif not known:
+        told = f"its name for {title} is not known here: choose it on its page"
+        found.append(told if english else f"该平台对 {title} 的写法未知：请在页面上选择")
+    elif len(known) > 1:
+        told = f"base model: choose the one that you trained on: {' | '.join(known)}"
+        found.append(told if english else f"底模请按训练所用选择其一：{' | '.join(known)}")
+    return found
+
+
+def page(facts: Facts, file: Path, language: str) -> str:
+    """Return the page with what to paste into each host's form, in "en" or "zh"."""
+    english = language == "en"
+    lines = [f"# {facts.title}", ""]
+    for host in hosts().values():
+        known = base_models(host, facts.family) or []
+        base = facts.base_model if host.get("base_is_hub_id") else ""
+        values = {
+            "title": facts.title,
+            "slug": file.stem,
+            "kind": "LoRA",
+            "version": "1.0",
+            "trigger": facts.trigger,
+            "description": facts.description,
+            "license": facts.license,
+            "tags": ", ".join(facts.tags),
+            "strength": f"{facts.strength:g}",
+            "steps": facts.steps,
+            "autov3": facts.autov3,
+            "base_model": base or " | ".join(known),
+        }
+        lines += [f"## {host['title'][language]}", ""]
+        for row in host["fields"]:
+            lines.append(f"- {row[language]}: {values[row['value']] or ('(to fill in)' if english else '（待填写）')}")
+        lines += ["", *(f"! {line}" for line in problems(host, facts, file, language)), host["unknown"][language], ""]
+    return "\n".join(lines)
+
+
+# -- uploading to the Hub
+
+
+def push(folder: Path, repo: str, hub: Any = None) -> str:
+    """Upload a kit to a repository of the Hugging Face Hub; a new repository is private.
+
+    Args:
+        folder: the kit.
+        repo: OWNER/NAME.
+        hub: replaces `huggingface_hub.HfApi()`.
+
+    Returns:
+        The repository's address.
+
+    Raises:
+        UserError: not logged in, not allowed, not reachable, or no valid name; the message never contains the token.
+    """
+    import huggingface_hub
+
+    if hub is None:
+        hub = huggingface_hub.HfApi()
+    try:
+        address = str(hub.create_repo(repo, private=True, exist_ok=True))
+        hub.upload_folder(
+            repo_id=repo, folder_path=folder, ignore_patterns=list(LANGUAGES.values()), commit_message="Upload LoRA"
+        )
+    except Exception as error:  # huggingface_hub raises many types
+        why = next(iter(str(error).splitlines()), "")[:200]
+        for secret in filter(None, (huggingface_hub.get_token(), os.environ.get("HF_TOKEN"))):
+            why = why.replace(secret, "***")
+        raise UserError(
+            f"--push {repo}: {type(error).__name__}: {why}; the kit in {folder} is whole. Log in with `hf auth login`, "
+            "give OWNER/NAME as on the Hub, or upload the folder by hand"
+        ) from None
+    return address

@@ -1,0 +1,422 @@
+"""Checkpoints: saves everything that a run needs to resume, in a folder (bundle) that is complete or absent.
+
+    checkpoints/step-000500/  adapter.safetensors  optimizer.safetensors  state.json
+                              manifest.json (SHA-256 of the others)
+
+A bundle is written to a hidden folder beside its final place. Every file is written through our own descriptor and
+fsynced, the folder is fsynced and renamed, and the parent is fsynced: only then does the save count. If the process is
+killed or the power fails at any moment, the previous bundle stays valid. `latest` trusts nothing that it has not
+hashed: it goes from the newest bundle to the oldest and takes the first that matches its manifest. If there are bundles
+but none is complete, that is an error and never a fresh start.
+
+No pickle: tensors are safetensors, the rest is JSON. A bundle needs no RNG states and no data position: the order of
+the data is a function of (seed, epoch), its position follows from the step, and every random draw comes from a
+generator keyed by its purpose.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from ..common.reading import MOST_JSON, parse_json, read_bytes
+from ..common.writing import sync_folder, write_synced
+from ..errors import RunFailure, UserError
+from ..run import ownership
+from ..settings import TABLES, Job, lines_of_table, table_of_lines
+
+SCHEMA = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of the system for a full disk."""
+NAME = re.compile(r"step-(\d{6,})$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete bundle, read and verified.
+
+    Attributes:
+        path: its folder.
+        adapter: adapter tensors by internal name.
+        optimizer: optimizer tensors (moments, masters) by name.
+        state: content of state.json: step, optimizer scalars, fingerprints of config, data and base.
+    """
+
+    path: Path
+    adapter: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        return self.state["step"]
+
+
+def save(
+    folder: Path, adapter: dict[str, Tensor], optimizer: dict[str, Tensor], state: dict[str, Any], keep: int
+) -> tuple[Path, list[str]]:
+    """Write the bundle of `state["step"]`, verify it, then keep only the newest `keep` bundles.
+
+    If the disk is full, the oldest bundles are removed before the save instead of after it, as long as a complete one
+    is left.
+
+    Args:
+        folder: the run's checkpoint folder.
+        adapter, optimizer: tensors by name.
+        state: content of state.json.
+        keep: number of bundles to keep.
+
+    Returns:
+        The bundle's path; and a line for each bundle that was removed because the disk is full, or whose folder stays
+        because it holds files of others.
+
+    Raises:
+        RunFailure: the disk refused. The newest bundle before it is untouched.
+    """
+    final = folder / f"step-{state['step']:06d}"
+    staged = folder / f".tmp-{final.name}-{os.getpid()}"
+    files = {
+        "adapter.safetensors": safetensors.torch.save(_plain(adapter)),
+        "optimizer.safetensors": safetensors.torch.save(_plain(optimizer)),
+        "state.json": json.dumps({"schema": SCHEMA, **state}, indent=1, sort_keys=True).encode(),
+    }
+    manifest = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    files["manifest.json"] = json.dumps(manifest, indent=1, sort_keys=True).encode()
+    gone: list[str] = []
+    while True:
+        try:
+            _write(staged, final, files)
+            break
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                ownership.remove_bundle(staged)
+            spare = _spare(final) if error.errno in FULL else None
+            if spare is not None:
+                left: list[str] = []
+                with contextlib.suppress(OSError):
+                    left = _remove(spare)
+                if spare not in _candidates(folder):
+                    gone.append(f"the disk is full: {spare.name} was removed before {final.name} was saved")
+                    gone += left
+                    continue
+            free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0
+            need = sum(map(len, files.values())) / 2**20
+            raise RunFailure(
+                f"{final}: the checkpoint could not be written ({error.strerror}); it needs {need:.1f} MiB, "
+                f"{free:.1f} MiB are free; {_before(final)}"
+            ) from None
+    if problem := _broken(final):
+        raise RunFailure(f"{final}: what was read back is not what was written ({problem}); {_before(final)}")
+    try:
+        gone += _prune(folder, keep)
+    except OSError as error:
+        raise RunFailure(f"{final} is saved, but older checkpoints could not be removed ({error.strerror})") from None
+    return final, gone
+
+
+def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest complete bundle, and a line for each newer one that was skipped.
+
+    This only reads, because a run may be training.
+
+    Raises:
+        RunFailure: there are bundles, but none is complete.
+    """
+    skipped: list[str] = []
+    candidates = _candidates(folder)
+    for path in candidates:
+        problem = _broken(path)
+        if problem is None:
+            return _read(path), skipped
+        skipped.append(f"{path.name} passed over: {problem}")
+    if candidates:
+        raise RunFailure(
+            f"{folder}: {len(candidates)} checkpoint(s) and none is whole ({'; '.join(skipped)}); "
+            "nothing was overwritten. Restore one from a copy, or remove the folder to start again"
+        )
+    return None, skipped
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a given bundle.
+
+    Raises:
+        UserError: it does not exist.
+        RunFailure: it is not complete.
+    """
+    if not path.is_dir():
+        others = ", ".join(p.name for p in reversed(_candidates(path.parent))) or "none"
+        raise UserError(f"{path}: no such checkpoint; there are: {others}")
+    if problem := _broken(path):
+        raise RunFailure(f"{path} is not whole: {problem}")
+    return _read(path)
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the bundle with the highest step, complete or not, or None."""
+    return next(iter(_candidates(folder)), None)
+
+
+def count(folder: Path) -> int:
+    """Return the number of bundles, complete or not."""
+    return len(_candidates(folder))
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a bundle, by its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+# PINNED may not change when a run resumes. Of the other settings, those in WATCHED affect training, except for ASIDE:
+# paths (a run may move to another machine with its images and its base) and how often it logs.
+PINNED = (
+    "model.family",
+    "quantize.storage",
+    "quantize.recipe",
+    "quantize.sensitivity",
+    "quantize.sensitivity_bound",
+    "adapter.type",
+    "adapter.rank",
+    "adapter.ranks",
+    "adapter.factor",
+    "adapter.decompose_both",
+    "adapter.alpha",
+    "adapter.targets",
+    "adapter.dtype",
+    "adapter.text_encoder",
+    "optimizer.name",
+    "optimizer.rounding",
+    "optimizer.d0",
+    "objective.prediction",
+    "seed",
+)
+WATCHED = (
+    "train.",
+    "optimizer.",
+    "schedule.",
+    "objective.",
+    "quantize.",
+    "adapter.",
+    "dataset.",
+    "model.dtype",
+    "memory.compile",
+)
+ASIDE = ("dataset.folders", "dataset.cache_dir", "train.log_every", "adapter.init_from")
+
+
+def remember(job: Job, base: str, data: str, files: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return what a bundle stores of the job, to compare it with the job that resumes.
+
+    Args:
+        job: the job.
+        base: identity of the base model's files.
+        data: fingerprint of the images, captions and buckets.
+        files: name in the dataset -> "IMAGE CAPTION", a hash of each.
+    """
+    flat = {
+        f"{name}.{key}": value
+        for name, section in job.model_dump().items()
+        if isinstance(section, dict)
+        for key, value in section.items()
+    }
+    flat |= {key: lines_of_table(flat[key]) for key in TABLES}  # lists: JSON does not keep the order of a table
+    flat["seed"] = job.seed
+    settings = {k: v for k, v in flat.items() if k.startswith(WATCHED) and k not in PINNED + ASIDE}
+    pinned = {key: flat[key] for key in PINNED}
+    return {"pinned": pinned, "settings": settings, "base": base, "data": data, "files": files or {}}
+
+
+def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Compare two results of `remember`: returns lines that forbid to resume, and lines to warn with."""
+    was = {key: before[group].get(key, _default(key)) for group in ("pinned", "settings") for key in now[group]}
+    was |= {key: lines_of_table(table_of_lines(was[key])) for key in TABLES if key in was}  # as a user wrote them once
+    refused = [f"{key}: was {was[key]}, is {value}" for key, value in now["pinned"].items() if was[key] != value]
+    told = [
+        f"changed since the checkpoint, applies from now on: {key}: {was[key]} -> {value}"
+        for key, value in now["settings"].items()
+        if was[key] != value
+    ]
+    if before.get("base") != now["base"]:
+        told.append("the base model's files are not those that the checkpoint was trained on")
+    if before["data"] != now["data"]:
+        told.append(
+            "the pictures, captions or buckets changed since the checkpoint, and the order of samples with them; from "
+            "here on the run's bytes are no longer those of an uninterrupted run"
+        )
+        told += describe_changes(before.get("files") or {}, now["files"])
+    return refused, told
+
+
+def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """List the files of a dataset that were removed, added or edited: a line per kind, with the first five names.
+
+    Args:
+        before, now: as `files` of `remember`; {} from an older version, about which nothing is said.
+    """
+    if not before or not now:
+        return []
+    both = [name for name in now if name in before]
+    image, caption = ([n for n in both if before[n].split()[i:][:1] != now[n].split()[i:][:1]] for i in (0, 1))
+    kinds = {
+        "removed from the dataset since the checkpoint": [name for name in before if name not in now],
+        "added to the dataset since the checkpoint": [name for name in now if name not in before],
+        "image edited since the checkpoint": image,
+        "caption edited since the checkpoint": caption,
+    }
+    # Names start with the number of their folder, which matters only if there are several.
+    several = {name.partition("/")[0] for name in (*before, *now)} != {"0"}
+    shown = {
+        kind: ", ".join(name if several else name.partition("/")[2] for name in sorted(names)[:5])
+        + (", ..." if len(names) > 5 else "")
+        for kind, names in kinds.items()
+    }
+    return [f"{kind} ({len(names)}): {shown[kind]}" for kind, names in kinds.items() if names]
+
+
+def _default(key: str) -> Any:
+    """Return the default of a setting that older checkpoints did not record; None if it no longer exists."""
+    section, _, name = key.partition(".")
+    model = Job.model_fields[section].annotation
+    return model.model_fields[name].default if name in getattr(model, "model_fields", {}) else None
+
+
+def _candidates(folder: Path) -> list[Path]:
+    places = (path for path in folder.glob("step-*") if not path.is_symlink() and not _is_a_remnant(path))
+    found = [(int(match[1]), path) for path in places if (match := NAME.match(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _is_a_remnant(path: Path) -> bool:
+    """Return True if a bundle was removed and only files that others put there are left."""
+    try:
+        ours, others = ownership.split_bundle(path)
+    except OSError:  # reported when the bundle is read
+        return False
+    return bool(others and not ours)
+
+
+def _broken(path: Path) -> str | None:
+    try:
+        manifest = parse_json(read_bytes(path / "manifest.json", MOST_JSON))
+        for name in ("adapter.safetensors", "optimizer.safetensors", "state.json"):
+            if hashlib.sha256(read_bytes(path / name)).hexdigest() != manifest[name]:
+                return f"{name} does not match its hash"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable ({type(error).__name__})"
+    return None
+
+
+def _before(final: Path) -> str:
+    """Return words about the newest complete bundle that is left after a failed save."""
+    whole = next((path for path in _candidates(final.parent) if path != final and _broken(path) is None), None)
+    return f"the newest before it, {whole.name}, is intact" if whole else "nothing was saved before it"
+
+
+KINDS = {"step": int, "optimizer": dict, "pinned": dict, "settings": dict, "data": str}
+"""Entries that every state.json has, and their types."""
+MAY_BE = {"base": str, "compute": str, "moved": list, "files": dict}
+
+
+def _read(path: Path) -> Checkpoint:
+    """Read a bundle whose hashes match.
+
+    Raises:
+        RunFailure: the content is not a checkpoint of this version.
+    """
+    try:
+        state = parse_json(read_bytes(path / "state.json", MOST_JSON))
+    except ValueError as error:
+        raise RunFailure(f"{path / 'state.json'} cannot be read as JSON ({error})") from None
+    if not isinstance(state, dict):
+        raise RunFailure(f"{path / 'state.json'} should hold a JSON object, but holds a {type(state).__name__}")
+    if state.get("schema") != SCHEMA:
+        raise RunFailure(f"{path}: written by another version (schema {state.get('schema')}, this one reads {SCHEMA})")
+    wrong = [key for key, kind in KINDS.items() if type(state.get(key)) is not kind]
+    wrong += [key for key, kind in MAY_BE.items() if type(state.get(key, kind())) is not kind]
+    wrong += [] if wrong or all(isinstance(one, str) for one in state.get("files", {}).values()) else ["files"]
+    if wrong or state["step"] < 0 or not all(isinstance(line, str) for line in state.get("moved", [])):
+        what = ", ".join(wrong) or "step or moved"
+        raise RunFailure(f"{path / 'state.json'} is not what a checkpoint has, though its hash agrees: {what}")
+    tensors = []
+    for name in ("adapter.safetensors", "optimizer.safetensors"):
+        try:
+            tensors.append(safetensors.torch.load(read_bytes(path / name)))
+        except safetensors.SafetensorError as error:
+            raise RunFailure(f"{path / name} is not a safetensors file ({error})") from None
+    return Checkpoint(path, *tensors, state)
+
+
+def _prune(folder: Path, keep: int) -> list[str]:
+    """Remove all but the newest `keep` complete bundles; broken ones do not count. Returns lines as `_remove` does."""
+    whole, lines = 0, []
+    for path in _candidates(folder):
+        if whole >= keep:
+            lines += _remove(path)
+        elif _broken(path) is None:
+            whole += 1
+    return lines
+
+
+def _write(staged: Path, final: Path, files: dict[str, bytes]) -> None:
+    """Write files to a hidden folder, and rename it to its final place."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    ownership.remove_bundle(staged)
+    staged.mkdir(exist_ok=True)
+    for name, data in files.items():
+        with write_synced(staged / name) as file:
+            file.write(data)
+    sync_folder(staged)
+    # The same step is saved again: `latest` would have resumed from this bundle if it were complete.
+    if ownership.remove_bundle(final):
+        # Others put files there, so ours are moved in one by one; the manifest comes last and completes the bundle.
+        for name in files:
+            os.replace(staged / name, final / name)
+        sync_folder(final)
+        staged.rmdir()
+    else:
+        os.rename(staged, final)
+    sync_folder(final.parent)
+
+
+def _spare(final: Path) -> Path | None:
+    """Return the oldest bundle if a complete one is left without it, else None."""
+    others = [path for path in _candidates(final.parent) if path != final]
+    *newer, oldest = others or [None]
+    return oldest if any(_broken(path) is None for path in newer) else None
+
+
+def _remove(path: Path) -> list[str]:
+    """Remove the files of a bundle that we wrote. Returns a line if there are others, which stay.
+
+    Raises:
+        OSError: the bundle stays.
+    """
+    # Renamed first: if the process is killed while removing, a hidden folder is left and not half a bundle.
+    doomed = path.with_name(f".tmp-{path.name}-old")
+    with contextlib.suppress(OSError):
+        ownership.remove_bundle(doomed)
+    if ownership.split_bundle(path)[1] or doomed.exists():
+        left = ownership.counted(others) if (others := ownership.remove_bundle(path)) else ""
+        return [f"{path.name} was removed, except what this program did not write ({left})"] if left else []
+    os.rename(path, doomed)
+    with contextlib.suppress(OSError):
+        ownership.remove_bundle(doomed)
+    return []
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Cloned, because safetensors refuses tensors that share memory, and the bundle's bytes must not depend on layout.
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

@@ -1,0 +1,43 @@
+"""Verifies that an exported LoRA file does what training did."""
+
+from .verify import (
+    HEADER_KEYS,
+    MOSTLY_LOST,
+    Previews,
+    Probe,
+    Report,
+    check,
+    check_file,
+    clean_pipeline,
+    delta_error,
+    family_told,
+    load,
+    loaded_layers,
+    make_probe,
+    predict,
+    psnr,
+    relative_error,
+    save_probe,
+    survival,
+)
+
+__all__ = [
+    "HEADER_KEYS",
+    "MOSTLY_LOST",
+    "Previews",
+    "Probe",
+    "Report",
+    "check",
+    "check_file",
+    "clean_pipeline",
+    "delta_error",
+    "family_told",
+    "load",
+    "loaded_layers",
+    "make_probe",
+    "predict",
+    "psnr",
+    "relative_error",
+    "save_probe",
+    "survival",
+]

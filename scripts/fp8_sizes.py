@@ -1,0 +1,41 @@
+"""Compare the bytes of each family's released denoiser in FP8 storage and in bf16, for the table of docs/fp8.md.
+
+    python scripts/fp8_sizes.py [FAMILY...]
+
+Sizes are counted on torch's meta device from `reference_config`, without weights: every parameter and buffer as
+`precision.quantize_` stores it, scales included. Convolutions, norms and the layers of `keep_precise` stay in bf16.
+"""
+
+import sys
+
+import diffusers
+import torch
+
+from lora_fp8 import families, precision, settings
+
+
+def sizes(name: str) -> tuple[int, int]:
+    """Return the bytes of a released denoiser in bf16 and with quantize.storage = "fp8"."""
+    Family = families.get(name)
+    found = []
+    for storage in ("none", "fp8"):
+        cls = getattr(diffusers, Family.denoiser_class)
+        with torch.device("meta"):
+            denoiser = cls.from_config(dict(Family.reference_config))
+        precision.quantize_(
+            denoiser, settings.Quantize(storage=storage), Family.keep_precise, torch.bfloat16, Family.modulation
+        )
+        tensors = [*denoiser.parameters(), *denoiser.buffers()]
+        found.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return found[0], found[1]
+
+
+def row(name: str) -> str:
+    """Return a line of the table: the family, GB in bf16 and in fp8, and the saved share."""
+    wide, narrow = sizes(name)
+    return f"| `{name}` | {wide / 1e9:.2f} | {narrow / 1e9:.2f} | {100 * (1 - narrow / wide):.0f} % |"
+
+
+if __name__ == "__main__":
+    for family in sys.argv[1:] or families.available():
+        print(row(family), flush=True)

@@ -1,0 +1,525 @@
+"""Stage 1: compare every function that has another code path on a GPU with float64 or with the CPU."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import bench_step
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lora_fp8 import adapters, precision, settings
+from lora_fp8.precision import formats, matmul, stream
+from lora_fp8.precision.formats import Format
+from lora_fp8.precision.linear import FrozenLinear
+from lora_fp8.training import memory, optim
+
+from .record import Context, NotHere, Record, need_cuda, wait
+
+SCALED = [Format("fp8", scale) for scale in ("row", "tensor", "none", "1x64", "1x128", "128x128")]
+SCALED += [Format("int8", scale) for scale in ("row", "1x64", "1x128")]
+NF4 = Format("nf4", "1x64")
+N, K = 384, 512
+BF16 = torch.bfloat16
+STEP = {torch.float32: 2.0**-22, BF16: 2.0**-8, torch.float16: 2.0**-11}
+"""Rounding step of a dtype, relative to the value."""
+
+Question = Callable[[Context], dict[str, Any]]
+QUESTIONS: dict[str, Question] = {}
+
+
+def question(name: str) -> Callable[[Question], Question]:
+    """Register a question under the name of its row."""
+
+    def register(function: Question) -> Question:
+        QUESTIONS[name] = function
+        return function
+
+    return register
+
+
+def run(record: Record, context: Context) -> None:
+    """Ask every question."""
+    for name, function in QUESTIONS.items():
+        if context.seconds_left <= 0:
+            record.write(name, None, note="not asked: no time left")
+            continue
+        record.ask(name, lambda function=function: function(context))
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Return the same normal numbers on every machine."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight() -> Tensor:
+    """Return an (N, K) weight whose rows differ in size by six orders of magnitude, with a row of zeros."""
+    weight_NK = random(N, K) * torch.logspace(-4, 2, N)[:, None]
+    weight_NK[7] = 0.0
+    return weight_NK
+
+
+def error(answer: Tensor, exact: Tensor) -> float:
+    """Return |answer - exact| / |exact|, both in float64 on the CPU."""
+    answer, exact = answer.detach().double().cpu(), exact.detach().double().cpu()
+    return ((answer - exact).norm() / exact.norm()).item()
+
+
+def within(value: float, limit: float, unit: str = "relative error", note: str = "") -> dict[str, Any]:
+    """Return the facts of a row that is right up to a limit."""
+    return {"ok": bool(value <= limit), "value": value, "limit": limit, "unit": unit, "note": note}
+
+
+def equal(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Return the facts of a row that is right if all pairs are bit-identical."""
+    differing = []
+    for name, (one, other) in pairs.items():
+        one, other = one.detach().cpu(), other.detach().cpu()
+        if one.shape != other.shape or not torch.equal(one, other):
+            count = (one != other).sum().item() if one.shape == other.shape else "shape"
+            differing.append(f"{name}: {count} of {one.numel()}")
+    return {
+        "ok": not differing,
+        "note": f"{len(pairs)} compared" + "; differ: " * bool(differing) + ", ".join(differing),
+    }
+
+
+def layer(form: Format, context: Context) -> FrozenLinear:
+    """Return a frozen layer with the same random weight everywhere."""
+    torch.manual_seed(0)
+    return FrozenLinear.from_linear(nn.Linear(K, N), BF16, form=form).to(context.device)
+
+
+def forward_backward(module: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the answer and the gradient for x."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(grad)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def need_triton(context: Context) -> None:
+    need_cuda(context.device)
+    section = settings.Quantize(compute="fp8", kernels="triton")
+    if text := precision.problem(section, context.device):
+        raise NotHere(text)
+
+
+def need_fp8(context: Context, recipe: str = "current") -> None:
+    section = settings.Quantize(compute="fp8", recipe=recipe, scale="128x128" if recipe == "block" else "auto")
+    if text := precision.problem(section, context.device):
+        raise NotHere(text)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@question("encode: the bytes and scales of the CPU")
+def encode(context: Context) -> dict[str, Any]:
+    pairs = {}
+    for form in SCALED:
+        there = formats.encode(weight().to(context.device), form)
+        for part, one, other in zip(("bytes", "scale"), there, formats.encode(weight(), form), strict=True):
+            pairs[f"{form} {part}"] = (one, other)
+    return equal(pairs)
+
+
+@question("decode: all 254 finite e4m3 codes, and int8, rounded once from float32")
+def decode(context: Context) -> dict[str, Any]:
+    pairs = {}
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    bytes_NK = torch.stack([codes, codes.flip(0)])
+    scale = torch.tensor([[0.0123456789], [7.7e-4]])
+    values = {"fp8": bytes_NK.view(torch.float8_e4m3fn).double(), "int8": bytes_NK.view(torch.int8).double()}
+    for storage, exact in values.items():
+        for dtype in (torch.float32, BF16, torch.float16):
+            # e4m3 times float32 is exact in float64: rounded to float32 here, then to the dtype.
+            expected = (exact * scale.double()).float().to(dtype)
+            parts = (bytes_NK.to(context.device), scale.to(context.device))
+            pairs[f"{storage} to {dtype}"] = (formats.decode(parts, storage, dtype), expected)
+    return equal(pairs)
+
+
+@question("nf4: decoded on the device as on the CPU, from the same bytes")
+def nf4_decode(context: Context) -> dict[str, Any]:
+    parts = formats.encode(weight(), NF4)
+    there = formats.decode(tuple(part.to(context.device) for part in parts), "nf4", torch.float32)
+    return within(error(there, formats.decode(parts, "nf4", torch.float32)), 1e-6)
+
+
+@question("nf4: weight error when encoded on the device (bell-shaped weights)")
+def nf4_encode(context: Context) -> dict[str, Any]:
+    exact = random(N, K) * 0.02
+    parts = formats.encode(exact.to(context.device), NF4)
+    return within(error(formats.decode(parts, "nf4", torch.float32), exact), 0.10)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+@question("upcast: answer and gradient equal F.linear with the decoded weight, bit for bit")
+def upcast(context: Context) -> dict[str, Any]:
+    pairs = {}
+    x, grad = random(2, 77, K, dtype=BF16).to(context.device), random(2, 77, N, dtype=BF16, seed=1).to(context.device)
+    for form in [*SCALED, NF4]:
+        frozen = layer(form, context)
+        y, grad_x = forward_backward(frozen, x, grad)
+        plain = frozen.weight
+        expected = forward_backward(lambda x, plain=plain, frozen=frozen: F.linear(x, plain, frozen.bias), x, grad)
+        pairs |= {f"{form} y": (y, expected[0]), f"{form} grad": (grad_x, expected[1])}
+    return equal(pairs)
+
+
+@question("upcast: bytes kept for backward beside x and the layer's own")
+def saved(context: Context) -> dict[str, Any]:
+    most = 0
+    for form in [*SCALED, NF4]:
+        frozen = layer(form, context)
+        x = random(77, K, dtype=BF16).to(context.device).requires_grad_()
+        own = {one.untyped_storage().data_ptr() for one in (*frozen.parameters(), *frozen.buffers(), x)}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in own:
+                kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            frozen(x)
+        most = max(most, sum(kept.values()))
+    return within(most, 0, "bytes")
+
+
+@question("_scaled_mm: unit scales against float64, precise accumulation")
+def scaled_mm(context: Context) -> dict[str, Any]:
+    return scaled_mm_error(context, fast=False, limit=0.003)
+
+
+@question("_scaled_mm: unit scales against float64, fast accumulation")
+def scaled_mm_fast(context: Context) -> dict[str, Any]:
+    return scaled_mm_error(context, fast=True, limit=0.01)
+
+
+def scaled_mm_error(context: Context, fast: bool, limit: float) -> dict[str, Any]:
+    """Check the error of scaled_mm. bf16 rounds to 0.17 % (rms); anything beyond that comes from the accumulation."""
+    need_fp8(context)
+    worst, where = 0.0, ""
+    for tokens in (1, 16, 77, 512, 1111):
+        a = random(tokens, 3072).to(torch.float8_e4m3fn).to(context.device)
+        w = random(1024, 3072, seed=1).to(torch.float8_e4m3fn).to(context.device)
+        answer = matmul.unscaled_product(a, w.view(torch.uint8), BF16, fast)
+        found = error(answer, a.cpu().double() @ w.cpu().double().T)
+        if found > worst or math.isnan(found):
+            worst, where = found, f"M = {tokens}"
+    return within(worst, limit, note=f"worst at {where}")
+
+
+def ask_fp8_layer(context: Context, compute: str, recipe: str) -> dict[str, Any]:
+    need_fp8(context, recipe)
+    form = Format("fp8", "128x128" if recipe == "block" else "row")
+    frozen = layer(form, context)
+    frozen.set_compute_(compute, recipe)
+    x, grad = random(2, 77, K, dtype=BF16), random(2, 77, N, dtype=BF16, seed=1)
+    y, grad_x = forward_backward(frozen, x.to(context.device), grad.to(context.device))
+    weight_NK = frozen.weight.double().cpu()
+    exact_y = F.linear(x.double(), weight_NK, frozen.bias.double().cpu())
+    found = max(error(y, exact_y), error(grad_x, grad.double() @ weight_NK))
+    # Two e4m3 operands: 2.65 % (row scales) of which the weight's are not counted here.
+    return within(found, 0.045, note="the larger of answer and gradient, against the decoded weight")
+
+
+for _compute in ("fp8", "fp8_forward"):
+    for _recipe in ("current", "delayed", "block"):
+        QUESTIONS[f"layer: compute {_compute}, recipe {_recipe}"] = lambda context, compute=_compute, recipe=_recipe: (
+            ask_fp8_layer(context, compute, recipe)
+        )
+
+
+@question("layer: a row with NaN or infinity answers NaN, and no other row does")
+def broken_rows(context: Context) -> dict[str, Any]:
+    need_fp8(context)
+    frozen = layer(Format("fp8", "row"), context)
+    frozen.set_compute_("fp8")
+    x = random(32, K, dtype=BF16)
+    x[3, 5], x[9, 0] = float("nan"), float("inf")
+    broken = frozen(x.to(context.device)).isnan().any(dim=1).cpu().nonzero()[:, 0].tolist()
+    return {"ok": broken == [3, 9], "note": f"rows {broken}"}
+
+
+# -- Triton kernels ----------------------------------------------------------------------------------------------------
+
+
+@question("triton quantize_rows: torch's bytes and scales")
+def triton_quantize(context: Context) -> dict[str, Any]:
+    need_triton(context)
+    from lora_fp8.precision import kernels
+
+    pairs = {}
+    for shape in ((5, 33), (300, 3072), (8, 15360), (4, 55296)):
+        for dtype in (torch.float32, BF16, torch.float16):
+            x = (random(*shape) * torch.logspace(-2, 2, shape[0])[:, None]).to(dtype).to(context.device)
+            factor = (random(shape[1], seed=2).abs() + 0.1).to(context.device).view(-1, 1)
+            for name, folded in {"": x, " folded": x * factor.view(1, -1)}.items():
+                values, scale = kernels.quantize_rows(x, factor if name else None)
+                expected, expected_scale = matmul.quantize(folded)
+                pairs[f"{shape} {dtype}{name}"] = (values.view(torch.uint8), expected.view(torch.uint8))
+                pairs[f"{shape} {dtype}{name} scale"] = (scale, expected_scale)
+    return equal(pairs)
+
+
+@question("triton transpose_bytes: torch's")
+def triton_transpose(context: Context) -> dict[str, Any]:
+    need_triton(context)
+    from lora_fp8.precision import kernels
+
+    pairs = {}
+    for shape in ((3000, 1111), (128, 128), (1, 5), (9216, 3072)):
+        original = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        pairs[str(shape)] = (kernels.transpose_bytes(original.to(context.device)), original.t().contiguous())
+    return equal(pairs)
+
+
+@question("triton epilogue: within one rounding of float64")
+def triton_epilogue(context: Context) -> dict[str, Any]:
+    need_triton(context)
+    from lora_fp8.precision import kernels
+
+    worst = 0.0
+    for dtype, step in STEP.items():
+        for rank in (1, 16, 64, 100):
+            sums = random(300, 1000).to(torch.float32 if dtype == torch.float16 else dtype).to(context.device)
+            a_scale, w_scale = random(300, 1, seed=1).to(context.device), random(1000, 1, seed=2).to(context.device)
+            bias = random(1000, seed=3).to(context.device)
+            h = random(300, rank, seed=4).to(dtype).to(context.device)
+            b = random(1000, rank, seed=5).to(dtype).to(context.device)
+            exact = sums.double() * a_scale.double() * w_scale.double().T + bias.double() + h.double() @ b.double().T
+            y = kernels.epilogue(sums, a_scale, w_scale, bias, h, b, 1.0, dtype)
+            excess = ((y.double() - exact).abs() - 1e-4) / (step * exact.abs() + 1e-12)
+            worst = max(worst, excess.max().item())
+    return within(worst, 1.0, "rounding steps beyond 1e-4")
+
+
+@question("triton layers: eager, against torch's kernels")
+def triton_eager(context: Context) -> dict[str, Any]:
+    return triton_network(context, compiled=False)
+
+
+@question("triton layers: as custom operators under torch.compile")
+def triton_compiled(context: Context) -> dict[str, Any]:
+    return triton_network(context, compiled=True)
+
+
+def triton_network(context: Context, compiled: bool) -> dict[str, Any]:
+    """Compare two adapted layers with and without the kernels: outputs and all gradients."""
+    need_triton(context)
+    results = []
+    for kernels in ("torch", "triton"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(context.device)
+        section = settings.Quantize(compute="fp8", kernels=kernels, fp8_min_features=0)
+        precision.quantize_(model, section, (), BF16)
+        adapters.inject(model, settings.Adapter(rank=16, alpha=16), ["0", "2"], seed=0)
+        fill_adapters(model)
+        x = random(3, 100, 256, dtype=BF16).to(context.device).requires_grad_()
+        y = (torch.compile(model, fullgraph=True) if compiled and kernels == "triton" else model)(x)
+        y.float().square().sum().backward()
+        results.append([y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.parameters(model)]])
+    worst = max(error(got, expected) for expected, got in zip(*results, strict=True))
+    return within(worst, 0.03, note="worst of the answer and all gradients")
+
+
+def fill_adapters(model: nn.Module) -> None:
+    """Fill B with random values. It starts at zero, and half of the backward would multiply by zero."""
+    for name, parameter in adapters.parameters(model):
+        if "lora_B" in name:
+            parameter.data.copy_(random(*parameter.shape, seed=len(name)) * 0.1)
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------------------
+
+
+def parameters(device: torch.device) -> list[tuple[str, nn.Parameter]]:
+    shapes = {"down": (16, 1024), "up": (1024, 16), "small": (4, 8)}
+    return [(name, nn.Parameter((random(*shape) * 0.01).to(BF16).to(device))) for name, shape in shapes.items()]
+
+
+def gradients(step: int, device: torch.device) -> dict[str, Tensor]:
+    return {
+        name: random(*one.shape, seed=step * 7 + number).to(device)
+        for number, (name, one) in enumerate(parameters(torch.device("cpu")))
+    }
+
+
+def optimizer(named: list[tuple[str, nn.Parameter]], rounding: str = "master") -> optim.AdapterOptimizer:
+    section = settings.Optimizer(name="adamw8bit", rounding=rounding, lr=1e-3)
+    return optim.build(named, section, base_storage="fp8", seed=0)
+
+
+@question("bitsandbytes AdamW8bit: 20 updates, against torch's AdamW in float32")
+def adamw8bit(context: Context) -> dict[str, Any]:
+    named = parameters(context.device)
+    found = optimizer(named)
+    exact = {name: nn.Parameter(one.detach().double().cpu()) for name, one in named}
+    start = {name: one.detach().clone() for name, one in exact.items()}
+    section = settings.Optimizer(name="adamw8bit")
+    reference = torch.optim.AdamW(
+        exact.values(), lr=1e-3, betas=(section.beta1, optim.beta2(section)), eps=section.eps,
+        weight_decay=section.weight_decay,
+    )  # fmt: skip
+    for step in range(1, 21):
+        found.step(gradients(step, context.device), 1e-3, step)
+        for name, one in exact.items():
+            one.grad = gradients(step, torch.device("cpu"))[name].double()
+        reference.step()
+    tensors, _ = found.state()
+    moved = [error(tensors[f"{name}/master"].double() - start[name], exact[name] - start[name]) for name in exact]
+    return within(max(moved), 0.08, note="error of the movement, worst of three tensors")
+
+
+@question("bitsandbytes AdamW8bit: saved, loaded, and the next update the same to the bit")
+def adamw8bit_reload(context: Context) -> dict[str, Any]:
+    pairs = {}
+    for rounding in ("master", "stochastic"):
+        named = parameters(context.device)
+        first = optimizer(named, rounding)
+        for step in range(1, 6):
+            first.step(gradients(step, context.device), 1e-3, step)
+        tensors, facts = first.state()
+        again = [(name, nn.Parameter(one.detach().clone())) for name, one in named]
+        second = optimizer(again, rounding)
+        second.load_state(tensors, facts)
+        for one in (first, second):
+            one.step(gradients(6, context.device), 1e-3, 6)
+        pairs |= {f"{rounding} {name}": (one, other) for (name, one), (_, other) in zip(named, again, strict=True)}
+        states = first.state()[0], second.state()[0]
+        pairs |= {f"{rounding} {key}": (states[0][key], states[1][key]) for key in {**states[0], **states[1]}}
+    return equal(pairs)
+
+
+@question("stochastic rounding: the mean is kept")
+def stochastic(context: Context) -> dict[str, Any]:
+    # A quarter of the way from 1 to the next bf16 value, 1 + 2^-7: a quarter of 2^20 draws go up, within 5 sigma.
+    values = torch.full((2**20,), 1.0 + 2.0**-9, device=context.device)
+    rounded = optim.round_stochastically(values, torch.Generator(context.device).manual_seed(0))
+    share = (rounded.float() > 1.0).double().mean().item()
+    return within(abs(share - 0.25), 5 * math.sqrt(0.25 * 0.75 / 2**20), "off the expected share")
+
+
+@question("stochastic rounding: the same seed gives the same bits")
+def stochastic_seeded(context: Context) -> dict[str, Any]:
+    values = random(2**16).to(context.device)
+    one, other = (optim.round_stochastically(values, torch.Generator(context.device).manual_seed(5)) for _ in range(2))
+    return equal({"bits": (one, other)})
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@question("offload: answers and gradients of 20 steps the same to the bit")
+def offload(context: Context) -> dict[str, Any]:
+    need_cuda(context.device)
+    pairs = {}
+    for compute in ("upcast", "fp8"):
+        if compute == "fp8":
+            need_fp8(context)
+        results = [offloaded_steps(share, compute, context.device) for share in (0.0, 0.5, 1.0)]
+        for share, found in zip((0.5, 1.0), results[1:], strict=True):
+            for number, pair in enumerate(zip(found, results[0], strict=True)):
+                pairs[f"{compute} {share} {number}"] = pair
+    courier = stream._couriers[torch.device("cuda", torch.cuda.current_device())]
+    facts = equal(pairs)
+    return facts | {"note": f"{facts['note']}; copies early {courier.early}, late {courier.late}"}
+
+
+def offloaded_steps(share: float, compute: str, device: torch.device) -> list[Tensor]:
+    """Return all adapter gradients of 20 checkpointed steps, with a share of the frozen bytes offloaded to RAM."""
+    torch.manual_seed(0)
+    widths = (512, 1024, 2048, 512, 1024, 512)
+    pairs = zip(widths, widths[1:], strict=False)
+    model = nn.Sequential(*(FrozenLinear.from_linear(nn.Linear(*pair), BF16) for pair in pairs))
+    for one in model:
+        one.set_compute_(compute)
+    precision.offload_(model, share)
+    adapters.inject(model, settings.Adapter(rank=4, alpha=4), [str(index) for index in range(len(model))], seed=0)
+    fill_adapters(model)
+    model.to(device)
+    found = []
+    for seed in range(20):
+        x = random(64, widths[0], dtype=BF16, seed=seed).to(device).requires_grad_()
+        model.zero_grad()
+        half = len(model) // 2
+        y = checkpoint(model[half:], checkpoint(model[:half], x, use_reentrant=False), use_reentrant=False)
+        y.float().square().mean().backward()
+        found += [parameter.grad.clone() for _, parameter in adapters.parameters(model)]
+    return found
+
+
+@question("compile: no decoded weight is kept between forward and backward")
+def compile_keeps_nothing(context: Context) -> dict[str, Any]:
+    need_cuda(context.device)
+    width, depth = 2048, 8
+    kept = {}
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        linears = [nn.Linear(width, width) for _ in range(depth)]
+        model = nn.ModuleList(FrozenLinear.from_linear(one, BF16) for one in linears).to(context.device)
+        if compiled:
+            for block in model:
+                block.compile(fullgraph=True)
+        x = random(64, width, dtype=BF16).to(context.device).requires_grad_()
+        for _ in range(2):  # the first compiles
+            wait(context.device)
+            before = torch.cuda.memory_allocated(context.device)
+            y = x
+            for block in model:
+                y = block(y)
+            wait(context.device)
+            kept[compiled] = torch.cuda.memory_allocated(context.device) - before
+            y.float().mean().backward()
+            del y
+    # One decoded weight is 8 MiB; activations of a layer are 0.25 MiB.
+    return within(
+        (kept[True] - kept[False]) / 2**20, 1.0, "MiB more than eager", f"eager keeps {kept[False] / 2**20:.1f} MiB"
+    )
+
+
+@question("compile and CUDA graphs: a FLUX block as eager")
+def cuda_graphs(context: Context) -> dict[str, Any]:
+    need_cuda(context.device)
+    answers = {}
+    for compiled, graphs in ((False, False), (True, False), (True, True)):
+        torch._dynamo.reset()
+        section = settings.Memory(
+            gradient_checkpointing=False, compile="blocks" if compiled else "off", cuda_graphs=graphs
+        )
+        model = bench_step.ours(storage="fp8")("flux", "tiny", context.device).train()
+        memory.apply_(model, section)
+        inputs = bench_step.inputs("flux", 64, "tiny", context.device)
+        for _ in range(4):  # graphs are recorded in the second or third
+            model.zero_grad()
+            y = model(**inputs, return_dict=False)[0]
+            y.float().square().mean().backward()
+            grads = torch.cat([parameter.grad.flatten() for _, parameter in adapters.parameters(model)]).clone()
+            answers[compiled, graphs] = torch.cat([y.detach().flatten().float(), grads.float()])
+    worst = max(error(answers[True, graphs], answers[False, False]) for graphs in (False, True))
+    return within(worst, 0.05, note="compiled, and with CUDA graphs, against eager, in bf16")
+
+
+@question("out of memory: an exception, one sentence, and the GPU is usable afterwards")
+def out_of_memory(context: Context) -> dict[str, Any]:
+    need_cuda(context.device)
+    total = torch.cuda.get_device_properties(context.device).total_memory
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.empty(2 * total, dtype=torch.uint8, device=context.device)
+        return {"ok": False, "note": "twice the GPU's memory could be allocated"}
+    text = memory.out_of_memory_advice(context.device)
+    usable = torch.ones(1000, device=context.device).sum().item() == 1000
+    return {"ok": usable and "GiB" in text, "note": text}

@@ -1,0 +1,130 @@
+"""Render the tables and the plot of a results file."""
+
+import json
+from typing import Any
+from xml.sax.saxutils import escape
+
+Rows = list[dict[str, Any]]
+SIGNS = {True: "right", False: "**wrong**", None: "-"}
+GOALS = {"fp8 matmul compiled": 1.25, "fp8 matmul + triton compiled": 1.25, "fp8 upcast compiled": 0.9}
+"""Target speed of a mode at FLUX 1024 on Hopper, as a multiple of our compiled bf16."""
+
+
+def tables(rows: Rows) -> str:
+    """Return the report as Markdown."""
+    facts = next((row["facts"] for row in rows if row["stage"] == "facts"), {})
+    wrong = [row for row in rows if row["ok"] is False]
+    lines = [f"# What {facts.get('machine', 'this machine')} answered", ""]
+    if facts:
+        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        lines += [f"{facts['date']}; {versions}.", ""]
+        keys = ("capability", "gpu_arch", "memory_gib", "gpus", "cuda", "hip", "cores", "minutes", "toy")
+        lines += ["; ".join(f"{key} {facts[key]}" for key in keys if facts.get(key)) + ".", ""]
+    if facts.get("toy"):
+        lines += ["Toy sizes: these figures only show that the script works.", ""]
+    lines += [f"{len(rows)} rows, {len(wrong)} wrong." + " They are listed first." * bool(wrong), ""]
+    lines += [f"* {row['stage']}: {row['name']}: {clean(row.get('note', ''))}" for row in wrong]
+    lines += ["", "![Seconds per step](step.svg)", "", *step_table(rows), *rate_table(rows)]
+    for stage in ("numerics", "demo", "processes"):
+        lines += ["", f"## {stage}", "", "| question | answer | value | limit | note |", "|---|---|---|---|---|"]
+        for row in of_stage(rows, stage):
+            value = f"{number(row.get('value'))} {row.get('unit', '')}".strip()
+            cells = [row["name"], SIGNS[row["ok"]], value, number(row.get("limit")), clean(row.get("note", ""))]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def of_stage(rows: Rows, stage: str) -> Rows:
+    return [row for row in rows if row["stage"] == stage]
+
+
+def step_rows(rows: Rows) -> Rows:
+    """Return the measured steps with `ratio` (times as fast as our compiled bf16) and `predicted_gib`."""
+    predicted = {row["name"]: row["value"] for row in of_stage(rows, "predict") if row.get("value")}
+    found = []
+    for row in [*of_stage(rows, "models"), *of_stage(rows, "peers")]:
+        if row.get("unit") != "s/step":
+            continue
+        model = row["name"].split(":")[0]
+        beside = next(
+            (one["value"] for one in rows if one["name"] == f"{model}: bf16 compiled" and one.get("value")), None
+        )
+        guess = predicted.get(row["name"].removesuffix(" compiled").replace(" + triton", ""))
+        found.append(row | {"ratio": beside / row["value"] if beside else None, "predicted_gib": guess})
+    return found
+
+
+def step_table(rows: Rows) -> list[str]:
+    lines = ["## Seconds per step", "", "Batch 1, LoRA rank 16, 8-bit AdamW (peers: torch's AdamW), random weights."]
+    lines += ["Predicted: base, adapters, optimizer and step, calculated on the meta device without compilation.", ""]
+    lines += [
+        "| step | s/step | fastest - slowest | x as fast as bf16 compiled | goal | peak, GiB | predicted, GiB | off |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for row in step_rows(rows):
+        mode = row["name"].split(": ")[1]
+        goal = GOALS.get(mode) if row["name"].startswith("flux 1024") else None
+        guess = row["predicted_gib"]
+        off = f"{row['peak_gib'] / guess - 1:+.1%}" if guess else ""
+        cells = [row["name"], f"{row['value']:.4f}", f"{row['fastest']:.4f} - {row['slowest']:.4f}"]
+        cells += [number(row["ratio"]), number(goal), f"{row['peak_gib']:.2f}", number(guess), off]
+        lines.append("| " + " | ".join(cells) + " |")
+    others = [row for row in rows if row["stage"] in ("models", "peers") and row.get("unit") != "s/step"]
+    lines += [
+        "",
+        *[
+            f"* {row['name']}: {number(row.get('value'))} {row.get('unit', '')} {clean(row.get('note', ''))}"
+            for row in others
+        ],
+    ]
+    return lines
+
+
+def rate_table(rows: Rows) -> list[str]:
+    lines = [
+        "",
+        "## Rates",
+        "",
+        "| shape (M, N, K) | operation | rate | microseconds | note |",
+        "|---|---|---|---|---|",
+    ]
+    for row in of_stage(rows, "rates"):
+        shape, _, operation = row["name"].partition(": ")
+        rate = f"{number(row.get('value'))} {row.get('unit', '')}".strip()
+        size = " ".join(map(str, row.get("shape", ())))
+        cells = [f"{shape} ({size})", operation, rate, number(row.get("microseconds")), clean(row.get("note", ""))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def plot(rows: Rows) -> str:
+    """Return a bar chart of the steps as SVG."""
+    steps = step_rows(rows)
+    largest: dict[str, float] = {}
+    for row in steps:
+        model = row["name"].split(":")[0]
+        largest[model] = max(largest.get(model, 0.0), row["value"])
+    height, left, width = 24, 330, 420
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 110}" height="{height * len(steps) + 20}" '
+        'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for place, row in enumerate(steps):
+        y = 10 + height * place
+        long = width * row["value"] / largest[row["name"].split(":")[0]]
+        color = "#2a6f97" if row["stage"] == "models" else "#b08968"
+        parts.append(f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{escape(row["name"])}</text>')
+        parts.append(f'<rect x="{left}" y="{y + 3}" width="{long:.1f}" height="{height - 6}" fill="{color}"/>')
+        parts.append(f'<text x="{left + long + 6:.1f}" y="{y + 16}">{row["value"]:.3f} s</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def number(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, int | float) else json.dumps(value)
+
+
+def clean(text: str) -> str:
+    """Return a note that fits into a table cell."""
+    return " ".join(text.replace("|", "/").split())

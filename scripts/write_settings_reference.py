@@ -1,0 +1,166 @@
+"""Write docs/settings.md and docs/settings.zh-CN.md: every setting, from its declaration and the page's texts.
+
+    python scripts/write_settings_reference.py            write both files
+    python scripts/write_settings_reference.py --check    exit with 1 if they are not what this writes
+
+A test compares the files with what `reference` returns. Change a setting in lora_fp8/settings/declarations.py and its
+Chinese help in webui/texts/settings.toml, then run this.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lora_fp8 import config  # noqa: E402
+from lora_fp8.settings import Except  # noqa: E402
+from webui import form, translations  # noqa: E402
+
+FILES = {"en": ROOT / "docs/settings.md", "zh-CN": ROOT / "docs/settings.zh-CN.md"}
+Texts = dict[str, str]
+
+
+def _both(english: str, chinese: str) -> Texts:
+    return {"en": english, "zh-CN": chinese}
+
+
+HEAD = _both(
+    """# All settings
+
+English · [简体中文](settings.zh-CN.md) · [home](../README.md)
+
+Every setting of a job's TOML file, one table per section. `lora-fp8 new my.toml` writes them all with their defaults
+and help; a config needs only those that it changes. A setting that is changed where it has no effect causes a warning;
+an unknown name or a value out of range is an error. The column *elsewhere* has the names in other trainers, with the
+conversion of the value where one is needed. kohya stands for sd-scripts, kohya_ss, lora-scripts and musubi-tuner.
+
+<!-- Written by scripts/write_settings_reference.py; do not edit by hand. -->
+""",
+    """# 全部设置
+
+[English](settings.md) · 简体中文 · [首页](../README.zh-CN.md)
+
+任务 TOML 文件的全部设置，每个小节一张表。`lora-fp8 new my.toml` 会写出所有设置及其默认值和说明；
+配置文件只需写要改的项。在当前设置下不起作用的改动会给出警告；名称不存在或数值超出范围则报错。“其他训练器”一栏是它在别处的名称，需要换算时一并写出；
+kohya 指 sd-scripts、kohya_ss、lora-scripts 和 musubi-tuner。
+
+<!-- 由 scripts/write_settings_reference.py 生成，请勿手工修改。 -->
+""",
+)
+COLUMNS = {
+    "en": ("setting", "accepts", "default", "effect only with", "elsewhere", "help"),
+    "zh-CN": ("设置", "可用的值", "默认值", "起作用的条件", "其他训练器", "说明"),
+}
+KINDS = {
+    "flag": _both("`true`, `false`", "`true`、`false`"),
+    "text": _both("text", "文字"),
+    "lines": _both("list of texts", "文字列表"),
+    "numbers": _both("list of whole numbers", "整数列表"),
+    "table": _both("tables, see below", "表，见下"),
+}
+NUMBER = {True: _both("whole number", "整数"), False: _both("number", "数字")}
+REQUIRED = _both("required", "必填")
+LIST_OF = _both("list of ", "列表：")
+TABLE_OF = _both("table, a layer's name = ", "表，层名 = ")
+OR = _both(" or ", " 或 ")
+SET = _both(" set", " 已设置")
+BETWEEN = _both("; ", "；")
+NEEDS: dict[str, dict[Any, Texts]] = {
+    "family.objective": {
+        "Diffusion": _both("models that predict epsilon or v", "预测 epsilon 或 v 的模型"),
+        "FlowMatching": _both("models of flow matching", "流匹配模型"),
+    },
+    "family.text_encoder": {True: _both("a text encoder that can be trained", "文本编码器可训练的架构")},
+    "family.controls": {True: _both("editing models", "编辑模型")},
+    "family.clips": {True: _both("video models", "视频模型")},
+    "family.guidance": {True: _both("guidance-distilled models", "引导蒸馏模型")},
+    "family.negative": {True: _both("models drawn with a negative prompt", "可用负面提示词的模型")},
+    "base.single_file": {True: _both("a single file as base model", "单文件底模")},
+    "base.on_hub": {True: _both("a base model on the hub", "hub 上的底模")},
+    "base.guidance": {True: _both("a base with guidance embedding", "带引导嵌入的底模")},
+    "layers.fp8": {True: _both("layers that FP8 can multiply", "有可用 FP8 相乘的层")},
+    "layers.modulation": {True: _both("modulation layers", "有调制层")},
+    "run.several_processes": {True: _both("several processes", "多个进程")},
+}
+"""Conditions of a `when` that are not settings."""
+
+
+def reference(language: str) -> str:
+    """Return the reference in a language, as Markdown."""
+    parts = [HEAD[language]]
+    for section, meaning in form.sections().items():
+        settings = [one for one in form.settings().values() if one.section == section]
+        parts += _table(language, section, f"[{section}]" if section else "", meaning, settings)
+        for one in settings:
+            if one.columns:
+                meaning = translations.get_help(language, f"section.{one.key}", one.description)
+                parts += _table(language, one.key, f"[[{one.key}]]", meaning, list(one.columns))
+    return "\n".join(parts)
+
+
+def _table(language: str, section: str, title: str, meaning: str, settings: list[form.Setting]) -> list[str]:
+    key = f"section.{section}" if section else "section"
+    label = translations.load_setting_texts()[key][language]
+    if language != "en":
+        meaning = translations.get_help(language, key, meaning)
+    rows = [COLUMNS[language], ("---",) * len(COLUMNS[language])]
+    rows += [tuple(_cell(text) for text in _row(language, one)) for one in settings]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [f"## {label}{f' `{title}`' if title else ''}\n", f"{meaning.strip()}\n", *lines, ""]
+
+
+def _row(language: str, one: form.Setting) -> tuple[str, ...]:
+    needs = BETWEEN[language].join(_need(language, *rule) for rule in one.when.items())
+    elsewhere = BETWEEN[language].join(
+        f"{tool}: `{'`, `'.join(names.split(', '))}`" for tool, names in one.also.items()
+    )
+    default = REQUIRED[language] if one.default is None else f"`{config.toml_value(one.default)}`"
+    told = one.description if language == "en" else translations.get_help(language, one.key, one.description)
+    return f"`{one.name}`", _accepts(language, one), default, needs, elsewhere, told
+
+
+def _accepts(language: str, one: form.Setting) -> str:
+    if one.kind in KINDS:
+        return KINDS[one.kind][language]
+    words = ", ".join(f"`{word}`" for word in one.choices)
+    if one.kind in ("choice", "choices"):
+        return LIST_OF[language] * (one.kind == "choices") + words
+    if one.kind == "entries" and words:
+        return TABLE_OF[language] + words
+    number = NUMBER[one.whole and "." not in one.bounds][language] + (f" `{one.bounds}`" if one.bounds else "")
+    return TABLE_OF[language] * (one.kind == "entries") + OR[language].join(filter(None, [words, number]))
+
+
+def _need(language: str, keys: str, accepted: tuple[Any, ...]) -> str:
+    if keys in NEEDS:
+        return ", ".join(NEEDS[keys][value][language] for value in accepted)
+    if not accepted:
+        return OR[language].join(f"`{key}`" for key in keys.split(" | ")) + SET[language]
+    values = ", ".join(config.toml_value(value) for value in accepted)
+    return f"`{keys} {'!=' if isinstance(accepted, Except) else '='} {values}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main() -> None:
+    """Write the files, or compare them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if the files are not up to date"
+    )
+    check = parser.parse_args().check
+    for language, path in FILES.items():
+        text = reference(language)
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path.relative_to(ROOT)} is out of date; run python scripts/write_settings_reference.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Find what a training can start from: base models, presets and configs near the allowed folders."""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomlkit
+
+from lora_fp8 import config, demo, families, settings
+from lora_fp8.common import reading
+from lora_fp8.common.writing import atomic_write, make_folder
+from lora_fp8.errors import UserError
+
+from . import form
+
+INDEXES = ("model_index.json", "modular_model_index.json")
+"""Files that name the pipeline of a diffusers folder."""
+LARGE = 512 * 2**20
+"""Files of at least this many bytes are no LoRAs."""
+DEEP = 3
+MOST_FOUND = 200
+OPEN = ("name", "output_dir", "preset", "model.path", "model.components", "model.revision", "dataset.folders")
+"""Settings that belong to one job; presets leave them out."""
+
+
+@cache
+def list_demo_families() -> tuple[str, ...]:
+    """List the families with a bundled demo model."""
+    bundled = Path(demo.__file__).parent / "base"
+    return tuple(name for name in families.available() if (bundled / name / "model_index.json").is_file())
+
+
+def list_demo_presets() -> tuple[str, ...]:
+    """List the presets of the bundled demo models."""
+    return tuple(name for name in config.preset_names() if name.startswith("demo_"))
+
+
+@cache
+def list_vram_presets() -> tuple[str, ...]:
+    """List the presets for GPU memory sizes, smallest first."""
+    return tuple(sorted((name for name in config.preset_names() if parse_vram_preset(name)), key=parse_vram_preset))
+
+
+def parse_vram_preset(name: str) -> int:
+    """Return the GB of GPU memory that a preset is for; 0 for other presets."""
+    found = re.fullmatch(r"vram_(\d+)gb", name)
+    return int(found[1]) if found else 0
+
+
+def list_usual_bases(family: str) -> list[str]:
+    """List the base models that a family is usually trained on."""
+    if family not in families.available():
+        return []
+    example = families.facts(family).get("example_base", "")
+    return [*(["demo"] if family in list_demo_families() else []), *([example] if is_hub_id(example) else [])]
+
+
+def is_hub_id(path: str) -> bool:
+    """Return True if this has the form of a Hugging Face id."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not path.endswith(".safetensors")
+
+
+def parse_hub_url(address: object) -> str:
+    """Return the id in an address of the hub, as people copy it from their browser; "" for anything else."""
+    match = re.fullmatch(r"\s*https?://(?:huggingface\.co|hf\.co)/([^/\s?#]+/[^/\s?#]+)(?:[/?#].*)?", str(address))
+    return match[1] if match and is_hub_id(match[1]) else ""
+
+
+class Base(NamedTuple):
+    """What is known of a base model on this machine.
+
+    Attributes:
+        family: its architecture; "" if unknown.
+        wrong: the engine's message why it cannot be a base, such as "a LoRA, not a base model"; or "".
+        single: it is a single file, which needs `model.components` beside it.
+    """
+
+    family: str = ""
+    wrong: str = ""
+    single: bool = False
+
+
+def find_base_models(models: Iterable[Path], roots: Iterable[Path]) -> list[tuple[str, str]]:
+    """Find diffusers folders and single files near these folders. Returns (name and architecture, path).
+
+    Below `roots` only single files of at least `LARGE` bytes are listed; below `models` all files of a known
+    architecture.
+    """
+    found: dict[str, str] = {}
+    for tops, least in ((list(models), 0), (list(roots), LARGE)):
+        for path in _walk_files(tops):
+            base = path.parent if path.name in INDEXES else path
+            if str(base) in found or (
+                base == path and (path.suffix != ".safetensors" or _lies_in_diffusers_folder(path))
+            ):
+                continue
+            if base == path and path.stat().st_size < least:
+                continue
+            known = inspect_base(base)
+            if known.family or (least and not known.wrong):
+                title = families.facts(known.family)["title"] if known.family else ""
+                top = next(top for top in tops if base.is_relative_to(top))
+                name = base.name if base == top else base.relative_to(top).as_posix()
+                found[str(base)] = " · ".join(filter(None, (name, title)))
+    return [(label, path) for path, label in found.items()]
+
+
+def _lies_in_diffusers_folder(path: Path) -> bool:
+    return any((folder / name).exists() for folder in path.parents[:2] for name in INDEXES)
+
+
+def _walk_files(roots: Iterable[Path]) -> Iterator[Path]:
+    """Yield files near the roots, without hidden ones. At most MOST_FOUND folders are read."""
+    looked = 0
+    for root in roots:
+        waiting = [(root, 0)]
+        while waiting and looked < MOST_FOUND:
+            folder, depth = waiting.pop(0)
+            looked += 1
+            try:
+                entries = sorted(folder.iterdir())
+            except OSError:
+                continue  # deleted or not readable: not offered
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_file():
+                    yield entry
+                elif depth < DEEP and entry.is_dir():
+                    waiting.append((entry, depth + 1))
+
+
+def inspect_base(path: Path) -> Base:
+    """Inspect a path as a base model. Returns an empty `Base` for a path that does not exist."""
+    if path.is_dir():
+        return Base(_read_folder_family(path))
+    try:
+        stat = path.stat()
+    except OSError:
+        return Base()
+    return _inspect_file(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _inspect_file(path: Path, changed: int, size: int) -> Base:
+    """Inspect a file by its header, which is in the first megabytes."""
+    try:
+        what, family = families.of_file(path)
+    except (UserError, OSError) as error:
+        return Base(wrong=str(error), single=True)
+    return Base(family, "" if family else what or families.UNKNOWN, single=True)
+
+
+def fits_family(base: Base, family: str) -> bool:
+    """Return True if `family` can use this base. Some families' files have exactly the tensors of a relative's."""
+    relative = families.facts(family).get("same_tensors_as") if family in families.available() else None
+    return base.family in ("", family) or (base.single and base.family == relative)
+
+
+def find_component_folders(models: Iterable[Path], roots: Iterable[Path], family: str) -> list[tuple[str, str]]:
+    """Find (name, path) of diffusers folders of this family. They have the components that a single file lacks."""
+    return [(name, path) for name, path in find_base_models(models, roots) if inspect_base(Path(path)) == Base(family)]
+
+
+def _read_folder_family(path: Path) -> str:
+    """Return the family of a diffusers folder by its index; "" if unknown."""
+    try:
+        index = next(file for name in INDEXES if (file := path / name).is_file())
+        pipeline = reading.parse_json(reading.read_bytes(index, reading.MOST_JSON)).get("_class_name")
+    except (OSError, ValueError, AttributeError, StopIteration):
+        return ""
+    fitting = [name for name in families.available() if families.facts(name).get("pipeline_class") == pipeline]
+    if len(fitting) > 1:
+        fitting = [name for name in fitting if _has_config_marks(path, families.facts(name))]
+    return fitting[0] if len(fitting) == 1 else ""
+
+
+def _has_config_marks(path: Path, facts: dict[str, Any]) -> bool:
+    """Return True if the denoiser's config has the values that tell this family from its relatives."""
+    try:
+        part = facts.get("denoiser_name", "transformer")
+        denoiser_config = reading.parse_json(reading.read_bytes(path / part / "config.json", reading.MOST_JSON))
+    except (OSError, ValueError):
+        return False
+    return all(denoiser_config.get(key, False) == value for key, value in facts.get("config_marks", {}).items())
+
+
+def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """List (setting, path) of everything in a draft that names a file or folder of this machine."""
+    found = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from")]
+    base = values["model.path"]
+    if isinstance(base, str) and base != "demo" and not is_hub_id(base):
+        found.append(("model.path", base))
+    rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
+    for row in rows:
+        names = [row.get(name) for name in ("path", "control", "mask")] if isinstance(row, dict) else []
+        if names and not (isinstance(names[-1], str) and settings.names_a_folder_of_masks(names[-1])):
+            del names[-1]
+        found += [("dataset.folders", name) for name in names]
+    controls = values.get("preview.controls")
+    found += [("preview.controls", one) for one in controls] if isinstance(controls, list) else []
+    return [(key, path) for key, path in found if isinstance(path, str) and path]
+
+
+def list_own_presets(home: Path) -> list[Path]:
+    """List the presets that were saved on the page."""
+    return sorted((home / "presets").glob("*.toml"))
+
+
+def save_preset(home: Path, name: str, text: str) -> Path:
+    """Save the resolved settings of a draft as a preset, without those that belong to one job.
+
+    Raises:
+        UserError: the draft is not TOML, or a preset of this name exists.
+    """
+    path = home / "presets" / f"{name}.toml"
+    if path.exists() or name in config.preset_names():
+        raise UserError(f"{name}: a preset of this name is there already; choose another name")
+    values, origins = form.read_values(text, home), form.find_origins(text, home)
+    tables: dict[str, Any] = {}
+    for key in origins:
+        if key not in OPEN and key != "model.family":
+            section, _, last = key.rpartition(".")
+            (tables.setdefault(section, {}) if section else tables)[last] = values[key]
+    make_folder(path.parent, 0o700)
+    atomic_write(path, tomlkit.dumps(tables).encode())
+    return path
+
+
+def find_configs(roots: Iterable[Path]) -> list[tuple[str, Path]]:
+    """Find runs and configs near the roots. Returns (name, path)."""
+    found = []
+    for path in _walk_files(roots):
+        if path.name == "config.toml" and (path.parent / "events.jsonl").exists():
+            found.append((path.parent.name, path))
+        elif path.suffix == ".toml" and path.name != "config.toml" and path.parent.name != "presets":
+            found.append((path.name, path))
+    return found

@@ -1,0 +1,294 @@
+"""A folder of images and videos for the Dataset page: captions and tags, the doctor's report, captioning jobs.
+
+Captions are read from disk whenever it has changed, so that edits by other programs show. Everything that decodes
+images runs in a process of its own (`lora-fp8 dataset`), one at a time. Its measurements are kept below home, keyed by
+the files' sizes and times.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import posixpath
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_fp8 import families, jobs
+from lora_fp8.data import captions, clips, images
+from lora_fp8.errors import UserError
+
+from . import image_folders
+from .context import Place
+
+FRESH_SECONDS = 10.0
+"""Listing 5,000 images takes half a second. The caption in the editor is read again whenever it matters."""
+KEPT = 8
+"""Most recently used folders that are kept in memory."""
+FOLDERS = ("mask", "masks", "masklabel", "masklabels")
+"""Names of folders that hold masks."""
+KEPT_EXAMINATIONS = 64
+"""Reports kept in memory. A training with more folders of clips would examine them again and again."""
+_one_at_a_time = threading.Semaphore(1)
+_lock = threading.Lock()
+
+
+@dataclass
+class DatasetFolder:
+    """Images and videos of a folder by relative name, with caption file, text, and the error if it cannot be read.
+
+    Attributes:
+        given: where masks are, as in dataset.folders, if it is set.
+        mask: `given`, or the name pattern of files that look like masks, which are then not listed as images.
+        masks: number of masks.
+        inside: a folder in it that looks like a folder of masks.
+    """
+
+    folder: Path
+    given: str = ""
+    mask: str = ""
+    masks: int = 0
+    inside: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    read_at: float = -1.0
+    _seen: dict[str, tuple[tuple[int, int], str, str]] = field(default_factory=dict)
+
+    @property
+    def videos(self) -> list[str]:
+        """Names of the videos."""
+        return [name for name in self.files if is_video(name)]
+
+    def count_tags(self, names: list[str] | None = None) -> Counter[str]:
+        """Count the captions that have each tag."""
+        counted: Counter[str] = Counter()
+        for name in self.files if names is None else names:
+            counted.update(set(captions.split_tags(" ".join(self.texts[name].splitlines()))))
+        return counted
+
+    def reread_caption(self, name: str) -> str:
+        """Read the caption of an image again, also for other images with the same caption file. Raises UserError."""
+        text = captions.read(self.folder, self.files[name])
+        for other, file in self.files.items():
+            if file == self.files[name]:
+                self.texts[other] = text
+        return text
+
+    def refresh(self) -> None:
+        """Read everything that has changed on disk. Raises UserError."""
+        listed = captions.listed(self.folder)
+        root = Path(os.path.expanduser(self.folder))
+        self.masks = sum(os.path.exists(root / f"{os.path.splitext(name)[0]}-masklabel.png") for name in listed)
+        self.mask = self.given or (image_folders.LABEL if self.masks else "")
+        self.mask = self.mask or image_folders.find_likely_masks(listed, lambda name: listed[name].exists())[0]
+        if self.mask != image_folders.LABEL:  # masks of this name are never listed
+            masks = {name for name in listed if images.masked_stem(self.mask, posixpath.basename(name))}
+            listed, self.masks = {name: path for name, path in listed.items() if name not in masks}, len(masks)
+        self.inside = "" if self.given else _find_mask_folder(listed)
+        files = {name: path.relative_to(root).as_posix() for name, path in listed.items()}
+        texts, wrong = {}, {}
+        for name, path in listed.items():
+            try:
+                status = path.stat()
+                stamp = (status.st_mtime_ns, status.st_size)
+            except OSError:
+                stamp = (0, 0)
+            known = self._seen.get(files[name])
+            if known is None or known[0] != stamp:
+                text = why = ""
+                try:
+                    text = captions.read(self.folder, files[name])
+                except UserError as error:
+                    why = str(error)
+                known = self._seen[files[name]] = (stamp, text, why)
+            texts[name] = known[1]
+            if known[2]:
+                wrong[name] = known[2]
+        self.files, self.texts, self.wrong, self.read_at = files, texts, wrong, time.monotonic()
+
+
+def is_video(name: str) -> bool:
+    """Return True if the name is that of a video."""
+    return os.path.splitext(name)[1].lower() in clips.VIDEOS
+
+
+def _find_mask_folder(listed: Mapping[str, Path]) -> str:
+    """Find a folder named "masks" or similar whose images are named like those above it; "" if there is none."""
+    stems = {os.path.splitext(name)[0] for name in listed}
+    for name, caption in listed.items():
+        parts = name.split("/")
+        for at, part in enumerate(parts[:-1]):
+            above = posixpath.join(*parts[:at], *parts[at + 1 :])
+            if part.lower() in FOLDERS and os.path.splitext(above)[0] in stems and not caption.exists():
+                return "/".join(parts[: at + 1])
+    return ""
+
+
+_albums: dict[tuple[Path, str], DatasetFolder] = {}
+
+
+def open_folder(folder: Path, fresh: bool = False, mask: str = "") -> DatasetFolder:
+    """Return a folder as it was at most `FRESH_SECONDS` ago; `fresh` reads it now. `mask`: as `DatasetFolder.given`.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    key = (folder, mask)
+    with _lock:
+        found = _albums.pop(key, None) or DatasetFolder(folder, mask)
+        _albums[key] = found
+        while len(_albums) > KEPT:
+            _albums.pop(next(iter(_albums)))
+        if fresh or time.monotonic() - found.read_at > FRESH_SECONDS:
+            found.refresh()
+        return found
+
+
+def open_cached(folder: Path, mask: str = "") -> DatasetFolder:
+    """Return a folder as it was read last, for ticks. It is read only if it never was."""
+    with _lock:
+        found = _albums.get((folder, mask))
+    return open_folder(folder, mask=mask) if found is None else found
+
+
+# --------------------------------------------------------------------------------------------------------- the doctor
+
+
+class Examination:
+    """A running or finished `lora-fp8 dataset look`: `report` is its JSON, `problem` its error."""
+
+    def __init__(
+        self, place: Place, folder: Path, family: str, resolution: int, settings: Sequence[str] = (), mask: str = ""
+    ):
+        self.report: dict[str, Any] | None = None
+        self.problem = ""
+        self.done = self.total = 0
+        self.begun = time.monotonic()
+        key = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=12).hexdigest()
+        self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]
+        self._command += ["--family", family, "--resolution", str(resolution), f"--mask={mask}"]
+        self._command += ["--remember", str(place.home / "examined" / f"{key}.json")]
+        self._command += [part for setting in settings for part in ("--set", setting)]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def running(self) -> bool:
+        return self.report is None and not self.problem
+
+    def _run(self) -> None:
+        with _one_at_a_time, tempfile.TemporaryFile() as answer:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=answer,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONUTF8": "1"},
+            )
+            messages = []
+            for line in process.stderr or ():
+                try:
+                    progress = json.loads(line)
+                    self.done, self.total = int(progress["done"]), int(progress["total"])
+                except (ValueError, KeyError, TypeError):
+                    messages.append(line.decode(errors="replace").strip())
+            process.wait()
+            answer.seek(0)
+            try:
+                self.report = json.loads(answer.read())
+            except ValueError:
+                self.problem = "\n".join(messages[-5:]) or f"ended with exit code {process.returncode}"
+
+    def list_files(self, *kinds: str) -> dict[str, str]:
+        """Return the files that findings of these kinds name, with the detail of each; {} before there is a report."""
+        found = (self.report or {}).get("findings", ())
+        return {one["file"]: one["detail"] for each in found if each["kind"] in kinds for one in each["files"]}
+
+
+CUT = ("frames", "fps", "clip")
+"""Settings of [dataset] for cutting clips."""
+TAGS = ("shuffle_tags", "tag_dropout", "tag_separator")
+"""Settings of [dataset] that decide whether the doctor reports captions that are sentences."""
+
+
+def list_clip_settings(family: str, frames: Any, fps: Any, clip: Any) -> tuple[str, ...]:
+    """List the settings for cutting clips for `lora-fp8 dataset look --set`; () if the family trains on no clips."""
+    if not frames or family not in families.available() or not families.traits(family)["clips"]:
+        return ()
+    given = {"frames": frames, "fps": fps, "clip": clip}
+    return tuple(f"dataset.{name}={json.dumps(value)}" for name, value in given.items())
+
+
+_examinations: dict[tuple[Any, ...], Examination] = {}
+
+
+def examine(
+    place: Place,
+    folder: Path,
+    family: str,
+    resolution: int,
+    settings: tuple[str, ...] = (),
+    again: bool = False,
+    mask: str = "",
+) -> Examination:
+    """Return the examination of a folder for a family at a resolution. Starts one if there is none, or if `again`.
+
+    Args:
+        settings: as of `list_clip_settings`.
+        mask: as in dataset.folders.
+    """
+    key = (folder, family, resolution, settings, mask)
+    with _lock:
+        found = _examinations.pop(key, None)
+        if found is None or (again and not found.running):
+            found = Examination(place, folder, family, resolution, settings, mask)
+        _examinations[key] = found
+        while len(_examinations) > KEPT_EXAMINATIONS:
+            _examinations.pop(next(iter(_examinations)))
+        return found
+
+
+# -------------------------------------------------------------------------------------------------- captioning as a job
+
+
+def submit_captioning(
+    place: Place, folder: Path, *, model: str, kind: str, prompt: str, overwrite: bool, trigger: str, mask: str = ""
+) -> int:
+    """Queue `lora-fp8 caption` for a folder and start a worker if there is none. Returns the job number.
+
+    `mask`: as `DatasetFolder.mask`.
+
+    Raises:
+        UserError: the model is neither an allowed folder nor a Hugging Face id.
+    """
+    model = model.strip()
+    if model.startswith(("/", "~")):
+        model = str(place.resolve(model))
+    elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model, re.ASCII):
+        raise UserError(f"{model or 'no model'}: give a folder from / or ~/ on, or a Hugging Face id (OWNER/NAME)")
+    arguments = [str(folder), "--json", f"--model={model}", f"--kind={'tags' if kind == 'tags' else 'text'}"]
+    arguments += [f"--prompt={prompt.strip()}"] if prompt.strip() else []
+    arguments += [f"--trigger={trigger.strip()}"] if trigger.strip() else []
+    arguments += [f"--mask={mask}"] if "*" in mask else []
+    arguments += ["--overwrite"] if overwrite else []
+    number = jobs.Queue(place.home).submit_command("caption", arguments, folder=folder, name=f"caption {folder.name}")
+    jobs.ensure_worker(place.home)
+    return number
+
+
+def parse_progress(lines: list[str]) -> tuple[int, int]:
+    """Return (done, total) of the newest progress line in a captioning log; (0, 0) before there is one."""
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            event = json.loads(line)
+            if event.get("event") == "caption":
+                return int(event["done"]), int(event["total"])
+    return 0, 0

@@ -1,0 +1,176 @@
+"""Estimate the draft of a training: steps and epochs by arithmetic, time from the last run here, memory by the engine.
+
+`lora-fp8 estimate` needs torch, so it runs in a process of its own, one at a time, for the newest text. The page polls
+for the answer.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_fp8 import config, jobs
+from lora_fp8.errors import UserError
+from lora_fp8.run import Run, disk_space
+
+SETTLED_SECONDS = 1.5
+"""A text must stay unchanged this long before it is estimated."""
+MOST_SECONDS = 240
+MOST_RUNS = 30
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """The arithmetic of a training.
+
+    Attributes:
+        samples: images (or pieces of clips) of an epoch, each counted with its folder's repeats.
+        per_step: images of a step.
+        steps: steps of an epoch. A batch holds one shape only, so a few more may be needed.
+        epochs: passes over all images.
+    """
+
+    samples: int
+    per_step: int
+    steps: float
+    epochs: float
+
+
+def count_epochs(samples: int, found: dict[str, Any]) -> Epochs | None:
+    """Count epochs from a form's values; None if the values are not valid."""
+    numbers = [found["train.batch_size"], found["train.accumulate"], found["train.steps"]]
+    if not samples or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
+        return None
+    per_step = numbers[0] * numbers[1]
+    return Epochs(samples, per_step, samples / per_step, numbers[2] * per_step / samples)
+
+
+def count_examples(report: dict[str, Any], skipping: bool) -> int:
+    """Count the examples of a folder by the report of `lora-fp8 dataset`: each image, and each piece of a clip.
+
+    Args:
+        skipping: images without a caption are skipped.
+    """
+    missing = [one for one in report["findings"] if skipping and one["kind"] in ("caption_missing", "caption_empty")]
+    left_out = {file["file"] for one in missing for file in one["files"]}
+    return sum(one.get("pieces", 1) for one in report["pictures"] if one["file"] not in left_out)
+
+
+def find_pace(folders: Iterable[Path], family: str) -> tuple[float, str] | None:
+    """Return the seconds per step of the newest run of this family in these folders, and its name; None without one."""
+    runs = [path for folder in folders for path in folder.glob("*/config.toml")]
+    runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in runs[:MOST_RUNS]:
+        try:
+            if tomllib.loads(path.read_text(encoding="utf-8"))["model"]["family"] != family:
+                continue
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not a run, or its config is being written
+        steps = [event for event in Run(path.parent).events() if event.get("event") == "step"]
+        # The last hundred at most: a run may have been resumed, and the first steps take longer.
+        steps = steps[-100:]
+        if len(steps) >= 3 and steps[-1]["step"] > steps[0]["step"]:
+            return (steps[-1]["t"] - steps[0]["t"]) / (steps[-1]["step"] - steps[0]["step"]), path.parent.name
+    return None
+
+
+def check_disk_space(found: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Compare an estimate with the free disk space. Returns (errors, warnings).
+
+    Free space is read now, because files may have been deleted since the estimate.
+    """
+    return disk_space.shortages(map(disk_space.Need.from_json, found["writes"]))
+
+
+@dataclass
+class _Request:
+    text: str
+    process: subprocess.Popen[bytes]
+    begun: float
+    file: Path
+    answers: list[Path] = field(default_factory=list)
+
+
+class Estimates:
+    """Answers of `lora-fp8 estimate`, by job."""
+
+    def __init__(self, home: Path):
+        self.home = home
+        self._known: dict[str, dict[str, Any] | str] = {}
+        self._asked: _Request | None = None
+        self._seen, self._since = "", 0.0
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> dict[str, Any] | str | None:
+        """Return the estimate for this draft, the error if there is none, or None while it is being made."""
+        try:
+            job = jobs.absolute_paths(config.loads(text, folder=self.home), self.home)
+        except UserError:
+            return ""
+        job = job.model_copy(update={"name": ".lora-fp8-estimate"})  # the name has no effect on the estimate
+        wanted = config.dumps(job)
+        with self._lock:
+            self._collect()
+            if wanted in self._known:
+                return self._known[wanted]
+            now = time.monotonic()
+            if wanted != self._seen:
+                self._seen, self._since = wanted, now
+            if now - self._since >= SETTLED_SECONDS:
+                self._start(wanted)
+            return None
+
+    def _start(self, text: str) -> None:
+        if self._asked is not None:
+            if self._asked.text == text:
+                return
+            self._asked.process.kill()  # its answer is no longer wanted
+            self._asked.process.wait()
+            for path in (self._asked.file, *self._asked.answers):
+                path.unlink(missing_ok=True)
+        folder = self.home / "drafts"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", suffix=".toml", dir=folder, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        path = Path(file.name)
+        answers = [path.with_suffix(suffix) for suffix in (".out", ".err")]
+        with open(answers[0], "wb") as out, open(answers[1], "wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lora_fp8", "estimate", str(path), "--json"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PYTHONUTF8": "1"},
+                start_new_session=True,
+            )
+        self._asked = _Request(text, process, time.monotonic(), path, answers)
+
+    def _collect(self) -> None:
+        asked = self._asked
+        if asked is None:
+            return
+        code = asked.process.poll()
+        if code is None and time.monotonic() - asked.begun < MOST_SECONDS:
+            return
+        if code is None:
+            asked.process.kill()
+            asked.process.wait()
+        out, err = (path.read_text(encoding="utf-8", errors="replace") for path in asked.answers)
+        for path in (asked.file, *asked.answers):
+            path.unlink(missing_ok=True)
+        self._asked = None
+        if len(self._known) > 50:
+            self._known.clear()
+        if code == 0:
+            self._known[asked.text] = json.loads(out)
+        else:
+            lines = [line.strip() for line in err.splitlines() if line.strip()]
+            self._known[asked.text] = (lines[-1] if lines else f"exit code {code}").replace(f"{asked.file}: ", "")

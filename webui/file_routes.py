@@ -1,0 +1,96 @@
+"""Two routes that send images and files below the allowed folders. There is no other way to get a file.
+
+/picture?path=...&width=320     decoded in a child process and sent as WebP, never the file's own bytes; of a video
+                                the first frame, and with &moving=1 all frames of an animation
+/download?path=...              the file itself, of a few kinds, as an attachment that no browser opens in place
+"""
+
+import hashlib
+import os
+import threading
+
+import anyio
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, PlainTextResponse, Response
+
+from lora_fp8.errors import UserError
+
+from . import sanitize
+from .context import Place
+from .decoder import Decoders
+
+SENT = (".safetensors", ".json", ".jsonl", ".toml", ".txt", ".log", ".md", ".csv", ".png", ".webp", ".jpg", ".jpeg")
+"""Suffixes of files that may be downloaded."""
+MOST_THUMBNAIL_BYTES = 512 * 2**20
+INERT = {"Content-Security-Policy": "default-src 'none'; sandbox"}
+
+
+def add_routes(app: FastAPI, place: Place) -> None:
+    """Add /picture and /download to the site."""
+    decoders = Decoders()
+    few = anyio.CapacityLimiter(decoders.count)  # waiting images must not occupy the threads of ticks
+
+    @app.get("/picture")
+    async def picture(request: Request, path: str = "", width: int = 0, moving: bool = False) -> Response:
+        try:
+            data, tag = await anyio.to_thread.run_sync(_load_picture, place, decoders, path, width, moving, limiter=few)
+        except UserError as error:
+            return PlainTextResponse(str(error), 404, INERT)
+        headers = {**INERT, "ETag": tag, "Cache-Control": "private, no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(data, media_type="image/webp", headers=headers)
+
+    @app.get("/download")
+    async def download(path: str = "") -> Response:
+        try:
+            file = place.resolve(path)
+            if not file.is_file():
+                raise UserError(f"{sanitize.shorten(path)}: there is no such file")
+            if file.suffix.lower() not in SENT:
+                raise UserError(
+                    f"{sanitize.shorten(path)}: files of this kind are not sent; these are: {', '.join(SENT)}"
+                )
+        except UserError as error:
+            return PlainTextResponse(str(error), 404, INERT)
+        headers = {**INERT, "Cache-Control": "private, no-cache"}
+        return FileResponse(file, media_type="application/octet-stream", filename=file.name, headers=headers)
+
+
+def _load_picture(place: Place, decoders: Decoders, text: str, width: int, moving: bool) -> tuple[bytes, str]:
+    """Return an image as WebP, from home/thumbnails if it was made before, and its ETag. Raises UserError."""
+    path = place.resolve(text)
+    try:
+        found = path.stat()
+    except OSError:
+        raise UserError(f"{sanitize.shorten(text)}: there is no such file") from None
+    if not path.is_file():
+        raise UserError(f"{sanitize.shorten(text)}: not a file")
+    width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < width <= size), 0)
+    what = f"{path}\0{found.st_mtime_ns}\0{found.st_size}\0{found.st_ino}\0{width}{' moving' * moving}"
+    key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+    kept = place.home / "thumbnails" / key[:2] / f"{key}.webp"
+    try:
+        data = kept.read_bytes()
+    except FileNotFoundError:
+        data = decoders.encode_webp(path, width, moving)
+        part = kept.with_suffix(f".{threading.get_ident()}")
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.write_bytes(data)
+            os.replace(part, kept)  # no fsync: after a power loss it is made again
+        except OSError:  # a full disk: the image is sent, and decoded again the next time
+            part.unlink(missing_ok=True)
+    return data, f'"{key}"'
+
+
+def prune_thumbnails(place: Place, most: int = MOST_THUMBNAIL_BYTES) -> int:
+    """Delete the oldest thumbnails beyond `most` bytes and return how many. Called when the page starts."""
+    files = [(file.stat().st_mtime, file.stat().st_size, file) for file in (place.home / "thumbnails").glob("*/*.webp")]
+    total, deleted = sum(size for _, size, _ in files), 0
+    for _, size, file in sorted(files, key=lambda entry: entry[0]):
+        if total <= most:
+            break
+        file.unlink(missing_ok=True)
+        total, deleted = total - size, deleted + 1
+    return deleted

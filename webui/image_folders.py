@@ -1,0 +1,190 @@
+"""Find folders of images and videos for the form, count what is in them, and add uploads.
+
+Uploads go into the page's own folder, or into the folder that is open on the Dataset page, byte for byte, after a child
+process with limits has decoded each. An existing file is never overwritten.
+"""
+
+import filecmp
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_fp8.common.writing import make_folder, sync_folder, write_synced
+from lora_fp8.data import clips
+from lora_fp8.data.decoding import EXTENSIONS
+from lora_fp8.data.images import CAPTIONS, OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
+from lora_fp8.errors import UserError
+
+from . import sanitize
+from .decoder import Decoders
+
+MOST_UPLOADED = 5000
+LONGEST_CAPTION = 1 << 20
+TAKEN = (*EXTENSIONS, *clips.VIDEOS, *CAPTIONS)
+"""Extensions of files that can be uploaded."""
+DEEP = 2
+"""How many levels below a root folders are offered. Any folder can be typed."""
+FRESH_SECONDS = 4.0
+_counted: dict[tuple[Path, str], tuple[float, "Count"]] = {}
+_decoders = Decoders(1)
+
+
+LABEL = "*-masklabel"
+"""OneTrainer's name for masks beside their images. They are never images, whatever is set."""
+MASKS = ("*_mask", "*-mask")
+"""Names that such masks often have. They count as images until the setting says that they are masks."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Contents of a folder by file name.
+
+    `masks` of the files look like masks of others by the name pattern `mask`, and no setting says so.
+    """
+
+    pictures: int = 0
+    without_caption: int = 0
+    videos: int = 0
+    masks: int = 0
+    mask: str = ""
+
+    @property
+    def files(self) -> int:
+        """Images and videos."""
+        return self.pictures + self.videos
+
+
+def count_files(folder: Path, mask: str = "") -> Count:
+    """Count the files of a folder and its subfolders, without hidden ones. The result is a few seconds old at most.
+
+    Args:
+        mask: the folder's mask setting: masks beside the images are not counted.
+    """
+    now = time.monotonic()
+    known = _counted.get((folder, mask))
+    if known is None or now - known[0] > FRESH_SECONDS:
+        pictures = videos = labelled_masks = 0
+        seen: dict[str, bool] = {}  # whether each has a caption
+        for inner, folders, names in os.walk(folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            captions = {Path(name).stem for name in names if Path(name).suffix in CAPTIONS}
+            labels = labelled(names)
+            labelled_masks += sum(masked_stem(LABEL, name) != "" for name in labels)
+            for name in names:
+                suffix = Path(name).suffix.lower()
+                if name.startswith(".") or name in labels or masked_stem(mask, name):
+                    continue
+                if suffix in (*EXTENSIONS, *clips.VIDEOS):
+                    pictures += suffix in EXTENSIONS
+                    videos += suffix in clips.VIDEOS
+                    seen[os.path.join(inner, name)] = Path(name).stem in captions
+        likely, masks = ("", 0)
+        if not mask:
+            likely, masks = (LABEL, labelled_masks) if labelled_masks else find_likely_masks(seen, seen.__getitem__)
+        without = sum(not has for has in seen.values())
+        known = _counted[folder, mask] = (now, Count(pictures, without, videos, masks, likely))
+    return known[1]
+
+
+def find_likely_masks(names: Collection[str], captioned: Callable[[str], bool]) -> tuple[str, int]:
+    """Return the pattern of MASKS by which files look like masks of their neighbours, and their number; or ("", 0).
+
+    Args:
+        names: relative names of all images and videos.
+        captioned: returns whether the file has a caption. Masks have none.
+    """
+    stems = {os.path.splitext(name)[0] for name in names}
+    for mask in MASKS:
+        whose = {name: masked_stem(mask, os.path.basename(name)) for name in names if "mask" in name}
+        fitting = [name for name, stem in whose.items() if stem]
+        beside = (os.path.join(os.path.dirname(name), whose[name]) in stems for name in fitting)
+        if fitting and all(beside) and not any(map(captioned, fitting)):
+            return mask, len(fitting)
+    return "", 0
+
+
+def find_folders(roots: Iterable[Path]) -> list[Path]:
+    """Find folders with images or videos near the roots."""
+    found: list[Path] = []
+    for root in roots:
+        waiting = [(root, 0)]
+        while waiting and len(found) < 200:
+            folder, depth = waiting.pop(0)
+            try:
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            except OSError:
+                continue  # deleted or not readable: not offered
+            if any(Path(entry.name).suffix.lower() in (*EXTENSIONS, *clips.VIDEOS) for entry in entries):
+                found.append(folder)
+            if depth < DEEP:
+                inner = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+                waiting += [(Path(entry.path), depth + 1) for entry in inner]
+    return list(dict.fromkeys(found))
+
+
+def add_uploads(files: list[str], folder: Path) -> tuple[int, list[str]]:
+    """Copy uploaded images, videos and captions into a folder, after checking each.
+
+    Returns:
+        The number of new images and videos, and a message for each refused file.
+
+    Raises:
+        UserError: there are too many, or the folder cannot be written.
+    """
+    if len(files) > MOST_UPLOADED:
+        raise UserError(f"{len(files)} files at once; upload at most {MOST_UPLOADED}, or name a folder")
+    taken, refused = 0, []
+    try:
+        make_folder(folder, 0o700)
+        for file in map(Path, files):
+            try:
+                name = sanitize.check_name(file.name)
+                _check_upload(file)
+                target = folder / name
+                if target.exists() and not filecmp.cmp(target, file, shallow=False):
+                    raise UserError(f"{name}: another file of this name is there already; rename it")
+                if not target.exists():
+                    _copy_whole(file, target)
+                    taken += target.suffix not in CAPTIONS
+            except UserError as error:
+                refused.append(str(error))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+    for known in [known for known in list(_counted) if known[0] == folder]:
+        _counted.pop(known, None)
+    return taken, refused
+
+
+def _copy_whole(file: Path, target: Path) -> None:
+    """Copy a file so that its name exists only when all of it is written."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(file, "rb") as source, write_synced(temporary) as copy:
+            shutil.copyfileobj(source, copy)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def _check_upload(file: Path) -> None:
+    """Refuse files that are no caption and no image or video that can be decoded. Raises UserError."""
+    suffix = file.suffix.lower()
+    if suffix in EXTENSIONS or (suffix in clips.VIDEOS and clips.can_read_videos()):
+        _decoders.decode_whole(file)
+    elif suffix in clips.VIDEOS:
+        raise UserError(f"{file.name}: {clips.NEEDED}")
+    elif suffix in OTHER_IMAGES:
+        kind = OTHER_IMAGES[suffix] or suffix
+        raise UserError(f"{file.name}: {kind} cannot be read; convert it to JPEG or PNG")
+    elif suffix in OTHER_VIDEOS:
+        raise UserError(f"{file.name}: {suffix} cannot be read; convert it to MP4")
+    elif file.suffix not in CAPTIONS or file.stat().st_size > LONGEST_CAPTION:
+        raise UserError(
+            f"{file.name}: neither a picture ({' '.join(EXTENSIONS)}), a video ({' '.join(clips.VIDEOS)}) nor a "
+            f"caption ({' '.join(CAPTIONS)})"
+        )

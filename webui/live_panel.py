@@ -1,0 +1,162 @@
+"""HTML panels that ticks keep up to date, with buttons that call Python.
+
+A page of this kind has a few gr.HTML and one function that paints them. Gradio patches only what has changed, so that a
+tick moves neither the pointer nor the scroll position.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from gradio.context import Context
+
+from .chart import SCRIPT as CHARTS
+
+STYLE = (Path(__file__).parent / "runs.css").read_text(encoding="utf-8")
+CLICKS = """
+element.addEventListener('click', event => {
+  const button = event.target.closest('[data-do]');
+  if (!button || button.disabled) return;
+  const data = {...button.dataset}, what = JSON.stringify(data);
+  window.pressed = (window.pressed || []).filter(one => Date.now() - one.at < 15000);  // an answer may never come
+  if (window.pressed.some(one => one.what === what)) return;
+  window.pressed.push({what, at: Date.now()});
+  trigger('click', data);
+});
+// Gradio patches by place: the button that has the focus may become another's, or go. The focus stays with what it was
+// on; where that has gone, it goes to the next button of the same job, or to the first of the panel, or to the panel.
+const told = one => one && {do: one.dataset.do, id: one.dataset.id, name: one.dataset.name, text: one.innerText};
+let held = null;
+element.addEventListener('focusin', event => { held = told(event.target.closest('[data-do]')); });
+element.addEventListener('focusout', event => setTimeout(() => {
+  const now = document.activeElement;
+  if (now === document.body ? event.target.isConnected : !element.contains(now)) held = null;
+}));
+new MutationObserver(() => {
+  const now = document.activeElement;
+  const same = (one, names) => names.every(name => told(one)[name] === held[name]);
+  if (!held || (now !== document.body && (!element.contains(now) || same(now, ['do', 'id', 'name', 'text'])))) return;
+  const all = [...element.querySelectorAll('[data-do]')].filter(one => !one.disabled);
+  const next = all.find(one => same(one, ['do', 'id', 'name', 'text']))
+    || all.find(one => same(one, ['do', 'id', 'name'])) || (held.id && all.find(one => same(one, ['id'])));
+  const goal = next || element.querySelector('a[href], [data-do]') || element;
+  held = told(goal.closest('[data-do]'));  // a window in the background tells of no focus: this would go on for ever
+  if (goal === element) element.tabIndex = -1;
+  goal.focus();
+}).observe(element, {subtree: true, childList: true, attributes: true, characterData: true});
+// What became of a button may name a page to go to.
+const go = () => {
+  const told = element.querySelector('[data-go]');
+  if (!told) return;
+  const address = told.dataset.go;
+  delete told.dataset.go;  // who comes back stays
+  location.assign(address);
+};
+new MutationObserver(go).observe(element, {subtree: true, childList: true, attributes: true});
+go();
+"""
+SLIDER = """
+element.addEventListener('input', event => {
+  const pair = event.target.closest('.ab');
+  if (pair) pair.style.setProperty('--cut', event.target.value + '%');
+});
+element.addEventListener('load', event => {  // two clips that move begin together when both are there
+  const pair = event.target.closest('.ab');
+  const images = pair ? [...pair.querySelectorAll('img[src*="moving="]')] : [];
+  const both = images.map(image => image.src).join(' ');
+  if (images.length < 2 || pair.dataset.begun === both || !images.every(image => image.complete)) return;
+  pair.dataset.begun = both;
+  for (const image of images) image.src = image.src;
+}, true);
+"""
+ASKED = """async () => {
+  const from = document.activeElement;
+  if (!['force', 'kill', 'delete'].includes(from?.dataset.do)) return;
+  for (let turn = 0; turn < 200; turn++) {  // it is drawn a moment after the answer
+    const question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());
+    if (question) {
+      window.asking = {...from.dataset};
+      return question.querySelector('input, textarea, button').focus();
+    }
+    await new Promise(done => setTimeout(done, 25));
+    if (document.activeElement !== from && document.activeElement !== document.body) return;
+  }
+}"""
+"""Moves the focus to the question that a button opened, for people without a pointer."""
+ANSWERED = """async () => {
+  const {do: what, id} = window.asking || {};
+  const open = () => [...document.querySelectorAll('.ask')].some(one => one.checkVisibility());
+  for (let turn = 0; turn < 200 && open(); turn++) await new Promise(done => setTimeout(done, 25));
+  if (!what || open() || document.activeElement !== document.body) return;
+  const all = [...document.querySelectorAll('[data-do]')].filter(one => one.dataset.id === id);
+  const next = all.find(one => one.dataset.do === what) || all[0] || document.querySelector('.card a[href], [data-do]');
+  next?.focus();
+  window.asking = null;
+}"""
+"""Moves the focus back to that button after the answer; otherwise it would be lost."""
+_numbers = itertools.count(time.time_ns())
+SECONDS = 1.5
+"""From one tick to the next."""
+
+
+def panel(**given: Any) -> gr.HTML:
+    """Make an empty panel. Elements with data-do="..." are buttons (see `read_click`); charts show their values."""
+    return gr.HTML("", css_template=STYLE, js_on_load=CLICKS + CHARTS + SLIDER, apply_default_css=False, **given)
+
+
+def render_toast(text: str, kind: str = "", more: str = "") -> str:
+    """Render a message that disappears after it was read (static/head.js). The arguments are HTML already."""
+    return f'<p class="toast{kind}" role="status" data-number="{next(_numbers)}"{more}>{text}</p>'
+
+
+def read_click(event: gr.EventData) -> dict[str, str]:
+    """Return the data-* attributes of a pressed button: {"do": "stop", "id": "12"}. They come from the browser."""
+    return {str(key): str(value) for key, value in dict(event._data or {}).items()}
+
+
+def on_press(panel: gr.HTML, do: Callable[..., Any], then: str = "", **given: Any) -> None:
+    """Bind what the buttons of a panel do. Presses are handled in order (static/ask.js).
+
+    A second press of the same button is dropped while the first has no answer.
+
+    Args:
+        then: a JavaScript function that is called after the answer.
+    """
+    pressed = panel.click(do, trigger_mode="multiple", **private_event(queue=False), **given)
+    pressed.then(None, js=f"async () => {{ window.pressed.shift(); {then and f'await ({then})();'} }}")
+
+
+def private_event(**given: Any) -> dict[str, Any]:
+    """Return the arguments of an event that is not a public endpoint."""
+    return {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private", **given}
+
+
+def repaint_on_ticks(
+    paint: Callable[..., Any], inputs: dict[str, Any], outputs: Sequence[Any], seconds: float = SECONDS
+) -> None:
+    """Call `paint` when the page opens and at every tick."""
+    timer = gr.Timer(seconds)
+    gr.on(
+        [get_load_event(), timer.tick],
+        paint,
+        inputs_kwargs=inputs,
+        outputs=list(outputs),
+        queue=False,
+        trigger_mode="always_last",
+        **private_event(),
+    )
+
+
+def get_load_event() -> Any:
+    """Return the event of the page being opened."""
+    return Context.root_block.load
+
+
+def skip_unchanged(values: Sequence[Any], seen: dict[str, int]) -> tuple[list[Any], dict[str, int]]:
+    """Replace values that the window has already (by the hashes in `seen`) with gr.skip(). Also returns the hashes."""
+    now = {str(number): hash(value) for number, value in enumerate(values)}
+    sent = [gr.skip() if seen.get(str(i)) == now[str(i)] else value for i, value in enumerate(values)]
+    return sent, now

@@ -1,0 +1,240 @@
+"""Render a job or run as HTML: its state, figures, buttons and checks. Shared by the pages that show runs.
+
+Text from files and people is escaped here, once, where it becomes HTML.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lora_fp8.common.text import digits
+from lora_fp8.jobs import JobView, Sentence
+
+from . import translations
+from .context import Ui
+from .sanitize import escape
+
+BUTTONS = {
+    "queued": ("up", "down", "sooner", "later", "cancel"),
+    "starting": ("stop", "force"),
+    "running": ("stop", "save", "preview", "force"),
+    "stopping": ("force", "kill"),
+    "stopped": ("resume", "rerun", "edit", "delete"),
+    "cancelled": ("resume", "rerun", "edit", "delete"),
+    "failed": ("resume", "rerun", "edit", "delete"),
+    "lost": ("resume", "rerun", "edit", "delete"),
+    "done": ("rerun", "edit", "delete"),
+}
+"""Buttons of a job in each state; where there is a most likely one, it comes first."""
+OF_JOBS_ONLY = {"up", "down", "sooner", "later", "cancel", "rerun"}
+"""Buttons of queued jobs only: the queue has no config of a run that was started in a shell."""
+OF_SHELLS_ONLY = {"kill"}
+"""Buttons of runs in a shell only: the worker itself kills a job that ignores SIGTERM."""
+DANGEROUS = {"force", "kill", "cancel", "delete"}
+
+
+def translate_sentence(ui: Ui, sentence: Sentence) -> str:
+    """Translate the reason for a job's state to plain text."""
+    values: dict[str, Any] = {}
+    for name, value in sentence.args.items():
+        if isinstance(value, dict):
+            value = translate_sentence(ui, Sentence(**value))
+        elif name == "stage":
+            value = translate_stage(ui, str(value))
+        elif name == "message":
+            value = ui.translate(str(value))
+        values[name] = value
+    return ui.say(f"job.{sentence.key}", **values)
+
+
+def render_sentence(ui: Ui, view: JobView) -> str:
+    """Render the reason as a paragraph, with how to continue; "" where the figures or the state say it already."""
+    if view.sentence.key in ("training", "queued"):
+        return ""
+    wrong = " wrong" if view.state in ("failed", "lost") else ""
+    paragraphs = f'<p class="said{wrong}">{escape(translate_sentence(ui, view.sentence))}</p>'
+    if view.sentence.key == "input" and view.kind == "train":
+        paragraphs += f'<p class="dim">{ui.say("runs.mend")}</p>'
+    elif view.state in ("failed", "lost", "stopped") and view.resumable:
+        paragraphs += f'<p class="dim">{ui.say("runs.goes_on", step=view.saved_step)}</p>'
+    return paragraphs
+
+
+def render_log_tail(view: JobView, tail: Sequence[str]) -> str:
+    """Render the end of a log that has an error or an answer; "" if it only repeats the reason."""
+    result = view.command[:1] == ("verify",) and view.state == "done"  # its answer is in the log only
+    if not (result or view.state in ("failed", "lost")) or not tail:
+        return ""
+    reason = {line.strip() for line in str(view.sentence.args.get("message", "")).split("\n")}
+    if all(line.strip() in reason for line in tail):
+        return ""
+    return f'<pre class="tail" tabindex="0">{escape(chr(10).join(tail))}</pre>'
+
+
+def translate_stage(ui: Ui, name: str) -> str:
+    """Translate a stage of training. A stage without a translation keeps the engine's name."""
+    return ui.say(f"stage.{name}") if name in STAGES else name
+
+
+STAGES = ("start", "cache", "load", "sensitivity", "preflight", "train", "export", "verify", "running")
+
+
+def render_state(ui: Ui, view: JobView) -> str:
+    """Render the state as a coloured label."""
+    return f'<span class="state {escape(view.state)}">{ui.say(f"state.{view.state}")}</span>'
+
+
+def render_progress(view: JobView) -> str:
+    """Render a progress bar; "" before the first step."""
+    if view.step is None or not view.steps:
+        return ""
+    share = min(100.0, 100 * view.step / view.steps)
+    kind = {"running": "", "stopping": "", "done": " done"}.get(view.state, " idle")
+    return f'<div class="bar{kind}"><i style="width:{share:.1f}%"></i></div>'
+
+
+def render_figures(ui: Ui, view: JobView) -> str:
+    """Render step, loss, time left, GPU, place in the queue and priority, as far as each is known."""
+    found = []
+    if view.step is not None and view.steps:
+        counted = "runs.step" if view.kind == "train" else "runs.pictures"
+        found.append((ui.say(counted), f"{view.step} / {view.steps}"))
+    if view.loss is not None:
+        found.append((ui.say("runs.loss"), f"{view.loss:.4f}"))
+    if view.eta_s is not None:
+        found.append((ui.say("runs.left"), format_duration(ui, view.eta_s)))
+    if view.attempts > 1:
+        found.append((ui.say("runs.attempt"), str(view.attempts)))
+    if view.assigned and view.assigned != "cpu":
+        found.append(("GPU", view.assigned))
+    if view.place:
+        found.append((ui.say("runs.place"), str(view.place)))
+    if view.priority:
+        found.append((ui.say("runs.priority"), str(view.priority)))
+    shown_ = "".join(f"<span><span>{name}</span> <b>{escape(value)}</b></span>" for name, value in found)
+    return f'<div class="figures">{shown_}</div>' if found else ""
+
+
+def render_buttons(ui: Ui, view: JobView, without: Sequence[str] = (), links: str = "") -> str:
+    """Render the buttons of a job in its present state, after `links`."""
+    of_job = isinstance(view.id, int)
+    names = [name for name in BUTTONS.get(view.state, ()) if name not in (OF_SHELLS_ONLY if of_job else OF_JOBS_ONLY)]
+    if view.state == "running" and view.stage != "train":
+        names = [name for name in names if name not in ("save", "preview")]
+    names = [name for name in names if name not in without]
+    if view.kind != "train":
+        names = [name for name in names if name not in ("save", "preview", "edit")]
+    if not view.resumable:
+        names = [name for name in names if name != "resume" or view.state == "cancelled"]
+    made = links
+    for number, name in enumerate(names):
+        kind = "danger" if name in DANGEROUS else "main" if number == 0 and name in ("stop", "resume") else ""
+        word = "again" if name == "resume" and not view.resumable else name  # it has not started
+        word = "repeat" if name == "rerun" and view.kind != "train" else word
+        word = "halt" if name == "stop" and view.kind != "train" else word
+        made += render_button(name, ui.say(f"runs.do.{word}"), kind, id=str(view.id))
+    return f'<div class="buttons">{made}</div>' if made else ""
+
+
+def render_button(do: str, label: str, kind: str = "", **data: str) -> str:
+    """Render a button; `live_panel.read_click` returns its data."""
+    values = "".join(f' data-{name}="{escape(value)}"' for name, value in data.items())
+    return f'<button type="button" class="{kind}" data-do="{do}"{values}>{escape(label)}</button>'
+
+
+def render_card(ui: Ui, view: JobView, base: str, tail: Sequence[str], links: str = "") -> str:
+    """Render a job for the list of all jobs.
+
+    Args:
+        base: title of the base model's family; "" if unknown.
+        tail: last lines of its log, shown if it failed.
+        links: HTML of links to its files.
+    """
+    address = ui.link("run", run=str(view.id))
+    when = format_time(view.ended or view.launched or view.created)
+    where = ui.say("runs.shell") if isinstance(view.id, str) else f"#{view.id}"
+    about = " · ".join(filter(None, [escape(where), escape(base), when]))
+    if view.command[:1] == ("caption",):
+        address = ui.link("dataset", folder=view.command[1])
+    name = escape(translate_title(ui, view))
+    name = f'<a href="{escape(address)}">{name}</a>' if view.kind == "train" or "/dataset" in address else name
+    return (
+        f'<section class="card {escape(view.state)}" data-job="{escape(view.id)}"><div class="row"><h2>{name}</h2>'
+        f"{render_state(ui, view)}"
+        f'<span class="dim">{about}</span></div>{render_sentence(ui, view)}'
+        f"{render_progress(view)}{render_figures(ui, view)}{render_log_tail(view, tail)}"
+        f"{render_buttons(ui, view, links=links)}</section>"
+    )
+
+
+def translate_title(ui: Ui, view: JobView) -> str:
+    """Return a job's title: a training's name, or what a command does."""
+    command, _, rest = view.name.partition(" ")
+    known = rest and view.command[:1] == (command,)
+    return ui.say(f"runs.command.{command}", rest=rest) if known else view.name
+
+
+def render_table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Render a table. The cells are HTML already."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def render_checks(ui: Ui, found: Sequence[dict[str, Any]]) -> str:
+    """Render the checks of verify: passed or not, name, and detail."""
+    cells = []
+    for check in found:
+        kind = str(check.get("name", ""))
+        mark = '<span class="yes">✓</span>' if check.get("ok") else '<span class="wrong">✗</span>'
+        if not check.get("judged", True):
+            mark = '<span class="dim">·</span>'  # for information, not judged
+        word = ui.say(f"verify.{kind}") if kind in CHECKS else kind
+        detail = translations.translate_joined(ui.language, str(check.get("detail", "")))
+        cells.append((mark, escape(word), f'<span class="dim">{escape(detail)}</span>'))
+    return render_table(("", ui.say("run.check"), ui.say("run.found")), cells)
+
+
+CHECKS = (
+    *("file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction", "preview", "effect"),
+    *("text", "text effect"),
+    *("plain prediction", "plain preview", "merged, unscaled e4m3", "merged, row-scaled e4m3"),
+)
+"""Names of checks that have a translation."""
+
+
+def format_duration(ui: Ui, seconds: float) -> str:
+    """Format seconds as "12 s", "3 min" or "2 h 5 min"."""
+    if seconds < 90:
+        return ui.say("time.seconds", seconds=round(seconds))
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return ui.say("time.minutes", minutes=minutes)
+    return ui.say("time.hours", hours=minutes // 60, minutes=minutes % 60)
+
+
+def format_time(seconds: float) -> str:
+    """Format a time in this computer's time zone, without the date if it is today; "" for 0."""
+    if not seconds:
+        return ""
+    then = datetime.fromtimestamp(seconds)
+    return then.strftime("%H:%M" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
+
+
+def format_size(number: float) -> str:
+    """Format bytes in powers of 1024: "1.3 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{digits(number)} TiB"
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file, or None if it is missing or incomplete."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,110 @@
+"""Check what a browser may name, and escape what it is shown: paths below the allowed folders, file names, HTML.
+
+Every path that is typed or sent in an address goes through `resolve_inside`. Everything that a person or a file has
+written and that becomes HTML goes through `escape`.
+"""
+
+import html
+import re
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+
+from lora_fp8.errors import UserError
+
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # what Linux takes, in bytes
+RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?\Z", re.IGNORECASE)  # names that Windows cannot hold
+BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that change the direction of the text after them: "gnp.exe" would show as "exe.png"."""
+
+
+def resolve_inside(text: str, roots: Iterable[Path], private: Path | None = None) -> Path:
+    """Resolve a path that must lie below one of the roots.
+
+    Args:
+        text: an absolute path, or one that begins with ~/.
+        roots: resolved folders.
+        private: a resolved folder that is refused although a root contains it, except for roots inside it.
+
+    Raises:
+        UserError: it is not such a path, or it (or the target of its links) lies outside, or is hidden there.
+    """
+    path = resolve_path(text)
+    holding = [root for root in roots if path.is_relative_to(root)]
+    if private is not None and path.is_relative_to(private):
+        holding = [root for root in holding if root.is_relative_to(private) and root != private]
+    if not holding:
+        raise UserError(f"{shorten(text)}: not below a folder that the page may use; Settings lists and adds them")
+    if not any(_is_visible(path, root) for root in holding):
+        raise UserError(f"{shorten(text)}: hidden files and folders are not shown or written")
+    return path
+
+
+def resolve_path(text: str) -> Path:
+    """Resolve a path and its links, wherever it leads.
+
+    Raises:
+        UserError: it is not written as a path of this computer.
+    """
+    given = _check_text(text, "path")
+    if given.startswith("~/"):
+        given = str(Path.home()) + given[1:]
+    if given.startswith("//") or not given.startswith("/") or "\\" in given:
+        raise UserError(f"{shorten(text)}: not a path of this computer; write it whole, from / or ~/ on")
+    if ".." in given.split("/"):
+        raise UserError(f"{shorten(text)}: write the path without ..")
+    try:
+        return Path(given).resolve()
+    except (OSError, RuntimeError):  # a loop of links
+        raise UserError(f"{shorten(text)}: cannot be followed to a file or folder") from None
+
+
+def check_name(text: str) -> str:
+    """Check the name of a new file or folder, without its location.
+
+    Raises:
+        UserError: it would not be a single valid name on every system.
+    """
+    given = _check_text(text, "name")
+    if re.search(r'[/\\:*?"<>|]', given) or given[0] in ".-~" or given[-1] == "." or RESERVED.match(given):
+        raise UserError(f"{shorten(text)}: not a name for a file; use letters, digits, spaces, _ and -")
+    if len(given.encode()) > 120:  # suffixes such as -step-000500.safetensors are added
+        raise UserError(f"{shorten(text)}: too long for a name; 120 bytes are enough")
+    return given
+
+
+def escape(text: object) -> str:
+    """Escape text for HTML: no markup, no invisible characters, none that change the direction of the text."""
+    return html.escape(strip_unseen(text), quote=True)
+
+
+def strip_unseen(text: object) -> str:
+    """Remove control characters, except line ends and tabs, and direction marks. Invalid Unicode becomes U+FFFD."""
+    whole = re.sub("[\ud800-\udfff]", "\ufffd", str(text))
+    return "".join(c for c in whole if c in "\n\t" or not _is_unseen(c))
+
+
+def shorten(text: object, longest: int = 120) -> str:
+    """Return text as it stands in a message: plain, on one short line."""
+    line = " ".join(strip_unseen(text).split())
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def _check_text(text: str, what: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"no {what} given")
+    given = text.strip()
+    if any(_is_unseen(c) or c in "\n\t" for c in given):
+        raise UserError(f"{shorten(text)}: has characters that are not seen; write the {what} without them")
+    encoded = given.encode(errors="replace")
+    if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(b"/")):
+        raise UserError(f"{shorten(text)}: too long for a {what}")
+    return given
+
+
+def _is_unseen(character: str) -> bool:
+    return character in BIDI or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+
+
+def _is_visible(path: Path, root: Path) -> bool:
+    return not any(part.startswith(".") for part in path.relative_to(root).parts)

@@ -1,0 +1,198 @@
+"""`lora-fp8 ui`: serve the site until Ctrl-C. Jobs belong to the worker and continue without it."""
+
+import ctypes
+import gc
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_fp8 import jobs
+from lora_fp8.errors import UserError
+
+from .context import Place
+from .login import Login
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DEMO = Path(jobs.__file__).resolve().parent.parent / "demo"
+PASSWORD = "LORA_FP8_PASSWORD"
+REVIVE_AGAIN_S = 60  # after a worker that would not start
+
+
+def run(
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    roots: Sequence[Path] = (),
+    user: str = "",
+    names: Sequence[str] = (),
+    open_browser: bool = False,
+    home: Path | None = None,
+) -> None:
+    """Serve the page until Ctrl-C or SIGTERM.
+
+    Args:
+        host, port: where it listens; port 0 takes a free one.
+        roots: folders that the page may use, beside ./runs, the demo's files and those of its settings.
+        user: who may log in, with the password of $LORA_FP8_PASSWORD (or of the file that $LORA_FP8_PASSWORD_FILE
+            names);
+            "" needs no login, which is for this machine alone.
+        names: accepted Host names beside this machine's own.
+        open_browser: open the page in a browser.
+        home: None is the queue's, `jobs.home_folder()`.
+
+    Raises:
+        UserError: the port is taken, a root is not a folder, or others could reach the page without a password.
+    """
+    home = (home or jobs.home_folder()).resolve()
+    password = _take_password()
+    if host not in LOOPBACK and not (user and password):
+        raise UserError(
+            f"--host {host}: other machines could train and read here; set {PASSWORD} and give --user NAME, "
+            "or leave it at 127.0.0.1 and use ssh -L"
+        )
+    if bool(user) != bool(password):
+        missing = f"{PASSWORD} is not set" if user else "--user NAME is not given"
+        raise UserError(f"a login needs a user and a password: {missing}")
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"--root {root}: there is no such folder")
+    place = Place(home, [*roots, Path("runs"), DEMO], fixed=host not in LOOPBACK)
+    listening = _listen(host, port)
+    with listening:
+        address = _format_address(host, listening.getsockname()[1])
+        _set_up(home)
+        login = Login(user, password, home / "sessions.json") if user else None
+        server = _make_server(place, login, [host, socket.gethostname(), *names], host not in LOOPBACK)
+        started = threading.Event()
+        threading.Thread(target=_finish_start, args=(place, address, started, open_browser), daemon=True).start()
+        try:
+            server.on_started = started.set
+            server.run(sockets=[listening])
+        except KeyboardInterrupt:  # uvicorn has shut down cleanly and passes the signal on
+            pass
+    print("the page is closed; jobs go on (lora-fp8 jobs shows them)")
+
+
+def _take_password() -> str:
+    """Read the password and remove it from the environment, so that child processes and /proc do not show it."""
+    if kept := _find_environment_string(PASSWORD):
+        ctypes.memset(kept, 0, len(os.fsencode(os.environ.get(PASSWORD, ""))))
+    given, file = os.environ.pop(PASSWORD, ""), os.environ.pop(f"{PASSWORD}_FILE", "")
+    if given or not file:
+        return given
+    try:
+        return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{PASSWORD}_FILE: {file} cannot be read ({error})") from None
+
+
+def _find_environment_string(name: str) -> int:
+    """Return the address of a variable's value in this process's own environment; 0 where there is none."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype, getenv.argtypes = ctypes.c_size_t, [ctypes.c_char_p]
+    return getenv(name.encode())
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Open the socket, so that a taken port is reported before anything is loaded."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise UserError(f"--host {host}: {error.strerror}; give a name or address of this machine") from None
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(where)
+        found.listen(128)
+    except OSError as error:
+        found.close()
+        holder = f" by {_find_port_holder(port)}" if error.errno == 98 else ""
+        what = f"taken{holder}; choose another port" if error.errno == 98 else error.strerror
+        raise UserError(f"--host {host} --port {port}: {what}") from None
+    return found
+
+
+def _find_port_holder(port: int) -> str:
+    """Describe the process that listens on the port, as far as this user may know."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                process = psutil.Process(connection.pid)
+                return f"process {process.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
+    except psutil.Error:
+        pass
+    return "another process"
+
+
+def _format_address(host: str, port: int) -> str:
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+
+
+def _set_up(home: Path) -> None:
+    """Create an empty folder to run in and a private one for uploads: Gradio serves every file in either."""
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in ("empty", "uploads"):
+        (home / name).mkdir(exist_ok=True, mode=0o700)
+    os.chdir(home / "empty")
+    tempfile.tempdir = str(home / "uploads")  # not $TMPDIR, which jobs inherit
+    os.environ["GRADIO_TEMP_DIR"] = str(home / "uploads")
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    warnings.filterwarnings("ignore", message="SSR mode is not supported")  # nor asked for
+
+
+def _make_server(place: Place, login: Login | None, names: Sequence[str], addresses: bool) -> Any:
+    import uvicorn
+
+    gc.disable()  # nothing made while the page is built is garbage; collecting takes a tenth of the time
+    from . import app
+
+    class Server(uvicorn.Server):
+        on_started = staticmethod(lambda: None)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            gc.freeze()
+            gc.enable()
+            self.on_started()
+
+    site = app.build(place, login=login, names=names, addresses=addresses)
+    return Server(uvicorn.Config(site, log_level="warning", server_header=False, timeout_graceful_shutdown=1))
+
+
+def _finish_start(place: Place, address: str, started: threading.Event, open_browser: bool) -> None:
+    """Do what can wait until the page answers, then keep a worker alive as long as the page runs."""
+    from . import file_routes
+
+    started.wait()
+    print(f"lora_fp8 is at {address}  (Ctrl-C closes the page; jobs go on)", flush=True)
+    if open_browser:
+        webbrowser.open(address)
+    try:
+        jobs.ensure_worker(place.home)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+    file_routes.prune_thumbnails(place)
+    while True:
+        time.sleep(1)
+        _revive_worker(place.home)
+
+
+def _revive_worker(home: Path) -> None:
+    """Start a worker if the last one was killed: the queue would wait for ever. A stopped one stays stopped."""
+    if not jobs.worker_died(home):
+        return
+    try:
+        jobs.ensure_worker(home)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        time.sleep(REVIVE_AGAIN_S)

@@ -1,0 +1,183 @@
+"""Every text of the page in English and Chinese.
+
+`texts/*.toml` holds one table per text, with an entry per language:
+
+    ["runs.stop"]
+    en = "Stop and save"
+    zh-CN = "保存并停止"
+
+The page is laid out once per language (`/en/`, `/zh-CN/`), so that labels and later answers of the server have the same
+source and never disagree. Placeholders are named: "{step} of {steps}".
+
+Messages of the engine (a wrong setting, how a job ended) are English. `translate` matches them with the patterns of
+`texts/engine.toml`, and leaves a message without a pattern as it is.
+
+`texts/settings.toml` holds the names of the training settings (`get_label`, `get_help`, `get_choice_label`).
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import form
+
+FOLDER = Path(__file__).resolve().parent / "texts"
+LANGUAGES = {"en": "English", "zh-CN": "中文"}
+SETTINGS = "settings.toml"
+
+
+@cache
+def load_catalogue() -> dict[str, dict[str, str]]:
+    """Load every text by key; each has every language."""
+    found: dict[str, dict[str, str]] = {}
+    for file in sorted(FOLDER.glob("*.toml")):
+        if file.name == SETTINGS:
+            continue
+        for key, texts in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            if key in found:
+                raise ValueError(f"{file.name}: {key!r} stands in another file of texts/, too")
+            found[key] = texts
+    return found
+
+
+def say(language: str, key: str, **values: Any) -> str:
+    """Return the text of this key, filled in.
+
+    Raises:
+        KeyError: there is no such key or value: a mistake in the page, which its tests look for.
+    """
+    return load_catalogue()[key][language].format(**values)
+
+
+def choose_language(accepted: str) -> str:
+    """Return the first language of an Accept-Language header that the page has; English otherwise."""
+    for entry in accepted.split(","):
+        tag = entry.split(";")[0].strip().lower()
+        for language in LANGUAGES:
+            if tag and tag.split("-")[0] == language.split("-")[0].lower():
+                return language
+    return "en"
+
+
+@cache
+def _compile_patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Compile the patterns of engine messages, each with its key.
+
+    Patterns that surround another message come first, then those with the most fixed text.
+    """
+    found = []
+    for key, texts in load_catalogue().items():
+        if key.startswith("engine."):
+            parts = re.split(r"\{(\w+)\}", texts["en"])
+            pattern = "".join(
+                f"(?P<{part}>.+?)" if i % 2 else re.escape(_unescape_braces(part)) for i, part in enumerate(parts)
+            )
+            weight = sum(map(len, parts[::2])) + (1000 if key.startswith("engine.in.") else 0)
+            found.append((weight, re.compile(pattern + r"\Z", re.DOTALL), key))
+    return [(pattern, key) for _, pattern, key in sorted(found, key=lambda one: -one[0])]
+
+
+def _unescape_braces(part: str) -> str:
+    return part.replace("{{", "{").replace("}}", "}")
+
+
+KEYED = re.compile(
+    r"(?P<key>[\w.-]+|(?:adapter\.ranks|optimizer\.lrs|quantize\.override)\.[^:\n]+|[^\s:]*/[^:\n]*): (?P<line>.+)",
+    re.DOTALL,
+)
+"""Most messages begin with a setting or a path."""
+FILED = re.compile(r"(?P<key>.+?\.\w{2,5}) (?P<line>(?:is|has|cannot|does) .+)", re.DOTALL)
+"""Others begin with a file: what is wrong with an image can also be wrong with a mask or an upload."""
+
+
+def translate(language: str, line: str) -> str:
+    """Translate an engine message, line by line."""
+    if language == "en":
+        return line
+    if "\n" in line:
+        return "\n".join(
+            part[: len(part) - len(part.lstrip())] + translate(language, part.lstrip()) for part in line.split("\n")
+        )
+    for pattern, key in _compile_patterns():
+        if match := pattern.match(line):
+            return _fill_in(language, key, match.groupdict())
+    for pattern, between in ((KEYED, "："), (FILED, " ")):
+        if (match := pattern.fullmatch(line)) and (translated := translate(language, match["line"])) != match["line"]:
+            return f"{match['key']}{between}{translated}"
+    return line
+
+
+def translate_joined(language: str, line: str) -> str:
+    """Translate remarks that the engine has joined with "; ", each by itself."""
+    if language == "en":
+        return line
+    if (match := KEYED.fullmatch(line)) and "." in match["key"]:
+        translated = translate_joined(language, match["line"])
+        if translated == match["line"] and (remark := next(_translate_alone(language, line), None)) is not None:
+            return remark  # the part before the colon belongs to the sentence
+        return f"{match['key']}：{translated}"
+    parts, translated = line.split("; "), []
+    while parts:
+        # Take the longest beginning that is one remark. It may contain semicolons, but not in its values.
+        for end in range(len(parts), 0, -1):
+            one = "; ".join(parts[:end])
+            remark = next(_translate_alone(language, one), None)
+            if remark is not None or end == 1:
+                translated.append(one if remark is None else remark)
+                parts = parts[end:]
+                break
+    return "；".join(translated)
+
+
+def _translate_alone(language: str, line: str) -> Iterator[str]:
+    """Yield the translations of a line in which no value holds a further remark."""
+    for pattern, key in _compile_patterns():
+        if (match := pattern.match(line)) and not any("; " in value for value in match.groupdict().values()):
+            yield _fill_in(language, key, match.groupdict())
+
+
+def _fill_in(language: str, key: str, parts: dict[str, str]) -> str:
+    """Fill in the text of this key. Messages and descriptions of settings among its values are translated too."""
+    parts |= {name: translate(language, parts[name]) for name in ("line", "why", "where") if name in parts}
+    if "lines" in parts:
+        parts["lines"] = translate_joined(language, parts["lines"])
+    if "what" in parts:
+        parts["what"] = _map_descriptions(language).get(parts["what"], parts["what"])
+    return load_catalogue()[key][language].format(**parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+@cache
+def load_setting_texts() -> dict[str, dict[str, Any]]:
+    """Load settings.toml: the texts of each setting. Tables of the config are "section" and "section.adapter"."""
+    return tomllib.loads((FOLDER / SETTINGS).read_text(encoding="utf-8"))
+
+
+def get_label(language: str, key: str) -> str:
+    """Return the label of a setting, or its key if settings.toml has none yet."""
+    return load_setting_texts().get(key, {}).get(language, key)
+
+
+def get_help(language: str, key: str, description: str) -> str:
+    """Return the help of a setting: its description, translated, or the page's own text for it."""
+    return load_setting_texts().get(key, {}).get("help-en" if language == "en" else "help", description)
+
+
+def get_choice_label(language: str, key: str, word: str) -> str:
+    """Return the label of a word that a setting accepts."""
+    return load_setting_texts().get(key, {}).get("choices-en" if language == "en" else "choices", {}).get(word, word)
+
+
+@cache
+def _map_descriptions(language: str) -> dict[str, str]:
+    """Map the engine's descriptions of settings to their translations."""
+    known = {f"section.{name}" if name else "section": text for name, text in form.sections().items()}
+    for one in form.settings().values():
+        known |= {column.key: column.description for column in one.columns} | {one.key: one.description}
+    return {text.strip(): get_help(language, key, text) for key, text in known.items()}
