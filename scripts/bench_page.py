@@ -59,7 +59,7 @@ def end(process: subprocess.Popen[str], home: Path) -> None:
 
     process.send_signal(signal.SIGINT)
     process.wait(20)
-    if (worker := jobs.worker_info(home)) and worker.pid:
+    if (worker := jobs.find_worker(home)) and worker.pid:
         os.kill(worker.pid, signal.SIGTERM)
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lora_fp8.errors import Stopped, UserError
-from lora_fp8.jobs import ENDED, JobView, Queue, Worker, procs, worker_info
+from lora_fp8.jobs import ENDED, JobView, Queue, Worker, find_worker, procs
 from lora_fp8.run import Run, StopSignal
 
 TRUE_WITHIN_S = 3.0
@@ -114,8 +114,8 @@ def launch(command: list[str]) -> int:
 class StandIn(Worker):
     """A worker with the stand-ins in place of accelerate and the trainer."""
 
-    def command(self, row, group, attempt):  # noqa: ANN001, ANN201
-        command = super().command(row, group, attempt)
+    def make_command(self, row, group, attempt):  # noqa: ANN001, ANN201
+        command = super().make_command(row, group, attempt)
         own = [sys.executable, __file__]
         keeper, module = command.index("lora_fp8.jobs.keeper"), command.index("lora_fp8")
         return [*own, "launch", sys.executable, "-m", *command[keeper : module - 2], *own, *command[module + 1 :]]
@@ -139,7 +139,7 @@ class Field:
     def start_worker(self) -> subprocess.Popen[bytes]:
         """Start a worker with the stand-ins, and return when it has the lock."""
         worker = self.spawn_worker()
-        self.until(lambda: (found := worker_info(self.home)) is not None and found.pid == worker.pid, 20)
+        self.until(lambda: (found := find_worker(self.home)) is not None and found.pid == worker.pid, 20)
         return worker
 
     def spawn_worker(self) -> subprocess.Popen[bytes]:
@@ -160,7 +160,7 @@ class Field:
     def close(self) -> None:
         self.kill_worker()
         for row in self.queue.store.rows("token <> ''"):
-            procs.send(procs.members(row.token), signal.SIGKILL)
+            procs.send(procs.find_members(row.token), signal.SIGKILL)
 
     def submit(self, steps: int = 30, **plan: object) -> int:
         self.count += 1
@@ -175,14 +175,14 @@ class Field:
         return self.queue.store.row(id).token
 
     def members(self, id: int) -> list[int]:
-        return procs.members(self.token(id))
+        return procs.find_members(self.token(id))
 
     def roles(self, id: int) -> dict[str, int]:
         """Return the processes of a job by role: keeper, launcher, inner, trainer."""
         pids = self.members(id)
-        first = next((pid for pid in pids if procs.parent(pid) not in pids), 0)
+        first = next((pid for pid in pids if procs.find_parent(pid) not in pids), 0)
         chain = [first]
-        while child := next((pid for pid in pids if procs.parent(pid) == chain[-1]), 0):
+        while child := next((pid for pid in pids if procs.find_parent(pid) == chain[-1]), 0):
             chain.append(child)
         return dict(zip(("keeper", "launcher", "inner", "trainer"), chain, strict=False))
 
@@ -259,7 +259,7 @@ def launcher_killed(field: Field) -> None:
     if victim := field.roles(id).get("launcher"):
         procs.send([victim], signal.SIGKILL)
         field.until(lambda: field.token(id) != before or field.see(id).state in ENDED, 15, lambda: field.see(id))
-    assert not (field.token(id) != before and procs.members(before)), "two attempts at once"
+    assert not (field.token(id) != before and procs.find_members(before)), "two attempts at once"
     _went_on(field, id)
 
 
@@ -431,7 +431,7 @@ def soak(name: str, times: int, seed: int, home: Path) -> list[str]:
 def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         try:
-            StandIn(Path(sys.argv[2]), say=lambda line: print(time.strftime("%T"), line, flush=True)).run()
+            StandIn(Path(sys.argv[2]), report=lambda line: print(time.strftime("%T"), line, flush=True)).run()
         except UserError as error:
             print(error)
             sys.exit(2)

@@ -124,7 +124,7 @@ class House:
 
     def worker(self) -> int:
         """Return the process id of the worker; 0 if none runs."""
-        found = jobs.worker_info(self.home)
+        found = jobs.find_worker(self.home)
         return found.pid if found else 0
 
     def kill_worker(self) -> int:
@@ -143,7 +143,7 @@ class House:
                     found.append(int(entry.name))
             except OSError:  # gone, or not ours
                 continue
-        return [pid for pid in found if pid not in own and procs.parent(pid) not in own and procs.identify(pid)]
+        return [pid for pid in found if pid not in own and procs.find_parent(pid) not in own and procs.identify(pid)]
 
     def close(self) -> None:
         """End everything."""

@@ -24,7 +24,7 @@ from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8 import cli, config, jobs, settings
 from lora_fp8.errors import UserError, UserErrors
-from lora_fp8.jobs import Queue, Sentence, procs, store, truth, worker
+from lora_fp8.jobs import Queue, Sentence, job_state, procs, store, worker
 from lora_fp8.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,7 @@ def test_a_job_is_what_the_file_said_when_it_was_submitted(queue: Queue, tmp_pat
     # Ids on the hub and the bundled base are no paths.
     for name in ("demo", "owner/model"):
         job = config.loads(TEXT.format(name="x"), [f"model.path='{name}'"])
-        assert jobs.absolute_paths(job, tmp_path).model.path == name
+        assert jobs.make_paths_absolute(job, tmp_path).model.path == name
 
 
 def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> No
 
     for key in listed:
         put(data, key, ["here"] if "list" in str(many[key]) else "here")
-    absolute = jobs.absolute_paths(settings.Job(**data), tmp_path).model_dump()
+    absolute = jobs.make_paths_absolute(settings.Job(**data), tmp_path).model_dump()
     for key in listed:
         here = str(tmp_path / "here")
         assert put(absolute, key) in (here, [here]), f"{key}: add it to jobs.PATHS"
@@ -126,7 +126,7 @@ def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> No
     inside = [key for key in places(type(folder)) if key not in ("trigger", "repeats")]
     given = config.loads(TEXT.format(name="x")).model_dump()
     given["dataset"]["folders"] = [{**folder.model_dump(), **dict.fromkeys(inside, "here")}]
-    made = jobs.absolute_paths(settings.Job(**given), tmp_path).dataset.folders[0].model_dump()
+    made = jobs.make_paths_absolute(settings.Job(**given), tmp_path).dataset.folders[0].model_dump()
     assert [made[key] for key in inside] == [str(tmp_path / "here")] * len(inside), inside
 
 
@@ -269,11 +269,11 @@ def test_deleting_takes_the_run_only_when_asked_and_only_a_run(
 def test_the_home_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORA_FP8_HOME", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert store.home_folder() == tmp_path / "data/lora_fp8"
+    assert store.find_home() == tmp_path / "data/lora_fp8"
     monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "own"))
     assert Queue().home == tmp_path / "own"
     monkeypatch.setenv("LORA_FP8_HOME", "~no-such-user/x")
-    assert store.home_folder() == Path("~no-such-user/x").absolute()
+    assert store.find_home() == Path("~no-such-user/x").absolute()
     before = os.umask(0)
     try:
         home = Queue(tmp_path / "new").home
@@ -341,16 +341,16 @@ def test_a_home_that_is_none(tmp_path: Path) -> None:
 
 def test_a_process_is_known_by_more_than_its_number() -> None:
     me = procs.identify(os.getpid())
-    assert me is not None and procs.alive(me)
-    assert not procs.alive(me._replace(start=me.start + 1)) and not procs.alive(me._replace(boot="another"))
+    assert me is not None and procs.is_alive(me)
+    assert not procs.is_alive(me._replace(start=me.start + 1)) and not procs.is_alive(me._replace(boot="another"))
     with subprocess.Popen(["sleep", "60"], env={**os.environ, procs.TOKEN: "abc"}, start_new_session=True) as child:
         other = procs.identify(child.pid)
-        assert other is not None and procs.parent(child.pid) == os.getpid()
-        wait_until(lambda: procs.members("abc"))  # between fork and exec
-        assert procs.members("abc") == [child.pid] and procs.members("ab") == []
+        assert other is not None and procs.find_parent(child.pid) == os.getpid()
+        wait_until(lambda: procs.find_members("abc"))  # between fork and exec
+        assert procs.find_members("abc") == [child.pid] and procs.find_members("ab") == []
         child.kill()
         wait_until(lambda: not procs.identify(child.pid))
-        assert not procs.alive(other) and procs.members("abc") == []  # dead, though nobody has waited for it
+        assert not procs.is_alive(other) and procs.find_members("abc") == []  # dead, though nobody has waited for it
 
 
 def test_a_process_that_is_ending_is_still_there() -> None:
@@ -361,9 +361,9 @@ def test_a_process_that_is_ending_is_still_there() -> None:
     child.stdout.readline()
     child.kill()
     while procs.identify(child.pid):
-        known = procs.members("large", child.pid)
+        known = procs.find_members("large", child.pid)
         assert known == [child.pid] or not procs.identify(child.pid)
-    assert procs.members("large", child.pid) == [] and child.wait() == -9
+    assert procs.find_members("large", child.pid) == [] and child.wait() == -9
     child.stdout.close()
 
 
@@ -391,7 +391,7 @@ def test_a_keeper_ends_what_a_killed_launcher_leaves(deaf: bool, tmp_path: Path)
     )
     assert done.stdout == b"up\n" and done.returncode == 137
     told = json.loads((tmp_path / "launch.json").read_bytes())
-    assert (told["status"], told["swept"]) == (-9, 1) and procs.members(environment[procs.TOKEN]) == []
+    assert (told["status"], told["swept"]) == (-9, 1) and procs.find_members(environment[procs.TOKEN]) == []
 
 
 # ------------------------------------------------------------------------------------------------------------ the truth
@@ -452,8 +452,8 @@ def test_how_it_ended(
     named = {"launch": launch} if launch is not None else {}
     for name, status in {**named, **{f"trainer-{i}": status for i, status in enumerate(trainers)}}.items():
         (attempt / f"{name}.json").write_text(json.dumps({"status": status}), encoding="utf-8")
-    queue.store.update(row.id, phase="launched", token="t", boot=procs.boot_id(), mark=len(before), wanted=wanted)
-    end = truth.ending(queue.store.row(row.id), attempt, truth.Follower())
+    queue.store.update(row.id, phase="launched", token="t", boot=procs.read_boot_id(), mark=len(before), wanted=wanted)
+    end = job_state.find_ending(queue.store.row(row.id), attempt, job_state.Follower())
     assert (end.state, end.sentence.key, end.crash) == (state, key, crash)
     assert "{" not in end.sentence.text and end.sentence.text
 
@@ -465,7 +465,7 @@ def test_done_needs_files_that_were_verified(queue: Queue, add: Callable[..., in
     (folder / "events.jsonl").write_text(json.dumps(DONE) + "\n", encoding="utf-8")
 
     def answer() -> tuple[str, str]:
-        end = truth.ending(row, tmp_path, truth.Follower())
+        end = job_state.find_ending(row, tmp_path, job_state.Follower())
         return end.state, end.sentence.key
 
     assert answer() == ("failed", "no_files")
@@ -485,28 +485,28 @@ def test_what_was_killed_for_memory_says_so_only_with_evidence(
     for kills, key in ((0, "killed"), (1, "killed_memory")):
         record = json.dumps({"status": -9, "oom_kills": kills})
         (tmp_path / "trainer-0.json").write_text(record, encoding="utf-8")
-        assert truth.ending(row, tmp_path, truth.Follower()).sentence.key == key
+        assert job_state.find_ending(row, tmp_path, job_state.Follower()).sentence.key == key
 
 
 def test_every_sentence_is_said_somewhere() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lora_fp8/jobs").glob("*.py"))
     built = {"stopped_hard", "stopped_hard_early"}  # from parts
-    unsaid = [key for key in truth.SENTENCES if code.count(f'"{key}"') < 2 and key not in built]
+    unsaid = [key for key in job_state.SENTENCES if code.count(f'"{key}"') < 2 and key not in built]
     assert not unsaid
 
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    assert truth.tail(log) == []
+    assert job_state.read_tail(log) == []
     bar = "\r".join(f"\x1b[31m{i}%\x1b[0m|###" for i in range(101))
     log.write_bytes(f"first\r\n\x1b]0;title\x07second\n{bar}\nwei\xdf\n\n".encode("latin-1"))
-    assert truth.tail(log) == ["first", "second", "100%|###", "wei\N{REPLACEMENT CHARACTER}"]
+    assert job_state.read_tail(log) == ["first", "second", "100%|###", "wei\N{REPLACEMENT CHARACTER}"]
     log.write_text(f'Traceback:\n  File "{Path.home()}/a.py", line 1\n', encoding="utf-8")
-    assert truth.tail(log) == ["Traceback:", '  File "~/a.py", line 1'], "also while it is being written"
+    assert job_state.read_tail(log) == ["Traceback:", '  File "~/a.py", line 1'], "also while it is being written"
     log.write_text("".join(f"line {i}\n" for i in range(100_000)), encoding="utf-8")
-    assert truth.tail(log, 3) == ["line 99997", "line 99998", "line 99999"]
+    assert job_state.read_tail(log, 3) == ["line 99997", "line 99998", "line 99999"]
     log.write_text("x" * 1_000_000, encoding="utf-8")
-    assert len(truth.tail(log)) == 1
+    assert len(job_state.read_tail(log)) == 1
 
 
 def test_events_are_followed_by_offset(queue: Queue, add: Callable[..., int]) -> None:
@@ -527,7 +527,7 @@ def test_events_are_followed_by_offset(queue: Queue, add: Callable[..., int]) ->
 
 
 def test_the_time_left_is_of_this_process() -> None:
-    progress = truth.Progress(0)
+    progress = job_state.Progress(0)
     now = time.time()
     for event in (
         {"event": "step", "step": 500, "t": now - 9000},
@@ -536,8 +536,8 @@ def test_the_time_left_is_of_this_process() -> None:
         {"event": "step", "step": 101, "t": now - 20},
         {"event": "step", "step": 111, "t": now},
     ):
-        progress.take(event)
-    assert progress.eta_s() == pytest.approx(89 * 2, abs=1)
+        progress.update(event)
+    assert progress.compute_eta_s() == pytest.approx(89 * 2, abs=1)
 
 
 def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> None:
@@ -588,7 +588,7 @@ def test_a_job_whose_run_another_job_goes_on_with_has_ended(queue: Queue, add: C
         queue.submit_run(folder)
     (folder / "config.toml").write_bytes(config)
     second = queue.submit_run(folder)
-    queue.store.update(second, phase="launched", token="t", boot=procs.boot_id(), launched=time.time())
+    queue.store.update(second, phase="launched", token="t", boot=procs.read_boot_id(), launched=time.time())
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for views in ({view.id: view for view in queue.view()}, {first: queue.job(first)}):
@@ -640,22 +640,22 @@ def test_a_hundred_jobs_are_seen_in_a_moment(queue: Queue, add: Callable[..., in
 )
 def test_groups_that_cannot_be(given: list[str], wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
-        worker.groups(given)
+        worker.parse_groups(given)
 
 
 def test_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert worker.groups(["0, 1", "2"]) == ("0,1", "2")
-    monkeypatch.setattr(worker, "_num_gpus", lambda: 2)
-    assert worker.groups([]) == ("0", "1")
+    assert worker.parse_groups(["0, 1", "2"]) == ("0,1", "2")
+    monkeypatch.setattr(worker, "_count_gpus", lambda: 2)
+    assert worker.parse_groups([]) == ("0", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-af12")
-    assert worker.groups([]) == ("3", "GPU-af12")
+    assert worker.parse_groups([]) == ("3", "GPU-af12")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert worker.groups([]) == ("cpu",)
+    assert worker.parse_groups([]) == ("cpu",)
     (tmp_path / "worker.toml").write_text('gpus = ["0"]\npatience_s = 1.5\n', encoding="utf-8")
-    assert worker.settings(tmp_path).gpus == ["0"] and worker.settings(tmp_path).patience_s == 1.5
+    assert worker.read_settings(tmp_path).gpus == ["0"] and worker.read_settings(tmp_path).patience_s == 1.5
     (tmp_path / "worker.toml").write_text("gpu = 1\npatience_s = -1\n", encoding="utf-8")
     with pytest.raises(UserErrors) as found:
-        worker.settings(tmp_path)
+        worker.read_settings(tmp_path)
     assert len(found.value.problems) == 2
 
 
@@ -675,8 +675,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def finish(queue: Queue) -> None:
     for row in queue.store.rows("phase = 'launched'"):
-        procs.send(procs.members(row.token), signal.SIGKILL)
-        wait_until(lambda row=row: not procs.members(row.token))
+        procs.send(procs.find_members(row.token), signal.SIGKILL)
+        wait_until(lambda row=row: not procs.find_members(row.token))
 
 
 def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
@@ -688,7 +688,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")  # a number for each level of nesting
     for name, gpus in (("nowhere", "7"), ("two", "1,2"), ("any", ""), ("waits", ""), ("waits2", "0")):
         add(name, gpus=gpus)
-    one = jobs.Worker(queue.home, ["0", "1,2"], say=lambda line: None)
+    one = jobs.Worker(queue.home, ["0", "1,2"], report=lambda line: None)
     one.take_lock()
     try:
         for _ in range(3):
@@ -699,7 +699,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
         assert text.startswith("waits for GPUs 7") and "0; 1,2" in text
         assert found["waits"].sentence.key == "queued" and found["waits"].place == 2
         for name, gpus in (("two", "1,2"), ("any", "0")):
-            (pid,) = procs.members(queue.store.row(found[name].id).token)
+            (pid,) = procs.find_members(queue.store.row(found[name].id).token)
             environment = dict(
                 line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line
             )
@@ -722,13 +722,13 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
 def test_a_worker_that_died_between_noting_and_starting(queue: Queue, add: Callable[..., int]) -> None:
     """Where nothing was started the job goes back; where something was, it is found by its token."""
     first, second = add("nothing"), add("something")
-    values = {"phase": "launched", "attempts": 1, "boot": procs.boot_id(), "assigned": "cpu", "pid": 0, "start": 0}
+    values = {"phase": "launched", "attempts": 1, "boot": procs.read_boot_id(), "assigned": "cpu", "pid": 0, "start": 0}
     queue.store.update(first, token="t1", launched=time.time() - 60, **values)
     queue.store.update(second, token="t2", launched=time.time(), **values)
     with subprocess.Popen(["sleep", "60"], env={**os.environ, procs.TOKEN: "t2"}) as child:
-        wait_until(lambda: procs.members("t2"))
-        one = jobs.Worker(queue.home, ["7"], say=lambda line: None)
-        rows = {row.id: one._over(row) for row in queue.store.rows()}
+        wait_until(lambda: procs.find_members("t2"))
+        one = jobs.Worker(queue.home, ["7"], report=lambda line: None)
+        rows = {row.id: one._check_ended(row) for row in queue.store.rows()}
         child.kill()
     assert rows == {first: True, second: False}
     assert queue.store.row(first).phase == "queued" and queue.store.row(second).pid == child.pid
@@ -741,7 +741,7 @@ def test_a_job_of_which_nothing_is_left_to_kill(
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     id = add("x")
-    one = jobs.Worker(queue.home, ["cpu"], say=lambda line: None)
+    one = jobs.Worker(queue.home, ["cpu"], report=lambda line: None)
     long_ago = {"asked": 1.0, "termed": 1.0, "killed": 1.0, "pid": os.getpid()}
     for values in ({"asked": 1.0}, long_ago):
         queue.store.update(id, phase="launched", wanted="cancel", token="nobody", **values)
@@ -753,7 +753,7 @@ def test_a_job_of_which_nothing_is_left_to_kill(
 
 
 def test_logs_are_kept_by_attempt(queue: Queue, tmp_path: Path) -> None:
-    one = jobs.Worker(queue.home, ["cpu"], say=lambda line: None)
+    one = jobs.Worker(queue.home, ["cpu"], report=lambda line: None)
     for number in range(9):
         with one._open_log(tmp_path / "run/log.txt") as log:
             log.write(str(number).encode())
@@ -767,7 +767,7 @@ def test_a_run_folder_that_cannot_be_made_fails_the_job_and_not_the_queue(
     (tmp_path / "file").touch()
     bad = add("bad", overrides=[f"output_dir='{tmp_path / 'file'}'"])
     good = add("good")
-    one = jobs.Worker(queue.home, ["cpu"], say=lambda line: None)
+    one = jobs.Worker(queue.home, ["cpu"], report=lambda line: None)
     try:
         one.tick()
         assert queue.job(bad).state == "failed" and str(tmp_path / "file") in queue.job(bad).sentence.text
@@ -784,7 +784,7 @@ import resource, sys, threading
 from pathlib import Path
 from lora_fp8 import jobs
 class Short(jobs.Worker):
-    def command(self, row, group, attempt):
+    def make_command(self, row, group, attempt):
         return ["true"]
 tried = threading.Event()
 def say(line):
@@ -816,7 +816,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     yield tmp_path / "home"
-    if found := jobs.worker_info(tmp_path / "home"):
+    if found := jobs.find_worker(tmp_path / "home"):
         os.kill(found.pid, signal.SIGTERM)
 
 
@@ -831,12 +831,12 @@ def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch)
         thread.join()
     assert len(found) == 4 and len({info.pid for info in found}) == 1
     pid = found[0].pid
-    assert procs.parent(pid) != os.getpid() and os.getsid(pid) != os.getsid(0)
-    assert procs.members("of-a-job-that-submits") == []  # or stopping that job would end the worker
+    assert procs.find_parent(pid) != os.getpid() and os.getsid(pid) != os.getsid(0)
+    assert procs.find_members("of-a-job-that-submits") == []  # or stopping that job would end the worker
     with pytest.raises(UserError, match=f"a worker is there already.*{pid}"):
-        jobs.Worker(home, say=lambda line: None).run()
+        jobs.Worker(home, report=lambda line: None).run()
     Queue(home).cancel(waits)
-    wait_until(lambda: not jobs.worker_info(home))  # it has nothing to do
+    wait_until(lambda: not jobs.find_worker(home))  # it has nothing to do
 
 
 def test_a_worker_that_cannot_start_says_why(home: Path) -> None:
@@ -903,13 +903,13 @@ def test_the_queue_from_a_shell(
     queue = Queue(home)
     found = queue.job(3)
     assert found.name == "shell" and found.folder == tmp_path / "runs/shell" and found.saved_step == 2
-    command = jobs.Worker(home, ["cpu"], say=print).command(queue.store.row(3), "cpu", tmp_path)
+    command = jobs.Worker(home, ["cpu"], report=print).make_command(queue.store.row(3), "cpu", tmp_path)
     assert command[-2:] == ["resume", str(tmp_path / "runs/shell")]
     # What is asked otherwise than the run's own config says reaches the trainer, with paths as they are from here.
     assert ask("jobs", "cancel", 3)[0] == 0
     asked = ["--set", "train.steps=9", "--set", "dataset.folders.0.path=here"]
     assert ask("submit", "runs/shell", *asked, "--no-worker")[0] == 0
-    command = jobs.Worker(home, ["cpu"], say=print).command(queue.store.row(4), "cpu", tmp_path)
+    command = jobs.Worker(home, ["cpu"], report=print).make_command(queue.store.row(4), "cpu", tmp_path)
     given = ["--set", "train.steps=9", "--set", f'dataset.folders.0.path="{tmp_path / "here"}"']
     assert command[-6:] == ["resume", str(tmp_path / "runs/shell"), *given]
     assert ask("jobs", "show", 4)[1].split()[:2] == ["4", "queued"]

@@ -73,7 +73,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
         assert stopped.state == "stopped" and stopped.exit_code == 75 and stopped.resumable
         assert last["event"] == "stopped" and f"step {stopped.saved_step}" in last["text"]
         assert 2 <= stopped.saved_step < 400 and stopped.sentence.args == {"step": stopped.saved_step}
-        assert procs.members(queue.store.row(id).token) == []
+        assert procs.find_members(queue.store.row(id).token) == []
         until(lambda: queue.job(wrong).state in jobs.ENDED)
         refused = queue.job(wrong)
         assert (refused.state, refused.exit_code, refused.attempts) == ("failed", 2, 1)
@@ -89,8 +89,8 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
         until(lambda: queue.job(id).state in jobs.ENDED)
     finally:
         for row in queue.store.rows("token <> ''"):
-            procs.send(procs.members(row.token), signal.SIGKILL)
-        if found := jobs.worker_info(queue.home):
+            procs.send(procs.find_members(row.token), signal.SIGKILL)
+        if found := jobs.find_worker(queue.home):
             os.kill(found.pid, signal.SIGTERM)
     done = queue.job(id)
     assert done.state == "done" and done.step == steps and done.attempts == 2, queue.log_tail(id)

@@ -382,5 +382,5 @@ def test_a_queued_job_names_its_masks_from_anywhere():
         model=Model(family="sd15", path="demo"),
         dataset=Dataset(folders=[Folder(path="p", mask=name) for name in names]),
     )
-    found = [folder.mask for folder in jobs.absolute_paths(made, Path("/x")).dataset.folders]
+    found = [folder.mask for folder in jobs.make_paths_absolute(made, Path("/x")).dataset.folders]
     assert found == ["", "alpha", "/x/alpha", "*_mask", "/x/masks", "/m"]

@@ -120,12 +120,12 @@ class Site:
 
     def lines(self) -> list[list[str]]:
         """What was started, and what the worker would start for what is in the queue."""
-        worker = jobs.Worker(self.place.home, say=lambda line: None)
+        worker = jobs.Worker(self.place.home, report=lambda line: None)
         found = list(self.started)
         for row in worker.store.rows():
             attempt = worker.store.folder(row.id) / "attempt-1"
             attempt.mkdir(parents=True, exist_ok=True)
-            found.append(worker.command(row, "cpu", attempt))
+            found.append(worker.make_command(row, "cpu", attempt))
         return found
 
 

@@ -62,7 +62,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[psutil.Proc
     yield psutil.Process(process.pid), found[0], home
     if process.poll() is None:
         process.kill()
-    if (worker := jobs.worker_info(home)) and worker.pid:
+    if (worker := jobs.find_worker(home)) and worker.pid:
         os.kill(worker.pid, signal.SIGTERM)
 
 
@@ -70,7 +70,7 @@ def wait_for_worker(home: Path) -> psutil.Process:
     """The worker; not the process that starts it and ends."""
 
     def working() -> jobs.Info | None:
-        worker = jobs.worker_info(home)
+        worker = jobs.find_worker(home)
         return worker if worker and worker.pid and worker.heartbeat > worker.since else None
 
     return psutil.Process(wait_until(working, lambda: "no worker").pid)

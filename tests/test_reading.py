@@ -23,7 +23,7 @@ from lora_fp8.common import reading
 from lora_fp8.data import captions, clips, decoding, images
 from lora_fp8.errors import UserError
 from lora_fp8.families import _files
-from lora_fp8.jobs import truth, worker
+from lora_fp8.jobs import job_state, worker
 from lora_fp8.lora_files import export
 from lora_fp8.run import Run
 from lora_fp8.tools import files
@@ -63,7 +63,8 @@ def scan(path: Path) -> None:
 
 
 def read_progress(path: Path) -> None:
-    assert truth.follow(path, 0) == ([], 0) and truth.tail(path) == [] and truth.records(path.parent) == {}
+    assert job_state.follow(path, 0) == ([], 0) and job_state.read_tail(path) == []
+    assert job_state.read_records(path.parent) == {}
     raise UserError("told nothing")
 
 
@@ -76,7 +77,7 @@ def list_events(path: Path) -> None:
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "settings": ("a.toml", config.load),
     "preset": ("a.toml", read_a_preset),
-    "settings of the worker": ("worker.toml", lambda path: worker.settings(path.parent)),
+    "settings of the worker": ("worker.toml", lambda path: worker.read_settings(path.parent)),
     "import source": ("a.toml", importing.import_file),
     "image": ("a.png", decoding.open_image),
     "mask": ("a.png", decoding.open_mask),

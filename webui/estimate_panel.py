@@ -112,7 +112,7 @@ class Estimates:
     def get(self, text: str) -> dict[str, Any] | str | None:
         """Return the estimate for this draft, the error if there is none, or None while it is being made."""
         try:
-            job = jobs.absolute_paths(config.loads(text, folder=self.home), self.home)
+            job = jobs.make_paths_absolute(config.loads(text, folder=self.home), self.home)
         except UserError:
             return ""
         job = job.model_copy(update={"name": ".lora-fp8-estimate"})  # the name has no effect on the estimate

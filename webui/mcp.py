@@ -28,7 +28,7 @@ def run(roots: Sequence[Path] = (), home: Path | None = None) -> None:
 
     Args:
         roots: folders that jobs may name, beside ./runs, the demo's files and those of the page's settings.
-        home: None is the queue's, `jobs.home_folder()`.
+        home: None is the queue's, `jobs.find_home()`.
 
     Raises:
         UserError: a root is not a folder, or no worker can be started.
@@ -36,7 +36,7 @@ def run(roots: Sequence[Path] = (), home: Path | None = None) -> None:
     for root in roots:
         if not root.is_dir():
             raise UserError(f"--root {root}: there is no such folder")
-    place = Place((home or jobs.home_folder()).resolve(), [*roots, Path("runs"), DEMO])
+    place = Place((home or jobs.find_home()).resolve(), [*roots, Path("runs"), DEMO])
     jobs.ensure_worker(place.home)
     make_server(place).run()
 

@@ -15,7 +15,7 @@ import psutil
 from lora_fp8 import config, jobs
 from lora_fp8.common import reading
 from lora_fp8.errors import UserError
-from lora_fp8.jobs import JobView, Queue, truth
+from lora_fp8.jobs import JobView, Queue, job_state
 from lora_fp8.run import Run
 
 from . import form
@@ -164,7 +164,7 @@ def _edit(ui: Ui, view: JobView) -> None:
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     if view.folder is not None:
-        text = form.put(text, "name", queue.free_name(view.folder), ui.place.home)
+        text = form.put(text, "name", queue.find_free_name(view.folder), ui.place.home)
     Draft(ui.place.home).replace(text)
 
 
@@ -253,4 +253,4 @@ def list_gpus() -> list[dict[str, Any]]:
 
 def read_log_tail(view: JobView) -> list[str]:
     """Return the last 40 lines that a job printed."""
-    return truth.tail(view.log) if view.log else []
+    return job_state.read_tail(view.log) if view.log else []

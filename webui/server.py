@@ -45,12 +45,12 @@ def run(
             "" needs no login, which is for this machine alone.
         names: accepted Host names beside this machine's own.
         open_browser: open the page in a browser.
-        home: None is the queue's, `jobs.home_folder()`.
+        home: None is the queue's, `jobs.find_home()`.
 
     Raises:
         UserError: the port is taken, a root is not a folder, or others could reach the page without a password.
     """
-    home = (home or jobs.home_folder()).resolve()
+    home = (home or jobs.find_home()).resolve()
     password = _take_password()
     if host not in LOOPBACK and not (user and password):
         raise UserError(
@@ -189,7 +189,7 @@ def _finish_start(place: Place, address: str, started: threading.Event, open_bro
 
 def _revive_worker(home: Path) -> None:
     """Start a worker if the last one was killed: the queue would wait for ever. A stopped one stays stopped."""
-    if not jobs.worker_died(home):
+    if not jobs.was_worker_killed(home):
         return
     try:
         jobs.ensure_worker(home)

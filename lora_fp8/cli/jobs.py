@@ -99,7 +99,7 @@ def worker(
     """Start queued jobs, one at a time on each GPU (or group), and see to them until Ctrl-C; running jobs go on."""
     from .. import jobs
 
-    made = jobs.Worker(jobs.home_folder(), gpus, say=lambda line: print(time.strftime("%F %T"), line, flush=True))
+    made = jobs.Worker(jobs.find_home(), gpus, report=lambda line: print(time.strftime("%F %T"), line, flush=True))
     if background:
         made.take_lock()  # what is in its way is told before
         made.store.close()
@@ -129,7 +129,7 @@ def listing(
     if rescue:
         from ..jobs.rescue import rescue as rebuild
 
-        found = rebuild(jobs.home_folder())
+        found = rebuild(jobs.find_home())
         told = {"waiting": found.waiting, "ended": found.ended, "guessed": found.guessed, "lost": found.lost}
         told |= {"aside": str(found.aside)}
         print(json.dumps(told, ensure_ascii=False, indent=1) if as_json else "\n".join(found.lines()))

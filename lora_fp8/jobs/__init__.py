@@ -1,6 +1,6 @@
 """The queue of jobs, as the command line and the web page use it.
 
-    queue = Queue()                                # the user's own queue, see store.home_folder
+    queue = Queue()                                # the user's own queue, see store.find_home
     id = queue.submit(text)                        # a config as TOML; later changes to files do not affect the job
     ensure_worker(queue.home)                      # jobs are started by a worker
     for job in queue.view(): print(job.id, job.state, job.sentence.text)
@@ -28,12 +28,10 @@ from ..common.reading import load_text
 from ..common.text import is_utf8
 from ..errors import UserError
 from ..run import Run, ownership
-from . import procs, truth
-from .store import Damaged, Row, Store, StoreError, command_of, home_folder, now
-from .truth import ENDED, SENTENCES, JobView, Sentence
-from .worker import Info, Settings, Worker, ensure_worker, group_name
-from .worker import died as worker_died
-from .worker import info as worker_info
+from . import job_state, procs
+from .job_state import ENDED, SENTENCES, JobView, Sentence
+from .store import Damaged, Row, Store, StoreError, find_home, now, parse_command
+from .worker import Info, Settings, Worker, ensure_worker, find_worker, normalize_group, was_worker_killed
 
 __all__ = [
     "COMMANDS",
@@ -47,11 +45,11 @@ __all__ = [
     "Settings",
     "StoreError",
     "Worker",
-    "absolute_paths",
     "ensure_worker",
-    "home_folder",
-    "worker_died",
-    "worker_info",
+    "find_home",
+    "find_worker",
+    "make_paths_absolute",
+    "was_worker_killed",
 ]
 
 COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "ema")
@@ -62,7 +60,7 @@ class Queue:
     """The jobs of one home folder.
 
     Args:
-        home: folder of the queue; None is `home_folder()`.
+        home: folder of the queue; None is `find_home()`.
         roots: folders whose runs are shown too, besides the folders that queued jobs write into.
 
     Raises:
@@ -70,10 +68,10 @@ class Queue:
     """
 
     def __init__(self, home: Path | None = None, roots: Sequence[Path] = ()):
-        self.store = Store(home or home_folder())
+        self.store = Store(home or find_home())
         self.home = self.store.home
         self.roots = tuple(Path(os.path.abspath(root)) for root in roots)
-        self._follower = truth.Follower()
+        self._follower = job_state.Follower()
         self._follow = threading.Lock()  # the web page calls from several threads
 
     # -- queries
@@ -84,17 +82,17 @@ class Queue:
         Args:
             shell: include runs that were started without the queue.
         """
-        rows, worker = self.store.rows(), worker_info(self.home)
+        rows, worker = self.store.rows(), find_worker(self.home)
         waiting = [row.id for row in rows if row.phase == "queued"]
         groups = defaultdict(lambda: 2, {"launched": 0, "queued": 1})
         with self._follow:
             busy = {row.folder for row in rows if row.phase == "launched"}
-            found = [self._view(row, waiting, worker, row.folder in busy) for row in rows]
+            views = [self._view(row, waiting, worker, row.folder in busy) for row in rows]
             order = {row.id: (groups[row.phase], -row.ended if row.phase == "ended" else 0) for row in rows}
-            found.sort(key=lambda job: order[job.id])  # a stable sort, so the queue keeps its order
+            views.sort(key=lambda job: order[job.id])  # a stable sort, so the queue keeps its order
             if shell:
-                found += [truth.shell_view(folder, self._follower) for folder in self._shell_runs(rows)]
-        return found
+                views += [job_state.view_shell_run(folder, self._follower) for folder in self._find_shell_runs(rows)]
+        return views
 
     def job(self, id: int | str) -> JobView:
         """Return one job, or the run in a folder.
@@ -105,14 +103,14 @@ class Queue:
         with self._follow:
             if isinstance(id, str):
                 folder = Run.open(Path(id)).path
-                row = self._row_of(folder)
+                row = self._find_row(folder)
                 if row is None:
-                    return truth.shell_view(Path(os.path.abspath(folder)), self._follower)
+                    return job_state.view_shell_run(Path(os.path.abspath(folder)), self._follower)
             else:
                 row = self.store.row(id)
             waiting = [other.id for other in self.store.rows("phase = 'queued'")]
             taken = bool(self.store.rows("phase = 'launched' AND folder = ?", row.folder))
-            return self._view(row, waiting, worker_info(self.home), taken)
+            return self._view(row, waiting, find_worker(self.home), taken)
 
     def config(self, id: int) -> str:
         """Return the TOML text that a job was submitted with, with absolute paths; "" for commands."""
@@ -123,13 +121,13 @@ class Queue:
 
         If the log has become shorter, it is read from the start.
         """
-        folder = self._folder(id)
-        return truth.follow(folder / "events.jsonl", offset) if folder else ([], 0)
+        folder = self._find_folder(id)
+        return job_state.follow(folder / "events.jsonl", offset) if folder else ([], 0)
 
     def log_tail(self, id: int | str, lines: int = 40) -> list[str]:
         """Return the last lines of a job's output, without control characters and not escaped for HTML; [] if none."""
         log = self.job(id).log
-        return truth.tail(log, lines) if log else []
+        return job_state.read_tail(log, lines) if log else []
 
     # -- submitting
 
@@ -166,7 +164,7 @@ class Queue:
             UserError: with everything that is wrong in the config; or its folder has a run, or belongs to another job.
         """
         here = Path(os.path.abspath(folder or Path()))
-        job = absolute_paths(config.loads(text, list(overrides), where=where, folder=presets or here), here)
+        job = make_paths_absolute(config.loads(text, list(overrides), where=where, folder=presets or here), here)
         if max_attempts < 1:
             raise UserError(f"max_attempts: must be at least 1, got {max_attempts}")
         run = Run(Path(job.output_dir) / job.name)
@@ -179,11 +177,11 @@ class Queue:
             name=job.name,
             kind="train",
             text=(resolved := config.dumps(job)),
-            command=json.dumps(_asked_otherwise(resolved, overrides) if again else []),
+            command=json.dumps(_make_resume_arguments(resolved, overrides) if again else []),
             folder=str(run.path),
             cwd="",
             again=int(again),
-            **_common(priority, gpus, max_attempts),
+            **_make_columns(priority, gpus, max_attempts),
         )
 
     def submit_run(self, folder: Path, **options: Any) -> int:
@@ -216,7 +214,7 @@ class Queue:
             raise UserError(f"{command!r} cannot be queued; accepted: {', '.join(COMMANDS)}")
         if any("\0" in argument for argument in arguments):
             raise UserError("an argument has a NUL character in it")
-        common = _common(options.pop("priority", 0), options.pop("gpus", ""), options.pop("max_attempts", 1))
+        common = _make_columns(options.pop("priority", 0), options.pop("gpus", ""), options.pop("max_attempts", 1))
         assert not options, options
         line = json.dumps([command, *arguments])  # ASCII, as file names may have bytes that are not UTF-8
         cwd = os.path.abspath(folder or Path())
@@ -229,10 +227,10 @@ class Queue:
         if row.kind == "command":
             if overrides:
                 raise UserError(f"job {id} is a command and has no settings to override")
-            command, *arguments = command_of(row)
+            command, *arguments = parse_command(row)
             return self.submit_command(command, arguments, folder=Path(row.cwd), name=row.name, **options)
-        given = [config.toml_line("name", self.free_name(Path(row.folder))), *overrides]
-        return self.submit(row.text, overrides=given, where=f"job {id}", **options)
+        overrides_of_copy = [config.toml_line("name", self.find_free_name(Path(row.folder))), *overrides]
+        return self.submit(row.text, overrides=overrides_of_copy, where=f"job {id}", **options)
 
     def rerun(self, id: int) -> int:
         """Train a job's config again from the start, as a new job in a new folder. Return its id."""
@@ -267,18 +265,18 @@ class Queue:
             UserError: nothing is training there, a job of the queue is training, or the process is another user's.
         """
         run = Run.open(folder)
-        row = self._row_of(run.path)
+        row = self._find_row(run.path)
         if row is not None and row.phase != "ended":
             raise UserError(f"{run.path}: job {row.id} writes there; `lora-fp8 jobs cancel {row.id}` ends it")
         if not run.alive():
             raise UserError(f"{run.path}: nothing is training here")
-        pid = procs.holder(run.lock_file)
+        pid = procs.find_holder(run.lock_file)
         if pid is None:
             raise UserError(f"{run.path}: the process that trains here is another user's, or on another machine")
         if not hard:
             run.request("stop")  # before the signal, so that the run is seen to be stopping
         try:
-            procs.send(procs.family(pid) if hard else [pid], signal.SIGKILL if hard else signal.SIGTERM)
+            procs.send(procs.find_family(pid) if hard else [pid], signal.SIGKILL if hard else signal.SIGTERM)
         except PermissionError:
             raise UserError(f"{run.path}: process {pid}, which trains here, is another user's") from None
 
@@ -288,7 +286,7 @@ class Queue:
         Raises:
             UserError: the job has not ended, or is done.
         """
-        row = self._settled(id)
+        row = self._require_ended(id)
         if row.state == "done":
             raise UserError(f"job {id} is done; `lora-fp8 jobs rerun {id}` trains it again in another folder")
         for other in self.store.rows("phase <> 'ended' AND folder = ?", row.folder) if row.folder else []:
@@ -339,7 +337,7 @@ class Queue:
             return ownership.remove(run.path)
         row = self.store.row(id)
         if row.phase == "launched":
-            row = self._settled(id)
+            row = self._require_ended(id)
         left = ownership.remove(Path(row.folder)) if with_run and row.folder and os.path.lexists(row.folder) else []
         if not self.store.delete(id):
             raise UserError(f"job {id} has just been started; stop it first")
@@ -356,33 +354,33 @@ class Queue:
     def _view(self, row: Row, waiting: list[int], worker: Info | None, taken: bool = False) -> JobView:
         place = waiting.index(row.id) + 1 if row.id in waiting else 0
         try:
-            return truth.view(row, self.store.folder(row.id), self._follower, place, worker, taken)
+            return job_state.view(row, self.store.folder(row.id), self._follower, place, worker, taken)
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:  # the other jobs are still shown
-            return truth.damaged_view(row, error)
+            return job_state.view_damaged(row, error)
 
-    def _shell_runs(self, rows: list[Row]) -> list[Path]:
+    def _find_shell_runs(self, rows: list[Row]) -> list[Path]:
         """Return the run folders in the roots, and beside those of jobs, that no job wrote."""
-        own = {row.folder for row in rows}
+        of_jobs = {row.folder for row in rows}
         roots = dict.fromkeys([*self.roots, *(Path(row.folder).parent for row in rows if row.folder)])
-        found = []
+        folders = []
         for root in roots:
             try:
                 entries = sorted(os.scandir(root), key=lambda entry: entry.name)
             except OSError:  # does not exist yet, or no more
                 continue
             for entry in entries:
-                if entry.path not in own and os.path.isfile(os.path.join(entry.path, "events.jsonl")):
-                    found.append(Path(entry.path))
-        return found
+                if entry.path not in of_jobs and os.path.isfile(os.path.join(entry.path, "events.jsonl")):
+                    folders.append(Path(entry.path))
+        return folders
 
-    def _row_of(self, folder: Path) -> Row | None:
+    def _find_row(self, folder: Path) -> Row | None:
         """Return the newest job that writes into this folder."""
         if not is_utf8(os.path.abspath(folder)):  # `submit` refuses such names
             return None
         rows = self.store.rows("folder = ?", os.path.abspath(folder))
         return max(rows, key=lambda row: row.id, default=None)
 
-    def _folder(self, id: int | str) -> Path | None:
+    def _find_folder(self, id: int | str) -> Path | None:
         if isinstance(id, str):
             return Run.open(Path(id)).path
         row = self.store.row(id)
@@ -391,7 +389,7 @@ class Queue:
     def _end(self, id: int | str, wanted: str) -> None:
         if isinstance(id, str):
             run = Run.open(Path(id))
-            row = self._row_of(run.path)
+            row = self._find_row(run.path)
             if row is None or row.phase == "ended":
                 if not run.alive():
                     raise UserError(f"{run.path}: nothing is training here")
@@ -399,9 +397,9 @@ class Queue:
                 return
         else:
             row = self.store.row(id)
-        said = json.dumps(Sentence("cancelled").to_json())
-        over = {"phase": "ended", "state": "cancelled", "sentence": said, "ended": now()}
-        if self.store.update(row.id, "phase = 'queued'", wanted=wanted, **over):
+        sentence = json.dumps(Sentence("cancelled").to_json())
+        ended = {"phase": "ended", "state": "cancelled", "sentence": sentence, "ended": now()}
+        if self.store.update(row.id, "phase = 'queued'", wanted=wanted, **ended):
             self.store.keep(row.id)
             return
         run = Run(Path(row.folder)) if row.folder else None
@@ -414,7 +412,7 @@ class Queue:
             run.request("stop")
             self.store.update(row.id, "asked = 0", asked=now())
 
-    def _settled(self, id: int) -> Row:
+    def _require_ended(self, id: int) -> Row:
         """Return the row of a job that has no living process; record the end of one that ended without a worker.
 
         Raises:
@@ -435,7 +433,7 @@ class Queue:
             row = self.store.row(id)
         return row
 
-    def free_name(self, folder: Path) -> str:
+    def find_free_name(self, folder: Path) -> str:
         """Return a new name for a run folder: "zibo" -> "zibo-2", or the next number that no folder and no job has."""
         stem, taken = re.sub(r"-\d{1,4}$", "", folder.name), {row.folder for row in self.store.rows()}
         number = 2
@@ -444,13 +442,13 @@ class Queue:
         return path.name
 
 
-def _asked_otherwise(text: str, overrides: Sequence[str]) -> list[str]:
+def _make_resume_arguments(text: str, overrides: Sequence[str]) -> list[str]:
     """Return arguments of `resume` that repeat what these overrides changed in the resolved config `text`.
 
     Resuming reads the run folder's own config. Name and place are given by the folder.
     """
     arguments = []
-    for key in (one.partition("=")[0].strip() for one in overrides):
+    for key in (override.partition("=")[0].strip() for override in overrides):
         value: Any = tomllib.loads(text)
         for part in key.split("."):
             value = value[int(part) if isinstance(value, list) else part]
@@ -464,13 +462,13 @@ FOLDER_PATHS = ("path", "control", "mask")
 """Settings with a path on this machine, or a list of paths: those of a job, and those of each image folder."""
 
 
-def absolute_paths(job: settings.Job, folder: Path) -> settings.Job:
+def make_paths_absolute(job: settings.Job, folder: Path) -> settings.Job:
     """Return the job with all paths on this machine made absolute; relative ones start from `folder`.
 
     A base model that is not a file here is a Hugging Face id or the bundled model, and stays as it is.
     """
 
-    def there(path: str) -> str:
+    def make_absolute(path: str) -> str:
         return os.path.abspath(os.path.join(folder, os.path.expanduser(path))) if path else path
 
     data = job.model_dump()
@@ -480,17 +478,17 @@ def absolute_paths(job: settings.Job, folder: Path) -> settings.Job:
         for part in tables:
             table = table[part]
         value = table[key]
-        table[key] = [there(path) for path in value] if isinstance(value, list) else there(value)
-    if job.model.path != "demo" and os.path.exists(there(job.model.path)):
-        data["model"]["path"] = there(job.model.path)
+        table[key] = [make_absolute(path) for path in value] if isinstance(value, list) else make_absolute(value)
+    if job.model.path != "demo" and os.path.exists(make_absolute(job.model.path)):
+        data["model"]["path"] = make_absolute(job.model.path)
     for picture_folder in data["dataset"]["folders"]:
         for key in FOLDER_PATHS:
             if key != "mask" or settings.names_a_folder_of_masks(picture_folder[key]):
-                picture_folder[key] = there(picture_folder[key])
+                picture_folder[key] = make_absolute(picture_folder[key])
     return settings.Job(**data)
 
 
-def _common(priority: int, gpus: str, max_attempts: int) -> dict[str, Any]:
-    procs.boot_id()  # refuse a system without /proc before anything is queued
-    wanted = group_name(gpus) if gpus else ""
-    return {"priority": priority, "gpus": wanted, "max_attempts": max_attempts, "created": now()}
+def _make_columns(priority: int, gpus: str, max_attempts: int) -> dict[str, Any]:
+    procs.read_boot_id()  # refuse a system without /proc before anything is queued
+    group = normalize_group(gpus) if gpus else ""
+    return {"priority": priority, "gpus": group, "max_attempts": max_attempts, "created": now()}

@@ -37,14 +37,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sweep", type=float, help="end what the command leaves behind; SIGTERM to SIGKILL")
     parser.add_argument("record", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    given = parser.parse_args(arguments)
-    outer, record = given.sweep is not None, given.record
+    options = parser.parse_args(arguments)
+    outer, record = options.sweep is not None, options.record
     if outer:
         # Orphans of the launcher become children of this process, which can then wait for them.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     else:
         record = record.with_name(f"{record.stem}-{os.environ.get('RANK', '0')}{record.suffix}")
-    oom_before = procs.oom_kills()
+    oom_before = procs.count_oom_kills()
     child: subprocess.Popen[bytes] | None = None
     pending: list[int] = []
 
@@ -57,15 +57,16 @@ def main(arguments: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, pass_on)
-    child = subprocess.Popen(given.command)
+    child = subprocess.Popen(options.command)
     if not outer:
         for number in pending:
             procs.send([child.pid], number)
     status = child.wait()
-    swept = _sweep(given.sweep) if outer else 0
-    told = {"status": status, "t": round(time.time(), 3), "oom_kills": procs.oom_kills() - oom_before, "swept": swept}
+    swept = _sweep(options.sweep) if outer else 0
+    oom_kills = procs.count_oom_kills() - oom_before
+    content = {"status": status, "t": round(time.time(), 3), "oom_kills": oom_kills, "swept": swept}
     try:
-        atomic_write(record, json.dumps(told).encode())
+        atomic_write(record, json.dumps(content).encode())
     except OSError as error:  # a full disk: only the log is left to report it
         print(f"{record}: {error.strerror}; the command ended with status {status}", file=sys.stderr)
     return status if status >= 0 else 128 - status
@@ -75,10 +76,10 @@ def _sweep(patience: float) -> int:
     """End the processes that still have this job's token. Return how many there were."""
     token, own = os.environ[procs.TOKEN], os.getpid()
 
-    def left() -> list[int]:
-        return [pid for pid in procs.members(token) if pid != own]
+    def find_left() -> list[int]:
+        return [pid for pid in procs.find_members(token) if pid != own]
 
-    def reaped() -> bool:
+    def reap_children() -> bool:
         """Reap the children of this process, inherited ones too; return True if none is left."""
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -87,14 +88,14 @@ def _sweep(patience: float) -> int:
             return True
         return False
 
-    found = left()
-    procs.send(found, signal.SIGTERM)
+    to_end = find_left()
+    procs.send(to_end, signal.SIGTERM)
     deadline = time.monotonic() + patience
-    while not reaped() or left():
+    while not reap_children() or find_left():
         if time.monotonic() > deadline:
-            procs.send(left(), signal.SIGKILL)
+            procs.send(find_left(), signal.SIGKILL)
         time.sleep(0.05)
-    return len(found)
+    return len(to_end)
 
 
 if __name__ == "__main__":

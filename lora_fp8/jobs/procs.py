@@ -29,7 +29,7 @@ class Identity(NamedTuple):
     boot: str
 
 
-def boot_id() -> str:
+def read_boot_id() -> str:
     """Return the id of the machine's current boot.
 
     Raises:
@@ -43,24 +43,24 @@ def boot_id() -> str:
 
 def identify(pid: int) -> Identity | None:
     """Return the identity of the living process with this id; None if there is none, or it only waits to be reaped."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     if fields is None or fields[0] in ("Z", "X"):
         return None
-    return Identity(pid, int(fields[19]), boot_id())
+    return Identity(pid, int(fields[19]), read_boot_id())
 
 
-def alive(process: Identity) -> bool:
+def is_alive(process: Identity) -> bool:
     """Return True if this very process is alive, and not a later one with the same id."""
     return identify(process.pid) == process
 
 
-def members(token: str, session: int = 0) -> list[int]:
+def find_members(token: str, session: int = 0) -> list[int]:
     """Return the ids of the living processes with this token in their environment; takes about 30 us per process.
 
     A process that is exiting has no environment any more, but may hold its lock and its GPU for seconds. With
     `session`, the exiting processes of that session are included.
     """
-    wanted, found = f"{TOKEN}={token}".encode(), []
+    entry_of_token, pids = f"{TOKEN}={token}".encode(), []
     for entry in os.scandir(PROC):
         if not entry.name.isdigit():
             continue
@@ -69,21 +69,21 @@ def members(token: str, session: int = 0) -> list[int]:
         # nothing.
         with contextlib.suppress(OSError):
             environment = Path(entry.path, "environ").read_bytes()
-        if wanted in environment.split(b"\0"):
+        if entry_of_token in environment.split(b"\0"):
             if identify(pid):
-                found.append(pid)
-        elif session and exiting(pid, session):
-            found.append(pid)
-    return sorted(found)
+                pids.append(pid)
+        elif session and is_exiting(pid, session):
+            pids.append(pid)
+    return sorted(pids)
 
 
-def parent(pid: int) -> int:
+def find_parent(pid: int) -> int:
     """Return the id of a process's parent; 0 if the process has exited."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     return int(fields[1]) if fields else 0
 
 
-def holder(file: Path) -> int | None:
+def find_holder(file: Path) -> int | None:
     """Return the process named in `file`, a run's lock; None if it does not have the file open or is another user's."""
     with contextlib.suppress(OSError, ValueError):
         pid = int(file.read_text(encoding="utf-8").rpartition(" ")[2])
@@ -92,22 +92,22 @@ def holder(file: Path) -> int | None:
     return None
 
 
-def family(pid: int) -> list[int]:
+def find_family(pid: int) -> list[int]:
     """Return a process and its living descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir(PROC):
         if entry.name.isdigit():
-            children.setdefault(parent(int(entry.name)), []).append(int(entry.name))
-    found, waiting = [], [pid]
+            children.setdefault(find_parent(int(entry.name)), []).append(int(entry.name))
+    pids, waiting = [], [pid]
     while waiting:
-        found.append(waiting.pop())
-        waiting += children.get(found[-1], [])
-    return found
+        pids.append(waiting.pop())
+        waiting += children.get(pids[-1], [])
+    return pids
 
 
-def exiting(pid: int, session: int = 0) -> bool:
+def is_exiting(pid: int, session: int = 0) -> bool:
     """Return True if a process (of this session) is exiting: its memory is freed, but it is still closing its files."""
-    fields = _stat(pid)
+    fields = _read_stat(pid)
     if fields is None or fields[0] in ("Z", "X") or (session and int(fields[3]) != session):
         return False
     return bool(int(fields[6]) & PF_EXITING)
@@ -121,7 +121,7 @@ def send(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def oom_kills() -> int:
+def count_oom_kills() -> int:
     """Return how many processes the kernel has killed since boot for lack of memory; 0 if it does not count them."""
     with contextlib.suppress(OSError):
         for line in (PROC / "vmstat").read_text(encoding="ascii").splitlines():
@@ -130,14 +130,14 @@ def oom_kills() -> int:
     return 0
 
 
-def signal_name(number: int) -> str:
+def name_signal(number: int) -> str:
     """Return the name of a signal: SIGKILL for 9."""
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
 
 
-def _stat(pid: int) -> list[str] | None:
+def _read_stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the third (state) on; the second, a name, may contain anything."""
     try:
         text = (PROC / str(pid) / "stat").read_bytes().decode(errors="replace")

@@ -17,7 +17,7 @@ from .. import config
 from ..common.locks import try_lock
 from ..common.reading import MOST_TEXT, load_text, parse_json, read_bytes
 from ..errors import UserError
-from . import truth
+from . import job_state
 from .store import COLUMNS, CONFIG, KEPT, RECORD, Damaged, Row, Store, now
 
 FILES = ("queue.db", "queue.db-wal", "queue.db-shm")
@@ -44,16 +44,16 @@ class Rescued:
     def lines(self) -> list[str]:
         """Return sentences for people."""
         number = len(self.waiting) + len(self.ended)
-        told = [f"{number} jobs are back: {len(self.waiting)} wait, {len(self.ended)} have ended"]
+        lines = [f"{number} jobs are back: {len(self.waiting)} wait, {len(self.ended)} have ended"]
         if self.guessed:
-            told.append(
+            lines.append(
                 f"priority, GPUs and attempts are not known any more of job {', '.join(map(str, self.guessed))}; "
                 "the defaults were taken"
             )
         if self.lost:
-            told += [f"{len(self.lost)} could not be brought back:", *(f"  {line}" for line in self.lost)]
-        told.append("places in the queue that were changed by `lora-fp8 jobs move` are not known any more")
-        return [*told, f"the damaged file is kept as {self.aside}"]
+            lines += [f"{len(self.lost)} could not be brought back:", *(f"  {line}" for line in self.lost)]
+        lines.append("places in the queue that were changed by `lora-fp8 jobs move` are not known any more")
+        return [*lines, f"the damaged file is kept as {self.aside}"]
 
 
 def rescue(home: Path) -> Rescued:
@@ -75,16 +75,16 @@ def rescue(home: Path) -> Rescued:
         for name in reversed(FILES):  # the database last: while it is there, an interrupted rescue can be repeated
             if (home / name).exists():
                 os.replace(home / name, aside.with_name(aside.name + name.removeprefix("queue.db")))
-        found = Rescued(aside)
+        rescued = Rescued(aside)
         store = Store(home)
         folders = [folder for folder in (home / "jobs").iterdir() if folder.name.isdecimal() and folder.is_dir()]
         for folder in sorted(folders, key=lambda folder: int(folder.name)):
             try:
-                _bring_back(store, folder, found)
+                _restore(store, folder, rescued)
             except (UserError, OSError, ValueError, TypeError, OverflowError) as error:
-                told = str(error).splitlines()
-                found.lost.append(f"job {folder.name}: {told[0] if told else type(error).__name__}")
-        return found
+                message = str(error).splitlines()
+                rescued.lost.append(f"job {folder.name}: {message[0] if message else type(error).__name__}")
+        return rescued
 
 
 def _is_damaged(home: Path) -> bool:
@@ -94,12 +94,13 @@ def _is_damaged(home: Path) -> bool:
         return True
 
 
-def _bring_back(store: Store, folder: Path, found: Rescued) -> None:
+def _restore(store: Store, folder: Path, rescued: Rescued) -> None:
+    """Insert the job whose folder this is into the new queue, and note it in `rescued`."""
     id = int(folder.name)
-    kept = _kept(folder)
-    known = kept.get("kind") in ("train", "command")
+    record = _read_record(folder)
+    is_recorded = record.get("kind") in ("train", "command")
     values: dict[str, Any] = {"kind": "train", "command": "[]", "cwd": "", "gpus": "", "priority": 0, "created": now()}
-    values |= {"again": 0, "max_attempts": 3, "phase": "queued"} | kept
+    values |= {"again": 0, "max_attempts": 3, "phase": "queued"} | record
     values["text"] = ""
     if values["kind"] == "train":
         values["text"] = load_text(folder / CONFIG)
@@ -108,32 +109,32 @@ def _bring_back(store: Store, folder: Path, found: Rescued) -> None:
     attempts = [int(path.name[8:]) for path in folder.glob("attempt-*") if path.name[8:].isdecimal()]
     values["attempts"] = max(attempts, default=0)
     if attempts and values["phase"] != "ended":
-        values |= _ending(id, values, folder)
+        values |= _find_ending(id, values, folder)
     store.insert_as(id, **values)
-    (found.ended if values["phase"] == "ended" else found.waiting).append(id)
-    if not known:
-        found.guessed.append(id)
+    (rescued.ended if values["phase"] == "ended" else rescued.waiting).append(id)
+    if not is_recorded:
+        rescued.guessed.append(id)
 
 
-def _kept(folder: Path) -> dict[str, Any]:
+def _read_record(folder: Path) -> dict[str, Any]:
     """Read the valid values that `Store.keep` wrote."""
     try:
         content = parse_json(read_bytes(folder / RECORD, MOST_TEXT))
     except (OSError, ValueError):
         return {}
-    kept = content if isinstance(content, dict) else {}
-    right = {name: value for name, value in kept.items() if name in KEPT}
+    known = content if isinstance(content, dict) else {}
+    ours = {name: value for name, value in known.items() if name in KEPT}
     return {
         name: TYPES[name](value) if name in TYPES else value
-        for name, value in right.items()
+        for name, value in ours.items()
         if isinstance(value, int | float if name in TYPES else str)
     }
 
 
-def _ending(id: int, values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _find_ending(id: int, values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Find out how a job that was started ended, from its run folder and the records of its last attempt."""
-    empty = {name: 0 for name in COLUMNS} | {"wanted": "run", "state": "", "sentence": "", "token": "", "boot": ""}
-    row = Row(**(empty | {"id": id, "exit_code": None, "name": "", "folder": "", "assigned": ""} | values))
-    end = truth.ending(row, folder / f"attempt-{row.attempts}", truth.Follower())
-    told = {"state": end.state, "sentence": json.dumps(end.sentence.to_json()), "exit_code": end.exit_code}
-    return told | {"phase": "ended", "ended": now()}
+    defaults = {name: 0 for name in COLUMNS} | {"wanted": "run", "state": "", "sentence": "", "token": "", "boot": ""}
+    row = Row(**(defaults | {"id": id, "exit_code": None, "name": "", "folder": "", "assigned": ""} | values))
+    end = job_state.find_ending(row, folder / f"attempt-{row.attempts}", job_state.Follower())
+    ending = {"state": end.state, "sentence": json.dumps(end.sentence.to_json()), "exit_code": end.exit_code}
+    return ending | {"phase": "ended", "ended": now()}

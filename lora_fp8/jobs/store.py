@@ -7,8 +7,8 @@
       jobs/12/              of job 12: config.toml and job.json (as submitted; rescue.py reads them), attempt-1/ with
                             the records of keeper.py
 
-A row never says that a job *is* running: it says what was started when and what is wanted, and `truth` looks up what
-is the case. Transactions are short: inside one, no file is read or written and no process is checked.
+A row never says that a job *is* running: it records what was started when and what is wanted, and `job_state` finds out
+what is the case. Transactions are short: inside one, no file is read or written and no process is checked.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ COLUMNS = tuple(field.name for field in fields(Row))
 ORDER = "ORDER BY priority DESC, place, id"
 
 
-def home_folder() -> Path:
+def find_home() -> Path:
     """Return the folder of the queue: $LORA_FP8_HOME, else lora_fp8 in the user's data folder."""
     if own := os.environ.get("LORA_FP8_HOME"):
         return Path(os.path.expanduser(own)).absolute()  # Path.expanduser raises if there is no such user
@@ -174,8 +174,8 @@ class Store:
     def rows(self, where: str = "1", *values: Any) -> list[Row]:
         """Return jobs in the order in which the queue starts them."""
         with self._in_words():
-            found = self._connection().execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where} {ORDER}", values)
-            return [Row(*row) for row in found]
+            rows = self._connection().execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where} {ORDER}", values)
+            return [Row(*row) for row in rows]
 
     def row(self, id: int) -> Row:
         """Return one job.
@@ -183,8 +183,8 @@ class Store:
         Raises:
             UserError: there is no job with this number.
         """
-        if found := self.rows("id = ?", id):
-            return found[0]
+        if rows := self.rows("id = ?", id):
+            return rows[0]
         raise UserError(f"{id}: there is no such job; `lora-fp8 jobs` lists them")
 
     def insert(self, **values: Any) -> int:
@@ -212,9 +212,9 @@ class Store:
     def damage(self) -> str:
         """Return what SQLite finds wrong with the file; "" for nothing."""
         with self._in_words():
-            found = [str(line) for (line,) in self._connection().execute("PRAGMA integrity_check(3)")]
+            lines = [str(line) for (line,) in self._connection().execute("PRAGMA integrity_check(3)")]
             self.rows()
-            return "" if found == ["ok"] else "; ".join(found)
+            return "" if lines == ["ok"] else "; ".join(lines)
 
     def keep(self, id: int) -> None:
         """Write the job's row into its folder, so that a damaged database can be rebuilt.
@@ -227,8 +227,8 @@ class Store:
             self.folder(id).mkdir(parents=True, exist_ok=True)
             if row.kind == "train":
                 atomic_write(self.folder(id) / CONFIG, row.text.encode())
-            kept = {name: getattr(row, name) for name in KEPT}
-            atomic_write(self.folder(id) / RECORD, json.dumps(kept, indent=1).encode())
+            columns = {name: getattr(row, name) for name in KEPT}
+            atomic_write(self.folder(id) / RECORD, json.dumps(columns, indent=1).encode())
 
     def update(self, id: int, where: str = "1", *conditions: Any, **values: Any) -> bool:
         """Change a job if it (still) meets `where`. Return True if it was changed."""
@@ -349,16 +349,16 @@ def _is_damage(error: sqlite3.Error) -> bool:
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith("no such ")
 
 
-def command_of(row: Row) -> list[str]:
+def parse_command(row: Row) -> list[str]:
     """Return a command job's subcommand and arguments, or the arguments with which a training is resumed.
 
     Raises:
         ValueError: the row has something else.
     """
-    found = parse_json(row.command)
-    if not isinstance(found, list) or any(not isinstance(word, str) or "\0" in word for word in found):
+    words = parse_json(row.command)
+    if not isinstance(words, list) or any(not isinstance(word, str) or "\0" in word for word in words):
         raise ValueError("its command is no list of words")
-    return found
+    return words
 
 
 def now() -> float:

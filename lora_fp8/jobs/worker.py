@@ -34,8 +34,8 @@ from ..config import read_toml
 from ..errors import UserError, UserErrors
 from ..run import Run, ownership
 from ..settings import Section
-from . import procs, truth
-from .store import CONFIG, Row, Store, StoreError, command_of, now
+from . import job_state, procs
+from .store import CONFIG, Row, Store, StoreError, now, parse_command
 
 TICK_SECONDS = 0.25
 PROGRAM = ("-m", "lora_fp8")
@@ -69,7 +69,7 @@ class Info:
     heartbeat: float
 
 
-def settings(home: Path) -> Settings:
+def read_settings(home: Path) -> Settings:
     """Read worker.toml.
 
     Raises:
@@ -77,8 +77,8 @@ def settings(home: Path) -> Settings:
     """
     path = home / "worker.toml"
     try:
-        given = read_toml(load_text(path))
-        found = Settings(**given)
+        content = read_toml(load_text(path))
+        settings = Settings(**content)
     except FileNotFoundError:
         return Settings()
     except OSError as error:
@@ -89,28 +89,28 @@ def settings(home: Path) -> Settings:
         raise UserErrors(lines, str(path)) from None
     except ValueError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
-    groups(found.gpus)
-    return found
+    parse_groups(settings.gpus)
+    return settings
 
 
-def groups(given: Sequence[str]) -> tuple[str, ...]:
+def parse_groups(texts: Sequence[str]) -> tuple[str, ...]:
     """Return the normalized names of GPU groups; if none are given, each GPU of this machine is a group.
 
     Raises:
         UserError: a group is malformed, or a GPU is in two groups.
     """
-    if not given:
+    if not texts:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = visible.split(",") if visible is not None else [str(i) for i in range(_num_gpus())]
-        return tuple(gpu.strip() for gpu in found if gpu.strip()) or ("cpu",)
-    made = [group_name(text) for text in given]
-    each = [gpu for name in made for gpu in name.split(",")]
-    if twice := sorted({gpu for gpu in each if each.count(gpu) > 1}):
+        gpus = visible.split(",") if visible is not None else [str(i) for i in range(_count_gpus())]
+        return tuple(gpu.strip() for gpu in gpus if gpu.strip()) or ("cpu",)
+    names = [normalize_group(text) for text in texts]
+    gpus_in_names = [gpu for name in names for gpu in name.split(",")]
+    if twice := sorted({gpu for gpu in gpus_in_names if gpus_in_names.count(gpu) > 1}):
         raise UserError(f"GPU {', '.join(twice)} is in two groups; a GPU does one job at a time")
-    return tuple(made)
+    return tuple(names)
 
 
-def group_name(text: str) -> str:
+def normalize_group(text: str) -> str:
     """Normalize the name of a GPU group: "0, 1" becomes "0,1".
 
     Raises:
@@ -124,11 +124,11 @@ def group_name(text: str) -> str:
     return ",".join(parts)
 
 
-def _num_gpus() -> int:
+def _count_gpus() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
-def info(home: Path) -> Info | None:
+def find_worker(home: Path) -> Info | None:
     """Return the worker of this home, if one is alive. The lock decides, not the file."""
     try:
         with open(home / "worker.lock", "rb") as file:
@@ -137,15 +137,15 @@ def info(home: Path) -> Info | None:
     except FileNotFoundError:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError):  # the worker is just starting, or its disk is full
-        told = json.loads((home / "worker.json").read_bytes())
-        if procs.identify(told["pid"]):  # else the file is an earlier worker's
-            return Info(told["pid"], tuple(told["groups"]), told["since"], told["heartbeat"])
+        content = json.loads((home / "worker.json").read_bytes())
+        if procs.identify(content["pid"]):  # else the file is an earlier worker's
+            return Info(content["pid"], tuple(content["groups"]), content["since"], content["heartbeat"])
     return Info(0, (), 0, 0)
 
 
-def died(home: Path) -> bool:
+def was_worker_killed(home: Path) -> bool:
     """Return True if the last worker was killed: the lock is free, but worker.json, deleted on leaving, exists."""
-    return (home / "worker.json").exists() and info(home) is None
+    return (home / "worker.json").exists() and find_worker(home) is None
 
 
 def ensure_worker(home: Path, idle_s: float = 600) -> Info:
@@ -156,15 +156,15 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
     Raises:
         UserError: it did not start; the message has its last output.
     """
-    if (found := info(home)) and found.pid:
-        return found
+    if (worker := find_worker(home)) and worker.pid:
+        return worker
     Store(home)  # report an unusable home here
-    settings(home)
+    read_settings(home)
     log = home / "worker.log"
     environment = {name: value for name, value in os.environ.items() if name != procs.TOKEN}
     environment |= {"LORA_FP8_HOME": str(home), "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     for _ in range(3):  # a worker that another process started may have exited again
-        with _writable(log) as file:
+        with _open_rotated(log) as file:
             # This process starts the worker and exits, so that the worker is not our child and leaves no zombie when it
             # exits.
             subprocess.run(
@@ -176,16 +176,16 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
                 start_new_session=True,
             )
         deadline = time.monotonic() + 5
-        while found := info(home):  # ours, or one that another process started first
-            if found.pid or time.monotonic() > deadline:
-                return found
+        while worker := find_worker(home):  # ours, or one that another process started first
+            if worker.pid or time.monotonic() > deadline:
+                return worker
             time.sleep(0.02)
-    lines = truth.tail(log, 3)
+    lines = job_state.read_tail(log, 3)
     raise UserError(f"the worker did not start; {log} ends with: {' / '.join(lines) or 'nothing'}")
 
 
 @contextlib.contextmanager
-def _writable(path: Path) -> Iterator[Any]:
+def _open_rotated(path: Path) -> Iterator[Any]:
     try:
         if path.exists() and path.stat().st_size > 1_000_000:
             os.replace(path, path.with_suffix(".1.log"))
@@ -213,20 +213,20 @@ class Worker:
     Args:
         home: the home folder.
         gpus: GPU groups that get one job at a time; () takes those of the settings, or each GPU as a group.
-        say: called with each line about what it does.
+        report: called with each line about what it does.
     """
 
-    def __init__(self, home: Path, gpus: Sequence[str] = (), say: Callable[[str], None] = print):
-        self.store, self.home, self.say = Store(home), home, say
-        self.settings = settings(home)
-        self.groups = groups(gpus or self.settings.gpus)
-        self.follower = truth.Follower()
+    def __init__(self, home: Path, gpus: Sequence[str] = (), report: Callable[[str], None] = print):
+        self.store, self.home, self.report = Store(home), home, report
+        self.settings = read_settings(home)
+        self.groups = parse_groups(gpus or self.settings.gpus)
+        self.follower = job_state.Follower()
         self.since = now()
         self._lock: Any = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        self._beat = -1.0
-        self._said: set[str] = set()
-        self._leave = False
+        self._last_beat = -1.0
+        self._reported: set[str] = set()
+        self._is_leaving = False
 
     def run(self, idle_s: float | None = None) -> None:
         """Work until SIGTERM or Ctrl-C, or until there was nothing to do for `idle_s`. Running jobs continue.
@@ -236,33 +236,33 @@ class Worker:
         """
         if self._lock is None:
             self.take_lock()
-        self._beat = -1.0  # write it at once: the lock may have been taken by the process before a fork
+        self._last_beat = -1.0  # write it at once: the lock may have been taken by the process before a fork
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(self, "_leave", True))
-        self.say(f"worker {os.getpid()}: {self.home}, one job at a time on each of: {'; '.join(self.groups)}")
+            signal.signal(number, lambda *_: setattr(self, "_is_leaving", True))
+        self.report(f"worker {os.getpid()}: {self.home}, one job at a time on each of: {'; '.join(self.groups)}")
         busy_at = time.monotonic()
-        while not self._leave:
+        while not self._is_leaving:
             try:
                 busy = self.tick()
             except HomeGone as error:
-                self.say(f"worker: leaving; {error}")
+                self.report(f"worker: leaving; {error}")
                 self._lock.close()
                 return
             except (StoreError, OSError) as error:
                 # A full disk must not end the worker: running jobs still need it when there is space again.
-                self._say_once(f"{error}; trying again")
+                self._report_once(f"{error}; trying again")
                 busy = True
             if busy:
                 busy_at = time.monotonic()
             if idle_s is not None and time.monotonic() - busy_at > idle_s:
-                self._take_leave()
+                self._release_lock()
                 # Checked after the lock is released: a process that submits now finds no worker and starts one.
                 if not self.store.rows("phase <> 'ended'"):
                     break
                 self.take_lock()
             time.sleep(TICK_SECONDS)
-        self.say("worker: leaving; jobs that are running go on, and the next worker takes them over")
-        self._take_leave()
+        self.report("worker: leaving; jobs that are running go on, and the next worker takes them over")
+        self._release_lock()
 
     def tick(self) -> bool:
         """Check each job once and act. Return True if any is queued or running."""
@@ -273,7 +273,7 @@ class Worker:
         rows = self.store.rows("phase <> 'ended'")
         taken = set()
         for row in rows:
-            if row.phase == "launched" and not self._try(row, lambda row=row: self._over(row), if_damaged=True):
+            if row.phase == "launched" and not self._try(row, lambda row=row: self._check_ended(row), if_damaged=True):
                 taken.add(row.assigned)
         # Jobs that ended just now may be in the queue again.
         for row in self.store.rows("phase = 'queued'"):
@@ -287,7 +287,7 @@ class Worker:
         try:
             return action()
         except (ValueError, TypeError, OverflowError) as error:
-            self._end(row, truth.Ending("failed", truth.damaged(error)))
+            self._end(row, job_state.Ending("failed", job_state.describe_damage(error)))
             return if_damaged
 
     # -- starting
@@ -303,16 +303,16 @@ class Worker:
             log = self._open_log(folder / "log.txt" if folder else self.store.folder(row.id) / "log.txt")
             mark = (folder / "events.jsonl").stat().st_size if folder and (folder / "events.jsonl").exists() else 0
         except OSError as error:
-            said = truth.Sentence("folder", {"message": f"{error.filename or folder}: {error.strerror}"})
-            self._end(row, truth.Ending("failed", said, 3))
+            reason = job_state.Sentence("folder", {"message": f"{error.filename or folder}: {error.strerror}"})
+            self._end(row, job_state.Ending("failed", reason, 3))
             return False
         except UserError as error:  # the folder came to belong to another run after the job was queued
-            self._end(row, truth.Ending("failed", truth.Sentence("input", {"message": str(error)}), 2))
+            self._end(row, job_state.Ending("failed", job_state.Sentence("input", {"message": str(error)}), 2))
             return False
         with log:
             token = uuid.uuid4().hex
             keeper = [sys.executable, "-m", "lora_fp8.jobs.keeper", "--sweep", str(self.settings.kill_after_s)]
-            command = [*keeper, str(attempt / "launch.json"), *self.command(row, group, attempt)]
+            command = [*keeper, str(attempt / "launch.json"), *self.make_command(row, group, attempt)]
             # Recorded before anything is started: if the worker is killed in between, the next one finds the job by its
             # token.
             if not self.store.update(
@@ -324,7 +324,7 @@ class Worker:
                 token=token,
                 launched=now(),
                 mark=mark,
-                boot=procs.boot_id(),
+                boot=procs.read_boot_id(),
                 **{"pid": 0, "start": 0, "asked": 0, "termed": 0, "killed": 0, "ended": 0, "exit_code": None},
             ):
                 return False  # cancelled or deleted at this moment
@@ -334,58 +334,60 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self.environment(token, group, attempt),
+                env=self.make_environment(token, group, attempt),
                 start_new_session=True,
             )
         self._children[child.pid] = child
         if process := procs.identify(child.pid):  # else it has exited already
             self.store.update(row.id, pid=process.pid, start=process.start)
-        self.say(f"job {row.id} ({row.name}): attempt {row.attempts + 1} started on {group}, process {child.pid}")
+        self.report(f"job {row.id} ({row.name}): attempt {row.attempts + 1} started on {group}, process {child.pid}")
         return True
 
-    def command(self, row: Row, group: str, attempt: Path) -> list[str]:
+    def make_command(self, row: Row, group: str, attempt: Path) -> list[str]:
         """Return the outer keeper's command as a list of arguments; no shell is involved."""
         inner = [str(attempt / "trainer.json"), sys.executable, "-m", "lora_fp8"]
         if row.kind == "command":
-            return [sys.executable, "-m", "lora_fp8.jobs.keeper", *inner, *command_of(row)]
+            return [sys.executable, "-m", "lora_fp8.jobs.keeper", *inner, *parse_command(row)]
         number = len(group.split(","))
         run = Run(Path(row.folder))
         resumes = ownership.has_results(run.path) and (row.again or row.attempts)
-        on = ["resume", row.folder, *command_of(row)] if resumes else ["train", self.config_file(row)]
-        many = ["--multi_gpu", "--main_process_port", "0"] if number > 1 else []
+        arguments = ["resume", row.folder, *parse_command(row)] if resumes else ["train", self.write_config(row)]
+        multi_gpu = ["--multi_gpu", "--main_process_port", "0"] if number > 1 else []
         # Use our own config file: the user may have set up `accelerate config` for another program.
-        neutral = attempt / "accelerate.yaml"
-        neutral.write_text(
+        settings_file = attempt / "accelerate.yaml"
+        settings_file.write_text(
             "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: false\n", encoding="utf-8"
         )
-        given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP accepts one per nesting level
-        threads = given if given.isdecimal() else len(os.sched_getaffinity(0)) // len(self.groups) // number
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(neutral), "--quiet", *many]
+        # OpenMP accepts a number for each nesting level, separated by commas; the first is that of the outermost.
+        omp_threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        threads = omp_threads if omp_threads.isdecimal() else len(os.sched_getaffinity(0)) // len(self.groups) // number
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings_file), "--quiet"]
+        launch += multi_gpu
         launch += ["--num_processes", str(number), "--num_machines", "1", "--mixed_precision", "no"]
         launch += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", str(max(1, int(threads)))]
-        return [*launch, "-m", "lora_fp8.jobs.keeper", *inner, *on]
+        return [*launch, "-m", "lora_fp8.jobs.keeper", *inner, *arguments]
 
-    def config_file(self, row: Row) -> str:
+    def write_config(self, row: Row) -> str:
         """Write the job's config as submitted, and return the path of the file."""
         path = self.store.folder(row.id) / CONFIG
         atomic_write(path, row.text.encode())
         return str(path)
 
-    def environment(self, token: str, group: str, attempt: Path) -> dict[str, str]:
+    def make_environment(self, token: str, group: str, attempt: Path) -> dict[str, str]:
         """Return the worker's environment without variables that change how files are read or how processes connect."""
-        unwanted = ("ACCELERATE_", "TORCHELASTIC_", "LORA_FP8_JOB")
-        alone = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        prefixes = ("ACCELERATE_", "TORCHELASTIC_", "LORA_FP8_JOB")
+        of_a_launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         unsafe = ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-        kept = {name: value for name, value in kept.items() if name not in (*alone, *unsafe)}
-        return kept | {
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+        environment = {name: value for name, value in environment.items() if name not in (*of_a_launcher, *unsafe)}
+        return environment | {
             procs.TOKEN: token,
             "LORA_FP8_MESSAGE": str(attempt / "message.txt"),
             "PYTHONUTF8": "1",
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not imported
             "TQDM_MININTERVAL": "2",  # seconds between updates of progress bars in the log
-            "CUDA_DEVICE_ORDER": kept.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # the order that nvidia-smi uses
+            "CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # the order that nvidia-smi uses
             "CUDA_VISIBLE_DEVICES": "" if group == "cpu" else group,
         }
 
@@ -400,12 +402,12 @@ class Worker:
 
     # -- started jobs
 
-    def _over(self, row: Row) -> bool:
+    def _check_ended(self, row: Row) -> bool:
         """Check a started job, which may have ended or may have to be stopped. Return True if its GPUs are free."""
-        if not truth.living(row):
-            if not row.pid and time.time() - row.launched < 2 and row.boot == procs.boot_id():
+        if not job_state.is_alive(row):
+            if not row.pid and time.time() - row.launched < 2 and row.boot == procs.read_boot_id():
                 return False  # the worker was killed around the start, and the processes may only just be appearing
-            end = truth.ending(row, self.store.folder(row.id) / f"attempt-{row.attempts}", self.follower)
+            end = job_state.find_ending(row, self.store.folder(row.id) / f"attempt-{row.attempts}", self.follower)
             self._end(row, end)
             return True
         if not row.pid:
@@ -416,9 +418,9 @@ class Worker:
 
     def _adopt(self, row: Row) -> None:
         """Record the keeper of an attempt whose start was not recorded: the process whose parent lacks the token."""
-        pids = procs.members(row.token)
+        pids = procs.find_members(row.token)
         for pid in pids:
-            if procs.parent(pid) not in pids and (process := procs.identify(pid)):
+            if procs.find_parent(pid) not in pids and (process := procs.identify(pid)):
                 self.store.update(row.id, pid=process.pid, start=process.start)
 
     def _stop(self, row: Row) -> None:
@@ -428,7 +430,7 @@ class Worker:
             self.store.update(row.id, asked=now())
             return
         at_once = row.wanted == "cancel" or row.kind == "command" or stage in NOTHING_TO_SAVE
-        pids = procs.members(row.token)
+        pids = procs.find_members(row.token)
         keeper = row.pid if row.pid in pids else 0
         if not row.termed:
             if at_once or time.time() - row.asked > self.settings.patience_s:
@@ -436,14 +438,14 @@ class Worker:
         elif time.time() - row.termed > self.settings.kill_after_s:
             if not row.killed:
                 self.store.update(row.id, killed=now())
-                self.say(f"job {row.id} ({row.name}): does not end; killed")
+                self.report(f"job {row.id} ({row.name}): does not end; killed")
             # The keeper is killed last: it writes the record.
             procs.send([pid for pid in pids if pid != keeper] or pids, signal.SIGKILL)
 
     def _ask_to_stop(self, row: Row) -> str:
         """Request a stop in the job's run folder. Return the stage that the run has reached."""
         run = Run(Path(row.folder))
-        stage = self.follower.progress(run.path, row.mark).stage
+        stage = self.follower.read_progress(run.path, row.mark).stage
         # A starting trainer deletes requests to earlier ones, so the request is repeated until it stays.
         with contextlib.suppress(UserError):  # if the folder cannot be read or written, the signal follows
             if run.alive() and not (run.control / "stop").exists():
@@ -452,30 +454,30 @@ class Worker:
 
     def _terminate(self, row: Row, pids: Sequence[int], keeper: int) -> None:
         """Send SIGTERM to the trainers of a job, or to their launcher if there is no trainer."""
-        launcher = {pid for pid in pids if keeper and procs.parent(pid) == keeper}
+        launcher = {pid for pid in pids if keeper and procs.find_parent(pid) == keeper}
         # Not the launcher: it would end its processes in the middle of their save.
         trainers = [pid for pid in pids if pid != keeper and pid not in launcher]
         self.store.update(row.id, termed=now())
         procs.send(trainers or launcher, signal.SIGTERM)
-        self.say(f"job {row.id} ({row.name}): SIGTERM to {len(trainers or launcher)} processes")
+        self.report(f"job {row.id} ({row.name}): SIGTERM to {len(trainers or launcher)} processes")
 
-    def _end(self, row: Row, end: truth.Ending) -> None:
+    def _end(self, row: Row, end: job_state.Ending) -> None:
         """Record how an attempt ended; after a crash, queue the job again."""
         folder = Path(row.folder) if row.folder else self.store.folder(row.id)
         with contextlib.suppress(OSError):  # there is no log, or no space for another
             _hide_home(folder / "log.txt")
         values: dict[str, Any] = {"exit_code": end.exit_code, "crashes": row.crashes + end.crash}
-        if truth.goes_on(row, end):
-            said = truth.requeued(row, end)
+        if job_state.will_retry(row, end):
+            sentence = job_state.describe_retry(row, end)
             values |= {"phase": "queued"}
         else:
-            said = end.sentence
+            sentence = end.sentence
             values |= {"phase": "ended", "state": end.state, "ended": now()}
-        values |= {"sentence": json.dumps(said.to_json())}
+        values |= {"sentence": json.dumps(sentence.to_json())}
         # Only if the row has not changed: a stop requested just now counts, and a cancelled job does not come back.
         unchanged = "phase = ? AND attempts = ? AND wanted = ?", row.phase, row.attempts, row.wanted
         if self.store.update(row.id, *unchanged, **values):
-            self.say(f"job {row.id} ({row.name}): {end.state}: {said.text}")
+            self.report(f"job {row.id} ({row.name}): {end.state}: {sentence.text}")
 
     # -- the worker itself
 
@@ -486,40 +488,40 @@ class Worker:
             UserError: there is a worker already.
         """
         self._lock = open(self.home / "worker.lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for life
-        for _ in range(20):  # a call to `info` holds a shared lock for an instant
+        for _ in range(20):  # a call to `find_worker` holds a shared lock for an instant
             if try_lock(self._lock):
-                self._beat = -1.0
+                self._last_beat = -1.0
                 self._heartbeat()
                 return
             time.sleep(0.02)
         self._lock.close()
-        other = info(self.home)
+        other = find_worker(self.home)
         raise UserError(
             f"{self.home}: a worker is there already (process {other.pid if other else 'unknown'}); one is enough"
         )
 
-    def _take_leave(self) -> None:
-        """Release the lock, and delete worker.json to show that leaving was intended (see `died`)."""
+    def _release_lock(self) -> None:
+        """Release the lock, and delete worker.json to show that leaving was intended (see `was_worker_killed`)."""
         if not self._lock.closed:  # else the file may be another worker's by now
             with contextlib.suppress(OSError):  # if the file stays, the worker counts as killed
                 (self.home / "worker.json").unlink()
             self._lock.close()
 
     def _heartbeat(self) -> None:
-        if time.monotonic() - self._beat < 1:
+        if time.monotonic() - self._last_beat < 1:
             return
-        self._beat = time.monotonic()
+        self._last_beat = time.monotonic()
         self._check_home()
-        told = {"pid": os.getpid(), "groups": self.groups, "since": self.since, "heartbeat": now()}
+        content = {"pid": os.getpid(), "groups": self.groups, "since": self.since, "heartbeat": now()}
         temporary = self.home / f".worker.{os.getpid()}.tmp"
         try:
-            temporary.write_text(json.dumps(told), encoding="utf-8")
+            temporary.write_text(json.dumps(content), encoding="utf-8")
             os.replace(temporary, self.home / "worker.json")
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._say_once(f"{self.home}: no space left for the heartbeat")
+            self._report_once(f"{self.home}: no space left for the heartbeat")
 
     def _check_home(self) -> None:
         """Check that the folder is still the one whose lock this process holds.
@@ -536,7 +538,7 @@ class Worker:
         if not here:
             raise HomeGone(f"its folder {self.home} was moved or deleted")
 
-    def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            self.say(line)
+    def _report_once(self, line: str) -> None:
+        if line not in self._reported:
+            self._reported.add(line)
+            self.report(line)

@@ -83,7 +83,7 @@ def stop(site: Site) -> None:
             return not left
 
         wait_until(ended, lambda: f"does not end: {queue.view(shell=False)}")
-        if (worker := jobs.worker_info(site.home)) and worker.pid:
+        if (worker := jobs.find_worker(site.home)) and worker.pid:
             os.kill(worker.pid, signal.SIGTERM)
 
 

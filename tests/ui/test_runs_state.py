@@ -149,7 +149,7 @@ def test_page_and_worker_may_die_and_come_back(chromium: Browser, tmp_path: Path
             """One that has begun to work, so that it hears signals."""
 
             def working() -> int:
-                found = jobs.worker_info(site.home)
+                found = jobs.find_worker(site.home)
                 return found.pid if found and found.pid != killed and found.heartbeat > found.since else 0
 
             return wait_until(working, lambda: "no worker")
@@ -162,8 +162,8 @@ def test_page_and_worker_may_die_and_come_back(chromium: Browser, tmp_path: Path
         expect(page.locator("#head .state")).to_have_text("running")
         ended = worker()
         os.kill(ended, signal.SIGTERM)  # told to end, it stays away
-        wait_until(lambda: not jobs.worker_info(site.home))
-        assert not jobs.worker_died(site.home)
+        wait_until(lambda: not jobs.find_worker(site.home))
+        assert not jobs.was_worker_killed(site.home)
         context.close()
     finally:
         one.die()

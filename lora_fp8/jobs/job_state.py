@@ -21,7 +21,7 @@ from ..common.reading import MOST_JSON, MOST_TEXT, load_text, open_regular, pars
 from ..common.text import without_home
 from ..run import Run, Unreadable
 from . import procs
-from .store import Row, command_of
+from .store import Row, parse_command
 
 SENTENCES = {
     "queued": "waits for its turn",
@@ -82,10 +82,10 @@ class Sentence:
     @property
     def text(self) -> str:
         """The sentence in English."""
-        shown = {
+        arguments = {
             name: Sentence(**value).text if isinstance(value, dict) else value for name, value in self.args.items()
         }
-        return SENTENCES[self.key].format(**shown)
+        return SENTENCES[self.key].format(**arguments)
 
     def to_json(self) -> dict[str, Any]:
         return {"key": self.key, "args": self.args}
@@ -94,14 +94,14 @@ class Sentence:
     def parse(cls, text: str) -> "Sentence":
         """Parse the sentence of a row; one that this program did not write becomes "damaged"."""
         try:
-            found = cls(**parse_json(text))
-            assert isinstance(found.text, str)
-            return found
+            sentence = cls(**parse_json(text))
+            assert isinstance(sentence.text, str)
+            return sentence
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            return damaged(error)
+            return describe_damage(error)
 
 
-def damaged(error: Exception) -> Sentence:
+def describe_damage(error: Exception) -> Sentence:
     """Return the sentence for a row of the queue that cannot be used, or that names something that cannot."""
     return Sentence("damaged", {"error": str(error)[:200] or type(error).__name__})
 
@@ -161,9 +161,10 @@ class JobView:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; "text" is the sentence in English."""
-        told = {name: value for name, value in self.__dict__.items() if name != "sentence"}
-        told |= {name: str(value) for name, value in told.items() if isinstance(value, Path)}
-        return told | {"sentence": self.sentence.to_json(), "text": self.sentence.text, "command": list(self.command)}
+        content = {name: value for name, value in self.__dict__.items() if name != "sentence"}
+        content |= {name: str(value) for name, value in content.items() if isinstance(value, Path)}
+        content |= {"sentence": self.sentence.to_json(), "text": self.sentence.text, "command": list(self.command)}
+        return content
 
 
 @dataclass(frozen=True)
@@ -200,14 +201,14 @@ class Progress:
     first: tuple[float, int] | None = None  # time and step number of the first step of this process
     newest: tuple[float, int] | None = None
 
-    def eta_s(self) -> float | None:
+    def compute_eta_s(self) -> float | None:
         """Return the seconds left at the pace of this process, including previews and checkpoints; None if unknown."""
         if not (self.first and self.newest and self.steps and self.newest[1] > self.first[1]):
             return None
         seconds = (self.newest[0] - self.first[0]) / (self.newest[1] - self.first[1])
         return max(0.0, (self.steps - self.newest[1]) * seconds - max(0.0, time.time() - self.newest[0]))
 
-    def take(self, event: dict[str, Any]) -> None:
+    def update(self, event: dict[str, Any]) -> None:
         """Update the progress with one event."""
         kind = event.get("event")
         if kind in ("done", "stopped", "error"):
@@ -218,15 +219,15 @@ class Progress:
             self.stage, self.first, self.newest = "start", None, None
         elif kind == "stage":
             self.stage = str(event.get("stage"))
-            if _numbers(event, "step", "steps"):
+            if _are_numbers(event, "step", "steps"):
                 self.step, self.steps = event["step"], event["steps"]
-        elif kind == "step" and _numbers(event, "step", "t"):  # the folder may have a log that another program wrote
+        elif kind == "step" and _are_numbers(event, "step", "t"):  # another program may have written this log
             self.step, self.loss = event["step"], event.get("loss")
             self.newest = (event["t"], event["step"])
             self.first = self.first or self.newest
 
 
-def _numbers(event: dict[str, Any], *names: str) -> bool:
+def _are_numbers(event: dict[str, Any], *names: str) -> bool:
     return all(isinstance(event.get(name), int | float) for name in names)
 
 
@@ -264,19 +265,19 @@ class Follower:
     def __init__(self) -> None:
         self._seen: dict[tuple[Path, int], Progress] = {}
 
-    def progress(self, folder: Path, mark: int) -> Progress:
+    def read_progress(self, folder: Path, mark: int) -> Progress:
         """Return what the log of this run says after byte `mark`."""
-        found = self._seen.setdefault((folder, mark), Progress(mark))
-        events, offset = follow(folder / "events.jsonl", found.offset)
-        if offset < found.offset:  # a different log
-            found = self._seen[folder, mark] = Progress(0)
+        progress = self._seen.setdefault((folder, mark), Progress(mark))
+        events, offset = follow(folder / "events.jsonl", progress.offset)
+        if offset < progress.offset:  # a different log
+            progress = self._seen[folder, mark] = Progress(0)
         for event in events:
-            found.take(event)
-        found.offset = offset
-        return found
+            progress.update(event)
+        progress.offset = offset
+        return progress
 
 
-def saved_step(folder: Path) -> int | None:
+def find_saved_step(folder: Path) -> int | None:
     """Return the step of the newest checkpoint in a run folder, complete or not; None if there is none."""
     steps = [int(m[1]) for path in folder.glob("checkpoints/step-*") if (m := re.fullmatch(r"step-(\d+)", path.name))]
     return max(steps, default=None)
@@ -285,7 +286,7 @@ def saved_step(folder: Path) -> int | None:
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
 
 
-def tail(file: Path, lines: int = 40) -> list[str]:
+def read_tail(file: Path, lines: int = 40) -> list[str]:
     """Return the last lines of a job's output, with progress bars in their newest state and no terminal escapes.
 
     The home folder is shown as `~`, as it is in the log itself once the job has ended.
@@ -299,29 +300,29 @@ def tail(file: Path, lines: int = 40) -> list[str]:
         return []
     if size > 400 * lines + 4096:
         text = text.partition("\n")[2] or text
-    shown = [ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]
-    shown = ["".join(c if c.isprintable() or c == "\t" else " " for c in line).rstrip() for line in shown]
-    while shown and not shown[-1]:
-        shown.pop()
-    return without_home("\n".join(shown[-lines:])).split("\n") if shown else []
+    visible = [ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]
+    visible = ["".join(c if c.isprintable() or c == "\t" else " " for c in line).rstrip() for line in visible]
+    while visible and not visible[-1]:
+        visible.pop()
+    return without_home("\n".join(visible[-lines:])).split("\n") if visible else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # processes
 
 
-def living(row: Row) -> bool:
+def is_alive(row: Row) -> bool:
     """Return True if any process of the row's last attempt is alive. The keeper is checked first, in microseconds."""
     if not row.token:
         return False
-    if row.boot and row.boot != procs.boot_id():
+    if row.boot and row.boot != procs.read_boot_id():
         return False
-    if row.pid and procs.alive(procs.Identity(row.pid, row.start, row.boot)):
+    if row.pid and procs.is_alive(procs.Identity(row.pid, row.start, row.boot)):
         return True
-    return bool(procs.members(row.token, row.pid)) or _letting_go(row)
+    return bool(procs.find_members(row.token, row.pid)) or _is_exiting(row)
 
 
-def _letting_go(row: Row) -> bool:
+def _is_exiting(row: Row) -> bool:
     """Return True if the trainer is exiting, perhaps in its own session: its lock and its GPU are not free yet."""
     if not row.folder:
         return False
@@ -329,20 +330,20 @@ def _letting_go(row: Row) -> bool:
     with contextlib.suppress(OSError, ValueError, Unreadable):
         if not run.alive():
             return False
-        return procs.exiting(int(run.lock_file.read_text(encoding="utf-8").rpartition(" ")[2]))
+        return procs.is_exiting(int(run.lock_file.read_text(encoding="utf-8").rpartition(" ")[2]))
     return False
 
 
-def records(folder: Path) -> dict[str, dict[str, Any]]:
+def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what the keepers of an attempt wrote, by file name without suffix: "launch", "trainer-0", ..."""
-    found = {}
+    contents = {}
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
-            found[path.stem] = parse_json(read_bytes(path, MOST_TEXT))
-    return found
+            contents[path.stem] = parse_json(read_bytes(path, MOST_TEXT))
+    return contents
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; {} if the file has something else. Raises OSError."""
     try:
         content = parse_json(read_bytes(path, MOST_JSON))
@@ -351,77 +352,77 @@ def _object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def ending(row: Row, attempt: Path, follower: Follower) -> Ending:
+def find_ending(row: Row, attempt: Path, follower: Follower) -> Ending:
     """Find out how an attempt ended that has no process left, from the run folder and the records in `attempt`."""
-    found = records(attempt)
-    trainers = [record["status"] for name, record in sorted(found.items()) if name.startswith("trainer")]
-    launch = found["launch"]["status"] if "launch" in found else None
-    status = _status(trainers, launch)
+    by_name = read_records(attempt)
+    trainer_statuses = [record["status"] for name, record in sorted(by_name.items()) if name.startswith("trainer")]
+    launcher_status = by_name["launch"]["status"] if "launch" in by_name else None
+    status = _pick_status(trainer_statuses, launcher_status)
     folder = Path(row.folder) if row.folder else None
-    progress = follower.progress(folder, row.mark) if folder else Progress(0)
+    progress = follower.read_progress(folder, row.mark) if folder else Progress(0)
     last = progress.last or {}
     if folder and last.get("event") == "done":
-        return _done(folder, last, status)
+        return _check_done(folder, last, status)
     if folder is None and status == 0:
         return Ending("done", Sentence("command_done"), 0)
     if status in (2, 3):
         # Once the run had begun, its log has the reason; before that, the trainer's last message has it.
-        text = _message(attempt) or str(last.get("text", ""))
+        text = _read_message(attempt) or str(last.get("text", ""))
         return Ending("failed", Sentence("input" if status == 2 else "failure", {"message": text}), status)
-    if _obeyed(row, status, launch, last):
-        return Ending("stopped", _stopped(row, saved_step(folder) if folder else None, status), status)
-    crashed = _crash(row, status, launch, found, last)
-    return Ending("lost" if status is None else "failed", crashed, status, crash=row.wanted == "run")
+    if _was_stopped(row, status, launcher_status, last):
+        return Ending("stopped", _describe_stop(row, find_saved_step(folder) if folder else None, status), status)
+    crash = _describe_crash(row, status, launcher_status, by_name, last)
+    return Ending("lost" if status is None else "failed", crash, status, crash=row.wanted == "run")
 
 
-def _obeyed(row: Row, status: int | None, launch: int | None, last: dict[str, Any]) -> bool:
+def _was_stopped(row: Row, status: int | None, launcher_status: int | None, last: dict[str, Any]) -> bool:
     """Return True if the attempt ended because somebody stopped it: its owner, or `lora-fp8 stop`, or a signal."""
     if row.wanted != "run" and not (last.get("event") == "error" and status and status > 0):
         return True
-    return status == 75 and (launch is None or launch >= 0)
+    return status == 75 and (launcher_status is None or launcher_status >= 0)
 
 
-def goes_on(row: Row, end: Ending) -> bool:
+def will_retry(row: Row, end: Ending) -> bool:
     """Return True if another attempt follows."""
     return end.crash and row.crashes + 1 < row.max_attempts
 
 
-def requeued(row: Row, end: Ending) -> Sentence:
+def describe_retry(row: Row, end: Ending) -> Sentence:
     """Say why another attempt follows, and its number since a person last started the job."""
-    args = {"cause": end.sentence.to_json(), "attempt": row.crashes + 2, "attempts": row.max_attempts}
-    return Sentence("requeued", args)
+    arguments = {"cause": end.sentence.to_json(), "attempt": row.crashes + 2, "attempts": row.max_attempts}
+    return Sentence("requeued", arguments)
 
 
-def _status(trainers: list[int], launch: int | None) -> int | None:
+def _pick_status(trainer_statuses: list[int], launcher_status: int | None) -> int | None:
     """Return the most informative status: if one process was killed, the others ended only as a consequence."""
-    killed = [status for status in trainers if status < 0 and status != -15]
-    return next(iter([*killed, *trainers[:1]]), launch)
+    killed = [status for status in trainer_statuses if status < 0 and status != -15]
+    return next(iter([*killed, *trainer_statuses[:1]]), launcher_status)
 
 
-def _message(attempt: Path) -> str:
+def _read_message(attempt: Path) -> str:
     try:
         return load_text(attempt / "message.txt").strip()
     except OSError:
         return ""
 
 
-def _done(folder: Path, event: dict[str, Any], status: int | None) -> Ending:
+def _check_done(folder: Path, event: dict[str, Any], status: int | None) -> Ending:
     files = [str(file) for file in event["files"]] if isinstance(event.get("files"), list) else []
-    names = ", ".join(Path(file).name for file in files)
+    file_names = ", ".join(Path(file).name for file in files)
     missing = [file for file in files if not _is_file(folder / file)]
     if missing or not files:
         return Ending("failed", Sentence("no_files", {"files": ", ".join(missing) or "none"}), status)
     try:
-        reports = _object(folder / "verify.json")
+        reports = _read_object(folder / "verify.json")
     except OSError:
         reports = {}
-    if not _verifies(folder):
-        return Ending("done", Sentence("done_unverified", {"files": names}), 0)
-    told = {file: reports.get(Path(file).name) for file in files}
-    wrong = [file for file, report in told.items() if not (isinstance(report, dict) and report.get("ok"))]
-    if wrong:
-        return Ending("failed", Sentence("no_files", {"files": ", ".join(wrong)}), status)
-    return Ending("done", Sentence("done", {"files": names}), 0)
+    if not _wants_verification(folder):
+        return Ending("done", Sentence("done_unverified", {"files": file_names}), 0)
+    by_file = {file: reports.get(Path(file).name) for file in files}
+    unverified = [file for file, report in by_file.items() if not (isinstance(report, dict) and report.get("ok"))]
+    if unverified:
+        return Ending("failed", Sentence("no_files", {"files": ", ".join(unverified)}), status)
+    return Ending("done", Sentence("done", {"files": file_names}), 0)
 
 
 def _is_file(path: Path) -> bool:
@@ -432,14 +433,14 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _verifies(folder: Path) -> bool:
+def _wants_verification(folder: Path) -> bool:
     try:
         return bool(config.read_toml(load_text(folder / "config.toml"))["export"]["verify"])
     except (OSError, ValueError, KeyError, TypeError):
         return True
 
 
-def _stopped(row: Row, step: int | None, status: int | None) -> Sentence:
+def _describe_stop(row: Row, step: int | None, status: int | None) -> Sentence:
     killed = row.killed and status != 75  # if the trainer has saved, only its launcher had to be killed
     if row.kind == "command":
         return Sentence("command_killed" if killed else "command_stopped")
@@ -449,18 +450,20 @@ def _stopped(row: Row, step: int | None, status: int | None) -> Sentence:
     return Sentence(f"stopped{hard}", {"step": step})
 
 
-def _crash(row: Row, status: int | None, launch: int | None, found: dict[str, Any], last: dict[str, Any]) -> Sentence:
-    if row.boot and row.boot != procs.boot_id():
+def _describe_crash(
+    row: Row, status: int | None, launcher_status: int | None, by_name: dict[str, Any], last: dict[str, Any]
+) -> Sentence:
+    if row.boot and row.boot != procs.read_boot_id():
         return Sentence("reboot")
     if status is None:
         return Sentence("vanished")
-    if status == 75 or (launch is not None and launch < 0 and status in (-15, launch)):
-        assert launch is not None
-        return Sentence("launcher", {"signal": procs.signal_name(-launch)})
+    if status == 75 or (launcher_status is not None and launcher_status < 0 and status in (-15, launcher_status)):
+        assert launcher_status is not None
+        return Sentence("launcher", {"signal": procs.name_signal(-launcher_status)})
     if status < 0:
-        out_of_memory = any(record.get("oom_kills", 0) > 0 for record in found.values())
-        known = {-9: "killed_memory" if out_of_memory else "killed", -15: "terminated", -7: "bus_error"}
-        return Sentence(known.get(status, "crash"), {} if status in known else {"signal": procs.signal_name(-status)})
+        out_of_memory = any(record.get("oom_kills", 0) > 0 for record in by_name.values())
+        keys = {-9: "killed_memory" if out_of_memory else "killed", -15: "terminated", -7: "bus_error"}
+        return Sentence(keys.get(status, "crash"), {} if status in keys else {"signal": procs.name_signal(-status)})
     if status in (3221225477, -1073741819):
         return Sentence("access_violation", {"code": status})
     if status == 0:
@@ -487,20 +490,20 @@ def view(
         worker: the current worker (worker.Info), or None.
         taken: a job is writing into its folder; if this one has ended, it is another job.
     """
-    told = _recorded_view(row, records_folder, place)
+    recorded = _view_row(row, records_folder, place)
     if row.phase == "queued":
-        return replace(told, sentence=_waiting(row, worker))
+        return replace(recorded, sentence=_describe_wait(row, worker))
     if row.phase == "ended":
-        return _ended_view(row, told, follower, taken)
-    if living(row):
-        return _living_view(row, told, follower)
-    return _unrecorded_view(row, told, records_folder / f"attempt-{row.attempts}", follower, worker)
+        return _view_ended(row, recorded, follower, taken)
+    if is_alive(row):
+        return _view_alive(row, recorded, follower)
+    return _view_unrecorded(row, recorded, records_folder / f"attempt-{row.attempts}", follower, worker)
 
 
-def _recorded_view(row: Row, records_folder: Path, place: int) -> JobView:
+def _view_row(row: Row, records_folder: Path, place: int) -> JobView:
     """Return the view of a job as its row has it, before its processes and its run folder are looked at."""
     folder = Path(row.folder) if row.folder else None
-    step = saved_step(folder) if folder else None
+    step = find_saved_step(folder) if folder else None
     return JobView(
         id=row.id,
         name=row.name,
@@ -509,7 +512,7 @@ def _recorded_view(row: Row, records_folder: Path, place: int) -> JobView:
         sentence=Sentence("queued"),
         folder=folder,
         log=(folder or records_folder) / "log.txt",
-        command=_command(row),
+        command=_read_command(row),
         place=place,
         priority=row.priority,
         gpus=row.gpus,
@@ -528,92 +531,94 @@ def _recorded_view(row: Row, records_folder: Path, place: int) -> JobView:
     )
 
 
-def _ended_view(row: Row, told: JobView, follower: Follower, taken: bool) -> JobView:
+def _view_ended(row: Row, recorded: JobView, follower: Follower, taken: bool) -> JobView:
     """Return the view of a job whose end is recorded; of a run that goes on in a shell, that run's."""
     if taken:  # what happens in the folder is reported once, for the other job
-        told = replace(told, resumable=False)
-    elif told.folder and _goes_on_elsewhere(told.folder):
-        now = shell_view(told.folder, follower)
-        return replace(now, id=row.id, created=row.created, attempts=row.attempts, max_attempts=row.max_attempts)
-    return replace(told, state=row.state, sentence=Sentence.parse(row.sentence), **_reached(row, follower))
+        recorded = replace(recorded, resumable=False)
+    elif recorded.folder and _is_continued_elsewhere(recorded.folder):
+        continued = view_shell_run(recorded.folder, follower)
+        return replace(continued, id=row.id, created=row.created, attempts=row.attempts, max_attempts=row.max_attempts)
+    return replace(recorded, state=row.state, sentence=Sentence.parse(row.sentence), **_read_reached(row, follower))
 
 
-def _unrecorded_view(row: Row, told: JobView, attempt: Path, follower: Follower, worker: Any) -> JobView:
+def _view_unrecorded(row: Row, recorded: JobView, attempt: Path, follower: Follower, worker: Any) -> JobView:
     """Return the view of a started job without a process: it is about to start, or has ended.
 
     An end that is not recorded yet is about to be recorded by the worker, or there is none.
     """
     if not row.pid and time.time() - row.launched < 5:
-        return replace(told, state="starting", sentence=Sentence("starting"))  # recorded first, then started
-    end = ending(row, attempt, follower)
-    if goes_on(row, end):
+        return replace(recorded, state="starting", sentence=Sentence("starting"))  # recorded first, then started
+    end = find_ending(row, attempt, follower)
+    if will_retry(row, end):
         state = "lost" if worker is None else "queued"
-        return replace(told, state=state, sentence=requeued(row, end), exit_code=end.exit_code)
+        return replace(recorded, state=state, sentence=describe_retry(row, end), exit_code=end.exit_code)
     values = {"state": end.state, "sentence": end.sentence, "exit_code": end.exit_code}
-    values |= {"resumable": told.resumable and end.state != "done"}
-    values |= {"ended": max((record.get("t", 0) for record in records(attempt).values()), default=0)}
-    return replace(told, **values, **_reached(row, follower))
+    values |= {"resumable": recorded.resumable and end.state != "done"}
+    values |= {"ended": max((record.get("t", 0) for record in read_records(attempt).values()), default=0)}
+    return replace(recorded, **values, **_read_reached(row, follower))
 
 
-def _living_view(row: Row, told: JobView, follower: Follower) -> JobView:
+def _view_alive(row: Row, recorded: JobView, follower: Follower) -> JobView:
     """Return the view of a job that has a process: it is starting, running or being stopped."""
-    folder = told.folder
-    progress = follower.progress(folder, row.mark) if folder else Progress(0)
-    told = replace(
-        told,
+    folder = recorded.folder
+    progress = follower.read_progress(folder, row.mark) if folder else Progress(0)
+    recorded = replace(
+        recorded,
         stage=progress.stage,
         step=progress.step,
         steps=progress.steps,
         loss=progress.loss,
-        eta_s=progress.eta_s() if progress.stage == "train" else None,
+        eta_s=progress.compute_eta_s() if progress.stage == "train" else None,
     )
     if row.wanted != "run":
         key = "stop_kill" if row.killed else "stop_term" if row.termed else "stop_asked"
-        return replace(told, state="stopping", sentence=Sentence(key), eta_s=None)
+        return replace(recorded, state="stopping", sentence=Sentence(key), eta_s=None)
     if folder and not progress.stage:
-        return replace(told, state="starting", sentence=Sentence("starting"))
-    return replace(told, state="running", sentence=_doing(progress, folder))
+        return replace(recorded, state="starting", sentence=Sentence("starting"))
+    return replace(recorded, state="running", sentence=_describe_progress(progress, folder))
 
 
-def damaged_view(row: Row, error: Exception) -> JobView:
+def view_damaged(row: Row, error: Exception) -> JobView:
     """Return the view of a job whose row, or something that it names, cannot be used."""
     name = "".join(c if c.isprintable() else " " for c in row.name[:100])
-    return JobView(id=row.id, name=name, kind=row.kind, state="unknown", sentence=damaged(error))
+    return JobView(id=row.id, name=name, kind=row.kind, state="unknown", sentence=describe_damage(error))
 
 
-def _command(row: Row) -> tuple[str, ...]:
+def _read_command(row: Row) -> tuple[str, ...]:
     """Return the words of a command; () if the row has something else, which fails the job when it is started."""
     try:
-        return tuple(command_of(row))
+        return tuple(parse_command(row))
     except ValueError:
         return ()
 
 
-def _goes_on_elsewhere(folder: Path) -> bool:
+def _is_continued_elsewhere(folder: Path) -> bool:
     """Return True if somebody in a shell continues a job that has ended; False if the folder may not be read."""
     with contextlib.suppress(Unreadable):
         return Run(folder).alive()
     return False
 
 
-def shell_view(folder: Path, follower: Follower) -> JobView:
+def view_shell_run(folder: Path, follower: Follower) -> JobView:
     """Return the state of a run that was started without the queue, perhaps by another user."""
     try:
-        return _shell_view(folder, follower)
+        return _view_shell_run(folder, follower)
     except (Unreadable, PermissionError) as error:
-        said = Sentence("unreadable", {"file": str(error.filename)})
-        return JobView(id=str(folder), name=folder.name, kind="train", state="unknown", sentence=said, folder=folder)
+        sentence = Sentence("unreadable", {"file": str(error.filename)})
+        return JobView(
+            id=str(folder), name=folder.name, kind="train", state="unknown", sentence=sentence, folder=folder
+        )
 
 
-def _shell_view(folder: Path, follower: Follower) -> JobView:
+def _view_shell_run(folder: Path, follower: Follower) -> JobView:
     run = Run(folder)
     try:
-        status = _object(run.status_file)
+        status = _read_object(run.status_file)
     except (FileNotFoundError, NotADirectoryError):
         status = {}
     log = folder / "log.txt"
-    step = saved_step(folder)
-    told = JobView(
+    step = find_saved_step(folder)
+    run_view = JobView(
         id=str(folder),
         name=folder.name,
         kind="train",
@@ -629,36 +634,38 @@ def _shell_view(folder: Path, follower: Follower) -> JobView:
         saved_step=step,
     )
     if run.alive():
-        progress = follower.progress(folder, 0)
-        told = replace(
-            told,
+        progress = follower.read_progress(folder, 0)
+        run_view = replace(
+            run_view,
             state="running",
-            sentence=_doing(progress, folder),
+            sentence=_describe_progress(progress, folder),
             ended=0,
             stage=progress.stage,
             step=progress.step,
             steps=progress.steps,
             loss=progress.loss,
-            eta_s=progress.eta_s() if progress.stage == "train" else None,
+            eta_s=progress.compute_eta_s() if progress.stage == "train" else None,
             resumable=False,
         )
         if (run.control / "stop").exists():
-            return replace(told, state="stopping", sentence=Sentence("stop_asked"), eta_s=None)
-        return told
+            return replace(run_view, state="stopping", sentence=Sentence("stop_asked"), eta_s=None)
+        return run_view
     state = status.get("state")
     if state == "stopped":
-        found = Sentence("stopped", {"step": step}) if step is not None else Sentence("stopped_early")
-        return replace(told, state="stopped", sentence=found)
+        sentence = Sentence("stopped", {"step": step}) if step is not None else Sentence("stopped_early")
+        return replace(run_view, state="stopped", sentence=sentence)
     if state in ("done", "error"):
-        last = follower.progress(folder, 0).last or {}
+        last = follower.read_progress(folder, 0).last or {}
         if state == "error":
-            return replace(told, state="failed", sentence=Sentence("failure", {"message": str(last.get("text", ""))}))
-        end = _done(folder, last, None)
-        return replace(told, state=end.state, sentence=end.sentence, resumable=False)
-    return told
+            return replace(
+                run_view, state="failed", sentence=Sentence("failure", {"message": str(last.get("text", ""))})
+            )
+        end = _check_done(folder, last, None)
+        return replace(run_view, state=end.state, sentence=end.sentence, resumable=False)
+    return run_view
 
 
-def _waiting(row: Row, worker: Any) -> Sentence:
+def _describe_wait(row: Row, worker: Any) -> Sentence:
     if worker is None:
         return Sentence("no_worker")
     if row.gpus and row.gpus not in worker.groups:
@@ -666,7 +673,7 @@ def _waiting(row: Row, worker: Any) -> Sentence:
     return Sentence.parse(row.sentence) if row.sentence else Sentence("queued")
 
 
-def _doing(progress: Progress, folder: Path | None) -> Sentence:
+def _describe_progress(progress: Progress, folder: Path | None) -> Sentence:
     if folder is None:
         return Sentence("stage", {"stage": "running"})
     if progress.stage == "train" and progress.step is not None:
@@ -674,8 +681,8 @@ def _doing(progress: Progress, folder: Path | None) -> Sentence:
     return Sentence("stage", {"stage": progress.stage})
 
 
-def _reached(row: Row, follower: Follower) -> dict[str, Any]:
+def _read_reached(row: Row, follower: Follower) -> dict[str, Any]:
     if not row.folder:
         return {}
-    progress = follower.progress(Path(row.folder), row.mark)
+    progress = follower.read_progress(Path(row.folder), row.mark)
     return {"step": progress.step, "steps": progress.steps, "loss": progress.loss}
