@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from lora_fp8.config import find_unused_settings
 from lora_fp8.errors import UserError
 from lora_fp8.families import _files, base
 from lora_fp8.objectives import Diffusion, FlowMatching
+from lora_fp8.precision import name_matches
 from lora_fp8.settings import Model, Objective, Preview, Quantize
 from lora_fp8.stages import previews
 
@@ -501,14 +503,18 @@ def test_encoders_come_and_go(Stored, stored):
 # -- adapter targets -------------------------------------------------------------------------------------------------
 
 # For the UNets the layers that kohya's sd-scripts adapt; for FLUX attention and feed-forward of all blocks.
-FULL_SIZE = {"sd15": 192, "sdxl": 722, "flux": 19 * 12 + 38 * 5, "sd3": 336, "chroma": 418, "flux2": 8 * 12 + 48 * 2}
+PUBLISHED = tomllib.loads((Path(__file__).parent / "data" / "facts.toml").read_text(encoding="utf-8"))
+"""What the makers publish: see test_facts.py, which compares the rest of it."""
 
 
 def test_adapter_targets_at_full_size(Family):
     with torch.device("meta"):
         denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
     names = Family.adapter_names(denoiser)
-    assert len(names) == len(set(names)) == FULL_SIZE.get(Family.name, len(names)) > 0
+    facts, modules = PUBLISHED[Family.name], dict(denoiser.named_modules())
+    assert len(names) == len(set(names)) == facts["layers"]
+    assert [layer for layer in (*facts["precise"], *facts.get("modulation", ())) if layer not in modules] == []
+    assert not any(name_matches(name, entry) for name in names for entry in (*Family.keep_precise, *Family.modulation))
     # never an embedder, a convolution of a ResNet, or the output
     assert all(any(part.isdigit() for part in name.split(".")[:-1]) for name in names)
     assert not any("resnets" in name for name in names)
