@@ -1,17 +1,17 @@
 """A training job from its config to a verified file, in the order it happens.
 
     run(job)
-      plan       everything that can be known before a weight is loaded, and all that is wrong with it
+      plan       everything that is known before a weight is loaded, and all problems of the job
       cache      encoders only: images and captions -> latents and conditioning on disk; encoders freed
-      load       the denoiser, streamed into its storage; adapters beside it; what memory asks for
-      preflight  one real forward and backward at the largest bucket: find out now whether it fits
-      train      batch -> loss -> backward -> clip -> step; every so often: log, checkpoint, preview, stop?
-      finish     the LoRA files, and the check that they do what training did
+      load       the denoiser, streamed into its storage; adapters; memory settings
+      preflight  one real forward and backward pass at the largest bucket, to see whether it fits
+      train      batch -> loss -> backward -> clip -> step; at intervals: log, checkpoint, preview, stop
+      finish     write the LoRA files, and verify that they do what training did
 
-Functions and one small `State` (in `resume`); what a checkpoint must hold is exactly what is in it. Everything random
-is keyed by what it is for (seed, purpose, step, sample), so a resumed run draws the same numbers as one that was never
-interrupted.
-All processes do every stage; the main one alone writes the run folder, and tells the user how it ended.
+The stages are functions; what changes while training is in one small `State` (in `stages/resume.py`), and a checkpoint
+holds exactly that. Each random draw is keyed by its purpose (seed, purpose, epoch, sample), so a resumed run draws the
+same numbers as one that was never interrupted.
+All processes do every stage. Only the main one writes the run folder, and reports how the run ended.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from . import config
 from .distributed.processes import Elsewhere, Processes
 from .errors import RunFailure, Stopped, UserError
 from .plan import plan as planning
-from .plan.resolve import run_folder
+from .plan.resolve import get_run_folder
 from .run import Run, StopSignal, disk_space, ownership
 from .settings import Job
 from .stages.cache import Data, cache
 from .stages.finish import Result, finish
 from .stages.load import Loaded, load
-from .stages.measure import moved_layers
+from .stages.measure import find_layers_to_move
 from .stages.milestones import Milestones, find_missed
 from .stages.preflight import preflight
 from .stages.progress import Progress
-from .stages.resume import State, same_step, take_up
-from .stages.session import Bystander, Session, explained
+from .stages.resume import State, begin_or_resume, require_same_step
+from .stages.session import Bystander, Session, explain_errors
 from .stages.step import compute_gradient_, require_finite
 from .training import optim
 
@@ -44,28 +44,32 @@ Echo = Callable[[dict[str, Any]], None]
 
 
 def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | None = None) -> Result:
-    """Do the whole job in `output_dir/name`.
+    """Run the whole job in `output_dir/name`.
 
     Args:
-        resume: go on from the newest whole checkpoint in the run folder.
-        progress: show a progress bar on stderr, or a line every ten seconds where that is no terminal.
-        echo: is shown each event that goes into events.jsonl, to print it.
+        job: with its config.
+        resume: continue from the newest complete checkpoint in the run folder.
+        progress: show a progress bar on stderr, or a line every ten seconds if stderr is no terminal.
+        echo: called with each event that is written to events.jsonl.
+
+    Returns:
+        The run, its LoRA files and their reports; without files on processes other than the main one.
 
     Raises:
-        UserError: something given is wrong; found before training where possible.
-        RunFailure: it failed while running. The last checkpoint is intact.
-        Stopped: it was asked to stop, has saved, and can be resumed.
+        UserError: the config, the files or the machine do not fit; found before training if possible.
+        RunFailure: the run failed. The last checkpoint is intact.
+        Stopped: a stop was requested. The run is saved and can be resumed.
     """
     processes, stop = Processes(), StopSignal()
     processes.undisturbed = stop.held
-    folder = run_folder(job)
+    folder = get_run_folder(job)
     with stop.watching():
         try:
             _set_torch_options(job)
             with processes.together():
                 if processes.is_main:
                     ownership.require_startable(folder, resume=resume)
-                # Before a run folder exists: everything that can be wrong, all of it at once.
+                # All problems are reported before a run folder exists.
                 plan = planning.make(job, processes.device, world=processes.world, resume=resume)
                 warnings = disk_space.require(plan.writes(processes.world)) if processes.is_main else []
             with processes.together():
@@ -73,31 +77,31 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                 run = Run.create(folder, text, resume=resume) if processes.is_main else Bystander(folder)
             run.echo = echo
             session = Session(plan, run, processes, stop, progress and processes.is_main)
-            with _logged_to_its_end(session):
+            with _log_ending(session):
                 run.log_event(
                     "start", resume=resume, processes=processes.world, device=str(processes.device), name=job.name
                 )
                 for warning in [*plan.images.warnings, *plan.warnings, *warnings]:
                     session.warn(warning)
-                return _stages(session, resume)
+                return _run_stages(session, resume)
         except (UserError, RunFailure, Stopped) as error:
             if processes.is_main or not (processes.all_know or isinstance(error, Elsewhere)):
                 raise
-            return Result(Bystander(folder), [], [])  # the main process tells it, and its exit code is the job's
+            return Result(Bystander(folder), [], [])  # the main process reports it, and its exit code is the job's
         finally:
             processes.leave()
 
 
-def _stages(session: Session, resume: bool) -> Result:
+def _run_stages(session: Session, resume: bool) -> Result:
     run, processes = session.run, session.processes
     with session.together():
         data = cache(session)
         session.stop_if_asked()
     with session.together():
-        moved = moved_layers(session, data, resume)
+        moved = find_layers_to_move(session, data, resume)
         loaded = load(session, moved)
-        state = take_up(session, data, loaded, resume)
-        same_step(state, run, processes)
+        state = begin_or_resume(session, data, loaded, resume)
+        require_same_step(state, run, processes)
         if resume and processes.is_main:
             run.write_config(config.dumps(session.job))  # accepted only now
         session.stop_if_asked()
@@ -111,10 +115,12 @@ def _stages(session: Session, resume: bool) -> Result:
 
 
 def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: frozenset[str] = frozenset()) -> None:
-    """The loop, from `state.step` to `train.steps`.
+    """Train from `state.step` to `train.steps`: the loop.
 
     Args:
-        missed: see `find_missed`.
+        session, data, loaded: of the run.
+        state: updated with each step.
+        missed: from `find_missed`.
     """
     job, optimizer, gradients = session.job, loaded.optimizer, loaded.exchange.gradients
     steps, milestones = job.train.steps, Milestones(session, data, loaded, state)
@@ -125,7 +131,7 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
         while state.step < steps:
             started = time.perf_counter()
             lr = optim.learning_rate(state.step, job.schedule, optimizer.base_lr, steps)
-            gradient = compute_gradient_(session, data, loaded, state.step + 1, milestones.requested)
+            gradient = compute_gradient_(session, data, loaded, state.step + 1, milestones.read_requests)
             norm = optim.clip_(gradients.named, job.train.max_grad_norm)
             require_finite(session, state.step + 1, gradient, norm)
             rate = optimizer.effective(lr)
@@ -142,14 +148,14 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
 
 
 @contextlib.contextmanager
-def _logged_to_its_end(session: Session) -> Iterator[None]:
-    """Write into the run's log how it ended, where it did not end well."""
+def _log_ending(session: Session) -> Iterator[None]:
+    """Log a stop or an error of the block as the end of the run, and close the log."""
     run = session.run
     try:
-        with explained(run, session.processes.device):
+        with explain_errors(run, session.processes.device):
             yield
     except (Stopped, KeyboardInterrupt) as error:
-        with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide why
+        with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide the reason
             run.log_event("stopped", text=str(error) or "interrupted; the newest checkpoint is as it was")
         raise
     except Exception as error:

@@ -148,7 +148,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path) -> float:
     captions = dataset_captions(examples, job.dataset, job.seed)
     store.fill(placed, captions)
     loader = Loader(buckets, store, family, job.dataset, seed=job.seed, batch_size=8)
-    denoiser, _, _ = load.base(family, job.quantize)
+    denoiser, _, _ = load.load_base(family, job.quantize)
     state, _ = from_layout(read(file)[0], family, family.denoiser_config(), "diffusers")  # alpha is in the weights
     rank = next(tensor.shape[0] for name, tensor in state.items() if name.endswith("lora_A.weight"))
     names = sorted({name.rpartition(".lora_")[0] for name in state})

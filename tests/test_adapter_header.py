@@ -16,7 +16,7 @@ from lora_fp8.adapters import kinds
 from lora_fp8.errors import UserError
 from lora_fp8.lora_files import export, header, layouts
 from lora_fp8.plan import disk_budget
-from lora_fp8.plan.start import start_values
+from lora_fp8.plan.start import read_start_values
 from lora_fp8.settings import Model
 from lora_fp8.tools import average, files, kit, merge, resize
 
@@ -102,7 +102,7 @@ def test_each_way_through_gives_what_diffusers_draws(tiny, make_job, tmp_path, f
         kind = "dora" if case == "dora" else "lora"
         given = (*settings, f"adapter.init_from='{file}'", f"adapter.type='{kind}'")
         job = make_job(tmp_path, *given, family=family)
-        values = start_values(job, made, disk_budget.trained(job, made))
+        values = read_start_values(job, made, disk_budget.list_trainable(job, made))
         for layer, parts in kinds.grouped(values).items():
             weight = plain[f"{layer}.weight"]
             got = weight + kinds.gain(weight, parts, 7 / 4)

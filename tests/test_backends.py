@@ -294,7 +294,7 @@ def test_gemms_of_a_step_ours_and_those_of_torchaos_conversion(recipe):
 def test_a_base_held_by_torchao_is_its_quantize_of_the_same_model(job, family):
     mine = job("quantize.backend=torchao", family=family)
     loaded = families.get(family)(mine.model, device="cpu", dtype=BF16)
-    denoiser, plan, _ = load.base(loaded, mine.quantize)
+    denoiser, plan, _ = load.load_base(loaded, mine.quantize)
     path = Path(mine.model.path) / type(loaded).denoiser_name
     theirs = getattr(diffusers, type(loaded).denoiser_class).from_pretrained(path, torch_dtype=BF16)
     for form in {str(layer.form) for layer in plan.quantized}:

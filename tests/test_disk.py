@@ -22,12 +22,12 @@ MIB = 2**20
 
 
 def run_of(job: Job) -> Path:
-    return resolve.run_folder(job)
+    return resolve.get_run_folder(job)
 
 
 def named_of(job: Job) -> disk_budget.Named:
     family = families.get(job.model.family)(job.model, device="cpu", dtype=dtypes.DTYPES[job.model.dtype])
-    return disk_budget.trained(job, family)
+    return disk_budget.list_trainable(job, family)
 
 
 def size_of(folder: Path) -> int:
@@ -101,9 +101,9 @@ def test_as_many_checkpoints_are_counted_as_lie_side_by_side(
 
     def counted(mine: Job) -> int:
         named = named_of(mine)
-        need = disk_budget.of_run(mine, named, run_of(mine))[0]
+        need = disk_budget.estimate_run(mine, named, run_of(mine))[0]
         assert need.what == "checkpoints"
-        return round(need.sure / disk_budget.checkpoint_bytes(mine, named))
+        return round(need.sure / disk_budget.count_checkpoint_bytes(mine, named))
 
     for steps, every, keep in ((8, 2, 2), (3, 2, 2), (6, 1, 4), (2, 5, 2)):
         mine = job(f"train.steps={steps}", f"checkpoint.every={every}", f"checkpoint.keep={keep}", f"name='r{steps}'")
@@ -247,7 +247,7 @@ def test_an_older_checkpoint_goes_first_where_the_disk_is_full(
 ) -> None:
     """There is room for two, and three lie side by side otherwise: nothing is lost, and it is told."""
     mine = job("train.steps=8")
-    one = disk_budget.checkpoint_bytes(mine, named_of(mine))
+    one = disk_budget.count_checkpoint_bytes(mine, named_of(mine))
     folder = run_of(mine) / "checkpoints"
     SmallDisk(monkeypatch, folder).room = round(2.5 * one)
     train.run(mine, progress=False)
@@ -265,7 +265,7 @@ def test_the_last_whole_checkpoint_never_goes(job: Callable[..., Job], monkeypat
     mine = job("train.steps=6")
     folder = run_of(mine) / "checkpoints"
     small = SmallDisk(monkeypatch, folder)
-    small.room = round(1.5 * disk_budget.checkpoint_bytes(mine, named_of(mine)))
+    small.room = round(1.5 * disk_budget.count_checkpoint_bytes(mine, named_of(mine)))
     with pytest.raises(RunFailure) as failure:
         train.run(mine, progress=False)
     assert "step-000004: the checkpoint could not be written (No space left on device)" in str(failure.value)

@@ -100,7 +100,7 @@ def test_a_step_takes_what_was_reckoned(
     family = family_of(job)
     found = estimate.estimate(planning.make(job))
 
-    denoiser, _, _ = load.base(family, job.quantize)
+    denoiser, _, _ = load.load_base(family, job.quantize)
     names = family.adapter_names(denoiser)
     adapters.inject(denoiser, job.adapter, names, seed=0)
     if checkpointing:
@@ -212,7 +212,7 @@ def test_what_waits_in_main_memory_is_not_on_the_device(
         job = job_of("flux", tiny("flux"), pictures, tmp_path, "dataset.resolution=64", f"memory.offload={share}")
         found.append(estimate.estimate(planning.make(job)))
     kept, half, none = found
-    denoiser, plan, _ = load.base(family_of(job), job.quantize)
+    denoiser, plan, _ = load.load_base(family_of(job), job.quantize)
     sizes = [layer.qweight.nbytes for layer in precision.frozen_layers(denoiser).values()]
     assert (kept.waiting_bytes, none.waiting_bytes) == (0, sum(sizes))
     assert half.waiting_bytes == pytest.approx(sum(sizes) / 2, abs=max(sizes))

@@ -373,7 +373,7 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
     data = SimpleNamespace(held_out=SimpleNamespace(micro=lambda step, number: batch))
     session = SimpleNamespace(family=family, job=SimpleNamespace(objective=SimpleNamespace(guidance=1.0)))
     objective.loss = lambda *given, **named: type(objective).loss(objective, *given, **named).sum()
-    assert validate._loss(session, data, loaded, 0, t_B) == losses_B.sum().item()
+    assert validate._measure_loss(session, data, loaded, 0, t_B) == losses_B.sum().item()
 
 
 def test_a_queued_job_names_its_masks_from_anywhere():

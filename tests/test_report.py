@@ -318,7 +318,7 @@ def test_report_of_a_job(job, spoiled, family: str) -> None:
     # The predictions once more, by diffusers' own model: the plain one, and one with the weights as they are held.
     session, data = cached(mine)
     loaded = session.family
-    asked = measure.questions(session, data, 2)
+    asked = measure.make_questions(session, data, 2)
     plain = loaded.empty_denoiser().to_empty(device="cpu").to(DTYPE).eval()
     plain.load_state_dict(dict(loaded.denoiser_tensors()))
     rounded = copy.deepcopy(plain)
@@ -377,7 +377,7 @@ def test_the_command(job, tmp_path, monkeypatch, capsys) -> None:
 def test_auto_moves_the_planted_layer_and_the_bound_holds(job, spoiled, monkeypatch, family: str) -> None:
     """The same job with the layer written into quantize.override by hand trains to the same losses."""
     base, shares = spoiled(family), []
-    monkeypatch.setattr(measure, "base", lambda *given: shares.append(given[2:]) or load.base(*given))
+    monkeypatch.setattr(measure, "load_base", lambda *given: shares.append(given[2:]) or load.load_base(*given))
     monkeypatch.setattr(memory, "problem", lambda *_: "")  # a CPU has nowhere else to put them
     monkeypatch.setattr(memory, "free_bytes", lambda _: 1)  # a GPU on which the plain base has no room
     told = ("export.verify=true", "train.steps=2", "memory.offload=0.5")
@@ -425,7 +425,7 @@ def test_auto_on_resume_moves_the_same_and_measures_nothing(job, spoiled, tree_h
 
 def cached(mine: Job) -> tuple[Session, cache.Data]:
     """A session of the job without a folder, and its cached data."""
-    session = Session(planning.make(mine), measure._Unwritten(None), processes.Processes())
+    session = Session(planning.make(mine), measure._UnwrittenRun(None), processes.Processes())
     return session, cache.cache(session)
 
 
@@ -443,17 +443,17 @@ class Other:
 
 def test_other_processes_take_the_main_ones_decision(job, spoiled, monkeypatch) -> None:
     session, data = cached(job(*AUTO, spoiled("sd15")))
-    lines = measure.moved_layers(replace(session, processes=Other(True)), data, resume=False)
+    lines = measure.find_layers_to_move(replace(session, processes=Other(True)), data, resume=False)
     assert len(lines) == 1
     monkeypatch.setattr(report, "capture_inputs", None)  # the others measure nothing
-    assert measure.moved_layers(replace(session, processes=Other(False, lines)), data, resume=False) == lines
+    assert measure.find_layers_to_move(replace(session, processes=Other(False, lines)), data, resume=False) == lines
 
 
 def test_what_the_user_set_stays_and_is_told(job, spoiled) -> None:
     session, data = cached(job(*AUTO, spoiled("sd15"), "quantize.override={'ff.net.2' = 'fp8 none'}"))
     told: list[dict[str, Any]] = []
-    session = replace(session, run=measure._Unwritten(told.append), processes=Other(True))
-    assert measure.moved_layers(session, data, resume=False) == []
+    session = replace(session, run=measure._UnwrittenRun(told.append), processes=Other(True))
+    assert measure.find_layers_to_move(session, data, resume=False) == []
     (warned,) = [event["text"] for event in told if event["event"] == "warning"]
     assert PLANTED["sd15"] in warned and "as quantize.override says" in warned
 

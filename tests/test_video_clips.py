@@ -356,7 +356,7 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
     shapes = sorted(tuple(batches.micro(0, m).latents_BCHW.shape) for m in range(batches.batches_per_epoch))
     assert shapes == [(1, 16, 2, 4, 8), (2, 16, 3, 4, 8), (2, 16, 4, 8)]
     # Latents of the cache, of entries that are not there yet: reckoned and written alike.
-    assert disk_budget.volume(family, (64, 32, 9)) == 3 * 64 * 32
+    assert disk_budget.count_pixels(family, (64, 32, 9)) == 3 * 64 * 32
     for seed in range(8):
         drawn = made.model_copy(update={"seed": seed, "validation": Validation(every=1, pictures=2)})
         trained, held_out = placement.split(drawn, examples)

@@ -28,7 +28,7 @@ from lora_fp8.adapters import kinds
 from lora_fp8.distributed import exchange
 from lora_fp8.errors import UserError
 from lora_fp8.plan import disk_budget, resolve
-from lora_fp8.plan.start import start_values
+from lora_fp8.plan.start import read_start_values
 from lora_fp8.precision import kernels, matmul, stream
 from lora_fp8.settings import Job, Section
 from lora_fp8.training import memory
@@ -513,7 +513,7 @@ def test_init_from(job: Callable[..., Job], tmp_path: Path) -> None:
     def values(*overrides: str, family: str = "sd15", file: Path = kohya) -> dict[str, torch.Tensor]:
         mine = job(*overrides, f"adapter.init_from='{file}'", family=family)
         base = resolve.make_family(mine)
-        return start_values(mine, base, disk_budget.trained(mine, base))
+        return read_start_values(mine, base, disk_budget.list_trainable(mine, base))
 
     for layer, ours in kinds.grouped(values("adapter.alpha=8.0")).items():
         others = kinds.grouped(values("adapter.alpha=8.0", file=diffusers_))[layer]

@@ -218,7 +218,7 @@ def estimate(
     from ..plan.estimate import estimate as estimate_plan
     from ..run import ownership
 
-    folder = resolve.run_folder(job)
+    folder = resolve.get_run_folder(job)
     if not ownership.is_run(folder):  # of a run that is there, its figures may still be asked for
         ownership.require_new(folder)
     found = estimate_plan(planning.make(job), "cuda" if torch.cuda.is_available() else "cpu")
@@ -288,7 +288,7 @@ def export(
 
     overrides = [*overrides, *([f"export.formats={json.dumps(formats)}"] if formats else [])]
     if preview_metadata:
-        found = finish.preview_metadata(folder, overrides, step)
+        found = finish.compute_metadata(folder, overrides, step)
         lines = [f"{layout}: {key} = {value}" for layout, told in found.items() for key, value in told.items()]
         print(json.dumps(found, ensure_ascii=False, indent=1) if as_json else "\n".join(lines))
         return

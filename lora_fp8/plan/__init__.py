@@ -1,1 +1,4 @@
-"""Everything known before a weight is loaded."""
+"""The Plan of a job: everything that is known before a weight is loaded.
+
+`check` and `estimate` are views of it, and `train` starts from it.
+"""

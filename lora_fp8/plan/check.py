@@ -1,6 +1,6 @@
 """Check a job completely without loading any model: `lora-fp8 check`.
 
-What needs no torch is looked at first, and torch is imported only to look at the base model's files.
+Checks that need no torch run first. torch is imported only to read the base model's files, which takes seconds.
 """
 
 import os
@@ -19,10 +19,10 @@ from ..settings import Job
 
 @dataclass
 class Check:
-    """What a check found."""
+    """The result of a check."""
 
     problems: list[str] = field(default_factory=list)
-    """one line each; none means that training can start"""
+    """one line each; empty if training can start"""
     warnings: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     """lines about the dataset and the base model"""
@@ -36,33 +36,37 @@ class Check:
 
 
 def check(job: Job) -> Check:
-    """Look at a job's folders, images, base model and disk space, and return everything that was found."""
+    """Check a job's folders, images, base model and disk space.
+
+    Returns:
+        All problems, warnings and facts; nothing is raised for a wrong job.
+    """
     report = _scan(job)
-    found = Check(problems=[*report.problems], facts=images.describe(report))
-    found.problems += _check_places(job)
-    base = job.model
+    result = Check(problems=[*report.problems], facts=images.describe(report))
+    result.problems += _check_places(job)
+    section = job.model
     has_base = False
-    if _files.is_hub_id(base.path) and not os.path.exists(os.path.expanduser(base.path)):
-        found.facts.append(f"base: {base.path}, from the hub when training starts (not looked at here)")
+    if _files.is_hub_id(section.path) and not os.path.exists(os.path.expanduser(section.path)):
+        result.facts.append(f"base: {section.path}, from the hub when training starts (not looked at here)")
     else:
         try:
-            _files.locate(base.path, base.components, base.revision, family=base.family, parts=())
+            _files.locate(section.path, section.components, section.revision, family=section.family, parts=())
         except UserError as error:
-            found.problems += getattr(error, "problems", [str(error)])
+            result.problems += getattr(error, "problems", [str(error)])
         else:
             has_base = True
     if report.problems:  # reported at once: importing torch takes seconds
-        found.warnings += [*report.warnings, *find_unused_settings(job)]
-        _add_buckets(job, report, found)
+        result.warnings += [*report.warnings, *find_unused_settings(job)]
+        _add_buckets(job, report, result)
     elif has_base:
-        _check_with_base(job, report, found)
+        _check_with_base(job, report, result)
     else:
-        _check_sizes(job, report, found)
-    return found
+        _check_sizes(job, report, result)
+    return result
 
 
-def _check_sizes(job: Job, report: images.ScanReport, found: Check) -> None:
-    """Look at what the family alone decides: sizes, layouts, buckets, images to hold out."""
+def _check_sizes(job: Job, report: images.ScanReport, result: Check) -> None:
+    """Check what the family alone decides: sizes, layouts, buckets and images to hold out."""
     from . import placement, resolve
 
     try:
@@ -71,46 +75,46 @@ def _check_sizes(job: Job, report: images.ScanReport, found: Check) -> None:
             images.note_sizes(report, resolved.dataset, resolved.dataset.resolution)
         placement.split(resolved, report.examples)
     except UserError as error:
-        found.problems += getattr(error, "problems", [str(error)])
+        result.problems += getattr(error, "problems", [str(error)])
     else:
-        _add_buckets(resolved, report, found)
-    found.warnings += [*report.warnings, *find_unused_settings(job)]
+        _add_buckets(resolved, report, result)
+    result.warnings += [*report.warnings, *find_unused_settings(job)]
 
 
-def _check_with_base(job: Job, report: images.ScanReport, found: Check) -> None:
-    """Make the job's Plan, and ask the tokenizers what captions lose and the disks for room."""
+def _check_with_base(job: Job, report: images.ScanReport, result: Check) -> None:
+    """Make the job's Plan, then check how the tokenizers cut the captions and whether the disks have room."""
     from ..data.cache import dataset_captions, truncation_warnings
     from . import plan as planning
 
     plan, problems = planning.attempt(job, report)
-    found.problems += [line for line in problems if line not in found.problems]
+    result.problems += [line for line in problems if line not in result.problems]
     if plan is None:
-        found.warnings += [*report.warnings, *find_unused_settings(job)]
+        result.warnings += [*report.warnings, *find_unused_settings(job)]
         return
-    family, base = plan.family, job.model
-    if not found.problems:
+    family, section = plan.family, job.model
+    if not result.problems:
         try:
-            found.warnings += disk_space.require(plan.writes())
+            result.warnings += disk_space.require(plan.writes())
         except UserError as error:
-            found.problems += getattr(error, "problems", [str(error)])
+            result.problems += getattr(error, "problems", [str(error)])
         texts = [*dataset_captions(report.examples, job.dataset, job.seed), *job.preview.prompts]
         texts = list(dict.fromkeys(texts))
-        found.warnings += truncation_warnings(family.overlong(texts), len(texts))
+        result.warnings += truncation_warnings(family.overlong(texts), len(texts))
     assumed = f" (assumed from {family.folder / 'scheduler'})" if family.assumes_prediction() else ""
-    found.facts.append(f"base: {family.title}, {base.path}, predicts {family.predicts()}{assumed}")
-    _add_buckets(plan.job, report, found)
-    found.warnings = [*plan.images.warnings, *plan.warnings, *found.warnings]
+    result.facts.append(f"base: {family.title}, {section.path}, predicts {family.predicts()}{assumed}")
+    _add_buckets(plan.job, report, result)
+    result.warnings = [*plan.images.warnings, *plan.warnings, *result.warnings]
 
 
-def _add_buckets(job: Job, report: images.ScanReport, found: Check) -> None:
-    """Add the sizes of the buckets and how many images each has, where the sizes are known."""
+def _add_buckets(job: Job, report: images.ScanReport, result: Check) -> None:
+    """Add the size and the number of images of each bucket, if the sizes are known."""
     section = job.dataset
     if "auto" in (section.resolution, section.bucket_step):
         return
     placed = buckets.assign(report.examples, section, resolution=section.resolution, step=section.bucket_step)
     sizes = {buckets.named(bucket): len(members) for bucket, members in buckets.group(placed).items()}
     if sizes:
-        found.facts.append("buckets " + ", ".join(f"{size}: {count}" for size, count in sizes.items()))
+        result.facts.append("buckets " + ", ".join(f"{size}: {count}" for size, count in sizes.items()))
 
 
 def _scan(job: Job) -> images.ScanReport:
@@ -120,7 +124,7 @@ def _scan(job: Job) -> images.ScanReport:
 
 
 def _check_places(job: Job) -> list[str]:
-    """Return what is wrong with the folders that training writes into: they can be written, and the run's is new."""
+    """Return the problems of the folders that training writes into: each is writable, and the run's is new."""
     run = Path(os.path.expanduser(job.output_dir)) / job.name
     places = {"output_dir": run, "dataset.cache_dir": Path(os.path.expanduser(job.dataset.cache_dir))}
     refusals = {f"{key} = {str(place)!r}": disk_space.unwritable(place) for key, place in places.items()}

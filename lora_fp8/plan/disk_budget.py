@@ -1,6 +1,7 @@
-"""What a job will write, in bytes: checkpoints, LoRA files, previews, and the cache's missing entries.
+"""Estimate how many bytes a job will write: checkpoints, LoRA files, previews, and the cache's missing entries.
 
-Counted from shapes alone, on the meta device, before anything is encoded; `run.disk_space` compares it with the room.
+The sizes are counted from shapes, on the meta device, before anything is encoded. `run.disk_space` compares them with
+the free space.
 """
 
 import math
@@ -20,90 +21,95 @@ from ..training.text_encoders import Adapted, inject_
 from . import dry_run
 
 FILE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-ENTRY = 120
-"""Bytes that safetensors' header takes for one tensor, beside its name."""
-STATE = 2**12
-"""The rest of a bundle: settings, counters, and the names and hashes of a small dataset's files."""
-PER_PIXEL = 2
-"""Bytes of a preview for each of its pixels, about: a photo as PNG."""
+HEADER_BYTES = 120
+"""Bytes of one tensor in the header of a safetensors file, without its name."""
+STATE_BYTES = 2**12
+"""Bytes of a checkpoint's settings, counters, and names and hashes of a small dataset's files."""
+PNG_BYTES_PER_PIXEL = 2
+"""Approximate bytes of a preview per pixel: those of a photo as PNG."""
 
 Named = list[tuple[str, nn.Parameter]]
+"""Trained parameters by name, on the meta device."""
 
 
-def volume(family: ModelFamily, bucket: Bucket) -> int:
-    """Pixels of a bucket, those of a clip as often as its latents have frames: what memory and tokens go by."""
+def count_pixels(family: ModelFamily, bucket: Bucket) -> int:
+    """Return width x height, times the number of latent frames for a clip; memory and tokens grow with it."""
     width, height, *frames = bucket
     return width * height * math.prod(map(family.latent_frames, frames))
 
 
-def trained(job: Job, family: ModelFamily) -> Named:
-    """The parameters that the job trains, as `adapters.parameters` lists them, on the meta device."""
+def list_trainable(job: Job, family: ModelFamily) -> Named:
+    """Return the parameters that the job trains, in the order of `adapters.parameters`, on the meta device."""
     denoiser = family.empty_denoiser()
-    names = family.adapter_names(denoiser, job.adapter.targets)
-    adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
+    layer_names = family.adapter_names(denoiser, job.adapter.targets)
+    adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), layer_names, seed=job.seed)
     encoders = family.empty_trained_text() if job.adapter.text_encoder else {}
     inject_(encoders, family, job.adapter, job.seed)
     return adapters.parameters(Adapted(denoiser, encoders))
 
 
-def checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
-    """One bundle: adapters, masters, moments, what the exchange owes, and the names of it all.
+def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
+    """Count the bytes of one checkpoint: adapters, masters, moments, residuals of the FP8 exchange, and all names.
 
     Args:
-        world: processes that train.
+        world: number of processes that train.
     """
     size = sum(parameter.nbytes for _, parameter in named)
     size += optim.state_bytes([parameter for _, parameter in named], job.optimizer)
     if world > 1 and job.train.gradient_exchange == "fp8":
         size += 4 * world * sum(parameter.numel() for _, parameter in named)
-    # Each name is in both files' headers, and with its dtype and its count in the state: three times at least.
-    return size + STATE + sum(3 * (len(name) + ENTRY) for name, _ in named)
+    # Each name is in both files' headers, and in the state with dtype and count: at least three times.
+    return size + STATE_BYTES + sum(3 * (len(name) + HEADER_BYTES) for name, _ in named)
 
 
-def file_bytes(job: Job, named: Named) -> dict[str, int]:
-    """Tensors of each exported file, by its layout."""
+def count_file_bytes(job: Job, named: Named) -> dict[str, int]:
+    """Count the bytes of the tensors in each exported file. Returns layout -> bytes."""
     num = sum(parameter.numel() for _, parameter in named)
     return {layout: num * FILE_BYTES[job.export.dtype] for layout in job.export.formats}
 
 
-def of_run(job: Job, named: Named, folder: Path, world: int = 1) -> list[Need]:
-    """What training writes into its run folder from now on: its checkpoints as many as lie there at one time.
+def estimate_run(job: Job, named: Named, folder: Path, world: int = 1) -> list[Need]:
+    """Estimate the bytes that training adds to its run folder, at the moment when most checkpoints are there.
 
     Args:
-        folder: of the run; what it holds of an earlier start is not written again.
+        folder: the run folder; files of an earlier start count as present.
+        world: number of processes that train.
+
+    Returns:
+        One Need each for checkpoints, LoRA files and previews.
     """
-    newest, lying = checkpoint.newest(folder / "checkpoints"), checkpoint.count(folder / "checkpoints")
-    begun = checkpoint.step_of(newest) if newest else 0
-    steps = range(begun + 1, job.train.steps + 1)
+    newest, present = checkpoint.newest(folder / "checkpoints"), checkpoint.count(folder / "checkpoints")
+    newest_step = checkpoint.step_of(newest) if newest else 0
+    steps = range(newest_step + 1, job.train.steps + 1)
     saves = sum(step % job.checkpoint.every == 0 or step == job.train.steps for step in steps)
-    # One is written beside those that are kept, and removes the oldest afterwards.
-    more = min(saves, max(1, job.checkpoint.keep + 1 - lying))
+    # A new checkpoint is complete before the oldest one is deleted.
+    new_checkpoints = min(saves, max(1, job.checkpoint.keep + 1 - present))
     every = job.export.every
     exports = 1 + sum(step % every == 0 for step in steps[:-1]) if every else 1
-    written = sum(file_bytes(job, named).values()) * exports
-    if any((folder / "export").glob("*.safetensors")):  # they are replaced, one after the other
-        written -= sum(path.stat().st_size for path in (folder / "export").glob("*.safetensors"))
-    saved = more * checkpoint_bytes(job, named, world)
-    place = folder if folder.exists() else folder.parent  # which is the setting; a run may be a link to another disk
+    file_size = sum(count_file_bytes(job, named).values()) * exports
+    if any((folder / "export").glob("*.safetensors")):  # each is replaced, one after the other
+        file_size -= sum(path.stat().st_size for path in (folder / "export").glob("*.safetensors"))
+    checkpoint_size = new_checkpoints * count_checkpoint_bytes(job, named, world)
+    place = folder if folder.exists() else folder.parent  # a run folder may be a link to another disk
     return [
-        Need(place, "checkpoints", saved, saved),
-        Need(place, "LoRA files", max(0, written), max(0, written)),
-        Need(place, "previews", 0, _previews(job, steps)),
+        Need(place, "checkpoints", checkpoint_size, checkpoint_size),
+        Need(place, "LoRA files", max(0, file_size), max(0, file_size)),
+        Need(place, "previews", 0, _count_preview_bytes(job, steps)),
     ]
 
 
-def _previews(job: Job, steps: range) -> int:
-    """About what the previews of these steps take, and the sheet that shows the first and the last."""
+def _count_preview_bytes(job: Job, steps: range) -> int:
+    """Estimate the bytes of the previews of these steps, and of the sheet with the first and the last."""
     section = job.preview
     side = job.dataset.resolution
     pixels = (section.width or side) * (section.height or side) * section.frames * len(section.prompts)
     times = 1 + (section.at_start and steps.start == 1) + 2  # the last, the first, and the sheet's two rows
     times += sum(step % section.every == 0 for step in steps[:-1]) if section.every else 0
-    return PER_PIXEL * pixels * times
+    return PNG_BYTES_PER_PIXEL * pixels * times
 
 
-def _latents_shape(family: ModelFamily, bucket: Bucket) -> tuple[int, ...] | None:
-    """(C, H, W) of a picture's latents in this bucket, (C, F, H, W) of a clip's; None where it cannot be reckoned."""
+def _find_latents_shape(family: ModelFamily, bucket: Bucket) -> tuple[int, ...] | None:
+    """Return the shape of an image's latents (C, H, W) or a clip's (C, F, H, W); None if it cannot be computed."""
     family.vae = family.empty_vae()
     try:
         with dry_run.on_meta(), dry_run.Tally():
@@ -116,25 +122,31 @@ def _latents_shape(family: ModelFamily, bucket: Bucket) -> tuple[int, ...] | Non
         family.vae = None
 
 
-def of_cache(store: Cache, missing: Missing, bucket: Bucket) -> Need:
-    """What encoding adds to the cache's disk; where conditioning is as long as its prompt, that may be little or much.
+def estimate_cache(store: Cache, missing: Missing, bucket: Bucket) -> Need:
+    """Estimate the bytes that encoding adds to the cache.
+
+    The result is a range: conditioning that is as long as its prompt may be short or long.
 
     Args:
-        bucket: any one; the latents of all others are to it as their pixels are.
+        store: the cache.
+        missing: the entries that are to be encoded.
+        bucket: any bucket; latents of other buckets are scaled by their pixels.
     """
     family, itemsize = store.family, store.dtype.itemsize
-    pictured = missing.images or missing.controls or missing.masks
-    latents = _latents_shape(family, bucket) if pictured else None
-    per_pixel = 0.0 if latents is None else math.prod(latents) * itemsize / volume(family, bucket)
-    pixels = sum(volume(family, one.bucket) for one, _ in missing.images)
-    pixels += sum(math.prod(shown.size) for shown, _ in missing.controls)
+    encodes_images = missing.images or missing.controls or missing.masks
+    latents = _find_latents_shape(family, bucket) if encodes_images else None
+    per_pixel = 0.0 if latents is None else math.prod(latents) * itemsize / count_pixels(family, bucket)
+    pixels = sum(count_pixels(family, placed.bucket) for placed, _ in missing.images)
+    pixels += sum(math.prod(control.size) for control, _ in missing.controls)
     # A mask is one channel of one frame's latents.
     per_area = 0.0 if latents is None else math.prod(latents[-2:]) * itemsize / math.prod(bucket[:2])
-    masks = sum(math.prod(one.placement.bucket_wh) for one, _ in missing.masks)
+    masks = sum(math.prod(placed.placement.bucket_wh) for placed, _ in missing.masks)
     pictures = round(pixels * per_pixel + masks * per_area)
     conds = family.longest_cond(dict(family.empty_denoiser().config)) if missing.captions else {}
-    whole = {name: math.prod(shape) * itemsize for name, shape in conds.items()}
-    least = sum(size for name, size in whole.items() if not (family.prompts_vary and name == "prompt_embeds"))
+    sizes_by_name = {name: math.prod(shape) * itemsize for name, shape in conds.items()}
+    shortest = sum(
+        size for name, size in sizes_by_name.items() if not (family.prompts_vary and name == "prompt_embeds")
+    )
     captions = len(missing.captions)
-    sizes = [pictures + captions * each for each in (least, sum(whole.values()))]
+    sizes = [pictures + captions * caption_size for caption_size in (shortest, sum(sizes_by_name.values()))]
     return Need(store.root, "cached pictures and captions", *sizes)

@@ -1,14 +1,14 @@
-"""A step without a device: every shape, dtype and byte of a model on torch's meta device, and nothing computed.
+"""Run a training step on torch's meta device: every shape, dtype and byte of a model, and nothing computed.
 
     with on_meta(), Tally() as tally:
         loss = model(x).square().mean()
         loss.backward()
-    tally.most      bytes that were alive at one time, of what was allocated inside
+    tally.most      largest number of bytes alive at one time, of those allocated inside
     tally.flops
 
-Values that decide about shapes (masks, lengths, positions) stay real and small on the CPU, where a model can ask for
-them; everything else is on the meta device. What a model decides by its activations (a router of experts) cannot be
-reckoned: `Undecided`.
+Values that decide shapes (masks, lengths, positions) stay on the CPU as small real tensors, so that a model can read
+them. Everything else is on the meta device. If activations decide what is computed (a router of experts), the step
+cannot be estimated: `Undecided`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 META = torch.device("meta")
 SMALL = 2**16
-"""Elements of a floating tensor that is made anew and may stay real: frequencies, time steps, lengths."""
+"""Most elements of a new floating tensor that stays real: frequencies, timesteps, lengths."""
 E4M3 = torch.float8_e4m3fn
 
 
@@ -35,9 +35,9 @@ class Undecided(Exception):
 
 
 class Tally(TorchDispatchMode):
-    """FLOPs, and the most bytes alive at one time of what is allocated while it is on.
+    """Count FLOPs, and the largest number of bytes alive at one time, of tensors allocated while it is active.
 
-    (torch's FlopCounterMode would hold on to tensors, which then count as alive.)
+    torch's FlopCounterMode keeps references to tensors, which would then count as alive.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # what the tensors inside of a subclass do is seen below it
+            return NotImplemented  # operations on the tensors inside a subclass are counted below it
         kwargs = kwargs or {}
-        self._see((args, kwargs), new=False)
-        out = _run(func, args, kwargs)
-        self._see(out, new=True)
+        self._count((args, kwargs), new=False)
+        out = _run_operation(func, args, kwargs)
+        self._count(out, new=True)
         if formula := flop_registry.get(func._overloadpacket):
             self.flops += formula(*args, **kwargs, out_val=out)
         return out
 
-    def _see(self, tree: Any, new: bool) -> None:
+    def _count(self, tree: Any, new: bool) -> None:
         for tensor in tree_leaves(tree):
             if not isinstance(tensor, Tensor):
                 continue
@@ -67,33 +67,37 @@ class Tally(TorchDispatchMode):
             self._known.add(key)
             self.now += num_bytes
             self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._gone, key, num_bytes)
+            weakref.finalize(storage, self._forget, key, num_bytes)
 
-    def _gone(self, key: int, num_bytes: int) -> None:
+    def _forget(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.now -= num_bytes
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operation, on the CPU while everything in it is real, on the meta device as soon as something is not."""
+def _run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation: on the CPU while all its tensors are real, otherwise on the meta device.
+
+    Raises:
+        Undecided: the result depends on values that are not computed.
+    """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     meta = any(tensor.is_meta for tensor in tensors)
-    wanted = kwargs.get("device")
-    to_meta = wanted is not None and torch.device(wanted).type == "meta"
+    device = kwargs.get("device")
+    to_meta = device is not None and torch.device(device).type == "meta"
     if not meta:
-        if to_meta and tensors:  # .to(device): what decides about shapes stays where it can be asked
+        if to_meta and tensors:  # .to(device): values that decide shapes stay readable
             out = func(*args, **(kwargs | {"device": torch.device("cpu")}))
             return out if _stays_real(out) else out.to(META)
         if to_meta:
-            made = func(*args, **kwargs)
-            return func(*args, **(kwargs | {"device": torch.device("cpu")})) if _stays_real(made) else made
+            out = func(*args, **kwargs)
+            return func(*args, **(kwargs | {"device": torch.device("cpu")})) if _stays_real(out) else out
         return func(*args, **kwargs)
     if func is torch.ops.aten._local_scalar_dense.default:
         raise Undecided("a value of an activation decides what is computed")
-    if wanted is not None:
+    if device is not None:
         kwargs = kwargs | {"device": META}
     if func._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
-        args = (args[0], [_positions(index) for index in _split(args[1])], *args[2:])
+        args = (args[0], [_move_to_meta(index) for index in _expand_masks(args[1])], *args[2:])
     args, kwargs = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     try:
         return func(*args, **kwargs)
@@ -105,27 +109,30 @@ def _stays_real(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex() or tensor.numel() <= SMALL
 
 
-def _split(indices: Any) -> list[Tensor | None]:
-    """A mask as an index stands for the positions in it, one index for each of its dimensions."""
-    found: list[Tensor | None] = []
+def _expand_masks(indices: Any) -> list[Tensor | None]:
+    """Replace each mask among indices by its positions, one index for each dimension of the mask."""
+    expanded: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             if index.is_meta:
                 raise Undecided("a mask that is computed decides how many rows there are")
-            found += index.nonzero(as_tuple=True)
+            expanded += index.nonzero(as_tuple=True)
         else:
-            found.append(index)
-    return found
+            expanded.append(index)
+    return expanded
 
 
-def _positions(index: Tensor | None) -> Tensor | None:
+def _move_to_meta(index: Tensor | None) -> Tensor | None:
     return index.to(META) if index is not None else None
 
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """What the meta device has not: attention in one fused kernel as on a GPU, autocast, and linear layers whose FP8
-    weights autocast would widen."""
+    """Replace what the meta device lacks, for as long as the context lasts.
+
+    That is attention in one fused kernel as on a GPU, autocast, and linear layers with FP8 weights, which autocast does
+    not convert on the meta device.
+    """
     plain_linear, autocast = F.linear, torch.autocast
 
     def attend(

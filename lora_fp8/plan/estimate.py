@@ -1,10 +1,10 @@
-"""Will it fit, how many steps is an epoch, how large is the file: asked of a config before anything is encoded.
+"""Estimate memory, steps, cache and file sizes of a job from its Plan, before anything is encoded.
 
-The answer on memory is counted, not guessed: the model is built on the meta device as training would build it (its
-storage, its adapters, checkpointing) and makes one step at the heaviest bucket with the longest prompt, and every byte
-that is alive at one time is added up (`dry_run`). What is not in it: the CUDA context and what torch's allocator keeps
-in reserve, 0.5 to 1.5 GiB on common systems, and the workspaces of libraries. On a CPU the peak that a run reports is
-the whole process's, so that Python and its libraries are counted there (`PROCESS_BYTES`).
+Memory is counted, not guessed. The model is built on the meta device as training builds it (storage, adapters, gradient
+checkpointing) and makes one step at the heaviest bucket with the longest prompt. `dry_run` adds up all bytes that are
+alive at one time. Three things are not included: the CUDA context and the reserve of torch's allocator (0.5 to 1.5 GiB
+on common systems), and the workspaces of libraries. On a CPU a run reports the peak of the whole process, so Python and
+its libraries are included there (`PROCESS_BYTES`).
 """
 
 import math
@@ -28,59 +28,60 @@ from ..settings import Job
 from ..training import memory, optim
 from ..training.text_encoders import Adapted, checkpoint_, inject_
 from . import disk_budget, dry_run
-from .disk_budget import volume
+from .disk_budget import count_pixels
 from .dry_run import META
 from .plan import Plan
 
 GIB = 2**30
 PROCESS_BYTES = 585 * 2**20
-"""Python with torch, diffusers, transformers and bitsandbytes, as resident in a training process on a CPU.
+"""Resident memory of Python with torch, diffusers, transformers and bitsandbytes in a training process on a CPU.
 
 Measured 2026-11-23 on Linux x86-64 with the versions of constraints.txt: `preflight.peak_gib` of four steps on the demo
-bases (0.594 GiB for sd15, 0.571 GiB for flux) minus what is estimated of model and step (13.0 and 9.4 MiB)."""
+bases (0.594 GiB for sd15, 0.571 GiB for flux) minus the estimate of model and step (13.0 and 9.4 MiB)."""
 
 
 @dataclass
 class Estimate:
-    """What a job takes. Memory in bytes on the device, of one process; None where it cannot be reckoned."""
+    """Memory, steps and sizes of a job. Memory is in bytes on the device of one process; None if it is unknown."""
 
     pictures: int
-    """that are trained on"""
+    """number of training images"""
     held_out: int
-    """kept out of training, and measured on"""
+    """number of images that validation keeps out of training"""
     samples_per_epoch: int
     steps_per_epoch: float
     epochs: float
     heaviest_bucket: Bucket
     """(width, height) in pixels, (width, height, frames) of clips"""
     base_bytes: int
-    """what of the base is on the device, with the buffers for what is not"""
+    """the base model on the device, with the buffers for its offloaded part"""
     waiting_bytes: int
-    """what of it waits in main memory (memory.offload)"""
+    """the part of it that is offloaded to RAM (memory.offload)"""
     adapter_bytes: int
     optimizer_bytes: int
     """moments, masters and float32 gradients"""
     step_bytes: int | None
-    """the most that a forward and backward pass needs beside what is held"""
+    """peak of a forward and backward pass, beside the weights and the optimizer"""
     text_bytes: int
-    """the largest text encoder: they are in memory one at a time, before the denoiser is"""
+    """the largest text encoder; they are loaded one at a time, before the denoiser"""
     vae_bytes: int
-    """in memory with what encoding a picture takes, before the text encoders are"""
+    """the VAE, which is loaded before the text encoders"""
     vae_encode_bytes: int | None
+    """peak of encoding one image, beside the VAE"""
     vae_decode_bytes: int | None
-    """the VAE and what it needs for one preview, beside what training holds; 0 without previews"""
+    """the VAE and the peak of decoding one preview, beside the memory of training; 0 without previews"""
     cache_bytes: int
-    """what encoding will add to the cache's disk"""
+    """bytes that encoding will add to the cache"""
     file_bytes: dict[str, int]
     """size of each exported file, by its layout"""
     checkpoint_bytes: int
-    """one of those that lie side by side"""
+    """size of one checkpoint"""
     writes: list[disk_space.Need]
-    """what comes into which folder from now on"""
+    """bytes that the job will still write into each folder"""
     device: str
-    """"cuda" or "cpu", where the run measures the process as a whole"""
+    """"cuda", or "cpu", on which a run measures the whole process"""
     process_bytes: int
-    """Python and its libraries, which are in a CPU's memory too; 0 on a GPU"""
+    """Python and its libraries, which share the memory of a CPU; 0 on a GPU"""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -89,7 +90,7 @@ class Estimate:
 
     @property
     def peaks(self) -> dict[str, int | None]:
-        """The most that each stage has on the device at one time; on a CPU with the process itself."""
+        """The peak of each stage on the device, in bytes; on a CPU it includes the process itself."""
         pictures = None if self.vae_encode_bytes is None else self.vae_bytes + self.vae_encode_bytes
         encode = None if pictures is None else max(pictures, self.text_bytes)
         train = None if self.step_bytes is None else self.held_bytes + self.step_bytes
@@ -103,16 +104,16 @@ class Estimate:
         return None if self.peaks["train"] is None else max(peaks)
 
     def to_json(self) -> dict[str, Any]:
-        told = {"held_bytes": self.held_bytes, "peaks": self.peaks, "peak_bytes": self.peak_bytes}
-        return asdict(self) | told | {"writes": [need.to_json() for need in self.writes]}
+        totals = {"held_bytes": self.held_bytes, "peaks": self.peaks, "peak_bytes": self.peak_bytes}
+        return asdict(self) | totals | {"writes": [need.to_json() for need in self.writes]}
 
     def lines(self) -> list[str]:
         def gib(num: int | None) -> str:
             return "not known" if num is None else f"{num / GIB:.2f} GiB"
 
-        kept = f" and {self.held_out} held out" if self.held_out else ""
-        found = [
-            f"steps      {self.pictures} pictures{kept}, {self.samples_per_epoch} samples = "
+        held_out = f" and {self.held_out} held out" if self.held_out else ""
+        lines = [
+            f"steps      {self.pictures} pictures{held_out}, {self.samples_per_epoch} samples = "
             f"{digits(self.steps_per_epoch)} steps an epoch; {digits(self.epochs)} epochs in all",
             f"training   {gib(self.peaks['train'])} at {named(self.heaviest_bucket)}: base {gib(self.base_bytes)}, "
             f"adapter {gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
@@ -122,38 +123,38 @@ class Estimate:
             f"{gib(self.text_bytes)} at most",
         ]
         if self.vae_decode_bytes != 0:
-            found.append(f"previews   {gib(self.peaks['preview'])}: decoding takes {gib(self.vae_decode_bytes)}")
+            lines.append(f"previews   {gib(self.peaks['preview'])}: decoding takes {gib(self.vae_decode_bytes)}")
         beside = "beside these, the CUDA context and torch's reserve take 0.5 to 1.5 GiB"
         if self.process_bytes:
             beside = f"of each of these, {gib(self.process_bytes)} are Python and its libraries"
-        found.append(f"           {beside}")
-        found.append(f"cache      {gib(self.cache_bytes)} on disk still to be encoded")
+        lines.append(f"           {beside}")
+        lines.append(f"cache      {gib(self.cache_bytes)} on disk still to be encoded")
         sizes = ", ".join(f"{layout} {size / 2**20:.1f} MiB" for layout, size in self.file_bytes.items())
-        found.append(f"file       {sizes}; a checkpoint {disk_space.amount(self.checkpoint_bytes)}")
+        lines.append(f"file       {sizes}; a checkpoint {disk_space.amount(self.checkpoint_bytes)}")
         sizes = ", ".join(f"{need.what} {disk_space.amount(need.likely)}" for need in self.writes)
         problems, warnings = disk_space.shortages(self.writes)
-        return [*found, f"disk       {sizes}", *(f"note: {text}" for text in [*self.notes, *warnings, *problems])]
+        return [*lines, f"disk       {sizes}", *(f"note: {text}" for text in [*self.notes, *warnings, *problems])]
 
 
 def estimate(plan: Plan, device: str = "cpu") -> Estimate:
-    """Return what a job takes on a device, with one process.
+    """Estimate memory, steps and sizes of a job that runs as one process.
 
     Args:
-        device: "cuda" or "cpu", where the job is to run. The family's own device may be another: nothing is computed.
+        device: "cuda" or "cpu", on which the job will run. The family's own device may differ: nothing is computed.
     """
     job, family, images = plan.job, plan.family, plan.images
     buckets = images.buckets
-    in_bucket = [sum(one.example.repeats for one in members) for members in buckets.values()]
+    in_bucket = [sum(placed.example.repeats for placed in members) for members in buckets.values()]
     steps = sum(math.ceil(num / job.train.batch_size) for num in in_bucket) / job.train.accumulate
-    heaviest, controls = _heaviest_bucket(plan)
+    heaviest, controls = _find_heaviest_bucket(plan)
     notes: list[str] = []
 
-    denoiser, waiting, buffers = _denoiser(job, family)
+    denoiser, waiting, buffers = _build_denoiser(job, family)
     cond_shapes = family.longest_cond(dict(denoiser.config))
-    vae_encode, latents = _vae(family, heaviest, "encode", notes)
+    vae_encode, latents = _measure_vae(family, heaviest, "encode", notes)
     previews = job.preview.width or heaviest[0], job.preview.height or heaviest[1], job.preview.frames
-    vae_decode = _vae(family, previews, "decode", notes)[0] if job.preview.prompts else 0
-    encoders_trained = _text_encoders(job, family)
+    vae_decode = _measure_vae(family, previews, "decode", notes)[0] if job.preview.prompts else 0
+    encoders_trained = _build_text_encoders(job, family)
     adapted = Adapted(denoiser, encoders_trained)
     named = adapters.parameters(adapted)
     num_trained = sum(parameter.numel() for _, parameter in named)
@@ -162,12 +163,15 @@ def estimate(plan: Plan, device: str = "cpu") -> Estimate:
         per_side = heaviest[0] // latents[-1]
         sizes = [(latents[0], high // per_side, wide // per_side) for wide, high in controls]
         cond_shapes = cond_shapes | {f"control_{i}": size for i, size in enumerate(sizes)}
-        num = _in_batch(job, buckets[heaviest])
-        step = _step(job, family, denoiser, latents, cond_shapes, num, notes)
-        if step is not None:  # what is read of the captions waits for the denoiser's gradient
-            step += sum(_text_step(encoder, num) for encoder in encoders_trained.values())
+        num = _count_in_batch(job, buckets[heaviest])
+        try:
+            step = _measure_step(job, family, denoiser, latents, cond_shapes, num)
+        except dry_run.Undecided as error:
+            notes.append(f"what a step takes is not known before it is tried: {error}; training tries it before step 1")
+        else:  # activations of the text encoders stay until the denoiser's backward pass has ended
+            step += sum(_measure_text_step(encoder, num) for encoder in encoders_trained.values())
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
-    everything = sum(_nbytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
+    everything = sum(_count_bytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
     writes = plan.writes()
     estimated = Estimate(
         pictures=len(images.examples),
@@ -186,8 +190,8 @@ def estimate(plan: Plan, device: str = "cpu") -> Estimate:
         vae_encode_bytes=vae_encode,
         vae_decode_bytes=vae_decode,
         cache_bytes=writes[-1].likely,
-        file_bytes=disk_budget.file_bytes(job, named),
-        checkpoint_bytes=disk_budget.checkpoint_bytes(job, named),
+        file_bytes=disk_budget.count_file_bytes(job, named),
+        checkpoint_bytes=disk_budget.count_checkpoint_bytes(job, named),
         writes=writes,
         device=device,
         process_bytes=PROCESS_BYTES if device == "cpu" else 0,
@@ -197,48 +201,48 @@ def estimate(plan: Plan, device: str = "cpu") -> Estimate:
             *warn_of_sentences(captions_of_files([*images.examples, *images.held_out]), job.dataset),
         ],
     )
-    if _text_decides(estimated, job):
+    if _is_text_largest(estimated, job):
         estimated.notes.append(
             "encoding the captions takes more memory than training; model.text_storage = 'fp8' halves the text encoders"
         )
     return estimated
 
 
-def _text_decides(estimated: Estimate, job: Job) -> bool:
+def _is_text_largest(estimated: Estimate, job: Job) -> bool:
     """Return True if unquantized text encoders take more memory than the training, and more than a GiB."""
     text, step = estimated.text_bytes, estimated.step_bytes
     train = step and estimated.held_bytes + step
     return bool(train and text > train and job.model.text_storage == "none" and text > GIB)
 
 
-def _heaviest_bucket(plan: Plan) -> tuple[Bucket, list[tuple[int, int]]]:
-    """Return the bucket whose batch has the most pixels, and the sizes of the control images shown with it."""
+def _find_heaviest_bucket(plan: Plan) -> tuple[Bucket, list[tuple[int, int]]]:
+    """Return the bucket whose batch has the most pixels, and the (width, height) of the control images in it."""
     buckets = plan.images.buckets
-    controls = {bucket: _largest_controls(plan.cache, members) for bucket, members in buckets.items()}
+    controls = {bucket: _find_largest_controls(plan.cache, members) for bucket, members in buckets.items()}
 
     def weigh(bucket: Bucket) -> int:
-        pixels = volume(plan.family, bucket) + sum(map(math.prod, controls[bucket]))
-        return pixels * _in_batch(plan.job, buckets[bucket])
+        pixels = count_pixels(plan.family, bucket) + sum(map(math.prod, controls[bucket]))
+        return pixels * _count_in_batch(plan.job, buckets[bucket])
 
     heaviest = max(buckets, key=lambda bucket: (weigh(bucket), bucket))
     return heaviest, controls[heaviest]
 
 
-def _largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
-    """Sizes of the control pictures of the example that is shown most of them."""
-    sizes = [[shown.size for shown in store.shown(one)] for one in members]
-    return max(sizes, key=lambda found: sum(map(math.prod, found)))
+def _find_largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
+    """Return the (width, height) of the control images of the example with the most control pixels."""
+    sizes = [[control.size for control in store.shown(placed)] for placed in members]
+    return max(sizes, key=lambda candidate: sum(map(math.prod, candidate)))
 
 
-def _in_batch(job: Job, members: list[Any]) -> int:
-    return min(job.train.batch_size, sum(one.example.repeats for one in members))
+def _count_in_batch(job: Job, members: list[Any]) -> int:
+    return min(job.train.batch_size, sum(placed.example.repeats for placed in members))
 
 
-def _denoiser(job: Job, family: ModelFamily) -> tuple[torch.nn.Module, int, int]:
+def _build_denoiser(job: Job, family: ModelFamily) -> tuple[torch.nn.Module, int, int]:
     """Build the denoiser as training does, on the meta device.
 
     Returns:
-        It, the bytes of it that wait in system memory, and those of the buffers on the device that they are copied to.
+        The denoiser, its bytes that are offloaded to RAM, and the bytes of the buffers on the device for them.
     """
     denoiser = family.empty_denoiser()
     keep, modulation = family.keep_precise, family.modulation
@@ -251,30 +255,41 @@ def _denoiser(job: Job, family: ModelFamily) -> tuple[torch.nn.Module, int, int]
     return denoiser.train(), waiting, stream.BUFFERS * max(sizes, default=0)
 
 
-def _text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Module]:
-    """Those that are trained, with their adapters, as `text_encoders.TextEncoders` makes them, on the meta device."""
+def _build_text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Module]:
+    """Build the trained text encoders with their adapters as `text_encoders.TextEncoders` does, on the meta device."""
     if not job.adapter.text_encoder:
         return {}
-    found = family.empty_trained_text()
-    inject_(found, family, job.adapter, job.seed)
-    for encoder in found.values():
+    encoders = family.empty_trained_text()
+    inject_(encoders, family, job.adapter, job.seed)
+    for encoder in encoders.values():
         if job.memory.gradient_checkpointing:
             checkpoint_(encoder)
         encoder.train()
-    return found
+    return encoders
 
 
-def _text_step(encoder: torch.nn.Module, num: int) -> int:
-    """The most that reading so many captions, and the gradient of it, needs beside what is held."""
+def _measure_text_step(encoder: torch.nn.Module, num: int) -> int:
+    """Measure the peak bytes of a forward and backward pass of a text encoder over `num` captions."""
     tokens = torch.zeros(num, encoder.config.max_position_embeddings, dtype=torch.long, device=META)
     with dry_run.on_meta(), dry_run.Tally() as tally:
         encoder(tokens, output_hidden_states=True)[0].sum().backward()
     return tally.most
 
 
-def _vae(family: ModelFamily, bucket: Bucket, what: str, notes: list[str]) -> tuple[int | None, tuple[int, ...] | None]:
-    """Bytes that encoding or decoding one picture or clip takes, and the shape (C, H, W) or (C, F, H, W) of its
-    latents."""
+def _measure_vae(
+    family: ModelFamily, bucket: Bucket, operation: str, notes: list[str]
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """Measure the peak of encoding or decoding one image or clip with the VAE.
+
+    Args:
+        family: of the job; its VAE is replaced by one on the meta device meanwhile.
+        bucket: (width, height) or (width, height, frames) of the image or clip.
+        operation: "encode" or "decode".
+        notes: gets a line if the memory cannot be estimated.
+
+    Returns:
+        Bytes, and the shape (C, H, W) or (C, F, H, W) of the latents; both None if they cannot be estimated.
+    """
     family.vae = family.empty_vae()
     try:
         with dry_run.on_meta():
@@ -282,7 +297,7 @@ def _vae(family: ModelFamily, bucket: Bucket, what: str, notes: list[str]) -> tu
             pixels = torch.empty(1, 3, *(num for num in frames if num > 1), height, width, device=META)
             with dry_run.Tally() as tally:
                 latents = family.encode_images(pixels)
-            if what == "decode":
+            if operation == "decode":
                 with dry_run.Tally() as tally:
                     family.decode_latents(latents)
     except dry_run.Undecided as error:
@@ -293,40 +308,48 @@ def _vae(family: ModelFamily, bucket: Bucket, what: str, notes: list[str]) -> tu
     return tally.most, tuple(latents.shape[1:])
 
 
-def _step(
+def _measure_step(
     job: Job,
     family: ModelFamily,
     denoiser: torch.nn.Module,
     latents: tuple[int, ...],
     cond_shapes: dict[str, tuple[int, ...]],
     num: int,
-    notes: list[str],
-) -> int | None:
+) -> int:
+    """Measure the peak bytes of a forward and backward pass of the denoiser over `num` images.
+
+    Args:
+        job: with its sections model and objective.
+        family: makes the conditioning and predicts.
+        denoiser: on the meta device, with its adapters.
+        latents: (C, H, W) or (C, F, H, W) of one image or clip.
+        cond_shapes: name -> shape of the conditioning of one image.
+        num: batch size.
+
+    Raises:
+        Undecided: activations decide what is computed.
+    """
     dtype = DTYPES[job.model.dtype]
-    # Facts about a picture are numbers, and stay real.
+    # Facts about an image are small tensors of numbers, and stay real.
     facts = family.image_conditioning((64, 64), (0, 0), (64, 64))
-    one = {name: torch.zeros(shape, dtype=dtype) for name, shape in cond_shapes.items()} | facts
+    sample = {name: torch.zeros(shape, dtype=dtype) for name, shape in cond_shapes.items()} | facts
     cond = {
         name: tensor.to(META) if tensor.is_floating_point() and name not in facts else tensor
-        for name, tensor in family.collate([one] * num).items()
+        for name, tensor in family.collate([sample] * num).items()
     }
     objective = family.make_objective(job.objective)
     t_B = objective.sample_t([torch.Generator().manual_seed(0) for _ in range(num)], family.seq_len(latents[1:]))
     latents_BCHW = torch.empty(num, *latents, device=META)
-    try:
-        with dry_run.on_meta(), dry_run.Tally() as tally:
-            noisy_BCHW = objective.add_noise(latents_BCHW, latents_BCHW, t_B).to(dtype)
-            answer_BCHW = family.predict(denoiser, noisy_BCHW, t_B, cond, job.objective.guidance)
-            target_BCHW = objective.target(latents_BCHW, latents_BCHW, t_B)
-            objective.loss(answer_BCHW, target_BCHW, t_B).sum().backward()
-    except dry_run.Undecided as error:
-        notes.append(f"what a step takes is not known before it is tried: {error}; training tries it before step 1")
-        return None
+    with dry_run.on_meta(), dry_run.Tally() as tally:
+        noisy_BCHW = objective.add_noise(latents_BCHW, latents_BCHW, t_B).to(dtype)
+        answer_BCHW = family.predict(denoiser, noisy_BCHW, t_B, cond, job.objective.guidance)
+        target_BCHW = objective.target(latents_BCHW, latents_BCHW, t_B)
+        objective.loss(answer_BCHW, target_BCHW, t_B).sum().backward()
     return tally.most
 
 
-def _nbytes(tensor: Tensor) -> int:
-    """What a tensor takes; one that is made of others, as torchao's are, says the dtype that it stands for."""
+def _count_bytes(tensor: Tensor) -> int:
+    """Count the bytes of a tensor. A tensor made of others, like torchao's, reports the dtype that it represents."""
     if hasattr(tensor, "__tensor_flatten__"):
-        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return sum(_count_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()

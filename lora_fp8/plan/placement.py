@@ -1,4 +1,4 @@
-"""Find the images of a job, place them in buckets, and keep some out for validation."""
+"""Find the images of a job, place them in buckets, and keep some out for validation: a part of the Plan."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,80 +18,86 @@ class PlacedImages:
     """The images of a job, each in its bucket, and those that validation keeps out of training."""
 
     examples: list[images.Example]
-    """to train on"""
+    """those to train on"""
     held_out: list[images.Example]
-    """to measure on, each once"""
+    """those to measure the held-out loss on, each once"""
     buckets: Buckets
-    """of `examples`"""
+    """`examples` by bucket"""
     held_out_buckets: Buckets
-    """of `held_out`"""
+    """`held_out` by bucket"""
     warnings: list[str] = field(default_factory=list)
     """about images, captions and masks"""
 
     @cached_property
     def placed(self) -> list[bucketing.Placed]:
-        """`examples` and `held_out`, placed, bucket by bucket."""
+        """All images in their buckets: those of `examples`, then those of `held_out`."""
         both = self.buckets, self.held_out_buckets
-        return [one for buckets in both for members in buckets.values() for one in members]
+        return [placed for buckets in both for members in buckets.values() for placed in members]
 
 
 def place_images(job: Job, report: images.ScanReport) -> PlacedImages:
-    """Keep some images out for validation and put all into buckets; the job's "auto" sizes are resolved.
+    """Keep some images out for validation and put all into buckets.
+
+    Args:
+        job: with its "auto" sizes resolved.
+        report: the images of the job.
 
     Raises:
         UserError: nothing would be left to train on.
     """
     examples, held_out = split(job, report.examples)
-    found = PlacedImages(examples, held_out, place(job, examples), place(job, held_out))
-    found.warnings.extend(images.outside_masks(found.placed))
-    return found
+    placed_images = PlacedImages(examples, held_out, place(job, examples), place(job, held_out))
+    placed_images.warnings.extend(images.outside_masks(placed_images.placed))
+    return placed_images
 
 
 def scan(job: Job, Family: type[ModelFamily]) -> images.ScanReport:
-    """Every picture and clip of a job with what belongs to it, and the previews' control pictures."""
+    """Find the images and clips of a job with captions, masks and controls, and the control images of the previews."""
     return images.scan(job.dataset, Family.controls, job.preview, Family.clips[1], job.objective.unmasked_weight)
 
 
 def place(job: Job, examples: list[images.Example]) -> Buckets:
-    """Put every image and clip into its bucket; the job's "auto" sizes are resolved."""
+    """Put every image and clip into its bucket. The job's "auto" sizes must be resolved."""
     section = job.dataset
     placed = bucketing.assign(examples, section, resolution=section.resolution, step=section.bucket_step)
     return bucketing.group(placed)
 
 
-def may_be_held_out(job: Job, examples: list[images.Example]) -> list[str]:
-    """The hashes of the files that validation may keep out of training, none of a folder for regularization."""
-    # Contents, not examples: of a clip that is cut into pieces, a picture that lies in two folders or a folder that is
-    # named twice, nothing may be trained on where it is held out.
-    own = [one for one in examples if not job.dataset.folders[one.folder_index].regularization]
-    return list(dict.fromkeys(example.image_sha256 for example in own))
+def find_holdout_candidates(job: Job, examples: list[images.Example]) -> list[str]:
+    """Return the hashes of the files that validation may keep out of training: all but regularization images."""
+    # Held-out images are chosen by content, not by example. A clip may be cut into pieces, an image may be in two
+    # folders, and a folder may be named twice: no copy of a held-out file may be trained on.
+    subject_examples = [example for example in examples if not job.dataset.folders[example.folder_index].regularization]
+    return list(dict.fromkeys(example.image_sha256 for example in subject_examples))
 
 
 def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example], list[images.Example]]:
-    """What is trained on, and what is kept out of it for validation, each once, drawn by the seed.
+    """Split the examples into those to train on and those held out for validation (each once), drawn by the seed.
 
     Raises:
         UserError: nothing would be left to train on.
     """
-    wanted = job.validation.pictures
-    files = may_be_held_out(job, examples)
-    if wanted and wanted >= len(files):
+    num_held_out = job.validation.pictures
+    files = find_holdout_candidates(job, examples)
+    if num_held_out and num_held_out >= len(files):
         raise UserError(
-            f"validation.pictures = {wanted}: of {len(files)} pictures none would be left to train on; use fewer"
+            f"validation.pictures = {num_held_out}: of {len(files)} pictures none would be left to train on; use fewer"
         )
-    held_out = {files[number] for number in permutation(len(files), "held out", job.seed)[:wanted]}
+    held_out = {files[number] for number in permutation(len(files), "held out", job.seed)[:num_held_out]}
     trained = [example for example in examples if example.image_sha256 not in held_out]
-    kept: dict[tuple[str, tuple[int, ...]], images.Example] = {}
+    measured: dict[tuple[str, tuple[int, ...]], images.Example] = {}
     for example in examples:
         if example.image_sha256 in held_out:
-            kept.setdefault((example.image_sha256, example.frames), replace(example, repeats=1))
-    return trained, list(kept.values())
+            measured.setdefault((example.image_sha256, example.frames), replace(example, repeats=1))
+    return trained, list(measured.values())
 
 
-def preview_prompts(job: Job, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
-    """What the previews are drawn from, and what each is guided away from."""
-    prompts, guided_away = job.preview.prompts, store.family.negative_text(job.preview.negative)
+def make_preview_prompts(job: Job, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
+    """Return the prompts of the previews, and the negative prompt of each, with their control images."""
+    prompts, negative = job.preview.prompts, store.family.negative_text(job.preview.negative)
     controls = images.preview_controls(job.preview, job.dataset, store.family.controls)[0]
-    shown = [whole(each) for each in controls] or [()] * len(prompts)
-    drawn = [store.prompt(prompt, each) for prompt, each in zip(prompts, shown, strict=True)]
-    return drawn, [store.prompt(guided_away, each) for each in shown]
+    control_sets = [whole(control_set) for control_set in controls] or [()] * len(prompts)
+    encoded_prompts = [
+        store.prompt(prompt, control_set) for prompt, control_set in zip(prompts, control_sets, strict=True)
+    ]
+    return encoded_prompts, [store.prompt(negative, control_set) for control_set in control_sets]

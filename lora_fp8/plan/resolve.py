@@ -1,4 +1,4 @@
-"""Resolve a job against its family: the base model's files, "auto" sizes, and layouts that can carry the adapter."""
+"""Resolve a job against its family, for the Plan: the base model's files, "auto" sizes, and the layouts of the LoRA."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..training import optim, text_encoders
 
 
 def make_family(job: Job, device: torch.device | str = "cpu") -> ModelFamily:
-    """Find and check the files of the job's base model; loads none of them.
+    """Find and check the files of the job's base model, without loading them.
 
     Raises:
         UserError: see `ModelFamily`.
@@ -26,13 +26,17 @@ def make_family(job: Job, device: torch.device | str = "cpu") -> ModelFamily:
     return families.get(job.model.family)(job.model, device=device, dtype=dtype, prediction=prediction)
 
 
-def run_folder(job: Job) -> Path:
-    """Where the job's run is, or will be."""
+def get_run_folder(job: Job) -> Path:
+    """Return the folder of the job's run, which may not exist yet."""
     return Path(os.path.expanduser(job.output_dir)) / job.name
 
 
 def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
-    """Put the family's own numbers where the config says "auto" and a number is needed before the model is loaded."""
+    """Replace each "auto" that must be a number before the model is loaded by the family's value.
+
+    Raises:
+        UserError: a setting does not fit the family.
+    """
     updates: dict[str, Any] = {}
     if job.dataset.resolution == "auto":
         updates["resolution"] = Family.native_resolution
@@ -45,15 +49,15 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
         )
     if job.dataset.frames and job.dataset.fps == "auto":
         updates["fps"] = float(Family.clips[1])
-    if told := text_encoders.problem(job.adapter, Family):
-        raise UserError(told)
+    if problem := text_encoders.problem(job.adapter, Family):
+        raise UserError(problem)
     sides = {"dataset.resolution": updates.get("resolution", job.dataset.resolution)}
     sides |= {f"dataset.folders.{i}.resolution": folder.resolution for i, folder in enumerate(job.dataset.folders)}
     for key, side in sides.items():
         if side % Family.bucket_multiple:
             raise UserError(f"{key} = {side}: {Family.title} needs a multiple of {Family.bucket_multiple}")
     section = job.export
-    # Which layouts carry another kind than LoRA depends on the layers: see `carried`.
+    # Which layouts carry another kind than LoRA depends on the layers: see `choose_layouts`.
     if section.formats == ["auto"] and job.adapter.type == "lora":
         section = section.model_copy(update={"formats": list(Family.recommended_layouts())})
     unknown = [layout for layout in section.formats if layout not in Family.layouts]
@@ -65,12 +69,12 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
     return job.model_copy(update={"dataset": job.dataset.model_copy(update=updates), "export": section})
 
 
-def carried(job: Job, family: ModelFamily) -> Job:
-    """The job with layouts that can carry its kind of adapter; found out before anything is encoded.
+def choose_layouts(job: Job, family: ModelFamily) -> Job:
+    """Choose layouts that support the job's kind of adapter, before anything is encoded. Returns the job with them.
 
     Raises:
-        UserErrors: a layout that was asked for cannot, or none can; UserError: adapter.ranks or
-            optimizer.lrs names no layer.
+        UserErrors: a layout of export.formats does not support it, or none does.
+        UserError: adapter.ranks or optimizer.lrs names no layer.
     """
     kind, formats = job.adapter.type, job.export.formats
     if kind == "lora" and not job.adapter.ranks and not job.optimizer.lrs:
@@ -83,7 +87,9 @@ def carried(job: Job, family: ModelFamily) -> Job:
         return job
     reasons = {layout: layouts.uncarried(kind, names, family, sizes, layout) for layout in family.layouts}
     able = [layout for layout, reason in reasons.items() if reason is None]
-    refused = family.layouts if formats == ["auto"] and not able else [one for one in formats if reasons.get(one)]
+    refused = (
+        family.layouts if formats == ["auto"] and not able else [layout for layout in formats if reasons.get(layout)]
+    )
     if refused:
         instead = (
             f"set export.formats = ['{able[0]}']"
@@ -91,7 +97,10 @@ def carried(job: Job, family: ModelFamily) -> Job:
             else "none carries it: leave such layers out of adapter.targets, or set adapter.type = 'lora'"
         )
         raise UserErrors(
-            [f"the {one} layout of {family.title} carries no {title}: {reasons[one]}; {instead}" for one in refused],
+            [
+                f"the {layout} layout of {family.title} carries no {title}: {reasons[layout]}; {instead}"
+                for layout in refused
+            ],
             f"adapter.type = '{kind}'",
         )
     if formats != ["auto"]:

@@ -1,4 +1,4 @@
-"""Read the LoRA file that a training starts from (`adapter.init_from`)."""
+"""Read the LoRA file that a training starts from (`adapter.init_from`): a part of the Plan."""
 
 import os
 from pathlib import Path
@@ -15,14 +15,17 @@ from ..settings import Adapter, Job
 from .disk_budget import Named
 
 
-def start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[str, Tensor]:
-    """Return the tensors of `adapter.init_from` under our names, float32, at the job's alpha / rank; {} without one.
+def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[str, Tensor]:
+    """Read the tensors of `adapter.init_from`.
 
     Args:
         trainable: the parameters of the job, for their names and shapes.
 
+    Returns:
+        Parameter name -> float32 tensor, scaled to the job's alpha / rank; {} without `adapter.init_from`.
+
     Raises:
-        UserError: no such file, or one of another base, kind, rank or set of layers.
+        UserError: there is no such file, or its base model, kind, rank or layers differ from the job's.
     """
     section = job.adapter
     if not section.init_from:
@@ -32,30 +35,30 @@ def start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[str, T
     if not path.is_file():
         raise UserError(f"{where}: no such file (looked in {Path.cwd()})")
     try:
-        held, scaling = layouts.from_layout(export.read_adapter(path)[0], family, family.denoiser_config())
-        layers = kinds.grouped(held)
-        found = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
+        tensors, scaling = layouts.from_layout(export.read_adapter(path)[0], family, family.denoiser_config())
+        layers = kinds.grouped(tensors)
+        file_kinds = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
     except UserError as error:
         raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from None
-    if found != {section.type}:
-        kind = " and ".join(sorted(found))
+    if file_kinds != {section.type}:
+        kind = " and ".join(sorted(file_kinds))
         raise UserError(f"{where}: is a {kind}, and adapter.type is {section.type!r}; set adapter.type = {kind!r}")
     names = family.adapter_names(family.empty_denoiser(), section.targets)
-    wanted = adapters.ranks(section, names)[0]
-    _check_ranks(layers, wanted, section, where)
-    _check_layers(layers, wanted, section, family, where)
-    own = kinds.scalings(held, section.alpha, section.rank)
+    job_ranks = adapters.ranks(section, names)[0]
+    _check_ranks(layers, job_ranks, section, where)
+    _check_layers(layers, job_ranks, section, family, where)
+    own = kinds.scalings(tensors, section.alpha, section.rank)
     values = {
         f"{layer}.{part}": tensor.float() * (scaling[layer] / own[layer] if part in kinds.ZERO_AT_START else 1)
         for layer, parts in layers.items()
         for part, tensor in parts.items()
     }
     shapes = {name: parameter.shape for name, parameter in trainable}
-    strange = [name for name, value in values.items() if shapes.get(name) != value.shape]
-    if strange:
+    misfits = [name for name, value in values.items() if shapes.get(name) != value.shape]
+    if misfits:
         raise UserError(
-            f"{where}: does not fit this base: {len(strange)} tensors have no place here, or another shape, "
-            f"{first_few(strange)}"
+            f"{where}: does not fit this base: {len(misfits)} tensors have no place here, or another shape, "
+            f"{first_few(misfits)}"
         )
     return values
 
@@ -64,25 +67,25 @@ Layers = dict[str, dict[str, Tensor]]
 """The tensors of an adapter: layer -> part -> tensor."""
 
 
-def _check_ranks(layers: Layers, wanted: dict[str, int], section: Adapter, where: str) -> None:
+def _check_ranks(layers: Layers, job_ranks: dict[str, int], section: Adapter, where: str) -> None:
     """Check that the file's layers have the ranks of the job.
 
     Args:
         layers: the file's tensors.
-        wanted: rank of each layer of the denoiser that is trained.
-        section: the job's `[adapter]` table, whose rank is that of all other layers.
+        job_ranks: rank of each trained layer of the denoiser.
+        section: the job's `[adapter]` table, whose rank applies to all other layers.
         where: beginning of the message.
 
     Raises:
         UserError: a layer has another rank.
     """
-    held_ranks = {layer: kinds.rank_of(parts) for layer, parts in layers.items() if kinds.has_rank(parts)}
-    wrong = {layer: rank for layer, rank in held_ranks.items() if rank != wanted.get(layer, section.rank)}
+    file_ranks = {layer: kinds.rank_of(parts) for layer, parts in layers.items() if kinds.has_rank(parts)}
+    wrong = {layer: rank for layer, rank in file_ranks.items() if rank != job_ranks.get(layer, section.rank)}
     if wrong and section.ranks:
         layer, rank = next(iter(wrong.items()))
         raise UserError(
             f"{where}: has rank {rank} in {layer}, and adapter.rank and adapter.ranks ask for "
-            f"{wanted.get(layer, section.rank)}; {len(wrong)} layers differ"
+            f"{job_ranks.get(layer, section.rank)}; {len(wrong)} layers differ"
         )
     if ranks := sorted(set(wrong.values())):
         raise UserError(
@@ -91,17 +94,17 @@ def _check_ranks(layers: Layers, wanted: dict[str, int], section: Adapter, where
         )
 
 
-def _check_layers(layers: Layers, wanted: dict[str, int], section: Adapter, family: ModelFamily, where: str) -> None:
+def _check_layers(layers: Layers, job_ranks: dict[str, int], section: Adapter, family: ModelFamily, where: str) -> None:
     """Check that the job trains all of the file's layers; arguments as in `_check_ranks`.
 
     Raises:
-        UserError: it does not, so that they would be lost.
+        UserError: it does not train some of them, which would be lost.
     """
-    others = [layer for layer in layers if layer not in wanted]
-    if section.text_encoder:  # those are judged when the encoders are there
-        others = [layer for layer in others if not layouts.text_encoder_of(layer, family)]
-    if others:
+    untrained = [layer for layer in layers if layer not in job_ranks]
+    if section.text_encoder:  # their layers are checked when the encoders are loaded
+        untrained = [layer for layer in untrained if not layouts.text_encoder_of(layer, family)]
+    if untrained:
         raise UserError(
-            f"{where}: has layers that are not trained here, {first_few(others)}, and they would be lost; leave "
+            f"{where}: has layers that are not trained here, {first_few(untrained)}, and they would be lost; leave "
             "adapter.targets and adapter.ranks empty, or set adapter.text_encoder = true for those of text encoders"
         )

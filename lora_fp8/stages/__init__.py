@@ -1,1 +1,5 @@
-"""The stages of a job, one file each, in the order that `train` runs them."""
+"""The stages of a job, one file each; `train.run` calls them in order.
+
+cache, load, resume, preflight, then for each step: step, milestones (previews, validate); last: finish. `session` is
+what all of them share.
+"""

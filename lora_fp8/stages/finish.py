@@ -1,4 +1,4 @@
-"""The last stage of a job: the LoRA files, and the proof that each does what the training model does."""
+"""The last stage of a job: write the LoRA files, and verify that each does what the training model does."""
 
 import gc
 import json
@@ -23,24 +23,24 @@ from ..errors import RunFailure, UserError
 from ..families.base import ModelFamily
 from ..lora_files import export
 from ..objectives import PREDICTION_TYPES
-from ..plan.placement import may_be_held_out, place, scan, split
-from ..plan.resolve import carried, make_family, resolve_auto
+from ..plan.placement import find_holdout_candidates, place, scan, split
+from ..plan.resolve import choose_layouts, make_family, resolve_auto
 from ..run import Run, ownership
 from ..settings import Job
 from ..training import checkpoint, memory, optim
 from ..training.text_encoders import answers
 from . import previews
 from .cache import Data
-from .load import Loaded, preview_conditioning
+from .load import Loaded, make_preview_conditioning
 from .session import Session
 
-ROOM_OF_PLAIN = 1.25
-"""What the unquantized model needs to answer, as a multiple of its weights: activations, and the VAE."""
+PLAIN_MEMORY_FACTOR = 1.25
+"""Memory of a forward pass of the unquantized model, as a multiple of its weights; for activations and the VAE."""
 
 
 @dataclass
 class Result:
-    """What a finished run hands back."""
+    """The result of a finished run."""
 
     run: Run
     files: list[Path]
@@ -48,20 +48,20 @@ class Result:
 
 
 def finish(session: Session, data: Data, loaded: Loaded, step: int) -> Result:
-    """Draw the last previews, by all processes; then let the main one write the files and verify them."""
+    """Draw the last previews with all processes; then the main one writes the files and verifies them."""
     job, run, processes = session.job, session.run, session.processes
     run.log_event("stage", stage="export")
-    # From here on the model answers as a program without FP8 matmuls makes it answer: that is what the file is for.
+    # The LoRA file is used in programs without FP8 matmuls, so from here on the model computes without them too.
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute("upcast"), job.quantize)
     drawn: list[Image.Image] = []
     with processes.together():
         if job.preview.prompts:
-            conds, negatives = preview_conditioning(data, loaded)
+            conds, negatives = make_preview_conditioning(data, loaded)
             drawn = previews.draw(session, loaded.denoiser, conds, negatives, step)
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])
-    if drawn and (before := _drawn_at_the_start(job.preview.prompts, run)):
+    if drawn and (before := _read_first_previews(job.preview.prompts, run)):
         first = "start" if job.adapter.init_from else "base"
         rows = {first: before, f"LoRA, step {step}": drawn}
         previews.write_png(previews.contact_sheet(rows, job.preview.prompts), run.samples / "contact_sheet.png")
@@ -73,30 +73,32 @@ def finish(session: Session, data: Data, loaded: Loaded, step: int) -> Result:
     return Result(run, files, reports)
 
 
-def export_folder(run: Run, step: int) -> Path:
-    """Where the LoRA files of a step go that is not the last one."""
+def get_export_folder(run: Run, step: int) -> Path:
+    """Return the folder for the LoRA files of a step before the last one."""
     return run.export / f"step-{step:06d}"
 
 
 def write_files(session: Session, state: dict[str, Tensor], step: int, folder: Path) -> list[Path]:
     """Write the LoRA files of an adapter's state at this step, and log them."""
     job, family, run, placed = session.job, session.family, session.run, session.plan.images
-    facts = _facts(job, family, placed.examples, placed.buckets, step)
-    files = export.write(state, _scaling(job, state), family, family.denoiser_config(), job.export, facts, folder)
+    facts = _make_facts(job, family, placed.examples, placed.buckets, step)
+    files = export.write(
+        state, _compute_scaling(job, state), family, family.denoiser_config(), job.export, facts, folder
+    )
     for path in files:
         run.log_event("export", path=str(path.relative_to(run.path)), bytes=path.stat().st_size)
     return files
 
 
-def _drawn_at_the_start(prompts: list[str], run: Run) -> list[Image.Image]:
-    """The previews of step 0, if they are of the same prompts: a resumed run may have been given others."""
+def _read_first_previews(prompts: list[str], run: Run) -> list[Image.Image]:
+    """Read the previews of step 0 if they show the same prompts; a resumed run may have others. [] if not."""
     first = [event for event in run.events() if event["event"] == "preview" and event.get("step") == 0]
     if not first or first[-1].get("prompts") != prompts:
         return []
-    paths = [previews.path_of(run.samples, 0, number) for number in range(len(prompts))]
+    paths = [previews.get_path(run.samples, 0, number) for number in range(len(prompts))]
     try:
         return [previews.read(path) for path in paths] if all(path.exists() for path in paths) else []
-    except OSError as error:  # all is trained; the sheet alone is without them
+    except OSError as error:  # training is done: only the contact sheet is left out
         run.log_event("warning", text=f"a preview of step 0 cannot be read, and there is no contact sheet: {error}")
         return []
 
@@ -109,13 +111,18 @@ def verify_files(
     drawn: list[Image.Image],
     files: list[Path],
 ) -> list[verify.Report]:
-    """Load each file into a clean pipeline and compare it with the training model, which leaves the memory first.
+    """Load each file into a clean pipeline and compare it with the training model, which is freed first.
 
     Args:
+        session: of the run.
+        data: from the cache stage.
+        loaded: from the load stage; its training model is freed.
+        state: the adapter's tensors.
         drawn: the last previews.
+        files: the LoRA files.
 
     Raises:
-        RunFailure: a file does not do what training did. The files and the report stay, to look at.
+        RunFailure: a file does not do what training did. The files and the report stay for inspection.
     """
     job, family, run = session.job, session.family, session.run
     run.log_event("stage", stage="verify")
@@ -124,35 +131,35 @@ def verify_files(
         family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, text=loaded.text
     )
     verify.save_probe(probe, run.path / "probe.safetensors")
-    decoded = None
+    base_tensors = None
     if layers := {f"{layer.name}.weight": layer for layer in loaded.layers.quantized}:
-        decoded = partial(_as_trained, family, layers, job.quantize)
+        base_tensors = partial(_iterate_base, family, layers, job.quantize)
     # Two copies of a large model would not fit beside each other.
     loaded.denoiser = loaded.optimizer = loaded.exchange = loaded.text = None
     gc.collect()
-    device = _place_of_plain(family.device, loaded.layers.plain_num_bytes, run)
+    device = _choose_device(family.device, loaded.layers.plain_num_bytes, run)
     redrawn = None
     if drawn and device == family.device:
         redrawn = verify.Previews(drawn, partial(_redraw, job, family, data))
     reports = []
     for path in files:
-        asked = {"probe": probe, "previews": redrawn, "base": decoded, "device": device}
-        # What merging would leave is the same of every file: they hold one adapter.
-        asked["merged"] = path == files[0]
-        report = verify.check(path, family, state=state, scaling=_scaling(job, state), **asked)
+        options = {"probe": probe, "previews": redrawn, "base": base_tensors, "device": device}
+        # All files hold the same adapter, so the effect of merging is measured once.
+        options["merged"] = path == files[0]
+        report = verify.check(path, family, state=state, scaling=_compute_scaling(job, state), **options)
         run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
         reports.append(report)
-    written = {report.file: report.to_json() for report in reports}
-    atomic_write(run.verify_file, (json.dumps(written, indent=1) + "\n").encode())
-    if failed := [f"{report.file}: {line}" for report in reports for line in report.failed()]:
-        raise RunFailure("the exported file does not do what training did: " + "; ".join(failed))
+    content = {report.file: report.to_json() for report in reports}
+    atomic_write(run.verify_file, (json.dumps(content, indent=1) + "\n").encode())
+    if failures := [f"{report.file}: {line}" for report in reports for line in report.failed()]:
+        raise RunFailure("the exported file does not do what training did: " + "; ".join(failures))
     return reports
 
 
-def _place_of_plain(device: torch.device, num_bytes: int, run: Run) -> torch.device:
-    """Where the model is compared whose weights take so many bytes unquantized: the CPU, if the GPU has no room."""
+def _choose_device(device: torch.device, num_bytes: int, run: Run) -> torch.device:
+    """Choose the device for an unquantized model of this size: the CPU if the GPU has too little memory."""
     free = memory.free_bytes(device)
-    if free is None or ROOM_OF_PLAIN * num_bytes <= free:
+    if free is None or PLAIN_MEMORY_FACTOR * num_bytes <= free:
         return device
     run.log_event(
         "warning",
@@ -163,13 +170,13 @@ def _place_of_plain(device: torch.device, num_bytes: int, run: Run) -> torch.dev
 
 
 def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Image.Image]:
-    """The previews by another pipeline, whose own text encoders read the prompts where they are trained."""
+    """Draw the previews with another pipeline; if text encoders are trained, its own ones encode the prompts."""
     conds, negatives = data.preview_conds, data.preview_negatives
     if job.adapter.text_encoder:
-        prompts, guided_away = data.preview_texts
+        prompts, negative_prompt = data.preview_texts
         conds = answers(family, pipeline, prompts, conds)
         if negatives is not None:
-            negatives = answers(family, pipeline, [guided_away] * len(negatives), negatives)
+            negatives = answers(family, pipeline, [negative_prompt] * len(negatives), negatives)
     return previews.render(family, pipeline, conds, negatives, job.preview, job.dataset.resolution)
 
 
@@ -177,109 +184,123 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
     """Write the LoRA files of a run's checkpoint again, under the run's config with `overrides` (such as export.dtype).
 
     Args:
-        step: which checkpoint; 0 is the newest. Another step's files go into a folder of their own.
+        folder: the run folder.
+        overrides: as for `--set`.
+        step: step of the checkpoint; 0 is the newest. Files of a given step go into a folder of their own.
+
+    Returns:
+        The paths of the files.
 
     Raises:
-        UserError: no such run or checkpoint.
-        RunFailure: no checkpoint is whole, or the disk refused.
+        UserError: there is no such run or checkpoint.
+        RunFailure: no checkpoint is complete, or a file could not be written.
     """
-    run, job, found = _checkpointed(folder, overrides, step)
+    run, job, saved = _open_checkpoint(folder, overrides, step)
     ownership.require_ours(run.path)
-    return export_adapter(run, job, found.adapter, found.step, export_folder(run, step) if step else run.export)
+    return export_adapter(run, job, saved.adapter, saved.step, get_export_folder(run, step) if step else run.export)
 
 
 def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, target: Path) -> list[Path]:
-    """Write LoRA files of a run's adapter into `target`, with what is to be said of the run at this step.
+    """Write the LoRA files of an adapter, with metadata about the run at this step.
 
     Args:
-        adapter: internal naming, at the job's alpha / rank.
+        run, job: the run and its job.
+        adapter: tensors under internal names, at the job's alpha / rank.
+        step: step to name in the metadata.
+        target: folder of the files.
+
+    Returns:
+        The paths of the files.
 
     Raises:
-        RunFailure: the disk refused, or the adapter is broken.
+        RunFailure: a file could not be written, or the adapter is broken.
     """
-    job, family, facts = _described(job, step)
+    job, family, facts = _resolve_run(job, step)
     try:
         return export.write(
-            adapter, _scaling(job, adapter), family, family.denoiser_config(), job.export, facts, target
+            adapter, _compute_scaling(job, adapter), family, family.denoiser_config(), job.export, facts, target
         )
     except OSError as error:
         raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
 
 
-def preview_metadata(folder: Path, overrides: list[str], step: int = 0) -> dict[str, dict[str, str]]:
-    """{layout: metadata} that `export_run` would write, without the hashes of bytes that are not there yet.
+def compute_metadata(folder: Path, overrides: list[str], step: int = 0) -> dict[str, dict[str, str]]:
+    """Compute the metadata that `export_run` would write, without the hashes of the files' bytes.
+
+    Returns:
+        Layout -> metadata.
 
     Raises:
-        UserError: no such run or checkpoint.
+        UserError: there is no such run or checkpoint.
     """
-    run, job, found = _checkpointed(folder, overrides, step)
-    job, family, facts = _described(job, found.step)
+    run, job, saved = _open_checkpoint(folder, overrides, step)
+    job, family, facts = _resolve_run(job, saved.step)
     return {layout: export.metadata(family, job.export, facts, layout) for layout in job.export.formats}
 
 
-def _checkpointed(folder: Path, overrides: list[str], step: int) -> tuple[Run, Job, checkpoint.Checkpoint]:
-    """A run, its job and the checkpoint of a step; 0 is the newest."""
+def _open_checkpoint(folder: Path, overrides: list[str], step: int) -> tuple[Run, Job, checkpoint.Checkpoint]:
+    """Open a run. Returns it with its job and the checkpoint of a step; step 0 is the newest."""
     run = Run.open(folder)
     job = config.load(run.config_file, overrides)
-    found = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
-    if found is None:
+    saved = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
+    if saved is None:
         raise UserError(f"{folder}: there is no checkpoint to export yet")
-    return run, job, found
+    return run, job, saved
 
 
-def _described(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFacts]:
-    """The job without "auto", its family, and what is to be said of the run at a step."""
+def _resolve_run(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFacts]:
+    """Resolve the job of a run. Returns it without "auto", its family, and the facts for the metadata at a step."""
     family = make_family(job)
-    job = carried(resolve_auto(job, type(family)), family)
-    scanned = scan(job, type(family))
-    if scanned.problems:
-        # The pictures are needed for what the metadata tell of them, and that is no reason to withhold the file.
+    job = choose_layouts(resolve_auto(job, type(family)), family)
+    report = scan(job, type(family))
+    if report.problems:
+        # The images are needed only for the metadata, so their problems do not prevent the export.
         print(
-            f"warning: {len(scanned.problems)} problem(s) with the pictures ({scanned.problems[0]}); "
+            f"warning: {len(report.problems)} problem(s) with the pictures ({report.problems[0]}); "
             "what the file tells of the training data is incomplete",
             file=sys.stderr,
         )
-    examples = scanned.examples
-    if len(may_be_held_out(job, examples)) > job.validation.pictures:
-        examples, _ = split(job, examples)  # else some have gone, and nothing can be said of which were kept out
-    return job, family, _facts(job, family, examples, place(job, examples), step)
+    examples = report.examples
+    if len(find_holdout_candidates(job, examples)) > job.validation.pictures:
+        examples, _ = split(job, examples)  # with fewer images, the held-out ones are unknown
+    return job, family, _make_facts(job, family, examples, place(job, examples), step)
 
 
-def _as_trained(
+def _iterate_base(
     family: ModelFamily, layers: dict[str, precision.LayerPlan], section: settings.Quantize
 ) -> Iterator[tuple[str, Tensor]]:
-    """The base as training saw it: the model's own files, with the quantized weights as their bytes read."""
+    """Iterate over the base model as training used it: the model's own files, with quantized weights dequantized."""
     for name, tensor in family.denoiser_tensors():
         if layer := layers.get(name):
             tensor = precision.as_held(tensor.to(family.device), layer, section, family.dtype)
         yield name, precision.plain(tensor)
 
 
-def _scaling(job: Job, state: dict[str, Tensor]) -> dict[str, float]:
+def _compute_scaling(job: Job, state: dict[str, Tensor]) -> dict[str, float]:
     return kinds.scalings(state, job.adapter.alpha, job.adapter.rank)
 
 
-def _kind_settings(section: settings.Adapter) -> dict[str, str]:
-    """What LyCORIS' own files say of its kinds; {} for LoRA and DoRA."""
+def _make_kind_settings(section: settings.Adapter) -> dict[str, str]:
+    """Make the settings that LyCORIS writes into files of its kinds; {} for LoRA and DoRA."""
     if section.type not in ("lokr", "loha"):
         return {}
-    told = {"algo": section.type}
+    kind_settings = {"algo": section.type}
     if section.type == "lokr":
-        told |= {"factor": str(section.factor or -1), "decompose_both": str(section.decompose_both)}
-    return told
+        kind_settings |= {"factor": str(section.factor or -1), "decompose_both": str(section.decompose_both)}
+    return kind_settings
 
 
-def _facts(
+def _make_facts(
     job: Job, family: ModelFamily, examples: list[images.Example], buckets: dict[Bucket, list[Placed]], step: int
 ) -> export.ExportFacts:
-    """What the file's metadata may tell of this run."""
+    """Collect the facts about a run for the metadata of its files."""
     folders = []
     for i, folder in enumerate(job.dataset.folders):
         captions = [example.caption for example in examples if example.folder_index == i]
         counted = export.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator)
-        # Tags of pictures without the subject are none to prompt the LoRA with.
+        # Tags of regularization images do not describe the subject, so they are no prompts for the LoRA.
         folders.append(replace(counted, tags={}) if folder.regularization else counted)
-    sizes: Counter[tuple[int, int]] = Counter()  # programs that read them know no lengths
+    sizes: Counter[tuple[int, int]] = Counter()  # programs that read this field expect width and height only
     for (width, height, *_), members in buckets.items():
         sizes[width, height] += len(members)
     factor = optim.lr_factor(job.optimizer, job.quantize.storage)
@@ -289,7 +310,7 @@ def _facts(
         rank=job.adapter.rank,
         alpha=job.adapter.alpha,
         kind=job.adapter.type,
-        kind_settings=_kind_settings(job.adapter),
+        kind_settings=_make_kind_settings(job.adapter),
         learning_rate=optim.lr(job.optimizer) * factor,
         learning_rate_factor=factor,
         text_encoder_lr=optim.text_encoder_lr(job.optimizer) if job.adapter.text_encoder else None,

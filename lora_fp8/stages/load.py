@@ -1,4 +1,4 @@
-"""The second stage: the denoiser in its storage, adapters beside it, and the optimizer."""
+"""The second stage: load the denoiser into its storage, inject the adapters, and build the optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,52 +19,61 @@ from .session import Session
 
 @dataclass
 class Loaded:
-    """What the load stage leaves to the others; `finish` empties it once the training model has said all it knows."""
+    """The result of the load stage, for the later stages; `finish` frees the training model after its last use."""
 
     denoiser: nn.Module
     objective: Objective
     optimizer: optim.AdapterOptimizer
-    layers: precision.Plan  # how each layer of the base is held and multiplied
-    amax: precision.AmaxHistory  # what the delayed recipe remembers
-    exchange: Exchange  # how the processes come to one gradient
-    moved: list[str]  # lines that quantize.sensitivity = "auto" has added to quantize.override
-    text: TextEncoders | None = None  # those that are trained beside it
+    layers: precision.Plan  # storage and matmul of each layer of the base model
+    amax: precision.AmaxHistory  # the history of the delayed recipe
+    exchange: Exchange  # averages the gradient over the processes
+    moved: list[str]  # lines that quantize.sensitivity = "auto" added to quantize.override
+    text: TextEncoders | None = None  # the trained text encoders
 
     @property
     def adapted(self) -> nn.Module:
-        """All that has adapters, for `adapters`."""
+        """All modules with adapters, for `adapters`."""
         return self.denoiser if self.text is None else Adapted(self.denoiser, self.text.encoders)
 
 
-def base(
+def load_base(
     family: ModelFamily, section: settings.Quantize, offload: float = 0.0
 ) -> tuple[nn.Module, precision.Plan, int]:
-    """The denoiser in the storage that the section asks for, on the family's device, how each layer is held, and how
-    many of its bytes wait in main memory."""
+    """Load the denoiser into the storage of the section, on the family's device.
+
+    Args:
+        family: whose denoiser.
+        section: the job's `[quantize]` table.
+        offload: share of the frozen weights to keep in RAM, from 0 to 1.
+
+    Returns:
+        The denoiser, storage and matmul of each layer, and the bytes that are offloaded to RAM.
+    """
     denoiser = family.empty_denoiser()
     keep, modulation = family.keep_precise, family.modulation
     plan = precision.quantize_(denoiser, section, keep, family.dtype, modulation, family.file_scale())
     waiting = precision.offload_(denoiser, offload)
     precision.fill_(denoiser, family.denoiser_tensors(), dtype=family.dtype, device=family.device)
-    precision.set_compute_(denoiser, plan, section)  # again: what it remembers needs the weights to be there
+    precision.set_compute_(denoiser, plan, section)  # again: its history needs the loaded weights
     return denoiser, plan, waiting
 
 
-def with_moved(section: settings.Quantize, moved: Sequence[str]) -> settings.Quantize:
-    """The section with the lines of `measure.moved_layers`, which come after the user's own."""
+def add_moved_layers(section: settings.Quantize, moved: Sequence[str]) -> settings.Quantize:
+    """Return the section with the lines of `measure.find_layers_to_move` added after the user's own."""
     added = {name: storage for name, storage in settings.table_of_lines(moved).items() if name not in section.override}
     return section.model_copy(update={"override": section.override | added})
 
 
 def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
-    """Load the denoiser into its storage, with the adapters beside it and the optimizer that steps them.
+    """Load the denoiser into its storage, inject the adapters, and build the optimizer.
 
     Args:
-        moved: from `measure.moved_layers`.
+        session: of the run.
+        moved: from `measure.find_layers_to_move`.
     """
     job, family, run = session.job, session.family, session.run
     run.log_event("stage", stage="load")
-    denoiser, layers, waiting = base(family, with_moved(job.quantize, moved), job.memory.offload)
+    denoiser, layers, waiting = load_base(family, add_moved_layers(job.quantize, moved), job.memory.offload)
     names = family.adapter_names(denoiser, job.adapter.targets)
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     applied = memory.apply_(denoiser, job.memory)
@@ -96,7 +105,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         storage=layers.summary(),
         adapters=sum(report.num_modules for report in reports),
         trainable=sum(report.num_parameters for report in reports),
-        memory=[*applied.lines(), *_waiting_lines(waiting), *(encoders.lines() if encoders else [])],
+        memory=[*applied.lines(), *_describe_waiting(waiting), *(encoders.lines() if encoders else [])],
         lr=optim.lr(job.optimizer),
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
@@ -107,16 +116,16 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     return Loaded(denoiser, objective, optimizer, layers, amax, exchanged, list(moved), encoders)
 
 
-def _waiting_lines(waiting: int) -> list[str]:
+def _describe_waiting(waiting: int) -> list[str]:
     return [f"{waiting / 2**30:.2f} GiB of the frozen weights wait in main memory"] if waiting else []
 
 
-def preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], list[Cond] | None]:
-    """What previews are drawn from: prompts, and what to guide away from, as trained text encoders read them now."""
+def make_preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], list[Cond] | None]:
+    """Return the conditioning of prompts and negative prompts; trained text encoders encode them anew."""
     if loaded.text is None:
         return data.preview_conds, data.preview_negatives
-    prompts, guided_away = data.preview_texts
+    prompts, negative_prompt = data.preview_texts
     negatives = data.preview_negatives
     if negatives is not None:
-        negatives = loaded.text.answers([guided_away] * len(negatives), negatives)
+        negatives = loaded.text.answers([negative_prompt] * len(negatives), negatives)
     return loaded.text.answers(prompts, data.preview_conds), negatives

@@ -1,16 +1,16 @@
-"""How close the base that a job trains on is to the one that was published, and which layers need a better storage.
+"""Measure how much quantization changes the base model, and which layers need a better storage.
 
-    report(job)         the figures of `lora-fp8 precision`
-    moved_layers(...)   what quantize.sensitivity = "auto" decides at the start of a job
+    report(job)                the figures of `lora-fp8 precision`
+    find_layers_to_move(...)   the decision of quantize.sensitivity = "auto" at the start of a job
 
-Both look at the job's own pictures and captions as training shows them (the first few of epoch 0, with their noise), at
-five noise levels. The unquantized base and the quantized one are loaded one after the other, never together, and "auto"
-does not need the unquantized one at all: a card that holds the quantized base holds the measurement.
+Both use the job's own images and captions as training shows them (the first few of epoch 0, with their noise), at five
+noise levels. The unquantized and the quantized base model are loaded one after the other, never together. "auto" does
+not need the unquantized one: a GPU that holds the quantized model is large enough for the measurement.
 
-Why the bound of "auto" is on single layers: the error of the prediction, which it would better be on, needs the
-unquantized base whole in memory, which who quantizes may not have. A layer's own error needs its weights only; it does
-not depend on the order of moving, so each layer takes the cheapest storage that holds the bound, and no more layers
-move than are above it. `report` tells what that means for the prediction.
+The bound of "auto" is on single layers. The error of the prediction would be the better measure, but needs the whole
+unquantized model in memory, which may not fit where a model is quantized. The error of a layer needs only its weights.
+It does not depend on the order of moves, so each layer takes the cheapest storage within the bound, and only layers
+above the bound move. `report` shows the effect on the prediction.
 """
 
 import gc
@@ -34,17 +34,18 @@ from ..run import Run
 from ..settings import Job
 from ..training import checkpoint
 from .cache import Data, cache
-from .load import base, with_moved
+from .load import add_moved_layers, load_base
 from .session import Session
 
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Noise levels, as shares of the way from clean to noise."""
+"""Noise levels, from 0 (clean) to 1 (noise)."""
 NUM_PICTURES = 4
+"""Images to measure on, by default."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One picture at one noise level, as the training step shows it to the denoiser."""
+    """One image at one noise level, as the training step gives it to the denoiser."""
 
     label: str
     noisy_BCHW: Tensor
@@ -53,10 +54,10 @@ class Question:
     guidance: float
 
     def ask(self, family: ModelFamily, denoiser: nn.Module) -> Tensor:
-        """The prediction, float32 on the CPU.
+        """Let the denoiser predict. Returns the prediction, float32 on the CPU.
 
         Raises:
-            RunFailure: it is not finite.
+            RunFailure: the prediction is not finite.
         """
         noisy, t, cond = self.noisy_BCHW, self.t_B, self.cond
         device = next(denoiser.parameters()).device
@@ -70,7 +71,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Report:
-    """What `lora-fp8 precision` tells. All errors are relative rms; 0.03 is 3 %."""
+    """The figures of `lora-fp8 precision`. All errors are relative rms; 0.03 is 3 %."""
 
     base: str
     storage: str
@@ -78,31 +79,31 @@ class Report:
     bound: float
     """quantize.sensitivity_bound"""
     override: dict[str, str]
-    """quantize.override, with what was moved"""
+    """quantize.override, with the moved layers"""
     moved: list[str]
-    """the lines of it that quantize.sensitivity = "auto" has added"""
+    """the lines of it that quantize.sensitivity = "auto" added"""
     pictures: int
     layers: list[layerwise.LayerError]
     """the worst first"""
     prediction: dict[str, float]
-    """noise level -> error of the prediction against the unquantized base, decoded weights multiplied"""
+    """noise level -> error of the prediction against the unquantized base, with dequantized weights"""
     multiplied: dict[str, float]
-    """the same with FP8 matmuls; empty where the job has none"""
+    """the same with FP8 matmuls; empty if the job uses none"""
 
     def to_json(self) -> dict[str, Any]:
-        layers = [asdict(one) | {"damage": one.damage} for one in self.layers]
+        layers = [asdict(layer) | {"damage": layer.damage} for layer in self.layers]
         return {key: getattr(self, key) for key in self.__dataclass_fields__} | {"layers": layers}
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report as text."""
         lines = [f"{self.base}: {self.storage}", f"measured on {self.pictures} pictures at {len(LEVELS)} noise levels"]
         if self.moved:
             lines += [f"quantize.sensitivity = 'auto' moved {len(self.moved)} layers: {'; '.join(self.moved)}"]
         lines += ["", "error of each layer, and of all layers of a storage:"]
         lines += [*layerwise.table(self.layers), *layerwise.totals(self.layers)]
-        for what, errors in (("", self.prediction), (" with FP8 matmuls", self.multiplied)):
+        for suffix, errors in (("", self.prediction), (" with FP8 matmuls", self.multiplied)):
             if errors:
-                lines += ["", f"error of the prediction{what}, against the unquantized base:"]
+                lines += ["", f"error of the prediction{suffix}, against the unquantized base:"]
                 lines += ["  ".join(f"{label}: {100 * error:.3g} %" for label, error in errors.items())]
         return [*lines, "", *layerwise.advice(self.layers, self.bound, self.override)]
 
@@ -114,14 +115,16 @@ def report(
     whole: bool = True,
     echo: Callable[[dict[str, Any]], None] | None = None,
 ) -> Report:
-    """Measure the base as this job would hold it; writes nothing but the cache of pictures and captions.
+    """Measure the base model as this job would quantize it. Writes nothing but cached images and captions.
 
     Args:
-        whole: compare predictions too, for which the unquantized base has to fit into memory.
-        echo: is shown each event.
+        job: with its config.
+        num_pictures: images to measure on.
+        whole: compare predictions too; the unquantized base model must then fit into memory.
+        echo: called with each event.
 
     Raises:
-        UserError: something given is wrong, or nothing is quantized.
+        UserError: the job has a problem, or no layer is quantized.
         RunFailure: a prediction is not finite, or the memory is too small.
     """
     processes = Processes()
@@ -131,11 +134,11 @@ def report(
             f"quantize.storage = {job.quantize.storage!r}: no layer is quantized, so there is nothing to measure; "
             "give a storage, such as --set quantize.storage=fp8"
         )
-    session = Session(plan, _Unwritten(echo), processes)
+    session = Session(plan, _UnwrittenRun(echo), processes)
     for text in [*plan.images.warnings, *plan.warnings]:
         session.warn(text)
     data = cache(session)
-    moved = moved_layers(session, data, resume=False)
+    moved = find_layers_to_move(session, data, resume=False)
     try:
         return _measure(session, data, moved, num_pictures, whole)
     except torch.cuda.OutOfMemoryError:
@@ -146,11 +149,14 @@ def report(
         ) from None
 
 
-def moved_layers(session: Session, data: Data, resume: bool) -> list[str]:
-    """Return the lines that quantize.sensitivity = "auto" adds to quantize.override; none with "off".
+def find_layers_to_move(session: Session, data: Data, resume: bool) -> list[str]:
+    """Find the layers that quantize.sensitivity = "auto" moves to a better storage.
 
-    A run that goes on takes the lines of its checkpoint and measures nothing. Of several processes the main one
-    measures, and all get its lines.
+    A resumed run takes the lines of its checkpoint and measures nothing. Of several processes the main one measures,
+    and all get its lines.
+
+    Returns:
+        Lines to add to quantize.override; [] with "off".
 
     Raises:
         ValueError: NaN or infinity in a layer, naming it.
@@ -159,36 +165,39 @@ def moved_layers(session: Session, data: Data, resume: bool) -> list[str]:
     run, processes = session.run, session.processes
     if session.job.quantize.sensitivity == "off":
         return []
-    if resume and (found := checkpoint.latest(run.checkpoints)[0]) is not None:
-        return found.state.get("moved", [])
+    if resume and (newest := checkpoint.latest(run.checkpoints)[0]) is not None:
+        return newest.state.get("moved", [])
     lines: list[str] = []
     if processes.is_main and session.plan.layers.quantized:
         run.log_event("stage", stage="sensitivity")
-        lines = _lines(_settle(session, data))
+        lines = _format_lines(_choose_storages(session, data))
     return processes.gather(lines)[0]
 
 
-def questions(session: Session, data: Data, num_pictures: int = NUM_PICTURES) -> list[Question]:
-    """Take the first images of epoch 0, one by one (so that the batch size changes nothing), at each noise level."""
+def make_questions(session: Session, data: Data, num_pictures: int = NUM_PICTURES) -> list[Question]:
+    """Make questions from the first images of epoch 0, at each noise level.
+
+    The images are loaded one by one, so that the batch size changes nothing.
+    """
     job, family = session.job, session.family
     objective = family.make_objective(job.objective)
     loader = Loader(session.plan.images.buckets, session.plan.cache, family, job.dataset, seed=job.seed, batch_size=1)
-    found = []
+    questions = []
     for index in range(min(num_pictures, loader.batches_per_epoch)):
         batch = loader.micro(0, index)
         assert batch is not None  # one process, which has every sample
         for level in LEVELS:
             t_B, label = objective.at_level(level)
             noisy = objective.add_noise(batch.latents_BCHW, batch.noise_BCHW, t_B)
-            found.append(Question(label, noisy, t_B, batch.cond, job.objective.guidance))
-    return found
+            questions.append(Question(label, noisy, t_B, batch.cond, job.objective.guidance))
+    return questions
 
 
 # -- inside ------------------------------------------------------------------------------------------------------------
 
 
-class _Unwritten(Run):
-    """A run without a folder: its events are shown and not written."""
+class _UnwrittenRun(Run):
+    """A run without a folder: its events are passed to `echo` and not written."""
 
     def __init__(self, echo: Callable[[dict[str, Any]], None] | None) -> None:
         super().__init__(Path())
@@ -199,48 +208,54 @@ class _Unwritten(Run):
             self.echo({"event": event, **fields})
 
 
-def _settle(session: Session, data: Data) -> dict[str, str]:
-    """Return layer -> the storage that it needs for the bound to hold; what quantize.override sets stays.
+def _choose_storages(session: Session, data: Data) -> dict[str, str]:
+    """Choose a better storage for each layer above the bound; layers set by quantize.override stay.
 
-    Measured again after each round of moves, so that the bound holds for the base as it will be trained: inputs change
-    a little with the layers before. A round moves at least one layer up the ladder, which has two steps.
+    The errors are measured again after each round of moves, because the inputs of a layer change a little with the
+    layers before it. The bound then holds for the model as it will be trained. Each round moves at least one layer, and
+    a layer can move twice, so the rounds end.
+
+    Returns:
+        Layer -> storage, of the moved layers.
     """
     job, family = session.job, session.family
-    section, asked = job.quantize, questions(session, data)
+    section, questions = job.quantize, make_questions(session, data)
     storages: dict[str, str] = {}
     added: dict[str, int] = {}
-    before: list[layerwise.LayerError] = []
+    first_errors: list[layerwise.LayerError] = []
     while True:
-        errors = _held_errors(family, with_moved(section, _lines(storages)), job.memory.offload, asked)
-        before = before or errors
-        fixed, movable = _above_bound(errors, section)
+        errors = _measure_held_errors(
+            family, add_moved_layers(section, _format_lines(storages)), job.memory.offload, questions
+        )
+        first_errors = first_errors or errors
+        fixed, movable = _find_above_bound(errors, section)
         if not movable:
             break
-        if stuck := [one.name for one in movable if storages.get(one.name) == one.better]:
+        if stuck := [layer.name for layer in movable if storages.get(layer.name) == layer.better]:
             raise RuntimeError(f"{stuck[0]} was moved to {storages[stuck[0]]} and is not held so")
-        storages |= {one.name: one.better for one in movable}
-        added |= {one.name: one.better_bytes for one in movable}
-    storages = {one.name: storages[one.name] for one in before if one.name in storages}  # the worst first
+        storages |= {layer.name: layer.better for layer in movable}
+        added |= {layer.name: layer.better_bytes for layer in movable}
+    storages = {layer.name: storages[layer.name] for layer in first_errors if layer.name in storages}  # the worst first
     session.run.log_event(
         "sensitivity",
         bound=section.sensitivity_bound,
-        layers=len(before),
-        worst_before=before[0].damage,
-        worst=max((one.damage for one in errors), default=0.0),  # a layer in bf16 is not among them: its error is 0
-        moved=_lines(storages),
-        added_bytes=sum(added[one.name] - one.num_bytes for one in before if one.name in storages),
+        layers=len(first_errors),
+        worst_before=first_errors[0].damage,
+        worst=max((layer.damage for layer in errors), default=0.0),  # a layer in bf16 is not among them: its error is 0
+        moved=_format_lines(storages),
+        added_bytes=sum(added[layer.name] - layer.num_bytes for layer in first_errors if layer.name in storages),
     )
-    _warn_of_moves(session.run, section, fixed, len(storages), len(before))
+    _warn_of_moves(session.run, section, fixed, len(storages), len(first_errors))
     return storages
 
 
-def _above_bound(
+def _find_above_bound(
     errors: Sequence[layerwise.LayerError], section: settings.Quantize
 ) -> tuple[list[layerwise.LayerError], list[layerwise.LayerError]]:
-    """Return the layers above the bound: those whose storage the user set, and those that may be moved."""
-    over = [one for one in errors if one.better]
-    fixed = [one for one in over if any(precision.name_matches(one.name, entry) for entry in section.override)]
-    return fixed, [one for one in over if one not in fixed]
+    """Find the layers above the bound. Returns those whose storage the user set, and those that may be moved."""
+    above = [layer for layer in errors if layer.better]
+    fixed = [layer for layer in above if any(precision.name_matches(layer.name, entry) for entry in section.override)]
+    return fixed, [layer for layer in above if layer not in fixed]
 
 
 def _warn_of_moves(
@@ -254,11 +269,11 @@ def _warn_of_moves(
         fixed: layers above the bound whose storage the user set.
         num_moved, num_layers: how many layers were moved, and how many there are.
     """
-    for one in fixed:
+    for layer in fixed:
         run.log_event(
             "warning",
-            text=f"{one.name} stays {one.storage} as quantize.override says, though its error of {one.damage:.3g} is "
-            f"above quantize.sensitivity_bound = {section.sensitivity_bound:g}",
+            text=f"{layer.name} stays {layer.storage} as quantize.override says, though its error of "
+            f"{layer.damage:.3g} is above quantize.sensitivity_bound = {section.sensitivity_bound:g}",
         )
     if num_moved > num_layers / 2:
         run.log_event(
@@ -269,74 +284,82 @@ def _warn_of_moves(
         )
 
 
-def _lines(storages: dict[str, str]) -> list[str]:
+def _format_lines(storages: dict[str, str]) -> list[str]:
     return [f"^{name} = {storage}" for name, storage in storages.items()]
 
 
-def _held_errors(
-    family: ModelFamily, section: settings.Quantize, offload: float, asked: Sequence[Question]
+def _measure_held_errors(
+    family: ModelFamily, section: settings.Quantize, offload: float, questions: Sequence[Question]
 ) -> list[layerwise.LayerError]:
-    """Load the base as training holds it, measure its layers, free it."""
-    denoiser, *_ = base(family, section, offload)
-    errors = _layer_errors(family, denoiser.eval(), section, asked)
+    """Load the base model as training does, measure its layers, and free it."""
+    denoiser, *_ = load_base(family, section, offload)
+    errors = _measure_layer_errors(family, denoiser.eval(), section, questions)
     del denoiser
-    _collect(family.device)
+    _free_memory(family.device)
     return errors
 
 
-def _layer_errors(
-    family: ModelFamily, denoiser: nn.Module, section: settings.Quantize, asked: Sequence[Question]
+def _measure_layer_errors(
+    family: ModelFamily, denoiser: nn.Module, section: settings.Quantize, questions: Sequence[Question]
 ) -> list[layerwise.LayerError]:
-    inputs = layerwise.capture_inputs(denoiser, [partial(one.ask, family, denoiser) for one in asked])
+    inputs = layerwise.capture_inputs(denoiser, [partial(question.ask, family, denoiser) for question in questions])
     tensors = family.denoiser_tensors()
     return layerwise.layer_errors(denoiser, tensors, inputs, family.dtype, section.sensitivity_bound)
 
 
 def _measure(session: Session, data: Data, moved: list[str], num_pictures: int, whole: bool) -> Report:
     job, family, run = session.job, session.family, session.run
-    asked = questions(session, data, num_pictures)
+    questions = make_questions(session, data, num_pictures)
     expected: list[Tensor] = []
     if whole:
         run.log_event("stage", stage="the unquantized base")
-        plain, *_ = base(family, settings.Quantize(storage="none"))
-        expected = [one.ask(family, plain.eval()) for one in asked]
-        del plain
-        _collect(family.device)
+        unquantized, *_ = load_base(family, settings.Quantize(storage="none"))
+        expected = [question.ask(family, unquantized.eval()) for question in questions]
+        del unquantized
+        _free_memory(family.device)
     run.log_event("stage", stage="the quantized base")
-    section = with_moved(job.quantize, moved)
-    denoiser, held, _ = base(family, section, job.memory.offload)
-    errors = _layer_errors(family, denoiser.eval(), section, asked)
+    section = add_moved_layers(job.quantize, moved)
+    denoiser, plan, _ = load_base(family, section, job.memory.offload)
+    errors = _measure_layer_errors(family, denoiser.eval(), section, questions)
     prediction, multiplied = {}, {}
     if whole:
         with precision.decoded_compute(denoiser):
-            prediction = _by_level(asked, expected, [one.ask(family, denoiser) for one in asked])
-        if any(layer.compute != "upcast" for layer in held.quantized):
-            multiplied = _by_level(asked, expected, [one.ask(family, denoiser) for one in asked])
+            prediction = _compute_errors_by_level(
+                questions, expected, [question.ask(family, denoiser) for question in questions]
+            )
+        if any(layer.compute != "upcast" for layer in plan.quantized):
+            multiplied = _compute_errors_by_level(
+                questions, expected, [question.ask(family, denoiser) for question in questions]
+            )
     return Report(
         base=family.title,
-        storage=held.summary(),
+        storage=plan.summary(),
         bound=section.sensitivity_bound,
         override=section.override,
         moved=moved,
-        pictures=len(asked) // len(LEVELS),
+        pictures=len(questions) // len(LEVELS),
         layers=errors,
         prediction=prediction,
         multiplied=multiplied,
     )
 
 
-def _by_level(asked: Sequence[Question], expected: Sequence[Tensor], got: Sequence[Tensor]) -> dict[str, float]:
-    """Noise level -> relative error over all pictures together."""
-    labels = [question.label for question in asked]
+def _compute_errors_by_level(
+    questions: Sequence[Question], expected: Sequence[Tensor], measured: Sequence[Tensor]
+) -> dict[str, float]:
+    """Compute the relative error over all images together. Returns noise level -> error."""
+    question_labels = [question.label for question in questions]
 
-    def of(label: str, answers: Sequence[Tensor]) -> Tensor:
-        return torch.cat([answer.flatten() for answer, one in zip(answers, labels, strict=True) if one == label])
+    def select(label: str, answers: Sequence[Tensor]) -> Tensor:
+        pairs = zip(answers, question_labels, strict=True)
+        return torch.cat([answer.flatten() for answer, question_label in pairs if question_label == label])
 
-    return {label: layerwise.relative(of(label, got), of(label, expected)) for label in dict.fromkeys(labels)}
+    labels = dict.fromkeys(question_labels)
+    return {label: layerwise.relative(select(label, measured), select(label, expected)) for label in labels}
 
 
-def _collect(device: torch.device) -> None:
-    """Give back the memory of a denoiser that nothing refers to any more; its modules refer to each other."""
+def _free_memory(device: torch.device) -> None:
+    """Free the memory of a denoiser without references; its modules refer to each other, so only gc frees them."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

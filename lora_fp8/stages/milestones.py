@@ -1,6 +1,6 @@
-"""What is due between steps: figures, checkpoints, LoRA files, the held-out loss, previews, and stopping.
+"""Between two steps: write figures, checkpoints and LoRA files, measure the held-out loss, draw previews, stop.
 
-A checkpoint is written first of what is due at a step, so that nothing that fails after it loses steps.
+The checkpoint comes first, so that no step is lost if anything after it fails.
 """
 
 from .. import adapters, precision
@@ -10,23 +10,23 @@ from ..settings import Job
 from ..training import checkpoint, memory, optim
 from . import previews, validate
 from .cache import Data
-from .finish import export_folder, write_files
-from .load import Loaded, preview_conditioning
+from .finish import get_export_folder, write_files
+from .load import Loaded, make_preview_conditioning
 from .resume import State, save_checkpoint
 from .session import Session
 from .step import Gradient
 
 
 class Milestones:
-    """What is due before the first step and after each one of a training."""
+    """The work that is due before the first step and after each step of a training."""
 
     def __init__(self, session: Session, data: Data, loaded: Loaded, state: State) -> None:
         self.session, self.data, self.loaded, self.state = session, data, loaded, state
         self._log_is_full: OSError | None = None
         self._first_step = state.step + 1
 
-    def requested(self) -> frozenset[str]:
-        """Return what this process is asked to do after this step: stop, save, preview."""
+    def read_requests(self) -> frozenset[str]:
+        """Read the requests to this process for the end of this step: stop, save, preview."""
         session = self.session
         names = ("stop", "save", "preview") if session.processes.is_main else ()
         asked = {name for name in names if session.run.requested(name)}
@@ -35,7 +35,7 @@ class Milestones:
         return frozenset(asked)
 
     def before_first_step(self, missed: frozenset[str]) -> None:
-        """Make up what the last run of this job missed; at step 0, measure and draw what the base does."""
+        """Do what the last run of this job missed; at step 0, also measure the base model and draw its previews."""
         job, step = self.session.job, self.state.step
         if "export" in missed:
             self.export(step)
@@ -45,13 +45,14 @@ class Milestones:
             self.draw(step)
 
     def after_step(self, gradient: Gradient, figures: dict[str, float]) -> None:
-        """Do what is due after the step that `state` is at.
+        """Do what is due after the step of `state`.
 
         Args:
+            gradient: of the step, with the requests.
             figures: of the step, for the log.
 
         Raises:
-            Stopped: it was asked to stop, and everything is saved.
+            Stopped: a stop was requested, and everything is saved.
         """
         job, step, requests = self.session.job, self.state.step, gradient.requests
         steps = job.train.steps
@@ -80,7 +81,7 @@ class Milestones:
         except OSError as error:
             if error.errno not in checkpoint.FULL:
                 raise
-            self._log_is_full = error  # what was learned is saved first: all stop after the next step
+            self._log_is_full = error  # a checkpoint is saved first: all processes stop after the next step
 
     def save(self) -> None:
         """Write a checkpoint to resume from."""
@@ -90,26 +91,26 @@ class Milestones:
                 save_checkpoint(self.session, self.data, self.loaded, self.state, residuals)
 
     def export(self, step: int) -> None:
-        """Write the LoRA files of now, to try elsewhere."""
+        """Write the LoRA files of this step."""
         with self.session.together():
             if self.session.processes.is_main:
-                folder = export_folder(self.session.run, step)
+                folder = get_export_folder(self.session.run, step)
                 write_files(self.session, adapters.state(self.loaded.adapted), step, folder)
 
     def validate(self, step: int) -> None:
-        """Measure the loss on the images that are held out."""
+        """Measure the loss on the held-out images."""
         with self.session.together():
             validate.measure(self.session, self.data, self.loaded, step)
 
     def draw(self, step: int) -> None:
         """Draw previews."""
-        conds, negatives = preview_conditioning(self.data, self.loaded)
+        conds, negatives = make_preview_conditioning(self.data, self.loaded)
         with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
             previews.draw(self.session, self.loaded.denoiser, conds, negatives, step)
 
 
 def export_is_due(job: Job, step: int) -> bool:
-    """Return True if the LoRA files of this step are asked for. A warm-up's first step has changed nothing yet."""
+    """Return True if the LoRA files of this step are due. At learning rate 0 (warmup) the step changed nothing."""
     steps = job.train.steps
     due = job.export.every and 0 < step < steps and step % job.export.every == 0
     return bool(due and optim.learning_rate(step - 1, job.schedule, optim.lr(job.optimizer), steps))
@@ -126,10 +127,13 @@ def preview_is_due(job: Job, step: int) -> bool:
 
 
 def find_missed(session: Session, data: Data, step: int) -> frozenset[str]:
-    """Return which events that are due at the step of a checkpoint its run has not logged.
+    """Find the events that are due at the step of a checkpoint and are missing in the run's log.
 
-    A process that was killed right after a checkpoint has left the rest undone: the LoRA files, the held-out loss, the
-    previews. Step 0 has no checkpoint.
+    If a process was killed right after a checkpoint, LoRA files, held-out loss and previews of that step are missing.
+    Step 0 has no checkpoint.
+
+    Returns:
+        A part of {"export", "validation", "preview"}.
     """
     if not step:
         return frozenset()
@@ -139,14 +143,14 @@ def find_missed(session: Session, data: Data, step: int) -> frozenset[str]:
         "validation": validation_is_due(job, data, step),
         "preview": preview_is_due(job, step),
     }
-    logged = _logged(session.run, step)
-    # All do what the main process has read: another would read what this one logs meanwhile.
+    logged = _find_logged(session.run, step)
+    # All processes use the main one's answer: the others might already read what it logs next.
     missed = frozenset(event for event, is_due in due.items() if is_due and event not in logged)
     return session.processes.gather(missed)[0]
 
 
-def _logged(run: Run, step: int) -> set[str]:
+def _find_logged(run: Run, step: int) -> set[str]:
     """Return the names of the events that a run has logged for a step."""
-    events, folder = run.events(), export_folder(run, step)
+    events, folder = run.events(), get_export_folder(run, step)
     logged = {event["event"] for event in events if event.get("step") == step}
     return logged | {event["event"] for event in events if folder in (run.path / str(event.get("path"))).parents}

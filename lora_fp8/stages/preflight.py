@@ -1,4 +1,7 @@
-"""One forward and backward pass at the heaviest batch before training: does it fit, is the base whole, what is fast?"""
+"""Before training: run one forward and backward pass at the heaviest batch, and choose the fastest matmul.
+
+A batch that does not fit into memory, or a broken base model, then fails now and not in an hour.
+"""
 
 import math
 from collections.abc import Callable
@@ -12,14 +15,14 @@ from .cache import Data
 from .load import Loaded
 from .resume import State
 from .session import Session
-from .step import files_not_finite, weighted_losses
+from .step import compute_weighted_losses, name_files_not_finite
 
 
 def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> None:
-    """Try one batch: out of memory or a broken base show now, not in an hour.
+    """Try one batch, so that problems of memory and of the base model show before training.
 
-    With quantize.compute = "auto" each matmul gets a few tries, and the fastest is taken; a resumed run keeps what it
-    had, so that it goes on to the bit, wherever the machine can.
+    With quantize.compute = "auto" each matmul is timed, and the fastest is used. A resumed run keeps its matmul if this
+    machine has it, so that the result stays the same bit for bit.
 
     Raises:
         RunFailure: the loss is not finite, no matmul works, or the memory is too small.
@@ -32,14 +35,14 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
     def attempt() -> None:
         if batch is None:
             return
-        losses_B = weighted_losses(session, loaded, batch)
+        losses_B = compute_weighted_losses(session, loaded, batch)
         losses_B.sum().backward()
         if not torch.isfinite(losses_B).all():
-            files = files_not_finite(batch, losses_B)
+            files = name_files_not_finite(batch, losses_B)
             raise RunFailure(f"the loss is not finite before any training; {files}; is the base model whole?")
 
     if job.quantize.compute == "auto":
-        _settle_compute(session, loaded, state, attempt)
+        _choose_compute(session, loaded, state, attempt)
     attempt()
     loaded.amax.forget_step_()
     _clear_gradients(loaded)
@@ -47,8 +50,8 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
     run.log_event("preflight", peak_gib=round(memory.peak_gib(processes.device), 3), **fused)
 
 
-def _settle_compute(session: Session, loaded: Loaded, state: State, attempt: Callable[[], None]) -> None:
-    """Choose the matmul, or keep the checkpoint's where this machine has it, and switch to it."""
+def _choose_compute(session: Session, loaded: Loaded, state: State, attempt: Callable[[], None]) -> None:
+    """Choose the matmul, or keep that of the checkpoint if this machine has it, and switch to it."""
     section, processes = session.job.quantize, session.processes
     usable = precision.candidates(section, processes.device)
     is_lost = bool(state.compute) and precision.chosen(state.compute, section)[0] not in usable
@@ -59,11 +62,11 @@ def _settle_compute(session: Session, loaded: Loaded, state: State, attempt: Cal
     state.compute = state.compute or _find_fastest(session, loaded, attempt)
     switch_compute(session, loaded, state.compute)
     _clear_gradients(loaded)
-    memory.reset_peak(processes.device)  # what the losers took is nothing that this job takes
+    memory.reset_peak(processes.device)  # the slower matmuls are not part of this job's memory
 
 
 def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None]) -> str:
-    """Try each matmul on this batch and say what each took; all processes come to the same answer."""
+    """Time each matmul on this batch, and log the times. All processes return the same, fastest one."""
     if not any(layer.compute.startswith("fp8") for layer in loaded.layers.layers):
         return "upcast"
     processes, section = session.processes, session.job.quantize
@@ -72,15 +75,15 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
     seconds, failed = precision.fastest(modes, switch, attempt, processes.device)
     answers = processes.gather([(seconds[mode], failed.get(mode, "")) for mode in modes])
     by_mode = dict(zip(modes, zip(*answers, strict=True), strict=True))
-    total = [sum(taken for taken, _ in each) for each in by_mode.values()]
-    reasons = {mode: next((why for _, why in each if why), "") for mode, each in by_mode.items()}
-    if min(total) == math.inf:
+    totals = [sum(taken for taken, _ in by_process) for by_process in by_mode.values()]
+    reasons = {mode: next((why for _, why in by_process if why), "") for mode, by_process in by_mode.items()}
+    if min(totals) == math.inf:
         if set(reasons.values()) == {precision.OUT_OF_MEMORY}:
             raise RunFailure(memory.out_of_memory_advice(processes.device))
-        alike = {why: [mode for mode in modes if reasons[mode] == why] for why in reasons.values()}
-        why = "; ".join(f"{', '.join(tried)}: {each}" for each, tried in alike.items())
+        modes_by_reason = {why: [mode for mode in modes if reasons[mode] == why] for why in reasons.values()}
+        why = "; ".join(f"{', '.join(failed_modes)}: {reason}" for reason, failed_modes in modes_by_reason.items())
         raise RunFailure(f"quantize.compute = 'auto': no matmul works on this machine ({why})")
-    chosen = modes[total.index(min(total))]
+    chosen = modes[totals.index(min(totals))]
     for mode, why in reasons.items():
         if why:
             session.warn(f"quantize.compute = 'auto': {mode} failed and is left out ({why})")
@@ -90,7 +93,7 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
 
 
 def switch_compute(session: Session, loaded: Loaded, mode: str) -> None:
-    """Let the frozen layers multiply this way."""
+    """Make the frozen layers use this matmul."""
     compute, section = precision.chosen(mode, session.job.quantize)
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute(compute), section)
 

@@ -1,10 +1,10 @@
-"""Previews while training: the real diffusers pipeline around the training denoiser, always from the same seeds.
+"""Draw previews while training, with the diffusers pipeline around the training denoiser and always the same seeds.
 
-A preview draws nothing from the training's random numbers (its noise comes from its own CPU generator), so that a run
-with previews and one without end with the same bytes.
+The noise of a preview comes from its own CPU generator, not from the random numbers of the training. A run with
+previews and one without therefore end with the same bytes.
 
-With preview.frames above 1 a preview is a clip: its first frame is a PNG as any preview, and beside it stands a WebP
-with all of them, at the model's frame rate.
+With preview.frames above 1 a preview is a clip: its first frame is a PNG like any preview, and a WebP beside it has all
+frames, at the model's frame rate.
 """
 
 import io
@@ -30,12 +30,12 @@ def render(
     section: settings.Preview,
     side: int,
 ) -> list[Image.Image]:
-    """The first frame of each of `clips`: of a picture, the picture."""
-    return [frames[0] for frames in clips(family, pipeline, conds, negatives, section, side)]
+    """Draw one image per conditioning: the first frame of each clip of `draw_clips`, whose arguments it has."""
+    return [frames[0] for frames in draw_clips(family, pipeline, conds, negatives, section, side)]
 
 
 @torch.no_grad()
-def clips(
+def draw_clips(
     family: ModelFamily,
     pipeline: Any,
     conds: list[Cond],
@@ -44,21 +44,27 @@ def clips(
     side: int,
     numbers: Sequence[int] | None = None,
 ) -> list[list[Image.Image]]:
-    """Draw one clip (a picture is one of one frame) per conditioning with a diffusers pipeline of the family.
+    """Draw one clip per conditioning with a diffusers pipeline of the family. An image is a clip of one frame.
 
     Args:
+        family: of the pipeline.
+        pipeline: the diffusers pipeline.
         conds: encoded prompts, unbatched, in the order of `section.prompts`.
-        negatives: for each the encoded negative prompt, for classifier-free guidance.
+        negatives: the encoded negative prompt of each, for classifier-free guidance.
+        section: the job's `[preview]` table.
         side: pixels, for a width or height of 0.
-        numbers: which of them to draw, counted from 0; None draws all. Each has its own seed, so the others do not
-            matter to it.
+        numbers: which of them to draw, counted from 0; None draws all. Each has its own seed, so leaving out some does
+            not change the others.
+
+    Returns:
+        The frames of each clip.
     """
     pipeline.set_progress_bar_config(disable=True)
     drawn = []
     for i in range(len(conds)) if numbers is None else numbers:
         generator = torch.Generator("cpu").manual_seed(section.seed + i)
         inputs = family.pipeline_inputs(conds[i], negatives[i] if negatives else None)
-        output = pipeline(**inputs, **pipeline_settings(family, section, side), generator=generator)
+        output = pipeline(**inputs, **make_pipeline_settings(family, section, side), generator=generator)
         drawn.append(family.frames(output))
     return drawn
 
@@ -66,9 +72,9 @@ def clips(
 def draw(
     session: Session, denoiser: nn.Module, conds: list[Cond], negatives: list[Cond] | None, step: int
 ) -> list[Image.Image]:
-    """Draw the previews of this step into the run's samples/, shared out: prompt i is drawn by process i % world.
+    """Draw the previews of this step into the run's samples/. Process i % world draws prompt i.
 
-    A failing preview is reported as a warning and the run goes on: the pictures are not the product.
+    A failing preview is a warning, and the run continues: the LoRA does not depend on previews.
 
     Returns:
         The images on the main process (of clips, the first frames), none on the others or where one failed.
@@ -79,7 +85,9 @@ def draw(
     problem, was_training = None, denoiser.training
     denoiser.eval()  # no dropout
     try:
-        drawn = clips(family, family.pipeline(denoiser), conds, negatives, section, side, numbers) if numbers else []
+        drawn = (
+            draw_clips(family, family.pipeline(denoiser), conds, negatives, section, side, numbers) if numbers else []
+        )
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     finally:
@@ -92,16 +100,16 @@ def draw(
         return []
     if not processes.is_main:
         return []
-    paths = [path_of(run.samples, step, i) for i in range(len(conds))]
-    told = {"images": [str(path.relative_to(run.path)) for path in paths]}
+    paths = [get_path(run.samples, step, i) for i in range(len(conds))]
+    paths_by_kind = {"images": [str(path.relative_to(run.path)) for path in paths]}
     if section.frames > 1:
-        told["clips"] = [str(path.with_suffix(".webp").relative_to(run.path)) for path in paths]
-    run.log_event("preview", step=step, **told, prompts=section.prompts)
+        paths_by_kind["clips"] = [str(path.with_suffix(".webp").relative_to(run.path)) for path in paths]
+    run.log_event("preview", step=step, **paths_by_kind, prompts=section.prompts)
     return [read(path) for path in paths]
 
 
-def pipeline_settings(family: ModelFamily, section: settings.Preview, side: int) -> dict[str, Any]:
-    """The arguments of the pipeline call that do not depend on the prompt."""
+def make_pipeline_settings(family: ModelFamily, section: settings.Preview, side: int) -> dict[str, Any]:
+    """Make the arguments of the pipeline call that do not depend on the prompt."""
     return {
         **family.call_options,
         **({"num_frames": section.frames} if section.frames > 1 else {}),
@@ -111,21 +119,24 @@ def pipeline_settings(family: ModelFamily, section: settings.Preview, side: int)
     }
 
 
-def path_of(folder: Path, step: int, number: int) -> Path:
-    """Where the preview of a prompt is."""
+def get_path(folder: Path, step: int, number: int) -> Path:
+    """Return the path of the preview of a prompt."""
     return folder / f"step-{step:06d}-{number}.png"
 
 
 def save(drawn: Sequence[list[Image.Image]], numbers: Sequence[int], folder: Path, step: int, fps: int) -> None:
-    """Write the previews with these numbers, each file whole or not at all.
+    """Write the previews with these numbers, each file completely or not at all.
 
     Args:
-        drawn: the frames of each.
-        fps: frames a second of clips.
+        drawn: the frames of each preview.
+        numbers: the prompt number of each.
+        folder: the run's samples/, created if missing.
+        step: for the file names.
+        fps: frames per second of clips.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for i, (first, *rest) in zip(numbers, drawn, strict=True):
-        path, webp = path_of(folder, step, i), io.BytesIO()
+        path, webp = get_path(folder, step, i), io.BytesIO()
         write_png(first, path)
         if rest:
             first.save(webp, "WEBP", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, quality=90)
@@ -133,20 +144,20 @@ def save(drawn: Sequence[list[Image.Image]], numbers: Sequence[int], folder: Pat
 
 
 def write_png(image: Image.Image, path: Path, pnginfo: PngImagePlugin.PngInfo | None = None) -> None:
-    """Write a picture, whole or not at all."""
+    """Write an image as PNG, completely or not at all."""
     png = io.BytesIO()
     image.save(png, "PNG", pnginfo=pnginfo)
     atomic_write(path, png.getvalue())
 
 
 def read(path: Path) -> Image.Image:
-    """A preview, in memory."""
+    """Read an image into memory."""
     with Image.open(path) as image:
         return image.copy()
 
 
 def contact_sheet(rows: dict[str, Sequence[Image.Image]], columns: Sequence[str] = (), scale: int = 1) -> Image.Image:
-    """One picture of several rows of images, each row under its label: base above, LoRA below, same seeds.
+    """Draw rows of images into one image, each row under its label: base model above, LoRA below, same seeds.
 
     Args:
         rows: label -> images; all images of one size.
@@ -178,7 +189,7 @@ def contact_sheet(rows: dict[str, Sequence[Image.Image]], columns: Sequence[str]
 
 
 def _shorten(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
-    text = " ".join(text.split())  # of several lines Pillow measures no width
+    text = " ".join(text.split())  # Pillow cannot measure the width of several lines
     if draw.textlength(text) <= width:
         return text
     while text and draw.textlength(text + "...") > width:

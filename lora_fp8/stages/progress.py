@@ -7,16 +7,16 @@ from types import TracebackType
 from tqdm import tqdm
 
 SECONDS = 10
-"""Between two lines in a log."""
+"""Seconds between two lines in a log."""
 
 
 class Progress:
     """Progress of training, on stderr.
 
     Args:
-        name: of the job.
-        step: steps that are done.
-        steps: in all.
+        name: name of the job.
+        step: number of steps that are done.
+        steps: number of all steps.
         is_shown: False shows nothing.
     """
 
@@ -36,7 +36,7 @@ class Progress:
         self._bar.close()
 
     def update(self, step: int, loss: float, lr: float) -> None:
-        """Show that this step is done."""
+        """Show that this step is done, with its loss and learning rate."""
         self._bar.update()
         self._bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}", refresh=False)
         now = time.monotonic()

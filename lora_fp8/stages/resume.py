@@ -1,4 +1,4 @@
-"""Begin a run at the base itself, at a LoRA file or at a checkpoint, and save its checkpoints."""
+"""Begin a run at the base model, at a LoRA file or at a checkpoint, and save its checkpoints."""
 
 from dataclasses import dataclass
 
@@ -21,21 +21,23 @@ from .session import Session
 
 @dataclass
 class State:
-    """What moves while training; with the tensors of adapter, optimizer and exchange it is the whole checkpoint."""
+    """What changes while training; with the tensors of adapter, optimizer and exchange it is the whole checkpoint."""
 
     step: int = 0
-    compute: str = ""  # the matmul that quantize.compute = "auto" has settled on
+    compute: str = ""  # the matmul chosen by quantize.compute = "auto"
 
 
 def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, residuals: dict[str, Tensor]) -> None:
-    """Write one whole checkpoint of this step.
+    """Write a checkpoint of this step.
 
     Args:
+        session, data, loaded: of the run.
+        state: of this step.
         residuals: from `Exchange.collect`.
 
     Raises:
-        RunFailure: the disk refused, or the update left a value that is not finite; earlier bundles are untouched.
-        FileNotFoundError: the run folder has gone, and is not made anew.
+        RunFailure: it could not be written, or the update left a value that is not finite. Earlier checkpoints stay.
+        FileNotFoundError: the run folder does not exist any more, and is not created again.
     """
     job, run = session.job, session.run
     run.check_place()
@@ -43,8 +45,9 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
     adapter = adapters.state(loaded.adapted)
     for name, tensor in (adapter | tensors).items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            last_good = describe_last_checkpoint(run)
             raise RunFailure(
-                f"step {state.step}: the update left {name} not finite, so nothing was saved; {last_good(run)}. "
+                f"step {state.step}: the update left {name} not finite, so nothing was saved; {last_good}. "
                 "Try a lower optimizer.lr or optimizer.weight_decay, or a larger optimizer.eps"
             )
     tensors |= loaded.amax.tensors() | residuals
@@ -57,73 +60,79 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
         "threads": torch.get_num_threads(),
     }
     content |= checkpoint.remember(job, session.family.base_identity(), data.fingerprint, data.files)
-    path, gone = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=job.checkpoint.keep)
-    for line in gone:
+    path, warnings = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=job.checkpoint.keep)
+    for line in warnings:
         session.warn(line)
     run.log_event("checkpoint", step=state.step, path=str(path.relative_to(run.path)))
 
 
 def _begin(session: Session, loaded: Loaded) -> State:
-    """Begin at step 0, with the adapter at the base itself or as `adapter.init_from` has it."""
+    """Begin at step 0, with an adapter that changes nothing yet or with that of `adapter.init_from`."""
     if values := session.plan.start:
         fresh = adapters.state(loaded.adapted)
         adapters.load_state_(loaded.adapted, fresh | values)
         loaded.optimizer.start_at(values)
-        if left := sorted(kinds.grouped(fresh).keys() - kinds.grouped(values).keys()):
-            text = f"adapter.init_from has not all layers; {len(left)} begin at the base itself: {first_few(left)}"
+        if untouched := sorted(kinds.grouped(fresh).keys() - kinds.grouped(values).keys()):
+            names = first_few(untouched)
+            text = f"adapter.init_from has not all layers; {len(untouched)} begin at the base itself: {names}"
             session.warn(text)
     return State()
 
 
-def take_up(session: Session, data: Data, loaded: Loaded, resume: bool) -> State:
-    """Begin at step 0, or load the newest whole checkpoint and go on from it.
+def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) -> State:
+    """Begin at step 0, or load the newest complete checkpoint and continue from it.
+
+    Args:
+        session, data: of the run.
+        loaded: its adapter, optimizer and histories are set.
+        resume: True loads the checkpoint.
 
     Raises:
-        UserError: the checkpoint is of another base, dataset or adapter, or of a later step than train.steps.
+        UserError: the checkpoint has another base model, dataset or adapter, or a later step than train.steps.
     """
     job, run = session.job, session.run
     if not resume:
         return _begin(session, loaded)
-    found, skipped = checkpoint.latest(run.checkpoints)
+    newest, skipped = checkpoint.latest(run.checkpoints)
     for line in skipped:
         session.warn(line)
-    if found is None:
+    if newest is None:
         session.warn("there is no checkpoint yet; training begins at step 0")
         return _begin(session, loaded)
-    now = checkpoint.remember(job, session.family.base_identity(), data.fingerprint, data.files)
-    refused, told = checkpoint.compare(found.state, now)
-    if refused:
-        raise UserErrors(refused, f"{found.path} cannot go on with another")
-    if job.adapter.init_from != _begun_from(run):
-        told.append("adapter.init_from has no effect: the run goes on from its own checkpoint")
-    for text in told:
+    current = checkpoint.remember(job, session.family.base_identity(), data.fingerprint, data.files)
+    refusals, changes = checkpoint.compare(newest.state, current)
+    if refusals:
+        raise UserErrors(refusals, f"{newest.path} cannot go on with another")
+    if job.adapter.init_from != _read_init_from(run):
+        changes.append("adapter.init_from has no effect: the run goes on from its own checkpoint")
+    for text in changes:
         session.warn(text)
-    if found.step > job.train.steps:
+    if newest.step > job.train.steps:
         raise UserError(
-            f"{found.path} is at step {found.step}, but train.steps is {job.train.steps}; raise train.steps to go on"
+            f"{newest.path} is at step {newest.step}, but train.steps is {job.train.steps}; raise train.steps to go on"
         )
-    adapters.load_state_(loaded.adapted, found.adapter)
-    tensors = dict(found.optimizer)
+    adapters.load_state_(loaded.adapted, newest.adapter)
+    tensors = dict(newest.optimizer)
     loaded.amax.load_({name: tensors.pop(name) for name in list(tensors) if name.startswith("amax.")})
     residuals = {name: tensors.pop(name) for name in list(tensors) if name.startswith("residual.")}
     for text in loaded.exchange.load_(residuals):
         session.warn(text)
-    loaded.optimizer.load_state(tensors, found.state["optimizer"])
-    run.log_event("resume", step=found.step, checkpoint=found.path.name)
-    return State(found.step, found.state.get("compute", ""))
+    loaded.optimizer.load_state(tensors, newest.state["optimizer"])
+    run.log_event("resume", step=newest.step, checkpoint=newest.path.name)
+    return State(newest.step, newest.state.get("compute", ""))
 
 
-def _begun_from(run: Run) -> str:
-    """adapter.init_from as the run folder's config has it, which is that of the start until this one is accepted."""
+def _read_init_from(run: Run) -> str:
+    """Read adapter.init_from from the run folder's config, which is the first one until the new one is accepted."""
     written = read_toml(load_text(run.config_file))
     return written.get("adapter", {}).get("init_from", "")
 
 
-def same_step(state: State, run: Run, processes: Processes) -> None:
-    """That all processes begin at one step.
+def require_same_step(state: State, run: Run, processes: Processes) -> None:
+    """Check that all processes begin at the same step.
 
     Raises:
-        RunFailure: they see different checkpoints.
+        RunFailure: they begin at different steps, as they see different checkpoints.
     """
     steps = processes.gather(state.step)
     if len(set(steps)) > 1:
@@ -133,7 +142,7 @@ def same_step(state: State, run: Run, processes: Processes) -> None:
         )
 
 
-def last_good(run: Run) -> str:
-    """Words for the newest whole checkpoint."""
+def describe_last_checkpoint(run: Run) -> str:
+    """Describe the newest checkpoint, for a message."""
     newest = checkpoint.newest(run.checkpoints)
     return f"last good checkpoint: {newest.name}" if newest else "no checkpoint yet"

@@ -1,4 +1,4 @@
-"""What all stages of a run share, and how a failure in one process reaches the user and the other processes."""
+"""The Session that all stages of a run share; it brings a failure of one process to the user and the others."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from ..training import checkpoint, memory
 
 @dataclass(frozen=True)
 class Session:
-    """One run of a job by its processes."""
+    """One run of a job by its processes: the argument that every stage takes."""
 
     plan: Plan
     run: Run
@@ -39,29 +39,29 @@ class Session:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Let all processes do this, and tell all of them what goes wrong on one."""
-        with self.processes.together(), explained(self.run, self.processes.device):
+        """Run a block on all processes; if it fails on one, raise the error on all of them."""
+        with self.processes.together(), explain_errors(self.run, self.processes.device):
             yield
 
     def warn(self, text: str) -> None:
         self.run.log_event("warning", text=text)
 
     def stop_if_asked(self) -> None:
-        """Leave a stage that has no step to finish. Raises Stopped."""
+        """Raise Stopped if a stop is requested in a stage that has no step to finish."""
         if self.stop.at_once is not None and self.run.requested("stop"):
             raise Stopped(self.stop.at_once)
 
 
 class Bystander(Run):
-    """The run as a process other than the main one has it: it reads requests and writes nothing."""
+    """The run of a process other than the main one: it reads requests and writes nothing."""
 
     def log_event(self, event: str, **fields: Any) -> None:
         pass
 
 
 @contextlib.contextmanager
-def explained(run: Run, device: torch.device) -> Iterator[None]:
-    """Turn what the machine refuses (memory, the disk, the network) into one line; let anything else pass."""
+def explain_errors(run: Run, device: torch.device) -> Iterator[None]:
+    """Turn errors of the machine (memory, disk, network) into a RunFailure of one line; others pass unchanged."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -70,7 +70,7 @@ def explained(run: Run, device: torch.device) -> Iterator[None]:
         place = f"{error.filename}: " if error.filename else ""
         room = ""
         if error.errno in (*checkpoint.FULL, errno.EFBIG):
-            # The disk that is full; the folder itself may be what has gone.
+            # Name the disk that is full; the folder itself may not exist any more.
             full = Path(error.filename or run.path).resolve()
             there = next(path for path in (full, *full.parents) if path.exists())
             room = f"; {shutil.disk_usage(there).free / 2**20:.1f} MiB are free at {there}"

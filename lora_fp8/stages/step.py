@@ -15,7 +15,7 @@ from ..objectives import Objective
 from ..training.text_encoders import TextEncoders
 from .cache import Data
 from .load import Loaded
-from .resume import last_good
+from .resume import describe_last_checkpoint
 from .session import Session
 
 
@@ -30,10 +30,15 @@ def diffusion_loss(
     """Add noise to the latents, let the denoiser predict, and compare: the one loss of every family.
 
     Args:
-        text: text encoders that are trained, which read the captions anew; None takes the cache's conditioning.
+        family: of the denoiser.
+        denoiser: with its adapters.
+        objective: draws timesteps, adds noise, and compares.
+        batch: latents, noise, conditioning, and masks if there are any.
+        guidance: guidance scale, for models that take it as an input.
+        text: trained text encoders, which encode the captions anew; None uses the cached conditioning.
 
     Returns:
-        (B,) float32.
+        Loss of each sample, (B,) float32.
     """
     device = next(denoiser.parameters()).device
     latents, noise = batch.latents_BCHW.to(device), batch.noise_BCHW.to(device)
@@ -48,7 +53,7 @@ def diffusion_loss(
     return objective.loss(prediction, objective.target(latents, noise, t_B), t_B, mask)
 
 
-def weighted_losses(session: Session, loaded: Loaded, batch: Batch) -> Tensor:
+def compute_weighted_losses(session: Session, loaded: Loaded, batch: Batch) -> Tensor:
     """Return the loss of each sample times the weight of its folder, (B,) float32."""
     guidance = session.job.objective.guidance
     losses_B = diffusion_loss(session.family, loaded.denoiser, loaded.objective, batch, guidance, loaded.text)
@@ -57,7 +62,7 @@ def weighted_losses(session: Session, loaded: Loaded, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What the processes know of a step once its gradient is there (in `Loaded.exchange.gradients`)."""
+    """Facts about a step whose gradient is in `Loaded.exchange.gradients`."""
 
     loss: float
     """mean over the samples of all processes"""
@@ -65,9 +70,9 @@ class Gradient:
     sent: int
     """bytes that this process sent to the others"""
     requests: frozenset[str]
-    """what any process was asked to do after this step: stop, save, preview"""
+    """requests to any process for the end of this step: stop, save, preview"""
     faults: list[str]
-    """the files of this process's micro-batches whose loss is not finite"""
+    """the micro-batches of this process whose loss is not finite, by their files"""
 
 
 def compute_gradient_(
@@ -75,10 +80,13 @@ def compute_gradient_(
 ) -> Gradient:
     """Compute the mean gradient over the samples of a step, on all processes.
 
-    Short batches weigh what they hold: sums travel, and are divided by the number of samples at the end.
+    The processes exchange sums, which are divided by the number of samples at the end: each sample of a short batch
+    counts as much as any other.
 
     Args:
-        requests: returns what this process is asked to do after the step; it travels with the gradient.
+        session, data, loaded: of the run.
+        step: number of the step, from 1.
+        requests: returns the requests to this process; they are sent with the gradient.
     """
     processes, accumulate = session.processes, session.job.train.accumulate
     positions = range((step - 1) * accumulate, step * accumulate)
@@ -86,25 +94,25 @@ def compute_gradient_(
     loss_sum, faults, failure = 0.0, [], None
     try:
         loss_sum, faults = _accumulate_(session, data, loaded, step, positions)
-    except Exception as error:  # the other processes are waiting for the sums: they learn of it from these
+    except Exception as error:  # the other processes wait for the sums, which bring them the failure
         failure = error
     sent_before = processes.sent
-    wanted = requests()
-    asked = {name: name in wanted for name in ("stop", "save", "preview")}
-    sums = loaded.exchange.mean_(num_samples, loss=loss_sum, failed=failure is not None, **asked)
+    asked = requests()
+    flags = {name: name in asked for name in ("stop", "save", "preview")}
+    sums = loaded.exchange.mean_(num_samples, loss=loss_sum, failed=failure is not None, **flags)
     sent = processes.sent - sent_before
     if sums["failed"]:
         with session.together():
             if failure is not None:
                 raise failure
-    return Gradient(sums["loss"] / num_samples, num_samples, sent, frozenset(n for n in asked if sums[n]), faults)
+    return Gradient(sums["loss"] / num_samples, num_samples, sent, frozenset(n for n in flags if sums[n]), faults)
 
 
 def _accumulate_(session: Session, data: Data, loaded: Loaded, step: int, positions: range) -> tuple[float, list[str]]:
     """Sum the gradients of this process's share of the micro-batches into `loaded.exchange.gradients`.
 
     Returns:
-        The sum of the losses of its samples, and a line for each micro-batch whose loss is not finite.
+        Sum of the losses of its samples, and a line for each micro-batch whose loss is not finite.
     """
     job, processes, gradients = session.job, session.processes, loaded.exchange.gradients
     gradients.zero_()
@@ -112,39 +120,40 @@ def _accumulate_(session: Session, data: Data, loaded: Loaded, step: int, positi
     for micro, position in enumerate(positions):
         batch = data.loader.micro(step, position, processes.rank, processes.world)
         if batch is None:
-            continue  # a short batch: the other processes have it
+            continue  # a short batch, which other processes have
         if job.adapter.dropout:
             # Dropout draws from torch's global generator, inside peft: keyed here, so that resuming draws the same.
-            torch.manual_seed(_key(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
-        losses_B = weighted_losses(session, loaded, batch)
+            torch.manual_seed(_make_seed(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
+        losses_B = compute_weighted_losses(session, loaded, batch)
         losses_B.sum().backward()
         gradients.collect_()
         micro_loss = losses_B.detach().sum().item()  # waits for the device: once per micro-batch
         loss_sum += micro_loss
         if not math.isfinite(micro_loss):
-            faults.append(files_not_finite(batch, losses_B))
+            faults.append(name_files_not_finite(batch, losses_B))
     return loss_sum, faults
 
 
 def require_finite(session: Session, step: int, gradient: Gradient, norm: float) -> None:
-    """Refuse a step whose loss or gradient is not finite, before anything is updated.
+    """Check that loss and gradient of a step are finite, before anything is updated.
 
     Raises:
-        RunFailure: on all processes, with the files of all of them.
+        RunFailure: they are not; on all processes, with the files of all of them.
     """
     if math.isfinite(gradient.loss) and math.isfinite(norm):
         return
     with session.together():
-        faults = [fault for each in session.processes.gather(gradient.faults) for fault in each]
+        faults = [fault for process_faults in session.processes.gather(gradient.faults) for fault in process_faults]
         quantity = f"loss {gradient.loss}" if not math.isfinite(gradient.loss) else f"gradient norm {norm}"
+        last_good = describe_last_checkpoint(session.run)
         culprits = "; ".join(faults) or "no single file (the gradient overflowed)"
         raise RunFailure(
-            f"step {step}: {quantity} is not finite; {culprits}; nothing was updated; {last_good(session.run)}. "
+            f"step {step}: {quantity} is not finite; {culprits}; nothing was updated; {last_good}. "
             "Try a lower optimizer.lr"
         )
 
 
-def files_not_finite(batch: Batch, losses_B: Tensor) -> str:
+def name_files_not_finite(batch: Batch, losses_B: Tensor) -> str:
     """Name the files of a batch whose loss is not finite."""
     losses = losses_B.detach().tolist()
     return "files: " + ", ".join(
@@ -152,5 +161,5 @@ def files_not_finite(batch: Batch, losses_B: Tensor) -> str:
     )
 
 
-def _key(text: str) -> int:
+def _make_seed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -1,11 +1,12 @@
-"""Held-out loss: how well the denoiser predicts pictures that are kept out of training, at fixed noise levels.
+"""Measure the held-out loss: the error of the denoiser on images kept out of training, at fixed noise levels.
 
-The training loss jumps with every draw of picture, timestep and noise. Here all three are the same each time: the same
-pictures with their captions, the same noise for each, the same levels between clean and noise. So the curve is smooth,
-and its turn upwards is over-fitting and not chance. It is the squared error whatever `objective.loss` trains with, so
-that runs can be compared; weights of noise levels and masks are training's. Nothing is drawn from any generator of the
-training, and dropout is off: a run with validation and one without end with the same bytes, if the same pictures are
-kept out.
+The training loss varies with each draw of image, timestep and noise. Here all three are the same each time: the same
+images with their captions, noise and noise levels. The curve is therefore smooth, and an upward turn means overfitting.
+The loss is the squared error whatever `objective.loss` is, so that runs can be compared. Weights of noise levels and
+masks are those of the training.
+
+Validation draws nothing from the generators of the training, and dropout is off. A run with validation and one without
+end with the same bytes if the same images are held out.
 """
 
 import math
@@ -17,39 +18,43 @@ from .load import Loaded
 from .session import Session
 
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Shares of the way from clean to noise, or of objective.t_min to t_max; a band of the curve each."""
+"""Noise levels, from 0 (objective.t_min) to 1 (objective.t_max); each is a band of the curve."""
 
 
 def measure(session: Session, data: Data, loaded: Loaded, step: int) -> dict[str, float]:
     """Measure the mean squared error on the held-out images; the main process logs it.
 
-    The work is shared out among the processes; all get the answer.
+    The processes share the work, and all get the result.
 
     Returns:
-        Noise level in words -> mean over the pictures. Empty where one is not finite, which is a warning.
+        Label of the noise level -> mean over the images. Empty, with a warning, if a loss is not finite.
     """
     job, run, processes = session.job, session.run, session.processes
     loader, low, high = data.held_out, job.objective.t_min, job.objective.t_max
     assert loader is not None
     levels = [loaded.objective.at_level(low + (high - low) * level) for level in LEVELS]
     tasks = [(picture, level) for picture in range(loader.batches_per_epoch) for level in range(len(levels))]
-    mine = processes.share(tasks)
+    own_tasks = processes.share(tasks)
     models = [loaded.denoiser, *(loaded.text.encoders.values() if loaded.text else [])]
     for model in models:
         model.eval()
     try:
-        losses = [_loss(session, data, loaded, picture, levels[level][0]) for picture, level in mine]
+        own_losses = [_measure_loss(session, data, loaded, picture, levels[level][0]) for picture, level in own_tasks]
     finally:
         for model in models:
             model.train()
-    found = dict(pair for told in processes.gather(list(zip(mine, losses, strict=True))) for pair in told)
-    if not all(map(math.isfinite, found.values())):
+    losses = dict(
+        pair
+        for process_losses in processes.gather(list(zip(own_tasks, own_losses, strict=True)))
+        for pair in process_losses
+    )
+    if not all(map(math.isfinite, losses.values())):
         session.warn(f"the held-out loss at step {step} is not finite")
         return {}
     pictures = range(loader.batches_per_epoch)
     bands = {
-        words: sum(found[picture, level] for picture in pictures) / len(pictures)
-        for level, (_, words) in enumerate(levels)
+        label: sum(losses[picture, level] for picture in pictures) / len(pictures)
+        for level, (_, label) in enumerate(levels)
     }
     mean = sum(bands.values()) / len(bands)
     run.log_event("validation", step=step, loss=mean, bands=bands, pictures=len(pictures))
@@ -57,7 +62,7 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> dict[str
 
 
 @torch.no_grad()
-def _loss(session: Session, data: Data, loaded: Loaded, picture: int, t_B: torch.Tensor) -> float:
+def _measure_loss(session: Session, data: Data, loaded: Loaded, picture: int, t_B: torch.Tensor) -> float:
     """Return the loss of one image at one noise level."""
     assert data.held_out is not None
     batch = data.held_out.micro(0, picture)  # epoch 0 each time: the same noise

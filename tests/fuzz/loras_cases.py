@@ -19,7 +19,7 @@ from lora_fp8.adapters import kinds
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.lora_files import export, layouts
 from lora_fp8.plan import disk_budget
-from lora_fp8.plan.start import start_values
+from lora_fp8.plan.start import read_start_values
 from lora_fp8.tools import average, files, merge, resize
 
 DTYPES = {
@@ -213,7 +213,7 @@ class Cases:
             made = {"name": "x", "model": given, "adapter": adapter, "dataset": {"folders": [{"path": "x"}]}}
             job = allowed(lambda: config.loads(tomlkit.dumps(made)))
             if job is not None:
-                allowed(lambda: start_values(job, self.family, disk_budget.trained(job, self.family)))
+                allowed(lambda: read_start_values(job, self.family, disk_budget.list_trainable(job, self.family)))
         if out.exists():  # what a tool has written can be used
             try:
                 export.read_adapter(out)
