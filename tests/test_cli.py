@@ -471,7 +471,7 @@ def ask_export(ask: Callable[..., Answer], folder: Path, dtype: str, keep: Path)
 def test_a_terminal_that_lacks_a_character_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)
-    commands.guarded(lambda: commands._say({"event": "warning", "text": "a 猫"}))
+    commands.guarded(lambda: commands._print_event({"event": "warning", "text": "a 猫"}))
     screen.flush()
     assert screen.buffer.getvalue() == b"warning: a \\u732b\n"
     monkeypatch.setenv("LORA_FP8_MESSAGE", str(tmp_path / "message"))

@@ -474,7 +474,7 @@ def test_log_every_thins_the_step_events_but_not_the_last(job):
 )
 def test_the_effective_learning_rate_is_told_and_kept(job, capsys, storage, scale, factor):
     mine = job(*SMALL, "train.steps=2", f"quantize.storage={storage}", f"optimizer.lr_scale={scale}")
-    run(mine, echo=commands._say)
+    run(mine, echo=commands._print_event)
     assert f"learning rate: 0.001 x {factor:g} = {1e-3 * factor:g}" in capsys.readouterr().out
     (model,) = events(mine, "model")
     assert (model["lr"], model["lr_factor"]) == (1e-3, factor)

@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line: `lora-fp8 <command>`."""
 
 from .commands import app, main
 

@@ -1,4 +1,4 @@
-"""The commands about pictures and captions: `lora-fp8 dataset ...`; added to `lora-fp8` by commands.py."""
+"""The commands for images and captions: `lora-fp8 dataset ...`; commands.py adds them to `lora-fp8`."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from .options import FOLDER, JSON, SET
 
 
 class _Dataset(typer.core.TyperGroup):
-    """`dataset FOLDER` is `dataset look FOLDER`."""
+    """A group whose default command is `look`: `dataset FOLDER` is `dataset look FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
@@ -24,35 +24,41 @@ class _Dataset(typer.core.TyperGroup):
 dataset_app = typer.Typer(
     cls=_Dataset,
     no_args_is_help=True,
-    help="Look at a dataset (`dataset FOLDER`), edit its captions, undo, redo and repair.",
+    help="Examine a dataset (`dataset FOLDER`), or edit its captions.",
 )
 
 
 @dataset_app.command()
 def look(
-    target: Path = typer.Argument(..., metavar="FOLDER|CONFIG", help="A folder of pictures, or a job's config."),
+    target: Path = typer.Argument(..., metavar="FOLDER|CONFIG", help="Folder of images, or a job's config."),
     overrides: list[str] = SET,
-    family: str = typer.Option("", help="Whose resolution and text limit count; a config says it."),
-    resolution: int = typer.Option(0, min=0, help="Side of the square with the training area; 0 is the family's."),
-    trigger: str = typer.Option("", help="Trigger word, where no config says it."),
-    mask: str = typer.Option("", help="Where the masks are, where no config says it; as in dataset.folders."),
-    remember: Path | None = typer.Option(None, metavar="FILE", help="Keep what was measured here, to be quick again."),
+    family: str = typer.Option(
+        "", help="Architecture, for a folder: its resolution and text limit are used. Default: sdxl."
+    ),
+    resolution: int = typer.Option(
+        0, min=0, help="Side of the training square, in pixels. 0: the config's, or the architecture's."
+    ),
+    trigger: str = typer.Option("", help="Trigger word, for a folder."),
+    mask: str = typer.Option("", help="Masks of a folder: a folder or a name pattern, as in dataset.folders."),
+    remember: Path | None = typer.Option(
+        None, metavar="FILE", help="File for the measurements, which makes the next call fast."
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Tell all about the pictures and captions: sizes, buckets and crops, copies, tags, and everything that is odd."""
+    """List facts and problems of a dataset. It covers sizes, buckets, crops, duplicates, tags and anything unusual."""
     from .. import config, errors, families, settings
     from ..data import doctor
 
     if remember and remember.exists() and not doctor.is_remembered(remember):
         raise errors.UserError(f"--remember: {remember} exists already and holds no measurements. Name another file")
     if target.is_dir():
-        if wrong := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
-            raise errors.UserError(f"--set {wrong[0]}: of a folder, settings of [dataset] alone have an effect")
+        if unknown := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
+            raise errors.UserError(f"--set {unknown[0]}: of a folder, settings of [dataset] alone have an effect")
         family = family or "sdxl"
-        needed = {"control": "."} if any(families.facts(family).get("controls", ())) else {}
-        given = {"path": ".", "trigger": trigger, "mask": mask, **needed}
+        control = {"control": "."} if any(families.facts(family).get("controls", ())) else {}
+        folder_settings = {"path": ".", "trigger": trigger, "mask": mask, **control}
         lines = ["[model]", config.toml_line("family", family), "path='demo'", "[[dataset.folders]]"]
-        job = config.loads("\n".join(lines + [config.toml_line(*one) for one in given.items()]), overrides)
+        job = config.loads("\n".join(lines + [config.toml_line(*item) for item in folder_settings.items()]), overrides)
         folder = settings.Folder(path=str(target), trigger=trigger, mask=mask)
         section = job.dataset.model_copy(update={"folders": [folder]})
     else:
@@ -63,7 +69,7 @@ def look(
     if not resolution:
         auto = section.resolution == "auto"
         resolution = families.facts(family)["native_resolution"] if auto else section.resolution
-    found = doctor.examine(
+    report = doctor.examine(
         section,
         resolution=resolution,
         step=doctor.BUCKET_STEP if section.bucket_step == "auto" else section.bucket_step,
@@ -73,8 +79,8 @@ def look(
         remember=remember,
         progress=_look_progress if as_json else None,
     )
-    print(json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(found.lines()))
-    if not found.ok:
+    print(json.dumps(report.to_json(), ensure_ascii=False) if as_json else "\n".join(report.lines()))
+    if not report.ok:
         sys.exit(2)
 
 
@@ -85,29 +91,35 @@ def _look_progress(done: int, total: int) -> None:
 @dataset_app.command()
 def edit(
     folder: Path = FOLDER,
-    recode: str = typer.Option("", metavar="ENCODING", help="Read what is no UTF-8 in this encoding, write UTF-8."),
-    text: str | None = typer.Option(None, "--set", help="The whole caption."),
-    replace: tuple[str, str] = typer.Option(("", ""), metavar="FIND BY", help="Replace a text."),
-    pattern: tuple[str, str] = typer.Option(("", ""), metavar="FIND BY", help="Replace by a regular expression."),
-    rename_tag: tuple[str, str] = typer.Option(("", ""), metavar="OLD NEW", help="Rename a tag."),
-    remove_tag: list[str] = typer.Option([], metavar="TAG", help="Take a tag out. Repeatable."),
-    add_tag: list[str] = typer.Option([], metavar="TAG", help="Add a tag where it lacks. Repeatable."),
-    first: bool = typer.Option(False, help="--add-tag puts it first, not last."),
-    dedupe: bool = typer.Option(False, help="Leave the first of equal tags."),
+    recode: str = typer.Option(
+        "", metavar="ENCODING", help="Encoding of captions that are not UTF-8; they become UTF-8."
+    ),
+    text: str | None = typer.Option(None, "--set", help="New caption, in place of the old one."),
+    replace: tuple[str, str] = typer.Option(("", ""), metavar="FIND BY", help="Text to replace, and its replacement."),
+    pattern: tuple[str, str] = typer.Option(
+        ("", ""), metavar="FIND BY", help="Regular expression to replace, and its replacement."
+    ),
+    rename_tag: tuple[str, str] = typer.Option(("", ""), metavar="OLD NEW", help="Tag to rename, and its new name."),
+    remove_tag: list[str] = typer.Option([], metavar="TAG", help="Tag to remove. Repeatable."),
+    add_tag: list[str] = typer.Option([], metavar="TAG", help="Tag to add where it is missing. Repeatable."),
+    first: bool = typer.Option(False, help="Put tags of --add-tag first, not last."),
+    dedupe: bool = typer.Option(False, help="Remove duplicate tags."),
     sort: bool = typer.Option(False, help="Sort the tags."),
-    keep: int = typer.Option(0, min=0, help="--sort leaves the first N in place."),
-    prepend: str = typer.Option("", metavar="TEXT", help="Put a text in front, as it is."),
-    append: str = typer.Option("", metavar="TEXT", help="Put a text behind, as it is."),
-    trigger: str = typer.Option("", metavar="WORD", help="Put a trigger word in front where it lacks."),
-    separator: str = typer.Option(",", help="What separates tags."),
-    only: str = typer.Option("", metavar="GLOB", help="Only pictures whose name in the folder fits, as 'deep/*'."),
-    mask: str = typer.Option("", help="What masks beside the pictures are called, as '*-masklabel': they get none."),
-    having: list[str] = typer.Option([], metavar="TAG", help="Only captions with this tag. Repeatable."),
-    lacking: list[str] = typer.Option([], metavar="TAG", help="Only captions without this tag. Repeatable."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would change, and write nothing."),
+    keep: int = typer.Option(0, min=0, help="Number of first tags that --sort leaves in place."),
+    prepend: str = typer.Option("", metavar="TEXT", help="Text to put in front, without a separator."),
+    append: str = typer.Option("", metavar="TEXT", help="Text to put at the end, without a separator."),
+    trigger: str = typer.Option("", metavar="WORD", help="Trigger word to put in front where it is missing."),
+    separator: str = typer.Option(",", help="Separator of tags."),
+    only: str = typer.Option("", metavar="GLOB", help="Name pattern of the images to edit, such as 'deep/*'."),
+    mask: str = typer.Option(
+        "", help="Name pattern of masks beside the images, such as '*-masklabel'; masks have no caption."
+    ),
+    having: list[str] = typer.Option([], metavar="TAG", help="Edit only captions with this tag. Repeatable."),
+    lacking: list[str] = typer.Option([], metavar="TAG", help="Edit only captions without this tag. Repeatable."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show the changes, and write nothing."),
     as_json: bool = JSON,
 ) -> None:
-    """Edit captions; several options are done in the order of this list. `dataset undo` takes it back, to the byte."""
+    """Edit captions. Options apply in the order of this list; `dataset undo` restores every byte."""
     from ..data import captions
 
     options = captions.EditOptions(
@@ -117,17 +129,17 @@ def edit(
     )  # fmt: skip
     operations = options.operations()
     chosen = captions.select(folder, glob=only, having=having, lacking=lacking, separator=separator, mask=mask)
-    found = captions.preview(folder, operations, chosen)
-    entry = captions.apply(folder, found) if found.changes and not dry_run else None
+    preview = captions.preview(folder, operations, chosen)
+    entry = captions.apply(folder, preview) if preview.changes and not dry_run else None
     changes = [{"file": change.file, "before": texts[0], "after": texts[1]}
-               for change in found.changes for texts in [change.texts()]]  # fmt: skip
+               for change in preview.changes for texts in [change.texts()]]  # fmt: skip
     if as_json:
-        told = {"title": found.title, "changes": changes, "problems": found.problems}
-        print(json.dumps(told | {"edit": entry.id if entry else None}, ensure_ascii=False, indent=1))
+        content = {"title": preview.title, "changes": changes, "problems": preview.problems}
+        print(json.dumps(content | {"edit": entry.id if entry else None}, ensure_ascii=False, indent=1))
         return
     for change in changes if dry_run else []:
         print(f"{change['file']}\n- {change['before']}\n+ {change['after']}")
-    for line in found.problems:
+    for line in preview.problems:
         print(f"left as it is: {line}")
     done = "would change" if dry_run else "changed; `lora-fp8 dataset undo` takes it back" if entry else "changed"
     print(f"{folder}: {len(changes)} of {len(chosen)} captions {done}")
@@ -135,7 +147,7 @@ def edit(
 
 @dataset_app.command()
 def undo(folder: Path = FOLDER) -> None:
-    """Take the last caption edit back, to the byte; refused where somebody else has changed a caption since."""
+    """Undo the last caption edit. It restores every byte, and stops if a caption was changed since."""
     from ..data import captions
 
     entry = captions.undo(folder)
@@ -144,7 +156,7 @@ def undo(folder: Path = FOLDER) -> None:
 
 @dataset_app.command()
 def redo(folder: Path = FOLDER) -> None:
-    """Do again the caption edit that was undone last."""
+    """Redo the caption edit that was undone last."""
     from ..data import captions
 
     entry = captions.redo(folder)
@@ -154,34 +166,34 @@ def redo(folder: Path = FOLDER) -> None:
 @dataset_app.command()
 def repair(
     folder: Path = FOLDER,
-    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be repaired, and write nothing."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show the repairs, and write nothing."),
     as_json: bool = JSON,
 ) -> None:
-    """Repair captions after a crash: take back a half-done edit, restore damaged files, delete temporary ones."""
+    """Repair captions after a crash. Undo an incomplete edit, restore damaged files, and delete temporary ones."""
     from ..data import captions
 
-    found = captions.repair(folder, dry_run)
+    repair_report = captions.repair(folder, dry_run)
     if as_json:
-        print(json.dumps(vars(found), ensure_ascii=False, indent=1))
+        print(json.dumps(vars(repair_report), ensure_ascii=False, indent=1))
         return
     would = "would be " if dry_run else ""
     lines = []
-    if found.title:
+    if repair_report.title:
         again = "" if dry_run else "; `lora-fp8 dataset history` lists it"
-        lines.append(f"{would}taken back in {len(found.taken_back)} captions: {found.title}{again}")
-    for what, files in (
-        ("damaged captions {would}restored", found.restored),
-        ("temporary files {would}deleted", found.swept),
-        ("captions left as they are, because somebody else has changed them", found.others),
+        lines.append(f"{would}taken back in {len(repair_report.taken_back)} captions: {repair_report.title}{again}")
+    for label, files in (
+        ("damaged captions {would}restored", repair_report.restored),
+        ("temporary files {would}deleted", repair_report.swept),
+        ("captions left as they are, because somebody else has changed them", repair_report.others),
     ):
         more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-        lines += [f"{len(files)} {what.format(would=would)}: {', '.join(files[:3])}{more}"] if files else []
+        lines += [f"{len(files)} {label.format(would=would)}: {', '.join(files[:3])}{more}"] if files else []
     print("\n".join(f"{folder}: {line}" for line in lines or ["no caption needs repair"]))
 
 
 @dataset_app.command()
 def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
-    """List the caption edits that can be undone and redone."""
+    """List the caption edits that can be undone or redone."""
     from ..data import captions
 
     entries = captions.history(folder)

@@ -1,8 +1,10 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share."""
 
 import typer
 
-SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Override one setting, such as train.steps=500. Repeatable.")
-JSON = typer.Option(False, "--json", help="Answer in JSON.")
-DTYPE = typer.Option("", help="bf16, fp16 or fp32; empty is that of the files.")
-FOLDER = typer.Argument(..., metavar="FOLDER", help="Folder of pictures with captions beside them.")
+CONFIG = typer.Argument(..., metavar="CONFIG", help="Config file of the job.")
+RUN = typer.Argument(..., metavar="RUN", help="Run folder.")
+SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Setting to override, such as train.steps=500. Repeatable.")
+JSON = typer.Option(False, "--json", help="Print JSON.")
+DTYPE = typer.Option("", help="Dtype of the output: bf16, fp16 or fp32. Default: that of the files.")
+FOLDER = typer.Argument(..., metavar="FOLDER", help="Folder of images with captions beside them.")
