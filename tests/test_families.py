@@ -37,6 +37,7 @@ from lora_fp8.objectives import Diffusion, FlowMatching
 from lora_fp8.precision import name_matches
 from lora_fp8.settings import Model, Objective, Preview, Quantize
 from lora_fp8.stages import previews
+from lora_fp8.stages.cache import PreviewPrompts
 
 pytestmark = pytest.mark.usefixtures("small_controls")
 
@@ -482,7 +483,8 @@ def test_previews_in_bf16_decode_in_float32(Family, folder):
     section = Preview(prompts=["x"], steps=2).model_copy(update=sizes)
     pipeline = family.pipeline(denoiser)
     assert pipeline.vae.dtype == torch.float32
-    (drawn,) = previews.render(family, pipeline, [cond | shown_to_pipeline(family)], [negative], section, 0)
+    prompts = PreviewPrompts(["x"], "", [cond | shown_to_pipeline(family)], [negative])
+    (drawn,) = previews.render(family, pipeline, prompts, section, 0)
     assert drawn.size == (Family.tiny_hw[1], Family.tiny_hw[0])
 
 

@@ -57,7 +57,7 @@ def test_two_processes_encode_half_each_and_tell_the_sum(job, tmp_path: Path):
     again = Told()
     cached(mine, again, Rank(0))
     assert again.events["cache"][0]["encoded"] == 0
-    assert data.loader.samples_per_epoch > 0 and len(data.preview_conds) == 1
+    assert data.loader.samples_per_epoch > 0 and len(data.previews.conds) == 1
 
 
 def test_a_stop_is_heard_while_caching(job, tmp_path: Path):

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..data import buckets as bucketing
@@ -23,6 +23,29 @@ from ..run import Run
 from .session import Session
 
 
+@dataclass(frozen=True)
+class PreviewPrompts:
+    """The prompts of the previews, encoded, in the order of `preview.prompts`."""
+
+    texts: list[str]
+    negative_text: str
+    conds: list[Cond]
+    """unbatched conditioning of each prompt"""
+    negatives: list[Cond] | None
+    """the same of the negative prompt of each, for classifier-free guidance; None without"""
+
+    def encode(self, encode: Callable[[Sequence[str], list[Cond]], list[Cond]]) -> "PreviewPrompts":
+        """Encode the texts anew, with trained text encoders.
+
+        Args:
+            encode: takes texts and their cached conditioning, and returns the new conditioning.
+        """
+        negatives = self.negatives
+        if negatives is not None:
+            negatives = encode([self.negative_text] * len(negatives), negatives)
+        return replace(self, conds=encode(self.texts, self.conds), negatives=negatives)
+
+
 @dataclass
 class Data:
     """The result of the cache stage, for the later stages."""
@@ -30,9 +53,7 @@ class Data:
     loader: Loader
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
     held_out: Loader | None  # the images that validation measures on, one a batch, the same each time
-    preview_conds: list[Cond]
-    preview_negatives: list[Cond] | None  # the negative prompt of each preview
-    preview_texts: tuple[list[str], str]  # the prompts and the negative prompt, as text
+    previews: PreviewPrompts
     fingerprint: str
     files: dict[str, str]  # from `make_manifest`, for a checkpoint to name the files that changed
 
@@ -75,7 +96,6 @@ def cache(session: Session) -> Data:
             for image in members
         ]
     )
-    conds, negatives = _read_preview_conds(plan)
     held_out = None
     if placed.held_out:
         plain = plain_captions(section).model_copy(update={"flip": False})
@@ -84,25 +104,23 @@ def cache(session: Session) -> Data:
         loader=loader,
         heaviest=max(range(loader.batches_per_epoch), key=lambda i: _count_pixels(store, loader.batch_at(i))),
         held_out=held_out,
-        preview_conds=conds,
-        preview_negatives=negatives or None,
-        preview_texts=(job.preview.prompts, family.negative_text(job.preview.negative)),
+        previews=_read_preview_prompts(plan),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
         files=make_manifest([*placed.examples, *placed.held_out]),
     )
 
 
-def _read_preview_conds(plan: Plan) -> tuple[list[Cond], list[Cond]]:
+def _read_preview_prompts(plan: Plan) -> PreviewPrompts:
     """Read the conditioning of the previews from the cache: prompts with control images, and negative prompts."""
-    job, store = plan.job, plan.cache
-    controls = images.preview_controls(job.preview, job.dataset, plan.family.controls)[0]
+    job, family, store = plan.job, plan.family, plan.cache
+    controls = images.preview_controls(job.preview, job.dataset, family.controls)[0]
     prompts, negative_prompts = plan.preview_prompts
     control_sets = [preview_pictures(paths, job.dataset.background) for paths in controls] or [{}] * len(prompts)
     negatives = [store.cond(prompt) for prompt in negative_prompts]
     if not job.preview.negative:
-        negatives = [cond for cond in map(plan.family.without_negative, negatives) if cond is not None]
+        negatives = [cond for cond in map(family.without_negative, negatives) if cond is not None]
     conds = [store.cond(prompt) | control_set for prompt, control_set in zip(prompts, control_sets, strict=True)]
-    return conds, negatives
+    return PreviewPrompts(job.preview.prompts, family.negative_text(job.preview.negative), conds, negatives or None)
 
 
 def _make_progress_log(run: Run) -> Callable[[int, int], None]:

@@ -31,7 +31,7 @@ from ..training import checkpoint, memory, optim
 from ..training.text_encoders import answers
 from . import previews
 from .cache import Data
-from .load import Loaded, make_preview_conditioning
+from .load import Loaded, encode_preview_prompts
 from .session import Session
 
 PLAIN_MEMORY_FACTOR = 1.25
@@ -56,8 +56,7 @@ def finish(session: Session, data: Data, loaded: Loaded, step: int) -> Result:
     drawn: list[Image.Image] = []
     with processes.together():
         if job.preview.prompts:
-            conds, negatives = make_preview_conditioning(data, loaded)
-            drawn = previews.draw(session, loaded.denoiser, conds, negatives, step)
+            drawn = previews.draw(session, loaded.denoiser, encode_preview_prompts(data, loaded), step)
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])
@@ -171,13 +170,10 @@ def _choose_device(device: torch.device, num_bytes: int, run: Run) -> torch.devi
 
 def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Image.Image]:
     """Draw the previews with another pipeline; if text encoders are trained, its own ones encode the prompts."""
-    conds, negatives = data.preview_conds, data.preview_negatives
+    prompts = data.previews
     if job.adapter.text_encoder:
-        prompts, negative_prompt = data.preview_texts
-        conds = answers(family, pipeline, prompts, conds)
-        if negatives is not None:
-            negatives = answers(family, pipeline, [negative_prompt] * len(negatives), negatives)
-    return previews.render(family, pipeline, conds, negatives, job.preview, job.dataset.resolution)
+        prompts = prompts.encode(partial(answers, family, pipeline))
+    return previews.render(family, pipeline, prompts, job.preview, job.dataset.resolution)
 
 
 def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:

@@ -8,12 +8,12 @@ from torch import nn
 from .. import adapters, precision, settings
 from ..distributed import exchange
 from ..distributed.exchange import Exchange
-from ..families.base import Cond, ModelFamily
+from ..families.base import ModelFamily
 from ..lora_files.layouts import text_encoder_of
 from ..objectives import Objective
 from ..training import memory, optim
 from ..training.text_encoders import Adapted, TextEncoders
-from .cache import Data
+from .cache import Data, PreviewPrompts
 from .session import Session
 
 
@@ -120,12 +120,6 @@ def _describe_waiting(waiting: int) -> list[str]:
     return [f"{waiting / 2**30:.2f} GiB of the frozen weights wait in main memory"] if waiting else []
 
 
-def make_preview_conditioning(data: Data, loaded: Loaded) -> tuple[list[Cond], list[Cond] | None]:
-    """Return the conditioning of prompts and negative prompts; trained text encoders encode them anew."""
-    if loaded.text is None:
-        return data.preview_conds, data.preview_negatives
-    prompts, negative_prompt = data.preview_texts
-    negatives = data.preview_negatives
-    if negatives is not None:
-        negatives = loaded.text.answers([negative_prompt] * len(negatives), negatives)
-    return loaded.text.answers(prompts, data.preview_conds), negatives
+def encode_preview_prompts(data: Data, loaded: Loaded) -> PreviewPrompts:
+    """Return the prompts of the previews; trained text encoders encode them anew."""
+    return data.previews if loaded.text is None else data.previews.encode(loaded.text.answers)

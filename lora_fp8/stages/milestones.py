@@ -11,7 +11,7 @@ from ..training import checkpoint, memory, optim
 from . import previews, validate
 from .cache import Data
 from .finish import get_export_folder, write_files
-from .load import Loaded, make_preview_conditioning
+from .load import Loaded, encode_preview_prompts
 from .resume import State, save_checkpoint
 from .session import Session
 from .step import Gradient
@@ -104,9 +104,9 @@ class Milestones:
 
     def draw(self, step: int) -> None:
         """Draw previews."""
-        conds, negatives = make_preview_conditioning(self.data, self.loaded)
+        prompts = encode_preview_prompts(self.data, self.loaded)
         with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
-            previews.draw(self.session, self.loaded.denoiser, conds, negatives, step)
+            previews.draw(self.session, self.loaded.denoiser, prompts, step)
 
 
 def export_is_due(job: Job, step: int) -> bool:

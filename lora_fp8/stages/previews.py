@@ -18,39 +18,33 @@ from torch import nn
 
 from .. import settings
 from ..common.writing import atomic_write
-from ..families.base import Cond, ModelFamily
+from ..families.base import ModelFamily
+from .cache import PreviewPrompts
 from .session import Session
 
 
 def render(
-    family: ModelFamily,
-    pipeline: Any,
-    conds: list[Cond],
-    negatives: list[Cond] | None,
-    section: settings.Preview,
-    side: int,
+    family: ModelFamily, pipeline: Any, prompts: PreviewPrompts, section: settings.Preview, side: int
 ) -> list[Image.Image]:
-    """Draw one image per conditioning: the first frame of each clip of `draw_clips`, whose arguments it has."""
-    return [frames[0] for frames in draw_clips(family, pipeline, conds, negatives, section, side)]
+    """Draw one image per prompt: the first frame of each clip of `draw_clips`, whose arguments it has."""
+    return [frames[0] for frames in draw_clips(family, pipeline, prompts, section, side)]
 
 
 @torch.no_grad()
 def draw_clips(
     family: ModelFamily,
     pipeline: Any,
-    conds: list[Cond],
-    negatives: list[Cond] | None,
+    prompts: PreviewPrompts,
     section: settings.Preview,
     side: int,
     numbers: Sequence[int] | None = None,
 ) -> list[list[Image.Image]]:
-    """Draw one clip per conditioning with a diffusers pipeline of the family. An image is a clip of one frame.
+    """Draw one clip per prompt with a diffusers pipeline of the family. An image is a clip of one frame.
 
     Args:
         family: of the pipeline.
         pipeline: the diffusers pipeline.
-        conds: encoded prompts, unbatched, in the order of `section.prompts`.
-        negatives: the encoded negative prompt of each, for classifier-free guidance.
+        prompts: encoded prompts and negative prompts.
         section: the job's `[preview]` table.
         side: pixels, for a width or height of 0.
         numbers: which of them to draw, counted from 0; None draws all. Each has its own seed, so leaving out some does
@@ -61,6 +55,7 @@ def draw_clips(
     """
     pipeline.set_progress_bar_config(disable=True)
     drawn = []
+    conds, negatives = prompts.conds, prompts.negatives
     for i in range(len(conds)) if numbers is None else numbers:
         generator = torch.Generator("cpu").manual_seed(section.seed + i)
         inputs = family.pipeline_inputs(conds[i], negatives[i] if negatives else None)
@@ -69,9 +64,7 @@ def draw_clips(
     return drawn
 
 
-def draw(
-    session: Session, denoiser: nn.Module, conds: list[Cond], negatives: list[Cond] | None, step: int
-) -> list[Image.Image]:
+def draw(session: Session, denoiser: nn.Module, prompts: PreviewPrompts, step: int) -> list[Image.Image]:
     """Draw the previews of this step into the run's samples/. Process i % world draws prompt i.
 
     A failing preview is a warning, and the run continues: the LoRA does not depend on previews.
@@ -81,13 +74,11 @@ def draw(
     """
     family, run, processes = session.family, session.run, session.processes
     section, side = session.job.preview, session.job.dataset.resolution
-    numbers = processes.share(range(len(conds)))
+    numbers = processes.share(range(len(prompts.conds)))
     problem, was_training = None, denoiser.training
     denoiser.eval()  # no dropout
     try:
-        drawn = (
-            draw_clips(family, family.pipeline(denoiser), conds, negatives, section, side, numbers) if numbers else []
-        )
+        drawn = draw_clips(family, family.pipeline(denoiser), prompts, section, side, numbers) if numbers else []
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     finally:
@@ -100,7 +91,7 @@ def draw(
         return []
     if not processes.is_main:
         return []
-    paths = [get_path(run.samples, step, i) for i in range(len(conds))]
+    paths = [get_path(run.samples, step, i) for i in range(len(prompts.conds))]
     paths_by_kind = {"images": [str(path.relative_to(run.path)) for path in paths]}
     if section.frames > 1:
         paths_by_kind["clips"] = [str(path.with_suffix(".webp").relative_to(run.path)) for path in paths]
