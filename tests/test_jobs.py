@@ -16,8 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import LONG_SECONDS, wait_until
@@ -49,7 +50,13 @@ def queue(tmp_path: Path) -> Queue:
 @pytest.fixture
 def add(queue: Queue, tmp_path: Path) -> Callable[..., int]:
     """add("name", priority=1): a queued job."""
-    return lambda name, **options: queue.submit(TEXT.format(name=name), folder=tmp_path, **options)
+
+    def submit(name: str, overrides: Sequence[str] = (), **scheduling: Any) -> int:
+        source = jobs.Source(folder=tmp_path)
+        text = TEXT.format(name=name)
+        return queue.submit(text, overrides=overrides, source=source, scheduling=jobs.Scheduling(**scheduling))
+
+    return submit
 
 
 def fresh(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +83,7 @@ def test_a_job_is_what_the_file_said_when_it_was_submitted(queue: Queue, tmp_pat
     preset.write_text("[adapter]\nrank = 7\n", encoding="utf-8")
     (tmp_path / "base").mkdir()
     text = TEXT.format(name="zibo").replace('"demo"', '"base"').replace("name =", 'preset = ["./mine.toml"]\nname =', 1)
-    id = queue.submit(text, overrides=["train.steps=9"], folder=tmp_path)
+    id = queue.submit(text, overrides=["train.steps=9"], source=jobs.Source(folder=tmp_path))
     preset.write_text("[adapter]\nrank = 8\n", encoding="utf-8")
     stored = config.loads(queue.config(id), folder=Path("/nowhere"))
     assert (stored.adapter.rank, stored.train.steps, stored.preset) == (7, 9, [])
@@ -132,7 +139,9 @@ def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> No
 
 def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Callable[..., int], tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as found:
-        queue.submit(TEXT.format(name="x"), overrides=["train.stepz=1", "train.batch_size=0"], where="x.toml")
+        queue.submit(
+            TEXT.format(name="x"), overrides=["train.stepz=1", "train.batch_size=0"], source=jobs.Source("x.toml")
+        )
     assert len(found.value.problems) == 2
     first = add("zibo")
     with pytest.raises(UserError, match=f"job {first} writes there already"):
@@ -175,7 +184,7 @@ def test_fifty_submit_at_once(tmp_path: Path) -> None:
     def one(number: int) -> None:
         try:
             together.wait()
-            found = Queue(tmp_path / "home").submit(TEXT.format(name=f"n{number}"), folder=tmp_path)
+            found = Queue(tmp_path / "home").submit(TEXT.format(name=f"n{number}"), source=jobs.Source(folder=tmp_path))
             ids.append(found)
         except Exception as error:
             errors.append(error)
@@ -823,7 +832,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(procs.TOKEN, "of-a-job-that-submits")
     found: list[jobs.Info] = []
-    waits = Queue(home).submit(TEXT.format(name="x"), gpus="7")  # so that it has something to wait for
+    waits = Queue(home).submit(
+        TEXT.format(name="x"), scheduling=jobs.Scheduling(gpus="7")
+    )  # so that it has something to wait for
     threads = [threading.Thread(target=lambda: found.append(jobs.ensure_worker(home, 0.5))) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -27,7 +27,7 @@ def queue(tmp_path: Path) -> jobs.Queue:
     made = jobs.Queue(tmp_path / "home")
     text = TEXT.format(name="{name}", folder=tmp_path / "runs") + f'folders = [{{path = "{tmp_path}"}}]\n'
     for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", 0)):
-        made.submit(text.replace("{name}", name), priority=priority, max_attempts=2)
+        made.submit(text.replace("{name}", name), scheduling=jobs.Scheduling(priority, max_attempts=2))
     made.submit_command("verify", ["x y.safetensors"], folder=tmp_path)
     made.cancel(5)
     for number, status in ((1, 0), (2, -9)):

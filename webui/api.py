@@ -49,7 +49,7 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
 
     def submit(config: str, priority: int = 0, gpus: str = "") -> dict:
         """Queue a training. config: TOML text, its paths below the page's folders. Returns {"id"}."""
-        return {"id": entry.submit_training(place, config, priority=priority, gpus=gpus)}
+        return {"id": entry.submit_training(place, config, jobs.Scheduling(priority, gpus))}
 
     def list_jobs() -> list[dict]:
         """All jobs of the queue: those that run, those that wait, in their order, then what has ended."""

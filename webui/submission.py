@@ -48,15 +48,16 @@ def check_config(place: Place, text: str) -> settings.Job:
     return settings.Job(**data)
 
 
-def submit_training(place: Place, text: str, **options: Any) -> int:
-    """Queue a training, start a worker if there is none, and return the job's id. `options`: as of `jobs.Queue.submit`.
+def submit_training(place: Place, text: str, scheduling: jobs.Scheduling | None = None) -> int:
+    """Queue a training, start a worker if there is none, and return the job's id.
 
     Raises:
         UserErrors: as `check_config`.
         UserError: the folder holds a run already, or the queue cannot be used.
     """
     job = check_config(place, text)
-    id = jobs.Queue(place.home).submit(config.dumps(job), folder=place.home, **options)
+    source, scheduling = jobs.Source(folder=place.home), scheduling or jobs.Scheduling()
+    id = jobs.Queue(place.home).submit(config.dumps(job), source=source, scheduling=scheduling)
     jobs.ensure_worker(place.home)
     return id
 

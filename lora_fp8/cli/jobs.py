@@ -41,19 +41,17 @@ def submit(
     from ..common.reading import load_text
 
     queue = jobs.Queue()
+    scheduling = jobs.Scheduling(priority, gpus, attempts)
     if config_file.is_dir():
-        id = queue.submit_run(config_file, overrides=overrides, priority=priority, gpus=gpus, max_attempts=attempts)
+        id = queue.submit_run(config_file, overrides=overrides, scheduling=scheduling)
     else:
         # Loaded for its error messages: a file that cannot be read is reported here.
         config.load(config_file, overrides)
         id = queue.submit(
             load_text(config_file),
             overrides=overrides,
-            presets=config_file.parent,
-            where=str(config_file),
-            priority=priority,
-            gpus=gpus,
-            max_attempts=attempts,
+            source=jobs.Source(str(config_file), presets=config_file.parent),
+            scheduling=scheduling,
         )
     _print_queued(queue, id, with_worker, as_json)
 
@@ -187,7 +185,8 @@ def run(
     from .. import jobs
 
     queue = jobs.Queue()
-    id = queue.submit_command(command, arguments or [], priority=priority, gpus=gpus)
+    scheduling = jobs.Scheduling(priority, gpus, max_attempts=1)
+    id = queue.submit_command(command, arguments or [], scheduling=scheduling)
     _print_queued(queue, id, with_worker, as_json)
 
 

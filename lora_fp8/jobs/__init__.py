@@ -20,6 +20,7 @@ import threading
 import tomllib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ __all__ = [
     "JobView",
     "Queue",
     "SENTENCES",
+    "Scheduling",
     "Sentence",
     "Settings",
+    "Source",
     "StoreError",
     "Worker",
     "ensure_worker",
@@ -54,6 +57,39 @@ __all__ = [
 
 COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "ema")
 """Subcommands of `lora-fp8` that may be queued: they compute something and then exit."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the text of a config comes from.
+
+    Attributes:
+        name: the source that error messages name.
+        folder: base of relative paths in the config; None is the working directory.
+        presets: base of presets given as paths; None is `folder`.
+    """
+
+    name: str = "config"
+    folder: Path | None = None
+    presets: Path | None = None
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """When and where a job starts.
+
+    Attributes:
+        priority: higher starts earlier.
+        gpus: GPU group of the worker to wait for, such as "0,1"; "" takes any.
+        max_attempts: how often the job is started if it crashes; 1 never restarts it.
+    """
+
+    priority: int = 0
+    gpus: str = ""
+    max_attempts: int = 3
+
+
+WITHOUT_RESTART = Scheduling(max_attempts=1)
 
 
 class Queue:
@@ -136,12 +172,8 @@ class Queue:
         text: str,
         *,
         overrides: Sequence[str] = (),
-        folder: Path | None = None,
-        presets: Path | None = None,
-        where: str = "config",
-        priority: int = 0,
-        gpus: str = "",
-        max_attempts: int = 3,
+        source: Source = Source(),  # noqa: B008 - frozen
+        scheduling: Scheduling = Scheduling(),  # noqa: B008 - frozen
         again: bool = False,
     ) -> int:
         """Queue a training. The whole resolved config is stored, so later edits of any file change nothing.
@@ -149,13 +181,9 @@ class Queue:
         Args:
             text: TOML, as in a config file.
             overrides: as for `--set`.
-            folder: base of relative paths in the config; None is the working directory.
-            presets: base of presets given as paths; None is `folder`.
-            where: the source that error messages name.
-            priority: higher starts earlier.
-            gpus: GPU group of the worker to wait for, such as "0,1"; "" takes any.
-            max_attempts: how often the job is started if it crashes; 1 never restarts it.
-            again: the folder has a run with checkpoints, which this job continues.
+            source: where the text comes from.
+            scheduling: when and where the job starts.
+            again: True if the folder has a run with checkpoints, which this job continues.
 
         Returns:
             The job's id.
@@ -163,10 +191,11 @@ class Queue:
         Raises:
             UserError: with everything that is wrong in the config; or its folder has a run, or belongs to another job.
         """
-        here = Path(os.path.abspath(folder or Path()))
-        job = make_paths_absolute(config.loads(text, list(overrides), where=where, folder=presets or here), here)
-        if max_attempts < 1:
-            raise UserError(f"max_attempts: must be at least 1, got {max_attempts}")
+        here = Path(os.path.abspath(source.folder or Path()))
+        job = config.loads(text, list(overrides), where=source.name, folder=source.presets or here)
+        job = make_paths_absolute(job, here)
+        if scheduling.max_attempts < 1:
+            raise UserError(f"max_attempts: must be at least 1, got {scheduling.max_attempts}")
         run = Run(Path(job.output_dir) / job.name)
         for row in self.store.rows("phase <> 'ended'"):
             if row.folder == str(run.path):
@@ -181,11 +210,21 @@ class Queue:
             folder=str(run.path),
             cwd="",
             again=int(again),
-            **_make_columns(priority, gpus, max_attempts),
+            **_make_columns(scheduling),
         )
 
-    def submit_run(self, folder: Path, **options: Any) -> int:
-        """Queue the continuation of a run that was stopped, or that was started in a shell. `options` as for `submit`.
+    def submit_run(
+        self,
+        folder: Path,
+        *,
+        overrides: Sequence[str] = (),
+        scheduling: Scheduling = Scheduling(),  # noqa: B008 - frozen
+    ) -> int:
+        """Queue the continuation of a run that was stopped, or that was started in a shell.
+
+        Args:
+            folder: the run folder.
+            overrides, scheduling: as for `submit`.
 
         Raises:
             UserError: there is no run, or it is training.
@@ -196,16 +235,29 @@ class Queue:
         ownership.require_ours(run.path)
         # The folder may have been moved or renamed since, so its current place counts.
         place = {"name": run.path.name, "output_dir": str(run.path.parent)}
-        overrides = [config.toml_line(key, value) for key, value in place.items()]
-        overrides += options.pop("overrides", [])
+        overrides = [*(config.toml_line(key, value) for key, value in place.items()), *overrides]
         config.load(run.config_file, overrides)  # only for its error messages
         text = load_text(run.config_file, encoding="utf-8")
-        return self.submit(text, overrides=overrides, where=str(run.config_file), again=True, **options)
+        source = Source(str(run.config_file))
+        return self.submit(text, overrides=overrides, source=source, scheduling=scheduling, again=True)
 
     def submit_command(
-        self, command: str, arguments: Sequence[str], *, folder: Path | None = None, name: str = "", **options: Any
+        self,
+        command: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path | None = None,
+        name: str = "",
+        scheduling: Scheduling = WITHOUT_RESTART,
     ) -> int:
-        """Queue a subcommand of `lora-fp8` that is in COMMANDS, to be run in `folder`. `options` as for `submit`.
+        """Queue a subcommand of `lora-fp8`.
+
+        Args:
+            command: one of COMMANDS.
+            arguments: of the command.
+            folder: folder to run it in; None is the working directory.
+            name: name of the job; "" is the command's.
+            scheduling: as for `submit`.
 
         Raises:
             UserError: the subcommand cannot be queued.
@@ -214,8 +266,7 @@ class Queue:
             raise UserError(f"{command!r} cannot be queued; accepted: {', '.join(COMMANDS)}")
         if any("\0" in argument for argument in arguments):
             raise UserError("an argument has a NUL character in it")
-        common = _make_columns(options.pop("priority", 0), options.pop("gpus", ""), options.pop("max_attempts", 1))
-        assert not options, options
+        common = _make_columns(scheduling)
         line = json.dumps([command, *arguments])  # ASCII, as file names may have bytes that are not UTF-8
         cwd = os.path.abspath(folder or Path())
         return self._insert(name=name or command, kind="command", text="", command=line, folder="", cwd=cwd, **common)
@@ -223,14 +274,15 @@ class Queue:
     def clone(self, id: int, overrides: Sequence[str] = ()) -> int:
         """Queue a job's config as a new job, in a new folder unless `overrides` name one. Return its id."""
         row = self.store.row(id)
-        options: dict[str, Any] = {"priority": row.priority, "gpus": row.gpus, "max_attempts": row.max_attempts}
+        scheduling = Scheduling(row.priority, row.gpus, row.max_attempts)
         if row.kind == "command":
             if overrides:
                 raise UserError(f"job {id} is a command and has no settings to override")
             command, *arguments = parse_command(row)
-            return self.submit_command(command, arguments, folder=Path(row.cwd), name=row.name, **options)
+            return self.submit_command(command, arguments, folder=Path(row.cwd), name=row.name, scheduling=scheduling)
         overrides_of_copy = [config.toml_line("name", self.find_free_name(Path(row.folder))), *overrides]
-        return self.submit(row.text, overrides=overrides_of_copy, where=f"job {id}", **options)
+        source = Source(f"job {id}")
+        return self.submit(row.text, overrides=overrides_of_copy, source=source, scheduling=scheduling)
 
     def rerun(self, id: int) -> int:
         """Train a job's config again from the start, as a new job in a new folder. Return its id."""
@@ -488,7 +540,12 @@ def make_paths_absolute(job: settings.Job, folder: Path) -> settings.Job:
     return settings.Job(**data)
 
 
-def _make_columns(priority: int, gpus: str, max_attempts: int) -> dict[str, Any]:
+def _make_columns(scheduling: Scheduling) -> dict[str, Any]:
+    """Return the columns that every new job has.
+
+    Raises:
+        UserError: the GPU group is malformed, or this system has no /proc.
+    """
     procs.read_boot_id()  # refuse a system without /proc before anything is queued
-    group = normalize_group(gpus) if gpus else ""
-    return {"priority": priority, "gpus": group, "max_attempts": max_attempts, "created": now()}
+    values = asdict(scheduling) | {"gpus": normalize_group(scheduling.gpus) if scheduling.gpus else ""}
+    return values | {"created": now()}

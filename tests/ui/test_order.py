@@ -183,7 +183,9 @@ def test_an_answer_of_the_queue_comes_though_its_stream_was_just_closed(visit: C
 def test_two_clicks_do_it_once(site: Site, visit: Callable[..., Page]) -> None:
     queue = jobs.Queue(site.home)
     text = 'name = "twice"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
-    id = queue.submit(text.format(site.root / "runs"), gpus="77")  # of a group that is not there: it waits
+    id = queue.submit(
+        text.format(site.root / "runs"), scheduling=jobs.Scheduling(gpus="77")
+    )  # of a group that is not there: it waits
     queue.cancel(id)
     page = visit()
     known = {job.id for job in queue.view(shell=False)}
@@ -255,7 +257,7 @@ def test_what_is_typed_while_a_choice_is_answered_stands(site: Site, visit: Call
 def test_each_button_counts_while_another_waits_for_its_answer(site: Site, visit: Callable[..., Page]) -> None:
     queue = jobs.Queue(site.home)
     text = 'name = "n{}"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
-    ids = [queue.submit(text.format(n, site.root / "runs"), gpus="77") for n in range(2)]
+    ids = [queue.submit(text.format(n, site.root / "runs"), scheduling=jobs.Scheduling(gpus="77")) for n in range(2)]
     page = visit()
     one, other = (page.locator(f'[data-job="{id}"]') for id in ids)
     expect(other).to_be_visible()

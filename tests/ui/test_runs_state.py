@@ -174,7 +174,7 @@ def test_a_job_is_moved_and_deleted_by_its_name(site: Site, visit: Callable[...,
     queue = jobs.Queue(site.home)
     text = 'name = "del{}"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
     # Of a group of GPUs that this machine does not have: it waits for ever, and says so.
-    ids = [queue.submit(text.format(n, site.root / "runs"), gpus="77") for n in range(2)]
+    ids = [queue.submit(text.format(n, site.root / "runs"), scheduling=jobs.Scheduling(gpus="77")) for n in range(2)]
     page = visit()
     first, second = (page.locator(f'[data-job="{id}"]') for id in ids)
     expect(first.locator(".state")).to_have_text("waiting", timeout=SOON)
