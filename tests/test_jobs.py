@@ -403,7 +403,7 @@ def test_a_keeper_ends_what_a_killed_launcher_leaves(deaf: bool, tmp_path: Path)
     assert (told["status"], told["swept"]) == (-9, 1) and procs.find_members(environment[procs.TOKEN]) == []
 
 
-# ------------------------------------------------------------------------------------------------------------ the truth
+# ------------------------------------------------------------------------------------------------------ state of a job
 
 
 DONE = {"event": "done", "files": ["export/x.safetensors"]}

@@ -143,7 +143,7 @@ def test_a_queue_in_use_is_not_rescued(queue: jobs.Queue) -> None:
 )
 def test_an_odd_row_is_one_line_and_the_others_are_shown(queue: jobs.Queue, values: dict) -> None:
     queue.store.update(4, **values)
-    lines = cli_jobs._table(queue.view())
+    lines = cli_jobs._format_table(queue.view())
     assert len(lines) == 5 and all("Traceback" not in line for line in lines)
     assert {job.id for job in queue.view()} == {1, 2, 3, 4, 5}
     json.dumps([job.to_json() for job in queue.view()])

@@ -487,7 +487,7 @@ def test_planted_random_numbers_that_are_not_restored(make_job, tmp_path, settin
 def test_planted_dropout_that_is_not_restored(make_job, tmp_path, settings, monkeypatch):
     """The same for the one draw that goes through torch's global generator."""
     keys = itertools.count()
-    monkeypatch.setattr(step_stage, "_key", lambda text: next(keys))
+    monkeypatch.setattr(step_stage, "_make_seed", lambda text: next(keys))
     job = make_job(tmp_path / "whole", *settings)
     run(job)
     keys = itertools.count()

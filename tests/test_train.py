@@ -319,7 +319,7 @@ def test_a_failing_preview_is_a_warning_and_the_run_goes_on(job, monkeypatch, er
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(preview_stage, "clips", fail)
+    monkeypatch.setattr(preview_stage, "draw_clips", fail)
     mine = job(*SMALL, "preview.prompts=['a cat']", "preview.every=3")
     result = run(mine)
     warnings = [event["text"] for event in events(mine, "warning") if "no preview" in event["text"]]

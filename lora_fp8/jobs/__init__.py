@@ -347,7 +347,7 @@ class Queue:
         values |= {"ended": 0, "asked": 0, "termed": 0, "killed": 0, "exit_code": None}
         if not self.store.update(id, "phase = 'ended'", **values):
             raise UserError(f"job {id} is in the queue already")
-        self.store.keep(id)
+        self.store.write_record(id)
 
     def move(self, id: int, place: int) -> None:
         """Move a waiting job to a position in the queue, 1 being the next to start. It takes the priority found there.
@@ -367,7 +367,7 @@ class Queue:
         self.store.row(id)
         if not self.store.update(id, "phase = 'queued'", priority=priority):
             raise UserError(f"job {id} is not waiting in the queue, so that its priority means nothing")
-        self.store.keep(id)
+        self.store.write_record(id)
 
     def delete(self, id: int | str, with_run: bool = False) -> list[str]:
         """Delete a job that is not running from the queue; its run folder stays unless `with_run`.
@@ -400,7 +400,7 @@ class Queue:
 
     def _insert(self, **values: Any) -> int:
         id = self.store.insert(**values)
-        self.store.keep(id)
+        self.store.write_record(id)
         return id
 
     def _view(self, row: Row, waiting: list[int], worker: Info | None, taken: bool = False) -> JobView:
@@ -452,7 +452,7 @@ class Queue:
         sentence = json.dumps(Sentence("cancelled").to_json())
         ended = {"phase": "ended", "state": "cancelled", "sentence": sentence, "ended": now()}
         if self.store.update(row.id, "phase = 'queued'", wanted=wanted, **ended):
-            self.store.keep(row.id)
+            self.store.write_record(row.id)
             return
         run = Run(Path(row.folder)) if row.folder else None
         if not self.store.update(row.id, "phase = 'launched'", wanted=wanted):

@@ -1,4 +1,4 @@
-"""The state of a job, looked up each time from its row, its processes, its run folder and the records of its keepers.
+"""Find out the state of a job from its row, its processes, its run folder and the records of its keepers.
 
 States: queued · starting · running · stopping · stopped (on request, can be resumed) · cancelled · done (and its files
 are verified) · failed (with the reason) · lost (its processes disappeared without a record) · unknown (this user may
@@ -376,7 +376,7 @@ def find_ending(row: Row, attempt: Path, follower: Follower) -> Ending:
 
 
 def _was_stopped(row: Row, status: int | None, launcher_status: int | None, last: dict[str, Any]) -> bool:
-    """Return True if the attempt ended because somebody stopped it: its owner, or `lora-fp8 stop`, or a signal."""
+    """Return True if the attempt was stopped: by its owner, by `lora-fp8 stop` or by a signal."""
     if row.wanted != "run" and not (last.get("event") == "error" and status and status > 0):
         return True
     return status == 75 and (launcher_status is None or launcher_status >= 0)
@@ -388,7 +388,7 @@ def will_retry(row: Row, end: Ending) -> bool:
 
 
 def describe_retry(row: Row, end: Ending) -> Sentence:
-    """Say why another attempt follows, and its number since a person last started the job."""
+    """Describe why another attempt follows, with its number since a person last started the job."""
     arguments = {"cause": end.sentence.to_json(), "attempt": row.crashes + 2, "attempts": row.max_attempts}
     return Sentence("requeued", arguments)
 

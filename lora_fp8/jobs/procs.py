@@ -1,4 +1,4 @@
-"""Which processes are alive, read from /proc, never from a note that somebody may have forgotten to clear.
+"""Find out which processes are alive, and signal them. Everything is read from /proc: a stored note may be outdated.
 
 A process id alone means nothing after a reboot or a day, as ids are reused. Together with the process's start time (in
 clock ticks since boot) and the id of the boot it identifies one process forever. The processes of a job are found by a

@@ -2,9 +2,9 @@
 
     rescue(home)  ->  Rescued: which jobs were restored, and what is no longer known about them
 
-`Store.keep` writes a job's settings and options into jobs/N when it is submitted, and the worker writes there how its
-attempts ended. A job that never started therefore waits again. A job that was started has ended as its run folder and
-the records of its last attempt say, and is not started again. The damaged file is kept under another name.
+`Store.write_record` writes a job's settings and options into jobs/N when it is submitted, and the worker writes there
+how its attempts ended. A job that never started therefore waits again. A job that was started is not started again: its
+run folder and the records of its last attempt show how it ended. The damaged file is kept under another name.
 """
 
 import json
@@ -18,7 +18,7 @@ from ..common.locks import try_lock
 from ..common.reading import MOST_TEXT, load_text, parse_json, read_bytes
 from ..errors import UserError
 from . import job_state
-from .store import COLUMNS, CONFIG, KEPT, RECORD, Damaged, Row, Store, now
+from .store import COLUMNS, CONFIG, RECORD, RECORD_COLUMNS, Damaged, Row, Store, now
 
 FILES = ("queue.db", "queue.db-wal", "queue.db-shm")
 TYPES = {"priority": int, "again": int, "max_attempts": int, "created": float, "ended": float}
@@ -89,7 +89,7 @@ def rescue(home: Path) -> Rescued:
 
 def _is_damaged(home: Path) -> bool:
     try:
-        return Store(home).damage() != ""
+        return Store(home).find_damage() != ""
     except Damaged:
         return True
 
@@ -110,20 +110,20 @@ def _restore(store: Store, folder: Path, rescued: Rescued) -> None:
     values["attempts"] = max(attempts, default=0)
     if attempts and values["phase"] != "ended":
         values |= _find_ending(id, values, folder)
-    store.insert_as(id, **values)
+    store.insert_with_id(id, **values)
     (rescued.ended if values["phase"] == "ended" else rescued.waiting).append(id)
     if not is_recorded:
         rescued.guessed.append(id)
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """Read the valid values that `Store.keep` wrote."""
+    """Read the valid values that `Store.write_record` wrote."""
     try:
         content = parse_json(read_bytes(folder / RECORD, MOST_TEXT))
     except (OSError, ValueError):
         return {}
     known = content if isinstance(content, dict) else {}
-    ours = {name: value for name, value in known.items() if name in KEPT}
+    ours = {name: value for name, value in known.items() if name in RECORD_COLUMNS}
     return {
         name: TYPES[name](value) if name in TYPES else value
         for name, value in ours.items()

@@ -132,8 +132,8 @@ class Row:
 
 CONFIG, RECORD = "config.toml", "job.json"
 """Files in a job's folder: its settings as submitted, and the other options."""
-KEPT = ("name", "kind", "command", "folder", "cwd", "priority", "gpus", "created", "again", "max_attempts")
-KEPT += ("phase", "state", "sentence", "ended")
+RECORD_COLUMNS = ("name", "kind", "command", "folder", "cwd", "priority", "gpus", "created", "again", "max_attempts")
+RECORD_COLUMNS += ("phase", "state", "sentence", "ended")
 COLUMNS = tuple(field.name for field in fields(Row))
 ORDER = "ORDER BY priority DESC, place, id"
 
@@ -158,7 +158,7 @@ class Store:
         self.home = home
         self.file = home / "queue.db"
         self._local = threading.local()
-        with self._in_words():
+        with self._translate_errors():
             if not home.is_dir():
                 home.mkdir(parents=True, mode=0o700, exist_ok=True)  # private: configs name images and prompts
             (home / "jobs").mkdir(exist_ok=True, mode=0o700)
@@ -173,8 +173,8 @@ class Store:
 
     def rows(self, where: str = "1", *values: Any) -> list[Row]:
         """Return jobs in the order in which the queue starts them."""
-        with self._in_words():
-            rows = self._connection().execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where} {ORDER}", values)
+        with self._translate_errors():
+            rows = self._connect().execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where} {ORDER}", values)
             return [Row(*row) for row in rows]
 
     def row(self, id: int) -> Row:
@@ -189,7 +189,7 @@ class Store:
 
     def insert(self, **values: Any) -> int:
         """Insert a new job after the others of its priority. Return its id."""
-        with self._writing() as database:
+        with self._transaction() as database:
             try:
                 cursor = database.execute(
                     f"INSERT INTO jobs ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
@@ -201,39 +201,39 @@ class Store:
             assert cursor.lastrowid is not None
             return cursor.lastrowid
 
-    def insert_as(self, id: int, **values: Any) -> None:
+    def insert_with_id(self, id: int, **values: Any) -> None:
         """Insert a job under its old number."""
         named = {"id": id, "place": id, **values}
-        with self._writing() as database:
+        with self._transaction() as database:
             database.execute(
                 f"INSERT INTO jobs ({', '.join(named)}) VALUES ({', '.join('?' * len(named))})", tuple(named.values())
             )
 
-    def damage(self) -> str:
+    def find_damage(self) -> str:
         """Return what SQLite finds wrong with the file; "" for nothing."""
-        with self._in_words():
-            lines = [str(line) for (line,) in self._connection().execute("PRAGMA integrity_check(3)")]
+        with self._translate_errors():
+            lines = [str(line) for (line,) in self._connect().execute("PRAGMA integrity_check(3)")]
             self.rows()
             return "" if lines == ["ok"] else "; ".join(lines)
 
-    def keep(self, id: int) -> None:
+    def write_record(self, id: int) -> None:
         """Write the job's row into its folder, so that a damaged database can be rebuilt.
 
         Raises:
             StoreError: the folder cannot be written.
         """
         row = self.row(id)
-        with self._in_words():
+        with self._translate_errors():
             self.folder(id).mkdir(parents=True, exist_ok=True)
             if row.kind == "train":
                 atomic_write(self.folder(id) / CONFIG, row.text.encode())
-            columns = {name: getattr(row, name) for name in KEPT}
+            columns = {name: getattr(row, name) for name in RECORD_COLUMNS}
             atomic_write(self.folder(id) / RECORD, json.dumps(columns, indent=1).encode())
 
     def update(self, id: int, where: str = "1", *conditions: Any, **values: Any) -> bool:
         """Change a job if it (still) meets `where`. Return True if it was changed."""
         assignments = ", ".join(f"{name} = ?" for name in values)
-        with self._writing() as database:
+        with self._transaction() as database:
             cursor = database.execute(
                 f"UPDATE jobs SET {assignments} WHERE id = ? AND ({where})", (*values.values(), id, *conditions)
             )
@@ -241,7 +241,7 @@ class Store:
 
     def delete(self, id: int) -> bool:
         """Delete a job that is not launched. Return True if it was deleted."""
-        with self._writing() as database:
+        with self._transaction() as database:
             return database.execute("DELETE FROM jobs WHERE id = ? AND phase <> 'launched'", (id,)).rowcount == 1
 
     def move(self, id: int, place: int) -> None:
@@ -250,7 +250,7 @@ class Store:
         Raises:
             UserError: the job is not queued.
         """
-        with self._writing() as database:
+        with self._transaction() as database:
             queued = database.execute(f"SELECT id, priority FROM jobs WHERE phase = 'queued' {ORDER}").fetchall()
             order = [row for row in queued if row[0] != id]
             if len(order) == len(queued):
@@ -275,8 +275,11 @@ class Store:
 
     # -- inside
 
-    def _connection(self) -> sqlite3.Connection:
-        # One per thread, never one from before a fork, and never one to a file that was put aside or deleted.
+    def _connect(self) -> sqlite3.Connection:
+        """Return this thread's connection.
+
+        A connection from before a fork, or to a file that was moved or deleted, is replaced.
+        """
         about = os.stat(self.file)
         opened = os.getpid(), about.st_dev, about.st_ino
         if getattr(self._local, "opened", None) != opened:
@@ -289,9 +292,10 @@ class Store:
         return self._local.database
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._in_words():
-            database = self._connection()
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Open a transaction; it is rolled back if the block fails."""
+        with self._translate_errors():
+            database = self._connect()
             database.execute("BEGIN IMMEDIATE")
             try:
                 yield database
@@ -302,7 +306,8 @@ class Store:
                 raise
 
     @contextlib.contextmanager
-    def _in_words(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn errors of SQLite and of the system into errors for the user."""
         try:
             yield
         except UnicodeEncodeError as error:  # from a name in a folder's path, or on the command line
@@ -319,11 +324,11 @@ class Store:
             raise StoreError(f"{error.filename or self.home}: the queue cannot be used ({error.strerror})") from error
 
     def _migrate(self) -> None:
-        with self._in_words():
-            version = self._connection().execute("PRAGMA user_version").fetchone()[0]
+        with self._translate_errors():
+            version = self._connect().execute("PRAGMA user_version").fetchone()[0]
         if version == len(MIGRATIONS):
             return
-        with self._writing() as database:
+        with self._transaction() as database:
             version = database.execute("PRAGMA user_version").fetchone()[0]  # another process may have done it
             if version > len(MIGRATIONS):
                 raise StoreError(
