@@ -85,7 +85,7 @@ def samples(batch, self, step, index, rank=0, world=1):
 
 os.environ.setdefault("RANK", "0")
 noting(loader.Loader, "micro", "samples", samples)
-noting(previews, "clips", "previews", lambda images, *given: given[6:] and [list(given[6])])
+noting(previews, "draw_clips", "previews", lambda images, *given: given[5:] and [list(given[5])])
 noting(optim.AdapterOptimizer, "step", "weights", weights)
 exec(os.environ["PLANTED"])
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
