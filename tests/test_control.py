@@ -28,7 +28,7 @@ from lora_fp8.tools import kit
 from lora_fp8.train import run
 from webui import translations
 
-EDITING = [name for name in families.available() if "controls" in families.facts(name)]
+EDITING = [name for name in families.available() if any(families.get(name).controls)]
 
 
 @pytest.fixture
@@ -258,13 +258,13 @@ def test_control_pictures_are_shown_in_the_pipelines_size(name, size, edited, mo
     assert abs(np.log(wide / high) - np.log(resized[-1][0] / resized[-1][1])) < 0.1
 
 
-SEEING = [name for name in EDITING if families.facts(name).get("prompts_see_controls")]
+SEEING = [name for name in EDITING if families.get(name).prompts_see_controls]
 
 
 def pictures_to_see(name, size=(333, 1000)):
     """As many as the model takes, none of them square."""
     noise = np.random.default_rng(1).integers(0, 255, (30, 40, 3), dtype=np.uint8)
-    sizes = [size, (640, 480), (60, 200)][: families.facts(name)["controls"][1]]
+    sizes = [size, (640, 480), (60, 200)][: families.get(name).controls[1]]
     return [Image.fromarray(noise).resize(each, Image.Resampling.BICUBIC) for each in sizes]
 
 
@@ -393,7 +393,7 @@ def ask_the_pipeline(it, batch, prompts, shown, monkeypatch, guidance):
 @pytest.mark.parametrize(
     ("name", "prompts", "num"),
     [(name, prompts, 1) for name in EDITING for prompts in (PROMPTS, PROMPTS[1:])]
-    + [(name, PROMPTS, most) for name in EDITING if (most := families.facts(name)["controls"][1]) > 1],
+    + [(name, PROMPTS, most) for name in EDITING if (most := families.get(name).controls[1]) > 1],
 )
 def test_denoiser_answers_as_inside_the_pipeline_with_control_pictures(name, prompts, num, batch_of, monkeypatch):
     """From files to the denoiser: control pictures of another shape than the picture, none of them square."""

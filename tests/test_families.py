@@ -33,7 +33,7 @@ from lora_fp8 import config, families, precision
 from lora_fp8.config import find_unused_settings
 from lora_fp8.errors import UserError
 from lora_fp8.families import _files, base
-from lora_fp8.objectives import Diffusion, FlowMatching
+from lora_fp8.objectives import FlowMatching
 from lora_fp8.precision import name_matches
 from lora_fp8.settings import Model, Objective, Preview, Quantize
 from lora_fp8.stages import previews
@@ -139,7 +139,7 @@ def seq_len(family):
 
 
 def some_t(family, num=2):
-    objective = family.objective(family.scheduler_config(), Objective())
+    objective = family.objective_type()(family.scheduler_config(), Objective())
     return objective.sample_t([torch.Generator().manual_seed(i) for i in range(num)], seq_len(family))
 
 
@@ -359,7 +359,7 @@ def test_gradient_checkpointing_changes_nothing(family, denoiser):
 def test_denoiser_answers_as_inside_the_diffusers_pipeline(Family, family, denoiser, pipeline, monkeypatch, prompts):
     """Steps of the real pipeline are recorded and asked again through `predict`: prompts, timestep, ids, sizes."""
     seen = []  # what the denoiser was given and what came of it, as the scheduler sees both
-    flow = issubclass(Family.objective, FlowMatching)
+    flow = Family.objective == "FlowMatching"
     guidance = 1.0 if Family.uses_negative or Family.default_guidance == 1.0 else 2.5
 
     def record_call(module, args, kwargs, output):
@@ -413,11 +413,11 @@ def test_denoiser_answers_as_inside_the_diffusers_pipeline(Family, family, denoi
 
 def test_objective_is_the_pipelines_scheduler(Family, family, pipeline):
     """With the true target as the model's answer, the scheduler that the model ships must find the image again."""
-    objective = family.objective(family.scheduler_config(), Objective())
+    objective = family.objective_type()(family.scheduler_config(), Objective())
     x0 = some_latents(family)
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
     scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
-    flow = issubclass(Family.objective, FlowMatching)
+    flow = Family.objective == "FlowMatching"
     dynamic = scheduler.config.get("use_dynamic_shifting", False)
     scheduler.set_timesteps(10, **({"mu": objective.mu(seq_len(family))} if dynamic else {}))
     start = 4
@@ -603,15 +603,9 @@ def test_the_registry_is_the_folder():
         families.get("SDLX")
 
 
-def test_facts_are_read_without_importing_the_family(Family):
-    found = families.facts(Family.name)
-    assert {"name", "title", "example_base", "native_resolution"} <= found.keys()
-    for key, value in found.items():
-        assert getattr(Family, key) == value
-    with pytest.raises(UserError, match="did you mean 'sdxl'"):
-        families.facts("sdlx")
+def test_traits_are_those_of_the_family(Family):
     assert families.traits(Family.name) == {
-        "objective": "FlowMatching" if issubclass(Family.objective, FlowMatching) else "Diffusion",
+        "objective": "FlowMatching" if issubclass(Family.objective_type(), FlowMatching) else "Diffusion",
         "text_encoder": bool(Family.trained_text),
         "controls": Family.controls[1] > 0,
         "clips": Family.clips[1] > 0,
@@ -619,11 +613,15 @@ def test_facts_are_read_without_importing_the_family(Family):
         "negative": Family.uses_negative,
         "captions": Family.captions,
     }
+    with pytest.raises(UserError, match="did you mean 'sdxl'"):
+        families.traits("sdlx")
 
 
-def test_listing_families_needs_no_torch():
-    code = "import sys; from lora_fp8 import families; [families.facts(n) for n in families.available()]"
-    code += "; sys.exit('torch' in sys.modules)"
+def test_facts_need_no_torch():
+    """The settings page and `--help` import every family file for its facts."""
+    code = "import sys; from lora_fp8 import families; [families.get(n).title for n in families.available()]"
+    code += "; heavy = {'torch', 'diffusers', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
+    code += "; sys.exit(str(heavy) if heavy else 0)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
 
 
@@ -1327,7 +1325,7 @@ def test_v_prediction_marks_in_a_single_file(single, tmp_path):
 def test_the_job_names_what_a_file_does_not(single, tmp_path):
     """A single file without a mark is what its components say; the job overrules them, for trainer and sampler."""
     Family, _, path, rest = single
-    diffusion = issubclass(Family.objective, Diffusion)
+    diffusion = Family.objective == "Diffusion"
     unmarked = make(Family, path, components=str(rest))
     assert unmarked.predicts() == ("epsilon" if diffusion else "flow") and unmarked.assumes_prediction() is diffusion
     if not diffusion:
@@ -1336,9 +1334,9 @@ def test_the_job_names_what_a_file_does_not(single, tmp_path):
     v = Family(model, device="cpu", dtype=torch.float32, prediction="v")
     assert v.predicts() == "v" and not v.assumes_prediction()
     assert v.pipeline(None).scheduler.config.prediction_type == "v_prediction"
-    assert Family.objective(v.scheduler_config(), section(prediction="v")).prediction_type == "v_prediction"
+    assert Family.objective_type()(v.scheduler_config(), section(prediction="v")).prediction_type == "v_prediction"
     with pytest.raises(ValueError, match="made without objective.prediction = 'v'"):
-        Family.objective(unmarked.scheduler_config(), section(prediction="v"))
+        Family.objective_type()(unmarked.scheduler_config(), section(prediction="v"))
     marked = tmp_path / "marked.safetensors"
     save_file({**load_file(path), "v_pred": torch.zeros(1)}, marked)
     assert make(Family, marked, components=str(rest)).predicts() == "v"
@@ -1354,7 +1352,7 @@ def test_a_file_that_is_v_prediction_by_its_name_alone_is_asked_about(single, tm
     Family, _, path, rest = single
     called = Path(shutil.copy(path, tmp_path / f"{name}.safetensors"))
     family = make(Family, called, components=str(rest))
-    if not issubclass(Family.objective, Diffusion):
+    if Family.objective != "Diffusion":
         family.check_parts()  # a flow is predicted whatever the name says
         return
     with pytest.raises(UserError, match="Set it to 'v', or to 'epsilon' if the name is wrong"):

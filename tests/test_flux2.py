@@ -153,13 +153,13 @@ def test_ideogram4_reads_prompts_to_the_limit_that_its_pipeline_refuses_beyond(t
 
 def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
     """Quantiles of many draws against the pipeline's own schedule, at 1024 x 768 pixels."""
-    objective = families.get("ideogram4").objective({}, settings.Objective())
+    objective = families.get("ideogram4").objective_type()({}, settings.Objective())
     drawn = objective.sample_t([torch.Generator().manual_seed(i) for i in range(4000)], 64 * 48)
     mu = pipeline_ideogram4._resolution_aware_mu(1024, 768, base_mu=0.0)
     steps = pipeline_ideogram4._logit_normal_sigmas(10, mu, std=1.5)[1:]
     quantiles = torch.quantile(drawn, torch.linspace(0.9, 0.1, 9))
     torch.testing.assert_close(quantiles, steps, atol=0.02, rtol=0)
-    part = families.get("ideogram4").objective({}, settings.Objective(t_min=0.2, t_max=0.7))
+    part = families.get("ideogram4").objective_type()({}, settings.Objective(t_min=0.2, t_max=0.7))
     cut_off = part.sample_t([torch.Generator().manual_seed(i) for i in range(2000)], 64 * 48)
     cut_off = cut_off.quantile(torch.tensor([0.0, 0.5, 1.0]))
     left = drawn[(drawn > 0.2) & (drawn < 0.7)].median()

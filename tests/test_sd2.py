@@ -89,7 +89,7 @@ def test_v_prediction_with_zero_terminal_snr_is_the_samplers(name, tmp_path):
     Family.tiny(tmp_path)
     edit(tmp_path / "scheduler" / "scheduler_config.json", _class_name="EulerDiscreteScheduler", **NOOBAI)
     family = make(Family, tmp_path)
-    objective = Family.objective(family.scheduler_config(), settings.Objective())
+    objective = Family.objective_type()(family.scheduler_config(), settings.Objective())
     x0, noise = (torch.randn(2, 4, 8, 12, generator=torch.Generator().manual_seed(i)) for i in range(2))
     for index in (0, 4, 9):
         scheduler = family.pipeline(None).scheduler

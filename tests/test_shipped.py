@@ -58,7 +58,7 @@ def test_every_config_is_a_whole_job(path: Path) -> None:
         assert job.model.family == "sd15"
     else:
         assert job.model.family == path.stem
-        assert job.model.path == families.facts(path.stem)["example_base"], "as `lora-fp8 new` writes it"
+        assert job.model.path == families.get(path.stem).example_base, "as `lora-fp8 new` writes it"
     # What is written for this model has an effect on it.
     Family = families.get(job.model.family)
     assert find_unused_settings(job) == []

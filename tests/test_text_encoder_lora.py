@@ -459,7 +459,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
     batch.t_generators = [torch.Generator().manual_seed(i) for i in range(2)]
     pipeline = verify.clean_pipeline(family, text=True)
     verify.load(pipeline, file, family)
-    objective = family.objective(family.scheduler_config(), Objective())
+    objective = family.objective_type()(family.scheduler_config(), Objective())
     text = type("Text", (), {"pipeline": pipeline})()
     probe = verify.make_probe(family, pipeline.unet, objective, batch, text=text)
     assert probe.captions == tuple(prompts)

@@ -85,7 +85,7 @@ def trained(tmp_path_factory):
             t_generators=[torch.Generator().manual_seed(i) for i in range(2)],
             cond=family.collate(conds),
         )
-        objective = family.objective(family.scheduler_config(), Objective())
+        objective = family.objective_type()(family.scheduler_config(), Objective())
         probe = verify.make_probe(family, denoiser, objective, batch, guidance=2.0)
         assert denoiser.training  # put back
         made[name] = SimpleNamespace(

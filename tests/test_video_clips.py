@@ -20,7 +20,7 @@ from lora_fp8.plan import disk_budget, estimate, placement, resolve
 from lora_fp8.plan import plan as planning
 from lora_fp8.settings import Dataset, Folder, Model, Objective, Validation
 
-FAMILIES = [name for name in families.available() if "clips" in families.facts(name)]
+FAMILIES = [name for name in families.available() if any(families.get(name).clips)]
 PROMPTS = ["a photo of a cat", "two red dogs run over a long blue road"]
 CODECS = {".mp4": "libx264", ".mov": "libx264", ".mkv": "libx264", ".webm": "libvpx-vp9"}
 LOSSLESS = {"libx264": {"qp": "0", "sc_threshold": "0"}, "libvpx-vp9": {"lossless": "1"}}
@@ -427,7 +427,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
 
 
 def test_flow_is_the_schedulers_on_clips():
-    objective = families.get("wan").objective({"flow_shift": 3.0, "use_flow_sigmas": True}, Objective())
+    objective = families.get("wan").objective_type()({"flow_shift": 3.0, "use_flow_sigmas": True}, Objective())
     clean, noise = torch.randn(2, 2, 4, 3, 4, 6)
     t_B = torch.tensor([0.25, 0.8])
     noisy = objective.add_noise(clean, noise, t_B)

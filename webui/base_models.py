@@ -53,7 +53,7 @@ def list_usual_bases(family: str) -> list[str]:
     """List the base models that a family is usually trained on."""
     if family not in families.available():
         return []
-    example = families.facts(family).get("example_base", "")
+    example = families.get(family).example_base
     return [*(["demo"] if family in list_demo_families() else []), *([example] if is_hub_id(example) else [])]
 
 
@@ -100,7 +100,7 @@ def find_base_models(models: Iterable[Path], roots: Iterable[Path]) -> list[tupl
                 continue
             known = inspect_base(base)
             if known.family or (least and not known.wrong):
-                title = families.facts(known.family)["title"] if known.family else ""
+                title = families.get(known.family).title if known.family else ""
                 top = next(top for top in tops if base.is_relative_to(top))
                 name = base.name if base == top else base.relative_to(top).as_posix()
                 found[str(base)] = " · ".join(filter(None, (name, title)))
@@ -155,7 +155,7 @@ def _inspect_file(path: Path, changed: int, size: int) -> Base:
 
 def fits_family(base: Base, family: str) -> bool:
     """Return True if `family` can use this base. Some families' files have exactly the tensors of a relative's."""
-    relative = families.facts(family).get("same_tensors_as") if family in families.available() else None
+    relative = families.get(family).same_tensors_as if family in families.available() else None
     return base.family in ("", family) or (base.single and base.family == relative)
 
 
@@ -171,20 +171,21 @@ def _read_folder_family(path: Path) -> str:
         pipeline = reading.parse_json(reading.read_bytes(index, reading.MOST_JSON)).get("_class_name")
     except (OSError, ValueError, AttributeError, StopIteration):
         return ""
-    fitting = [name for name in families.available() if families.facts(name).get("pipeline_class") == pipeline]
+    fitting = [name for name in families.available() if families.get(name).pipeline_class == pipeline]
     if len(fitting) > 1:
-        fitting = [name for name in fitting if _has_config_marks(path, families.facts(name))]
+        fitting = [name for name in fitting if _has_config_marks(path, name)]
     return fitting[0] if len(fitting) == 1 else ""
 
 
-def _has_config_marks(path: Path, facts: dict[str, Any]) -> bool:
+def _has_config_marks(path: Path, name: str) -> bool:
     """Return True if the denoiser's config has the values that tell this family from its relatives."""
+    family = families.get(name)
     try:
-        part = facts.get("denoiser_name", "transformer")
-        denoiser_config = reading.parse_json(reading.read_bytes(path / part / "config.json", reading.MOST_JSON))
+        file = path / family.denoiser_name / "config.json"
+        denoiser_config = reading.parse_json(reading.read_bytes(file, reading.MOST_JSON))
     except (OSError, ValueError):
         return False
-    return all(denoiser_config.get(key, False) == value for key, value in facts.get("config_marks", {}).items())
+    return all(denoiser_config.get(key, False) == value for key, value in family.config_marks.items())
 
 
 def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:

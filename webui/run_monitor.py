@@ -215,7 +215,7 @@ def _read_base_title(folder: Path | None, changed: int) -> str:
         family = str(config.read_toml(reading.load_text(folder / "config.toml"))["model"]["family"])
         from lora_fp8 import families
 
-        return str(families.facts(family)["title"]) if family in families.available() else family
+        return families.get(family).title if family in families.available() else family
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

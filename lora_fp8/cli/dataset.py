@@ -55,7 +55,7 @@ def look(
         if unknown := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
             raise errors.UserError(f"--set {unknown[0]}: of a folder, settings of [dataset] alone have an effect")
         family = family or "sdxl"
-        control = {"control": "."} if any(families.facts(family).get("controls", ())) else {}
+        control = {"control": "."} if any(families.get(family).controls) else {}
         folder_settings = {"path": ".", "trigger": trigger, "mask": mask, **control}
         lines = ["[model]", config.toml_line("family", family), "path='demo'", "[[dataset.folders]]"]
         job = config.loads("\n".join(lines + [config.toml_line(*item) for item in folder_settings.items()]), overrides)
@@ -68,13 +68,13 @@ def look(
         section, family = job.dataset, job.model.family
     if not resolution:
         auto = section.resolution == "auto"
-        resolution = families.facts(family)["native_resolution"] if auto else section.resolution
+        resolution = families.get(family).native_resolution if auto else section.resolution
     report = doctor.examine(
         section,
         resolution=resolution,
         step=doctor.BUCKET_STEP if section.bucket_step == "auto" else section.bucket_step,
         family=family,
-        clip_rate=families.facts(family).get("clips", (0, 0))[1],
+        clip_rate=families.get(family).clips[1],
         unmasked_weight=job.objective.unmasked_weight,
         remember=remember,
         progress=_look_progress if as_json else None,

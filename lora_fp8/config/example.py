@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tomlkit
 
 from .. import settings
-from ..families import available, facts
+from ..families import available, get
 from . import loading
 
 
@@ -18,9 +18,8 @@ def example(name: str, family: str, presets: Sequence[str] = ()) -> settings.Job
         UserErrors: everything that is wrong with the arguments.
     """
     known = family in available()  # loads refuses an unknown family, together with everything else that is wrong
-    about = facts(family) if known else {}
-    base = about.get("example_base", "put/the-base-model-here")
+    base = get(family).example_base if known else "put/the-base-model-here"
     given = {"name": name, "preset": list(presets), "model": {"family": family, "path": base}}
-    needed = {"control": "my_control_pictures"} if about.get("controls", (0, 0))[0] else {}
+    needed = {"control": "my_control_pictures"} if known and get(family).controls[0] else {}
     given["dataset"] = {"folders": [{"path": "my_pictures", **needed}]}
     return loading.loads(tomlkit.dumps(given), where="new")

@@ -196,12 +196,12 @@ def _check_optimizer(job: Job) -> Problems:
 
 def _check_objective(job: Job) -> Problems:
     """Yield problems where [objective] does not fit what the family predicts."""
-    from ..families import facts, traits
+    from ..families import get
 
     given, by_snr = job.objective.prediction, job.objective.loss != "mse" and job.objective.huber_schedule == "snr"
     if given == "auto" and not by_snr:
         return
-    diffusion, title = traits(job.model.family)["objective"] == "Diffusion", facts(job.model.family)["title"]
+    diffusion, title = (family := get(job.model.family)).objective == "Diffusion", family.title
     if diffusion and given == "flow":
         yield "objective.prediction", f"{given!r}: {title} predicts epsilon or v; use 'auto'"
     if not diffusion and given in ("epsilon", "v"):
@@ -229,14 +229,15 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _check_controls(job: Job) -> Problems:
     """Yield problems where the family takes no control images, or requires them."""
-    from ..families import available, facts
+    from ..families import available, get
 
-    fewest, most = (known := facts(job.model.family)).get("controls", (0, 0))
-    title, prompts, controls = known["title"], len(job.preview.prompts), len(job.preview.controls)
+    family = get(job.model.family)
+    fewest, most = family.controls
+    title, prompts, controls = family.title, len(job.preview.prompts), len(job.preview.controls)
     for i, folder in enumerate(job.dataset.folders):
         key = f"dataset.folders.{i}.control"
         if folder.control and not most:
-            editing = " | ".join(name for name in available() if "controls" in facts(name))
+            editing = " | ".join(name for name in available() if any(get(name).controls))
             yield key, f"{title} is shown no control pictures; leave it out, or use an editing model: {editing}"
         elif not folder.control and fewest:
             yield key, f"{title} edits pictures, and needs a control picture for each; name the folder that has them"
@@ -248,13 +249,13 @@ def _check_controls(job: Job) -> Problems:
 
 def _check_clips(job: Job) -> Problems:
     """Yield problems where the family takes no clips, or none of these lengths."""
-    from ..families import available, facts
+    from ..families import available, get
 
-    known = facts(job.model.family)
-    title, (step, _) = known["title"], known.get("clips", (0, 0))
+    family = get(job.model.family)
+    title, (step, _) = family.title, family.clips
     lengths = {"dataset.frames": job.dataset.frames, "preview.frames": [job.preview.frames]}
     if not step:
-        takers = " | ".join(name for name in available() if "clips" in facts(name))
+        takers = " | ".join(name for name in available() if any(get(name).clips))
         for key, given in lengths.items():
             if given != ([] if key == "dataset.frames" else [1]):
                 yield key, f"{title} draws pictures; leave it out, or use a family that draws clips: {takers}"

@@ -60,7 +60,7 @@ def find_unused_settings(job: Job, facts: Mapping[str, bool] | None = None) -> l
         facts: the known facts of `settings.FACTS`, from `ModelFamily.facts_of_base`, `precision.Plan.facts` and the
             processes; those that model.path decides are added here. An unknown fact causes no warning.
     """
-    values, title = flatten(job), families.facts(job.model.family)["title"]
+    values, title = flatten(job), families.get(job.model.family).title
     by_rule: dict[Rule, list[str]] = {}
     for key, rule in find_idle(values, _facts_of_path(job.model) | dict(facts or {})).items():
         if _is_set(job, key, values):

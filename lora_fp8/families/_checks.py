@@ -10,17 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import diffusers
-import torch
-from diffusers.loaders.single_file_utils import infer_diffusers_model_type
-
 from .. import settings
 from ..common.text import first_few
 from ..errors import UserError, UserErrors
-from ..objectives import Diffusion
 from . import UNKNOWN, _files, available, describe, get
 from ._files import Header
-from ._weights import ADVICE, WeightFile
 
 if TYPE_CHECKING:
     from .base import ModelFamily
@@ -112,6 +106,8 @@ class Checks:
 
     def _check_scales(self, weights: Mapping[str, Sequence[Path]]) -> None:
         """Take the notes of the denoiser's files, and refuse other parts that are quantized with scales."""
+        from ._weights import ADVICE, WeightFile
+
         for name, paths in weights.items():
             for path in paths:
                 file = WeightFile(path)
@@ -127,6 +123,8 @@ class Checks:
 
         `precision.fill_` checks the same, but only after images and captions are encoded.
         """
+        from ._weights import WeightFile
+
         if self.checkpoint:
             return  # a single file's config is derived from its own tensors
         wanted = {name: tuple(tensor.shape) for name, tensor in self.empty_denoiser().state_dict().items()}
@@ -148,6 +146,9 @@ class Checks:
 
     def _check_scheduler(self) -> None:
         """Check that the scheduler's config names a sampler of diffusers and describes a noising process."""
+        import diffusers
+        import torch
+
         path, told = self.folder / "scheduler" / "scheduler_config.json", self.scheduler_config()
         class_name = told.get("_class_name")
         scheduler_class = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
@@ -156,7 +157,7 @@ class Checks:
         _files.built(scheduler_class, path, told)
         one_BCHW = torch.ones(1, 1, 1, 1)
         try:
-            objective = self.objective(told, settings.Objective())
+            objective = self.objective_type()(told, settings.Objective())
             for tokens in (256, 4096):
                 t_B = objective.sample_t([torch.Generator().manual_seed(0)], tokens)
                 noised = objective.add_noise(one_BCHW, one_BCHW, t_B)
@@ -175,6 +176,10 @@ class Checks:
 
     def _check_vae(self) -> None:
         """Check that the VAE's statistics are not those of another model with the same class and config."""
+        import torch
+
+        from ._weights import WeightFile
+
         files = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model") if self.other_vaes else []
         for path in files:
             file = WeightFile(path)
@@ -270,7 +275,7 @@ class Checks:
         told = self.scheduler_config()
         flows = "FlowMatch" in str(told.get("_class_name")) or told.get("use_flow_sigmas") is True
         flows = flows or told.get("prediction_type") == "flow_prediction"
-        wanted = self.objective is not Diffusion
+        wanted = self.objective == "FlowMatching"
         if flows == wanted or not told.get("_class_name"):
             return ""
         kind = "a flow matching" if wanted else "a diffusion"
@@ -279,6 +284,8 @@ class Checks:
 
     def _check_unquantized(self) -> None:
         """Check that no part of the folder was saved quantized by diffusers or transformers."""
+        from ._weights import ADVICE
+
         weighed = [self.denoiser_name] if self._file is None else []
         weighed += ["vae"] if not self._vae_prefix() else []
         weighed += [name for name in self.text_parts if not self._is_tokenizer(name) and not self._has_text(name)]
@@ -302,6 +309,9 @@ def _families() -> list[type[ModelFamily]]:
 
 def describe_checkpoint(header: Header) -> tuple[str, type[ModelFamily] | None]:
     """Return what a single file seems to be, as words for an error message, and its family if it has one."""
+    import torch
+    from diffusers.loaders.single_file_utils import infer_diffusers_model_type
+
     what, name = describe(header)
     if what:
         return what, get(name) if name else None

@@ -14,20 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import diffusers
-import torch
-import transformers
-from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint, create_diffusers_clip_model_from_ldm
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..common.text import first_few
 from ..errors import UserError, UserErrors
-from ..lora_files.layouts import text_layer
-from ..precision import Format, name_matches, quantize_
-from . import _files, _in_turn
+from . import _files
+
+if TYPE_CHECKING:
+    import diffusers
+    from torch import Tensor, nn
 
 MOST_TOKENS = 1 << 20
 """Largest credible token limit of a tokenizer: without one in its config, transformers reports a number of 30
@@ -39,6 +35,8 @@ TEXT_PRECISE = ("lm_head", "text_projection", "visual")
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hide transformers' progress bars inside this context, as they would clutter a training log."""
+    import transformers
+
     logging = transformers.utils.logging
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -58,6 +56,9 @@ class Encoders:
 
     def load_vae(self) -> None:
         """Load the VAE on its own; previews need it for decoding."""
+        import diffusers
+        import torch
+
         if self.vae is not None:
             return
         cls = getattr(diffusers, self.vae_class)
@@ -71,6 +72,9 @@ class Encoders:
 
     def empty_vae(self) -> nn.Module:
         """Return the VAE on the meta device: all shapes, no memory."""
+        import diffusers
+        import torch
+
         cls = getattr(diffusers, self.vae_class)
         with torch.device("meta"):
             return _files.built(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
@@ -124,6 +128,8 @@ class Encoders:
 
         Each function is called several times: see `_in_turn`. Nothing needs to be loaded before.
         """
+        from . import _in_turn
+
         encoders = self._text_encoders()
         turns = _in_turn.Turns(
             encoders,
@@ -155,6 +161,8 @@ class Encoders:
 
     def vae_bytes(self) -> int:
         """Return the bytes that the VAE takes in memory, by its file's header."""
+        import torch
+
         prefix = self._vae_prefix()
         if prefix:
             vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
@@ -178,6 +186,8 @@ class Encoders:
 
     def _text_bytes(self, key: str, shape: tuple[int, ...]) -> int:
         """Return the bytes of a text encoder's tensor as it is stored in memory."""
+        from ..precision import Format, name_matches
+
         is_linear = len(shape) == 2 and key.endswith(".weight") and not re.search("embed|shared|relative|wte|wpe", key)
         kept = any(name_matches(key.removesuffix(".weight"), part) for part in TEXT_PRECISE)
         if self.text_storage == "none" or not is_linear or kept:
@@ -192,6 +202,8 @@ class Encoders:
 
     def empty_trained_text(self) -> dict[str, nn.Module]:
         """Return the text encoders of `trained_text` on the meta device, in the model's dtype."""
+        import torch
+
         found = {}
         for name in self.trained_text:
             cls = self._text_class(name)[0]
@@ -205,6 +217,8 @@ class Encoders:
 
         Names are those of adapter modules, with ".weight" or ".bias" appended.
         """
+        from ..lora_files.layouts import text_layer
+
         for name in self.trained_text:
             for path, tensor in self._load_text_part(name, "none").state_dict().items():
                 yield text_layer(name, path), tensor.cpu()
@@ -244,16 +258,23 @@ class Encoders:
 
     def _text_class(self, name: str) -> tuple[Any, str]:
         """Return the class of a text part and the stem of its weight files; some parts are diffusers models."""
+        import transformers
+
         cls = self._named_class(name)
         return cls, "model" if issubclass(cls, transformers.PreTrainedModel) else "diffusion_pytorch_model"
 
     def _named_class(self, name: str) -> Any:
+        import diffusers
+        import transformers
+
         module, _, wanted = self.text_parts[name].rpartition(".")
         if module:
             return getattr(importlib.import_module(module), wanted)
         return getattr(transformers if hasattr(transformers, wanted) else diffusers, wanted)
 
     def _load_text_part(self, name: str, storage: str) -> Any:
+        from ..precision import quantize_
+
         if self._is_tokenizer(name):
             return self.tokenizer(name)
         cls, stem = self._text_class(name)
@@ -270,6 +291,8 @@ class Encoders:
 
     def _check_vae_sizes(self) -> None:
         """Check that the VAE's config is valid and fits its weight file."""
+        import diffusers
+
         self.empty_vae()
         if not self._vae_prefix():
             cls = getattr(diffusers, self.vae_class)
@@ -292,6 +315,8 @@ class Encoders:
             )
 
     def _from_pretrained(self, cls: Any, stem: str, name: str, **options: Any) -> Any:
+        import torch
+
         files = _files.weight_files(self.folder / name, stem)
         for path in files:
             _files.read_header(path)
@@ -341,9 +366,13 @@ class Encoders:
         return {k: self._file.decoded(k) for k in self._header if k.startswith(prefix)}
 
     def _convert_vae(self, prefix: str, vae_config: dict[str, Any]) -> dict[str, Tensor]:
+        from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
         return convert_ldm_vae_checkpoint(self._tensors_with(prefix), vae_config)
 
     def _convert_text(self, cls: Any, name: str) -> nn.Module:
+        from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
+
         tensors = self._tensors_with(self.checkpoint_text[name])
         # A buffer saved by old versions of transformers; new ones compute it.
         tensors = {k: v for k, v in tensors.items() if not k.endswith(".position_ids")}
@@ -353,6 +382,8 @@ class Encoders:
 
 
 def _give_back_memory() -> None:
+    import torch
+
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

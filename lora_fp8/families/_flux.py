@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from diffusers import FluxPipeline
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ADAPTER_TARGETS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -46,6 +45,9 @@ LAYERS = naming.table("""
 
 def positions(latents_BCHW: Tensor, embeds_BLD: Tensor) -> dict[str, Tensor]:
     """Return position ids: the origin for all text tokens, (0, row, column) for 2 x 2 patches of latents."""
+    import torch
+    from diffusers import FluxPipeline
+
     (num, _, height, width), device = latents_BCHW.shape, latents_BCHW.device
     return {
         "txt_ids": torch.zeros(embeds_BLD.shape[1], 3, device=device),

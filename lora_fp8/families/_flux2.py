@@ -5,15 +5,15 @@ All blocks share the timestep modulation: three linears serve them all.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from diffusers import AutoencoderKLFlux2, Flux2Pipeline
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
 from ._files import Header, blocks_with
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLFlux2
+    from torch import Tensor, nn
 
 ADAPTER_TARGETS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -75,6 +75,9 @@ def inputs(
     family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
 ) -> Inputs:
     """Return the denoiser's arguments as in the pipelines' loops: see `ModelFamily.inputs`."""
+    import torch
+    from diffusers import Flux2Pipeline
+
     takes_guidance, embeds_BLD = denoiser.config.guidance_embeds, cond["prompt_embeds"]
     return {
         "hidden_states": family.pack(noisy_BCHW),
@@ -101,6 +104,8 @@ TINY: dict[str, Any] = {
 
 def vae() -> AutoencoderKLFlux2:
     """Return a VAE that halves the image sides, whose latent statistics differ from those of a new batch norm."""
+    from diffusers import AutoencoderKLFlux2
+
     made = AutoencoderKLFlux2(
         block_out_channels=(16, 32),
         down_block_types=("DownEncoderBlock2D",) * 2,

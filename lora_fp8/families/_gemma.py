@@ -6,11 +6,12 @@ is encoded as the empty negative prompt that the pipelines use if none is given.
 
 from __future__ import annotations
 
-import torch
-from tokenizers.processors import TemplateProcessing
-from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
+from typing import TYPE_CHECKING
 
 from .base import Cond, ModelFamily
+
+if TYPE_CHECKING:
+    from transformers import Gemma2Model, GemmaTokenizer
 
 AVOIDED = "\0"
 """Marks, in front of a prompt, that it is a negative prompt."""
@@ -26,24 +27,26 @@ def is_negative(prompt: str) -> bool:
     return not prompt or prompt.startswith(AVOIDED)
 
 
-@torch.no_grad()
 def encode_prompts(family: ModelFamily, prompts: list[str]) -> list[Cond]:
     """Encode prompts one by one, because their beginnings differ, and without padding.
 
     See `ModelFamily.encode_prompts`.
     """
-    options = {"device": family.device, **family.text_options}
-    if family.max_sequence_length:
-        options["max_sequence_length"] = family.max_sequence_length
-    found = []
-    for prompt in prompts:
-        negative, text = is_negative(prompt), prompt.removeprefix(AVOIDED)
-        answer = family.text_pipeline.encode_prompt(
-            [text], do_classifier_free_guidance=negative, negative_prompt=[text], **options
-        )
-        embeds_BLD, mask_BL = answer[2:] if negative else answer[:2]
-        found.append({"prompt_embeds": embeds_BLD[0, mask_BL[0].bool()].to(family.dtype)})
-    return found
+    import torch
+
+    with torch.no_grad():
+        options = {"device": family.device, **family.text_options}
+        if family.max_sequence_length:
+            options["max_sequence_length"] = family.max_sequence_length
+        found = []
+        for prompt in prompts:
+            negative, text = is_negative(prompt), prompt.removeprefix(AVOIDED)
+            answer = family.text_pipeline.encode_prompt(
+                [text], do_classifier_free_guidance=negative, negative_prompt=[text], **options
+            )
+            embeds_BLD, mask_BL = answer[2:] if negative else answer[:2]
+            found.append({"prompt_embeds": embeds_BLD[0, mask_BL[0].bool()].to(family.dtype)})
+        return found
 
 
 # -- miniatures -------------------------------------------------------------------------------------------------------
@@ -53,6 +56,9 @@ def tokenizer(known: str) -> GemmaTokenizer:
     Args:
         known: a text whose words become one token each.
     """
+    from tokenizers.processors import TemplateProcessing
+    from transformers import GemmaTokenizer
+
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += [chr(code) for code in range(33, 127)]
     merges: dict[tuple[str, str], None] = {}
@@ -71,6 +77,8 @@ def tokenizer(known: str) -> GemmaTokenizer:
 
 def text(vocab: GemmaTokenizer, *, width: int = 32) -> Gemma2Model:
     """Return a Gemma 2 of two layers."""
+    from transformers import Gemma2Config, Gemma2Model
+
     settings = Gemma2Config(
         vocab_size=len(vocab),
         hidden_size=width,

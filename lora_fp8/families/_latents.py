@@ -7,10 +7,11 @@ lose detail. A family states the rest as facts; the VAE's own config says how it
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
 class Latents:
@@ -35,27 +36,31 @@ class Latents:
     """How the pipeline lays out latents: "BCHW"; "BCFHW", a clip of one frame; or "BSD", a sequence of patches. Patches
     go row by row, in clips frame by frame, and the values of a patch lie together in each channel."""
 
-    @torch.no_grad()
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
         """Encode pixels in [-1, 1] to float32 latents as the denoiser takes them. Needs `load_vae`.
 
         This takes the mode of the VAE's posterior instead of a sample: its spread is far below the training noise, and
         a cache that can be reproduced byte for byte is worth more.
         """
-        vae = self._loaded_vae("encode_images")
-        pixels_BCHW = pixels_BCHW.to(self.device, torch.float32)
-        answer = vae.encode(as_clip(pixels_BCHW) if _takes_clips(vae) else pixels_BCHW)
-        # A deep compression autoencoder returns latents; all others return a distribution of them.
-        latents = answer.latent if hasattr(answer, "latent") else answer.latent_dist.mode()
-        return self.normalise(as_picture(latents) if _takes_clips(vae) else latents)
+        import torch
 
-    @torch.no_grad()
+        with torch.no_grad():
+            vae = self._loaded_vae("encode_images")
+            pixels_BCHW = pixels_BCHW.to(self.device, torch.float32)
+            answer = vae.encode(as_clip(pixels_BCHW) if _takes_clips(vae) else pixels_BCHW)
+            # A deep compression autoencoder returns latents; all others return a distribution of them.
+            latents = answer.latent if hasattr(answer, "latent") else answer.latent_dist.mode()
+            return self.normalise(as_picture(latents) if _takes_clips(vae) else latents)
+
     def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
         """Decode latents to float32 pixels in about [-1, 1]; the inverse of `encode_images`."""
-        vae = self._loaded_vae("decode_latents")
-        latents = self.denormalise(latents_BCHW.to(self.device, torch.float32))
-        pixels = vae.decode(as_clip(latents) if _takes_clips(vae) else latents, return_dict=False)[0]
-        return as_picture(pixels) if _takes_clips(vae) else pixels
+        import torch
+
+        with torch.no_grad():
+            vae = self._loaded_vae("decode_latents")
+            latents = self.denormalise(latents_BCHW.to(self.device, torch.float32))
+            pixels = vae.decode(as_clip(latents) if _takes_clips(vae) else latents, return_dict=False)[0]
+            return as_picture(pixels) if _takes_clips(vae) else pixels
 
     def _loaded_vae(self, wanted: str) -> nn.Module:
         if self.vae is None:
@@ -88,6 +93,8 @@ class Latents:
         return pixels.flatten(4, 5).flatten(2, 3)
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
+        import torch
+
         mean_1C11, var_1C11 = (x.view(1, -1, 1, 1) for x in (self.vae.bn.running_mean, self.vae.bn.running_var))
         eps = self.vae.config.batch_norm_eps if self.batch_norm_eps is None else self.batch_norm_eps
         return mean_1C11, torch.sqrt(var_1C11 + eps)
@@ -143,6 +150,8 @@ def _takes_clips(vae: nn.Module) -> bool:
 
 
 def _by_channel(numbers: list[float], like: Tensor) -> Tensor:
+    import torch
+
     return torch.tensor(numbers).to(like).view(1, -1, *[1] * (like.ndim - 2))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-
 from ._files import Header, checkpoint_prefix, native_header
 from .base import Conversion, ModelFamily
 
@@ -23,6 +21,8 @@ def convert_checkpoint(family: ModelFamily, header: Header) -> Conversion:
 
     That converter only moves values between dicts, so it is given names as values and no tensor has to be in memory.
     """
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
     prefix = checkpoint_prefix(header)
     names = {PREFIX + key: prefix + key for key in native_header(header)}
     moved = convert_ldm_unet_checkpoint(names, {"layers_per_block": 2, **family.denoiser_config()})

@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import diffusers
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    import diffusers
+    import torch
+    from torch import Tensor
 
-Cond = dict[str, Tensor]
+Cond = dict[str, "Tensor"]
 """Conditioning by name: of one image (no batch dimension), or of a batch after `collate`."""
 
 
@@ -140,7 +141,6 @@ class Prompts:
         return {name: tuple(map(size, shape)) for name, shape in self.text_shapes.items()}
 
     # -- encoding --------------------------------------------------------------------------------------------------
-    @torch.no_grad()
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
         """Encode prompts with the pipeline's own `encode_prompt`.
 
@@ -148,15 +148,18 @@ class Prompts:
 
         With `prompts_see_controls` there is a second argument: each prompt's control images, RGB, not resized.
         """
-        answers = self.text_answer(self.text_pipeline, prompts)
-        masks = answers.pop("mask", None)
-        found = []
-        for i in range(len(prompts)):
-            one = {name: rows[i] for name, rows in answers.items()}
-            if masks is not None:
-                one["prompt_embeds"] = one["prompt_embeds"][masks[i].bool()]
-            found.append({name: tensor.to(self.dtype, copy=True) for name, tensor in one.items()})
-        return found
+        import torch
+
+        with torch.no_grad():
+            answers = self.text_answer(self.text_pipeline, prompts)
+            masks = answers.pop("mask", None)
+            found = []
+            for i in range(len(prompts)):
+                one = {name: rows[i] for name, rows in answers.items()}
+                if masks is not None:
+                    one["prompt_embeds"] = one["prompt_embeds"][masks[i].bool()]
+                found.append({name: tensor.to(self.dtype, copy=True) for name, tensor in one.items()})
+            return found
 
     def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
         """Return the results of the pipeline's `encode_prompt` for these prompts, by the names in `text_answers`."""
@@ -195,6 +198,8 @@ class Prompts:
     # -- batches and pipeline arguments ----------------------------------------------------------------------------
     def collate(self, conds: list[Cond]) -> Cond:
         """Collate unbatched conditionings into a batch; for `prompts_vary` see `padded`."""
+        import torch
+
         batch = padded(conds, "prompt_embeds", self.padded_in_front) if self.prompts_vary else {}
         return batch | {key: torch.stack([cond[key] for cond in conds]) for key in conds[0] if key not in batch}
 
@@ -205,6 +210,8 @@ class Prompts:
             cond: the conditioning.
             negative: conditioning of the negative prompt; needed for guidance > 1, as no text encoder is loaded then.
         """
+        import torch
+
         given = {"": cond} if negative is None or not self.uses_negative else {"": cond, "negative_": negative}
         names = [name for name in self.text_answers if name not in ("", "mask")]
         texts = [{name: one[name].to(self.device, self.dtype) for name in names} for one in given.values()]
@@ -229,9 +236,11 @@ def padded(conds: Sequence[Cond], name: str, in_front: bool = False) -> Cond:
         `name`: (B, L, ...), padded with zeros behind the shorter prompts, or before them if `in_front`.
         `name`_mask: bool (B, L), True for tokens.
     """
+    import torch
+
     rows = [cond[name] for cond in conds]
     lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
     mask_BL = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
     side = "left" if in_front else "right"
-    rows_BLD = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+    rows_BLD = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
     return {name: rows_BLD, f"{name}_mask": mask_BL.flip(1) if in_front else mask_BL}

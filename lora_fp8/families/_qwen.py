@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-)
-from tokenizers.pre_tokenizers import ByteLevel
-from torch import Tensor, nn
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3Model,
-    Qwen3VLConfig,
-    Qwen3VLModel,
-)
+from typing import TYPE_CHECKING, Any
 
 from .base import Cond, Inputs, ModelFamily, control_latents
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
+    from torch import Tensor, nn
+    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen3Model, Qwen3VLModel
 
 VAE_MARKS: dict[str, Any] = {
     "latents_mean": [
@@ -49,6 +37,8 @@ def inputs(
 
     The latents of control images follow the noise as tokens, each as a frame of its own.
     """
+    import torch
+
     shown = [noisy_BCHW, *control_latents(cond)]
     mask_BL = cond["prompt_embeds_mask"]
     return {
@@ -86,6 +76,9 @@ def tokenizer(more: Sequence[str] = (), marks: Sequence[str] = ()) -> Qwen2Token
         more: further words that become one token each, with and without a space before them.
         marks: further special tokens.
     """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
     pieces = sorted(ByteLevel.alphabet())
     merges: list[tuple[str, str]] = []
     inner = *_INNER, *string.punctuation, *string.ascii_letters, *more
@@ -126,6 +119,8 @@ def _text_config(vocab: Qwen2Tokenizer, width: int, layers: int) -> dict[str, An
 
 def qwen3_text(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen3Model:
     """Return a Qwen3 of two layers."""
+    from transformers import Qwen3Config, Qwen3Model
+
     return Qwen3Model(Qwen3Config(**_text_config(vocab, width, 2)))
 
 
@@ -134,6 +129,8 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 def qwen25_vl(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen2_5_VLForConditionalGeneration:
     """Return a two-layer Qwen2.5-VL with the smallest vision tower; it is used if the vocabulary has its markers."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
     text = {**_text_config(vocab, width, 2), "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
     marks = {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
@@ -144,6 +141,8 @@ def qwen25_vl(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen2_5_VLForConditi
 
 def qwen3_vl(vocab: Qwen2Tokenizer, *, width: int = 32, layers: int = 3) -> Qwen3VLModel:
     """Return a Qwen3-VL of a few layers with the smallest vision tower."""
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
     rope = {**_ROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
     eyes |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -153,6 +152,8 @@ def qwen3_vl(vocab: Qwen2Tokenizer, *, width: int = 32, layers: int = 3) -> Qwen
 
 def vae() -> AutoencoderKLQwenImage:
     """Return a VAE that halves the image sides, with the real one's 16 channels and their normalization."""
+    from diffusers import AutoencoderKLQwenImage
+
     return AutoencoderKLQwenImage(
         base_dim=8, z_dim=16, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False], **VAE_MARKS
     )
@@ -172,6 +173,8 @@ TINY: dict[str, Any] = {
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:
     """Return the released models' scheduler."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )

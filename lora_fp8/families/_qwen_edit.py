@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import diffusers
-import torch
 from PIL import Image
-from torch import nn
-from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 from . import _qwen
 from ._files import read_json
 from .base import Cond, ModelFamily
+
+if TYPE_CHECKING:
+    import diffusers
+    from torch import nn
 
 MARKER = "__index_timestep_zero__"
 """A tensor by which ComfyUI tells files of release 2511 from 2509; all other tensors have the same names."""
@@ -31,19 +31,13 @@ PATCH = 28
 """Side in pixels of the patch that is one image token of the text encoder."""
 
 
-class Processor(Qwen2VLProcessor):
-    """transformers' processor without its video part, which needs torchvision.
-
-    A processor loads the parts that its `__init__` names.
-    """
-
-    def __init__(self, image_processor: Qwen2VLImageProcessorPil, tokenizer: Qwen2Tokenizer):
-        super().__init__(image_processor, tokenizer)
-
-
 def tokenizer(family: ModelFamily, name: str) -> Any:
     """Return a tokenizer as `ModelFamily.tokenizer` does; the processor is put together from its parts."""
     if name == "processor" and name not in family._tokenizers:
+        from transformers import Qwen2VLImageProcessorPil
+
+        from ._qwen_processor import Processor
+
         pictures = Qwen2VLImageProcessorPil.from_pretrained(family.folder / name, local_files_only=True)
         family._tokenizers[name] = Processor(pictures, family.tokenizer("tokenizer"))
     return ModelFamily.tokenizer(family, name)
@@ -82,6 +76,8 @@ def encode_prompts(
     Returns:
         For each prompt the embeddings of its images (with their labels) and its text, without the system message.
     """
+    import torch
+
     pipeline, found = family.text_pipeline, []
     for prompt, seen, seen_sizes in zip(prompts, pictures, sizes, strict=True):
         resized = [
@@ -148,6 +144,8 @@ def wake_(denoiser: nn.Module) -> None:
 
     See `ModelFamily.wake_`.
     """
+    import torch
+
     with torch.no_grad():
         for block in denoiser.transformer_blocks:
             for layer in (block.attn.to_v, block.attn.to_out[0]):
@@ -168,6 +166,8 @@ def tiny_parts() -> dict[str, Any]:
 
 def save_tiny(family: type[ModelFamily], parts: dict[str, Any], folder: Path) -> None:
     """Save the miniature with a processor as in the released models: see `ModelFamily.save_tiny`."""
+    from transformers import Qwen2VLImageProcessorPil
+
     family.pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
     for part in (Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384), parts["tokenizer"]):
         part.save_pretrained(folder / "processor")

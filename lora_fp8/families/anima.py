@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from diffusers import AnimaAutoBlocks, AnimaTextConditioner
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from . import _anima, _files, _miniature, _qwen
+from . import _files, _qwen
 from ._files import checkpoint_prefix
 from ._prompts import Overlong
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 CONDITIONER = "llm_adapter"
 """Name of the conditioner in single files, which hold it together with the transformer."""
@@ -122,6 +122,8 @@ class Family(ModelFamily):
 
     @classmethod
     def pipeline_type(cls) -> Any:
+        from . import _anima
+
         return _anima.AnimaPipeline
 
     def encode_prompts(self, prompts: list[str]) -> list[Cond]:
@@ -135,12 +137,16 @@ class Family(ModelFamily):
         return [min(one[p], other[p], key=lambda cut: len(cut.lost)) for p in one if p in other]
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        from . import _anima
+
         return _anima.inputs(noisy_BCHW, t_B, cond["prompt_embeds"])
 
     def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
         return answer[:, :, 0]
 
     def empty_denoiser(self) -> nn.Module:
+        from . import _anima
+
         return _anima.without_borders_(ModelFamily.empty_denoiser(self))
 
     def _has_text(self, name: str) -> bool:
@@ -154,6 +160,10 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from diffusers import AnimaTextConditioner
+
+        from . import _miniature
+
         vocab, t5_vocab = _qwen.tokenizer(), _miniature.t5_tokenizer()
         conditioner = AnimaTextConditioner(
             source_dim=32,
@@ -175,6 +185,8 @@ class Family(ModelFamily):
 
     @classmethod
     def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
+        from diffusers import AnimaAutoBlocks
+
         pipeline = AnimaAutoBlocks().init_pipeline()
         pipeline.update_components(**parts)
         pipeline.save_pretrained(str(folder), overwrite_modular_index=True)

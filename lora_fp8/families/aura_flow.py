@@ -8,15 +8,16 @@ an image takes the middle; version 0.3 has more of them than earlier ones, for i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..lora_files import naming
-from . import _files, _llama, _miniature
+from . import _files
 from ._files import Header
 from .base import ModelFamily
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Family(ModelFamily):
@@ -121,6 +122,8 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _llama, _miniature
+
         tokenizer = _llama.llama2_tokenizer(_miniature.T5_TOKENS)
         return {
             "tokenizer": tokenizer,

@@ -32,35 +32,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import diffusers
-import torch
-from diffusers.image_processor import VaeImageProcessor
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from PIL import Image
-from torch import Tensor, nn
 
 from .. import settings
 from ..errors import UserError, UserErrors
 from ..lora_files import naming
-from ..lora_files.layouts import text_layer
-from ..objectives import PREDICTION_TYPES, Diffusion, FlowMatching, Objective
-from ..precision import Quantized, Weight, name_matches
-from . import _files, _miniature
+from . import _files
 from ._checks import Checks
 from ._encoders import Encoders
 from ._files import Header, checkpoint_prefix, native_header
 from ._latents import Latents
 from ._prompts import Cond, Prompts
-from ._weights import WeightFile
+
+if TYPE_CHECKING:
+    import diffusers
+    import torch
+    from torch import Tensor, nn
+
+    from ..objectives import Objective
+    from ..precision import Weight
 
 DE_DISTILLED = r"de[-_. ]?(distill|turbo)|undistill"
 """Matches the names of de-distilled models, which were trained back from a distilled one (ostris/Z-Image-De-Turbo)."""
 Inputs = dict[str, Any]
 """Arguments of the denoiser, by name."""
-Conversion = dict[str, tuple[str, Callable[[Tensor], Tensor] | None]]
+Conversion = dict[str, tuple[str, "Callable[[Tensor], Tensor] | None"]]
 """Parameter name in diffusers -> (key in the single file, function that selects or reorders the tensor's rows)."""
 
 
@@ -135,7 +133,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     # -- facts with a default -------------------------------------------------------------------------------------
     denoiser_name: ClassVar[str] = "transformer"
     """"unet" or "transformer": the subfolder, the pipeline's attribute, and the key prefix in diffusers' LoRA files."""
-    objective: ClassVar[type[Objective]] = FlowMatching
+    objective: ClassVar[Literal["Diffusion", "FlowMatching"]] = "FlowMatching"
+    """The kind of noising process, which `objectives` implements; see `objective_type`."""
     train_shift: ClassVar[float | None] = None
     """The shift that objective.shift = "auto" stands for; None: the scheduler's. Set it where training needs another
     shift than sampling: a sampler's shift spends few steps where they matter, but on top of the logit-normal density it
@@ -148,7 +147,7 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     """The pipeline's argument for the guidance scale."""
     captions: ClassVar[str] = "sentences"
     """How images for this model are captioned: "tags" (separated by commas), "sentences", or "instructions" (editing
-    models). Presets shuffle tags only. A literal, because it is read without importing the file."""
+    models). Presets shuffle tags only."""
     plain_guidance: ClassVar[float] = 1.0
     """The pipeline's value for no guidance: 0 if it adds that many times the difference to the conditional
     prediction."""
@@ -165,22 +164,20 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     tiny_hw: ClassVar[tuple[int, int]] = (16, 24)
     """Image size (height, width) in pixels for the miniature. Not square, so that swapping the two shows."""
     controls: ClassVar[tuple[int, int]] = (0, 0)
-    """The minimum and maximum number of control images that the denoiser takes beside the noise. A literal, because it
-    is read without importing the file."""
+    """The minimum and maximum number of control images that the denoiser takes beside the noise."""
     prompts_see_controls: ClassVar[bool] = False
     """True if the text encoders take the control images too. Then `encode_prompts` receives them, and the cache holds
     one conditioning for each pair of image and caption."""
     clips: ClassVar[tuple[int, int]] = (0, 0)
     """(frames of a clip per frame of its latents, frames per second). The first frame of a clip has a latent frame of
-    its own. (0, 0): the model generates images only. A literal, as `controls`."""
+    its own. (0, 0): the model generates images only."""
     same_tensors_as: ClassVar[str] = ""
     """The family whose single files have the same tensors, so that only the file's name tells the two apart."""
     single_file: ClassVar[dict[str, Any]] = {}
     """How the headers of this architecture's single files are recognized, by names without their prefix. "has": tensors
     that exist; "lacks": prefixes that no tensor has; "shapes": name -> shape, where None stands for any side;
     "in_is_out": the first layer takes as many channels as the last one returns, which is not so for models with more
-    inputs (inpainting, image to video). Test the structure, not the size: miniatures must pass. A literal, because it
-    is read without importing the file."""
+    inputs (inpainting, image to video). Test the structure, not the size: miniatures must pass."""
     bucket_step: ClassVar[int] = 64
     """Default distance between bucket sizes, in pixels; large enough that images share buckets."""
     embeds_guidance: ClassVar[bool] = False
@@ -238,6 +235,10 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     def __init__(
         self, model: settings.Model, *, device: torch.device | str, dtype: torch.dtype, prediction: str = "auto"
     ):
+        import torch
+
+        from ._weights import WeightFile
+
         self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
         self.told_prediction = prediction
         parts = ("scheduler", "vae", self.denoiser_name, *self.text_parts)
@@ -301,6 +302,10 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     @classmethod
     def tiny(cls, folder: Path, seed: int = 0) -> None:
         """Save a complete random miniature in the diffusers layout; the sides of its linears are multiples of 16."""
+        import diffusers
+
+        from . import _miniature
+
         with _miniature.seeded(seed):
             denoiser = getattr(diffusers, cls.denoiser_class)(**cls.tiny_config)
             cls.wake_(denoiser)
@@ -319,6 +324,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     @classmethod
     def pipeline_type(cls) -> Any:
         """Return the pipeline's class: diffusers' own, unless that one cannot be called with embeddings."""
+        import diffusers
+
         return getattr(diffusers, cls.pipeline_class)
 
     def caveats(self) -> list[str]:
@@ -443,6 +450,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         return {"base.guidance": self._takes_guidance()} if self.embeds_guidance else {}
 
     def _takes_guidance(self) -> bool:
+        import diffusers
+
         unless_told = inspect.signature(getattr(diffusers, self.denoiser_class)).parameters["guidance_embeds"].default
         return self.denoiser_config().get("guidance_embeds", unless_told)
 
@@ -464,6 +473,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     @classmethod
     def text_layer_shapes(cls) -> dict[str, tuple[int, int]]:
         """Return {module path: (out, in)} of the linears that get adapters in the released model's text encoders."""
+        from ..lora_files.layouts import text_layer
+
         return {
             text_layer(name, f"encoder.layers.{number}.{layer}"): {
                 "mlp.fc1": (about.hidden, about.width),
@@ -492,6 +503,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         Raises:
             UserErrors: a target matches no layer.
         """
+        from torch import nn
+
         layers = [n for n, m in denoiser.named_modules() if hasattr(m, "in_features") or isinstance(m, nn.Conv2d)]
         left_out = cls.without_adapter(denoiser)
         layers = [name for name in layers if name not in left_out]
@@ -509,6 +522,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     @classmethod
     def _matching(cls, target: str, layers: Sequence[str]) -> set[str]:
         """Return the names among `layers` that a target stands for; see `adapter_names`."""
+        from ..precision import name_matches
+
         if target.startswith("^"):
             return {n for n in layers if n == target[1:]}
         matched = {n for n in layers if n == target or n.endswith(f".{target}")}
@@ -539,6 +554,9 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
     def empty_denoiser(self) -> nn.Module:
         """Return the denoiser on the meta device: all shapes, no memory."""
+        import diffusers
+        import torch
+
         path, told = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
             denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
@@ -559,6 +577,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
         Tensors that the file stores in FP8 are `Quantized`, with their scales.
         """
+        from ._weights import WeightFile
+
         if self._file is None:
             for path in self._denoiser_files():
                 file = WeightFile(path)
@@ -572,19 +592,28 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         """Build the objective of a job's `[objective]` table; the family's shift replaces "auto"."""
         if section.shift == "auto" and self.train_shift is not None:
             section = section.model_copy(update={"shift": self.train_shift})
-        return self.objective(self.scheduler_config(), section)
+        return self.objective_type()(self.scheduler_config(), section)
+
+    @classmethod
+    def objective_type(cls) -> type[Objective]:
+        """Return the class of the objective; override it if its timesteps are drawn in another way."""
+        from .. import objectives
+
+        return {"Diffusion": objectives.Diffusion, "FlowMatching": objectives.FlowMatching}[cls.objective]
 
     def predicts(self) -> str:
         """Return what the denoiser predicts, as a value of `objective.prediction`: "epsilon", "v" or "flow"."""
-        if issubclass(self.objective, FlowMatching):
+        if self.objective == "FlowMatching":
             return "flow"
+        from ..objectives import PREDICTION_TYPES
+
         told = self.scheduler_config().get("prediction_type", "epsilon")
         return next((word for word, name in PREDICTION_TYPES.items() if name == told), str(told))
 
     def assumes_prediction(self) -> bool:
         """Return True if only a single file's components say what the model predicts."""
         return (
-            issubclass(self.objective, Diffusion)
+            self.objective == "Diffusion"
             and self.checkpoint is not None
             and self.told_prediction == "auto"
             and not self._marked_as_v()
@@ -602,6 +631,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     # -- previews -------------------------------------------------------------------------------------------------
     def scheduler_config(self) -> dict[str, Any]:
         """Return the model's scheduler_config.json, with the prediction type that the file or the job states."""
+        from ..objectives import PREDICTION_TYPES
+
         scheduler = _files.read_json(self.folder / "scheduler" / "scheduler_config.json")
         if self.told_prediction in PREDICTION_TYPES:
             scheduler["prediction_type"] = PREDICTION_TYPES[self.told_prediction]
@@ -622,6 +653,9 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
             text: True adds `trained_text_parts`, so that a LoRA can be loaded into them; otherwise the pipeline has no
                 text encoders.
         """
+        import diffusers
+        import torch
+
         self.load_vae()
         vae = self.vae
         if "decode" not in vars(vae):
@@ -658,6 +692,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
     def file_scale(self) -> str:
         """Return the block that shares a scale in FP8 files: "1x64", "1x128" or "128x128"; "" without block scales."""
+        from ._weights import WeightFile
+
         files = [self._file] if self._file else [WeightFile(path) for path in self._denoiser_files()]
         found = Counter(scale for file in files for scale in file.block_scales())
         return found.most_common(1)[0][0] if found else ""
@@ -684,6 +720,9 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
 
 def _encoding_as_given(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """Return a wrapper of a float32 VAE's `encode` that takes pixels of any dtype and returns latents in it."""
+    import torch
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
     def encode_as_given(pixels: Tensor) -> Any:
         parameters = encode(pixels.to(torch.float32)).latent_dist.parameters
@@ -711,6 +750,10 @@ def _with_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) 
 
 @cache
 def _layer_shapes(denoiser_class: str, denoiser_config: str) -> Mapping[str, tuple[int, ...]]:
+    import diffusers
+    import torch
+    from torch import nn
+
     with torch.device("meta"):
         denoiser = getattr(diffusers, denoiser_class).from_config(json.loads(denoiser_config))
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -730,10 +773,14 @@ def control_pictures(cond: Cond) -> list[Image.Image]:
 
 def _as_images(frames: Any) -> list[Image.Image]:
     """Return the frames of a clip as images; some pipelines return arrays."""
+    from diffusers.image_processor import VaeImageProcessor
+
     return list(frames) if isinstance(frames[0], Image.Image) else VaeImageProcessor.numpy_to_pil(frames)
 
 
 def _halves_swapped(tensor: Tensor) -> Tensor:
+    import torch
+
     return torch.cat(tensor.chunk(2)[::-1])
 
 
@@ -742,6 +789,8 @@ def _rows(begin: int, end: int) -> Callable[[Tensor], Tensor]:
 
 
 def _changed(weight: Weight, change: Callable[[Tensor], Tensor] | None) -> Weight:
+    from ..precision import Quantized
+
     if change is None:
         return weight
     return weight.changed(change) if isinstance(weight, Quantized) else change(weight)

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import diffusers
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from . import _files, _flux, _miniature
+from . import _files, _flux
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    import diffusers
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -83,6 +83,8 @@ class Family(ModelFamily):
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
     ) -> Tensor:
+        from torch import nn
+
         text_BL = cond["prompt_embeds_mask"].to(noisy_BCHW.device)
         mask_BS = None
         if not text_BL.all():
@@ -108,6 +110,9 @@ class Family(ModelFamily):
         pipeline._prepare_attention_mask = lambda **given: _as_bool(extended(**given))
 
     def empty_denoiser(self) -> nn.Module:
+        import diffusers
+        import torch
+
         path, told = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
             denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
@@ -118,6 +123,8 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _miniature
+
         t5 = _miniature.t5_tokenizer()
         return {
             "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, shift=3.0),

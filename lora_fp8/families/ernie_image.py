@@ -9,15 +9,15 @@ because captions are to be trained as they are written.
 
 from __future__ import annotations
 
-from typing import Any
-
-import diffusers
-from torch import Tensor, nn
-from transformers import Mistral3Model
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from . import _flux2, _miniature, _mistral
+from . import _flux2
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    import diffusers
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -95,11 +95,17 @@ class Family(ModelFamily):
 
     @classmethod
     def wake_(cls, denoiser: nn.Module) -> None:
+        from torch import nn
+
         for zeros in (denoiser.adaLN_modulation[-1], denoiser.final_linear):
             nn.init.normal_(zeros.weight, std=0.2)
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from transformers import Mistral3Model
+
+        from . import _miniature, _mistral
+
         tokenizer = _mistral.tokenizer(64)
         return {
             "vae": _flux2.vae(),

@@ -8,15 +8,15 @@ replaces the two of classifier-free guidance. FLUX.1-schnell has no such input (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from . import _flux, _miniature
+from . import _flux
 from ._files import Header
 from .base import Cond, Inputs, ModelFamily, TextEncoder
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -105,6 +105,8 @@ class Family(ModelFamily):
         return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        import torch
+
         guidance_B = torch.full(t_B.shape, guidance, device=t_B.device)
         return {
             "hidden_states": self.pack(noisy_BCHW),
@@ -120,6 +122,8 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _miniature
+
         clip, t5 = _miniature.clip_tokenizer(), _miniature.t5_tokenizer()
         return {
             "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, shift=3.0),

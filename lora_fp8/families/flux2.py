@@ -15,10 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers.pipelines.flux2.pipeline_flux2 import format_input
-from transformers import Mistral3ForConditionalGeneration
-
-from . import _flux2, _miniature, _mistral
+from . import _flux2
 from .base import ModelFamily
 
 
@@ -73,6 +70,8 @@ class Family(ModelFamily):
     inputs = _flux2.inputs
 
     def as_read(self, prompt: str) -> tuple[str, str]:
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
         # The end is cut off first, and the template's text after the prompt is at the end. <s> is a special token.
         tokenizer = self.tokenizer("tokenizer")
         (text,) = tokenizer.apply_chat_template(format_input(["\0"]), tokenize=False)
@@ -81,6 +80,10 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from transformers import Mistral3ForConditionalGeneration
+
+        from . import _miniature, _mistral
+
         tokenizer = _mistral.tokenizer(128)  # the system message takes 42 of them
         text = _mistral.mistral3(tokenizer, num_layers=30)
         return {

@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 from ..errors import UserError
-from . import _files, _flux2, _miniature, _qwen
+from . import _files, _flux2, _qwen
 from ._files import Header
 from .base import ModelFamily
 
@@ -99,6 +97,10 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        from . import _miniature
+
         tokenizer = _qwen.tokenizer()
         text = Qwen3Config(
             vocab_size=len(tokenizer),

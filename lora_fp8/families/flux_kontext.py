@@ -8,14 +8,13 @@ for them is dropped. Without a control image it generates from the prompt alone,
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
-
-import torch
-from diffusers.pipelines.flux import pipeline_flux_kontext
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from . import _files, _flux, flux
 from .base import Cond, Inputs, ModelFamily, control_latents, control_pictures
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -65,6 +64,8 @@ class Family(ModelFamily):
     tiny_parts = flux.Family.tiny_parts
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+        from diffusers.pipelines.flux import pipeline_flux_kontext
+
         # As the pipeline does it: round sides down to whole tokens, then take the preferred size of the nearest ratio.
         width, height = (max(self._token_side, side // self._token_side * self._token_side) for side in (width, height))
         preferred = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
@@ -80,6 +81,8 @@ class Family(ModelFamily):
         return 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        import torch
+
         tokens, ids = [], []
         for i, latents_BCHW in enumerate([noisy_BCHW, *control_latents(cond)]):
             place_S3 = _flux.positions(latents_BCHW, cond["prompt_embeds"])["img_ids"]

@@ -19,15 +19,16 @@ For training this means:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import diffusers
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..lora_files import naming
-from . import _files, _llama, _miniature
+from . import _files
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    import diffusers
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -163,6 +164,8 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _llama, _miniature
+
         clip, t5, llama = _miniature.clip_tokenizer(), _miniature.t5_tokenizer(), _llama.tokenizer()
         return {
             "scheduler": _miniature.flow_unipc(),

@@ -8,22 +8,14 @@ guidance scale is an input, and one pass replaces the two of classifier-free gui
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from diffusers import AutoencoderKLHunyuanVideo
-from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from . import _flux, _llama, _miniature
+from . import _flux
 from .base import Cond, Inputs, ModelFamily
 
-BEFORE: str = DEFAULT_PROMPT_TEMPLATE["template"].partition("{}")[0]
-"""The text that the pipeline puts before a prompt."""
-
-CROPPED: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]
-"""Tokens of the template, which are cut off the conditioning."""
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -40,6 +32,7 @@ class Family(ModelFamily):
         "tokenizer_2": "CLIPTokenizer",
         "text_encoder_2": "CLIPTextModel",
     }
+    prompt_tokens = 256  # without the template's
     text_answers = ("prompt_embeds", "pooled_prompt_embeds", "mask")
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {
@@ -142,17 +135,22 @@ class Family(ModelFamily):
     }
 
     def as_read(self, prompt: str) -> tuple[str, str]:
-        return BEFORE, prompt
+        return _before(), prompt
 
     def token_limit(self, name: str) -> int:
-        return CROPPED + self.max_sequence_length if name == "tokenizer" else self.tokenizer(name).model_max_length
+        from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+        cropped: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]  # tokens of the template, cut off the conditioning
+        return cropped + self.max_sequence_length if name == "tokenizer" else self.tokenizer(name).model_max_length
 
     @property
     def max_sequence_length(self) -> int:
         """Tokens of a prompt that Llama reads, without the template's, as the pipeline's `max_sequence_length`."""
-        return 256
+        return self.prompt_tokens
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        import torch
+
         guidance_B = torch.full(t_B.shape, guidance, device=t_B.device, dtype=self.dtype) * 1000.0
         return {
             "hidden_states": self.pack(noisy_BCHW),
@@ -165,8 +163,12 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from diffusers import AutoencoderKLHunyuanVideo
+
+        from . import _llama, _miniature
+
         # The template's longer words become one token each, so that it has about as many tokens as with Llama 3.
-        known = [word for word in BEFORE.split() if len(word) > 3]
+        known = [word for word in _before().split() if len(word) > 3]
         llama, clip = _llama.tokenizer(known), _miniature.clip_tokenizer()
         return {
             "text_encoder": _llama.text(llama, layers=3).model,
@@ -178,3 +180,10 @@ class Family(ModelFamily):
             "text_encoder_2": _miniature.clip_text(clip),
             "tokenizer_2": clip,
         }
+
+
+def _before() -> str:
+    """Return the text that the pipeline puts before a prompt."""
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+    return DEFAULT_PROMPT_TEMPLATE["template"].partition("{}")[0]

@@ -12,37 +12,20 @@ The pipeline takes prompts as text only: `mend_` lets it take encoded ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from diffusers import Ideogram4Pipeline, Ideogram4Transformer2DModel
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..lora_files import naming
-from ..objectives import FlowMatching
-from . import _flux2, _miniature, _qwen
+from . import _flux2, _qwen
 from .base import Cond, Inputs, ModelFamily
 
+if TYPE_CHECKING:
+    import torch
+    from diffusers import Ideogram4Pipeline
+    from torch import Tensor, nn
 
-class Flow(FlowMatching):
-    """Draws t as the pipeline places its steps: logit-normal around half the log of the pixels over 512 x 512."""
-
-    deviation = 1.5  # the pipeline's scale
-
-    def model_shift(self, seq_len: int) -> float:
-        return math.sqrt(seq_len / 1024)  # 512 x 512 pixels are 1024 tokens
-
-
-class _Unguided:
-    """Replaces the pipeline's second transformer; at guidance 1 the pipeline multiplies its output by 0."""
-
-    dtype = torch.float32
-
-    def __call__(self, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor]:
-        return (torch.zeros_like(hidden_states),)
+    from ..objectives import Objective
 
 
 class Family(ModelFamily):
@@ -62,7 +45,6 @@ class Family(ModelFamily):
     vae_class = "AutoencoderKLFlux2"
     other_vaes = {"FLUX.2": (-0.0676, -0.0715, -0.0753, -0.0745)}
     patch_channels = "22C"
-    objective = Flow
     towards_image = True
     adapter_targets = (
         *(f"attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -123,6 +105,9 @@ class Family(ModelFamily):
         ]
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        from diffusers import Ideogram4Pipeline
+        from torch import nn
+
         text_BLD, image_BSC = cond["prompt_embeds"], self.pack(noisy_BCHW)
         (height, width), num_text, num_image = noisy_BCHW.shape[2:], text_BLD.shape[1], image_BSC.shape[1]
         lengths = cond["prompt_embeds_mask"].sum(1).tolist()
@@ -151,7 +136,18 @@ class Family(ModelFamily):
         return {"prompt": [embeds_LD], "max_sequence_length": len(embeds_LD)}
 
     @classmethod
+    def objective_type(cls) -> type[Objective]:
+        from . import _ideogram4
+
+        return _ideogram4.Flow
+
+    @classmethod
     def mend_(cls, pipeline: Ideogram4Pipeline) -> None:
+        from diffusers import Ideogram4Pipeline
+        from torch import nn
+
+        from . import _ideogram4
+
         encode = pipeline.encode_prompt
 
         def encode_or_take(
@@ -165,10 +161,14 @@ class Family(ModelFamily):
 
         pipeline.encode_prompt = encode_or_take
         if pipeline.unconditional_transformer is None:
-            pipeline.unconditional_transformer = _Unguided()
+            pipeline.unconditional_transformer = _ideogram4.Unguided()
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from diffusers import Ideogram4Transformer2DModel
+
+        from . import _miniature
+
         tokenizer = _qwen.tokenizer()
         return {
             "unconditional_transformer": Ideogram4Transformer2DModel(**cls.tiny_config),

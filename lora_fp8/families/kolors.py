@@ -11,19 +11,15 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sentencepiece
-import torch
-from diffusers import EulerDiscreteScheduler
-from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
-from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
-from torch import Tensor, nn
-
-from ..objectives import Diffusion
-from . import _ldm, _miniature
+from . import _ldm
 from ._prompts import Overlong
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -46,7 +42,7 @@ class Family(ModelFamily):
     text_arguments = {"text_embeds": "pooled_prompt_embeds"}
     text_shapes = {"prompt_embeds": ("tokens", "encoder_hid_dim"), "text_embeds": ("encoder_hid_dim",)}
     exact_cond = ("time_ids",)  # bf16 would round 667 pixels to 668
-    objective = Diffusion
+    objective = "Diffusion"
     adapter_targets = _ldm.ADAPTER_TARGETS
     keep_precise = (*_ldm.KEEP_PRECISE, "add_embedding", "encoder_hid_proj")
     bucket_multiple = 8
@@ -106,6 +102,8 @@ class Family(ModelFamily):
     def image_conditioning(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Cond:
+        import torch
+
         # The order of KolorsPipeline._get_add_time_ids.
         return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.float32)}
 
@@ -119,6 +117,12 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from diffusers import EulerDiscreteScheduler
+        from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
+        from torch import nn
+
+        from . import _miniature
+
         tokenizer = _tokenizer()
         settings = ChatGLMConfig(
             num_layers=2,
@@ -153,6 +157,9 @@ class Family(ModelFamily):
 
 def _tokenizer() -> ChatGLMTokenizer:
     """Return a SentencePiece tokenizer for a few words and printable ASCII, which is saved from its model file."""
+    import sentencepiece
+    from diffusers.pipelines.kolors.tokenizer import ChatGLMTokenizer
+
     folder = tempfile.TemporaryDirectory()
     prefix = Path(folder.name) / "tokenizer"
     sentencepiece.SentencePieceTrainer.train(

@@ -9,15 +9,15 @@ timestep serves all blocks. Krea 2 RAW is the model to train; Turbo is distilled
 
 from __future__ import annotations
 
-from typing import Any
-
-from diffusers import Krea2Pipeline
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from . import _miniature, _qwen
+from . import _qwen
 from ._files import Header
 from .base import Cond, Conversion, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 SUFFIX_TOKENS = 5
 """Tokens of the template after the prompt, which `max_sequence_length` includes."""
@@ -122,6 +122,8 @@ class Family(ModelFamily):
         return self.max_sequence_length - SUFFIX_TOKENS
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        from diffusers import Krea2Pipeline
+
         embeds_BLND, mask_BL = cond["prompt_embeds"], cond["prompt_embeds_mask"]
         rows, columns = (side // self.patch for side in noisy_BCHW.shape[-2:])
         return {
@@ -154,12 +156,16 @@ class Family(ModelFamily):
 
     @classmethod
     def wake_(cls, denoiser: nn.Module) -> None:
+        from torch import nn
+
         for name, parameter in denoiser.named_parameters():
             if name.endswith("scale_shift_table") or ".norm" in name:
                 nn.init.normal_(parameter, std=0.1)
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _miniature
+
         vocab = _qwen.tokenizer()
         return {
             "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, max_image_seq_len=6400),

@@ -10,17 +10,16 @@ end. diffusers generates with them in a pipeline of its own (LTXConditionPipelin
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from diffusers import AutoencoderKLLTXVideo, LTXPipeline
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..lora_files import naming
-from . import _files, _miniature
+from . import _files
 from ._latents import as_clip, as_picture
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 PIXELS = 32
 """Side of a latent in pixels."""
@@ -100,23 +99,29 @@ class Family(ModelFamily):
         }
 
     def normalise(self, latents: Tensor) -> Tensor:
+        from diffusers import LTXPipeline
+
         return as_picture(LTXPipeline._normalize_latents(as_clip(latents), *self._numbers()))
 
     def denormalise(self, latents: Tensor) -> Tensor:
+        from diffusers import LTXPipeline
+
         return as_picture(LTXPipeline._denormalize_latents(as_clip(latents), *self._numbers()))
 
     def _numbers(self) -> tuple[Tensor, Tensor, float]:
         # The VAE stores them as buffers, not in its config.
         return self.vae.latents_mean, self.vae.latents_std, self.vae.config.scaling_factor
 
-    @torch.no_grad()
     def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
-        vae = self._loaded_vae("decode_latents")
-        latents = as_clip(self.denormalise(latents_BCHW.to(self.device, torch.float32)))
-        told_B = None
-        if vae.config.timestep_conditioning:
-            told_B = torch.full((len(latents),), DECODED_AT["decode_timestep"], device=latents.device)
-        return as_picture(vae.decode(latents, told_B, return_dict=False)[0])
+        import torch
+
+        with torch.no_grad():
+            vae = self._loaded_vae("decode_latents")
+            latents = as_clip(self.denormalise(latents_BCHW.to(self.device, torch.float32)))
+            told_B = None
+            if vae.config.timestep_conditioning:
+                told_B = torch.full((len(latents),), DECODED_AT["decode_timestep"], device=latents.device)
+            return as_picture(vae.decode(latents, told_B, return_dict=False)[0])
 
     def caveats(self) -> list[str]:
         told = ModelFamily.caveats(self)
@@ -140,6 +145,10 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from diffusers import AutoencoderKLLTXVideo
+
+        from . import _miniature
+
         tokenizer = _miniature.t5_tokenizer()
         vae = AutoencoderKLLTXVideo(
             latent_channels=8,

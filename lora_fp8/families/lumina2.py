@@ -8,13 +8,14 @@ scheduler's, and the denoiser predicts the velocity towards the image.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from . import _gemma, _miniature
+from . import _gemma
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 SYSTEM_PROMPT = (
     "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
@@ -115,6 +116,8 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _miniature
+
         tokenizer = _gemma.tokenizer(BEFORE)
         return {
             "scheduler": _miniature.flow_euler(shift=6.0),

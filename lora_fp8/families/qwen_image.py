@@ -7,13 +7,14 @@ Latents of a video VAE are packed in 2 x 2 patches, with position ids that count
 
 from __future__ import annotations
 
-from typing import Any
-
-import diffusers
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
 from . import _qwen, _qwen_edit
 from .base import ModelFamily
+
+if TYPE_CHECKING:
+    import diffusers
 
 
 class Family(ModelFamily):

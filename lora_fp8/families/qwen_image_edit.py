@@ -7,14 +7,15 @@ together with the prompt, and its latents follow the noise as tokens; the networ
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
-from torch import nn
 
 from . import _qwen, _qwen_edit, qwen_image
 from .base import Cond, ModelFamily, control_pictures
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SIDE = 1024
 """Side in pixels of the square to whose area the pipeline resizes the image, for the VAE and the text encoder."""
@@ -77,6 +78,8 @@ class Family(ModelFamily):
         return _qwen_edit.longest_prompt(self, SIDE, 1)
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+        from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+
         wide, high, _ = pipeline_qwenimage_edit.calculate_dimensions(SIDE * SIDE, width / height)
         return _qwen_edit.control_size((wide, high), resolution, self.bucket_multiple)
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
-from torch import nn
 
 from . import _qwen, _qwen_edit, qwen_image
 from ._files import Header
 from .base import Cond, ModelFamily, control_pictures
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SIDE = 1024
 SEEN_SIDE = 384
@@ -108,4 +109,6 @@ class Family(ModelFamily):
 
 
 def _pipelines_size(side: int, width: int, height: int) -> tuple[int, int]:
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+
     return pipeline_qwenimage_edit_plus.calculate_dimensions(side * side, width / height)

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
-
-from diffusers import DPMSolverMultistepScheduler, SanaPipeline
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..lora_files import naming
-from . import _gemma, _miniature
+from . import _gemma
 from ._files import Header, blocks_with
 from .base import Cond, Inputs, ModelFamily
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 CROSS_HEADS = {1152: 16, 2240: 20}
 """Width of a released model -> heads of its cross-attention, which no tensor's shape shows."""
-INSTRUCTION: list[str] = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
-BEFORE = "\n".join(INSTRUCTION)
-"""The text that the pipeline puts before a positive prompt."""
 
 
 class Family(ModelFamily):
@@ -36,7 +33,6 @@ class Family(ModelFamily):
     denoiser_class = "SanaTransformer2DModel"
     text_widths = {"caption_channels": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "GemmaTokenizerFast", "text_encoder": "Gemma2Model"}
-    text_options = {"complex_human_instruction": INSTRUCTION}
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "caption_channels")}
     prompts_vary = True
@@ -106,15 +102,20 @@ class Family(ModelFamily):
         "sample_size": 32,
     }
 
+    @property
+    def text_options(self) -> dict[str, Any]:
+        """The instruction before a prompt, which the pipeline has as the default of its call only."""
+        return {"complex_human_instruction": _instruction()}
+
     negative_text, encode_prompts = _gemma.negative_text, _gemma.encode_prompts
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         # A negative prompt has no instruction, but the same token limit as a prompt after one.
-        return BEFORE, prompt.removeprefix(_gemma.AVOIDED).lower().strip()
+        return _before(), prompt.removeprefix(_gemma.AVOIDED).lower().strip()
 
     def token_limit(self, name: str) -> int:
         # The pipeline's own sum: 300 tokens of a prompt, two of which the instruction's count includes.
-        return len(self.tokenizer(name).encode(BEFORE)) + 300 - 2
+        return len(self.tokenizer(name).encode(_before())) + 300 - 2
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
@@ -150,7 +151,11 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
-        tokenizer = _gemma.tokenizer(BEFORE)
+        from diffusers import DPMSolverMultistepScheduler
+
+        from . import _miniature
+
+        tokenizer = _gemma.tokenizer(_before())
         return {
             "tokenizer": tokenizer,
             "text_encoder": _gemma.text(tokenizer),
@@ -164,3 +169,14 @@ class Family(ModelFamily):
                 final_sigmas_type="zero",
             ),
         }
+
+
+def _instruction() -> list[str]:
+    from diffusers import SanaPipeline
+
+    return inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+
+
+def _before() -> str:
+    """Return the text that the pipeline puts before a positive prompt."""
+    return "\n".join(_instruction())

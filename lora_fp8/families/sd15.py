@@ -7,13 +7,13 @@ is `sd2.py`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
-from ..objectives import Diffusion
-from . import _ldm, _miniature
+from . import _ldm
 from .base import Cond, Inputs, ModelFamily, TextEncoder
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -27,7 +27,7 @@ class Family(ModelFamily):
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
     trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=768, hidden=3072, num_layers=12)}
     text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
-    objective = Diffusion
+    objective = "Diffusion"
     adapter_targets = _ldm.ADAPTER_TARGETS  # 192 layers; proj_in and proj_out are 1x1 convolutions
     keep_precise = _ldm.KEEP_PRECISE
     bucket_multiple = 8
@@ -64,6 +64,8 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _miniature
+
         tokenizer = _miniature.clip_tokenizer()
         return {
             "vae": _miniature.vae(scaling_factor=0.18215),

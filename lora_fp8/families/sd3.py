@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..lora_files import naming
-from . import _miniature
 from ._files import Header, blocks_with
 from .base import Cond, ModelFamily, TextEncoder
 
@@ -144,6 +140,9 @@ class Family(ModelFamily):
         return f"stable-diffusion-3-5-{'medium' if config.get('dual_attention_layers') else 'large'}"
 
     def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
+        import torch
+        from torch import nn
+
         clips = [pipeline._get_clip_prompt_embeds(prompts, 1, self.device, None, index) for index in (0, 1)]
         embeds_BLD, pooled_BD = (torch.cat(each, dim=-1).to(self.dtype) for each in zip(*clips, strict=True))
         # The CLIPs' embeddings come first, padded to T5's width, and T5's follow.
@@ -170,6 +169,8 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _miniature
+
         t5 = _miniature.t5_tokenizer(tokens=112)  # more than the CLIPs read of a prompt, as in the released model
         return {
             "scheduler": _miniature.flow_euler(shift=3.0),

@@ -9,15 +9,13 @@ of its crop, and the height and width of the crop it was trained at (sect. 2.2).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from diffusers import EulerDiscreteScheduler
-from torch import Tensor, nn
-
-from ..objectives import Diffusion
-from . import _ldm, _miniature
+from . import _ldm
 from .base import Cond, Inputs, ModelFamily, TextEncoder
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Family(ModelFamily):
@@ -47,7 +45,7 @@ class Family(ModelFamily):
     text_answers = ("prompt_embeds", "", "text_embeds")
     text_arguments = {"text_embeds": "pooled_prompt_embeds"}
     exact_cond = ("time_ids",)  # bf16 would round 667 pixels to 668
-    objective = Diffusion
+    objective = "Diffusion"
     adapter_targets = _ldm.ADAPTER_TARGETS  # 722 layers; proj_in and proj_out are linear
     keep_precise = (*_ldm.KEEP_PRECISE, "add_embedding")
     bucket_multiple = 8
@@ -104,6 +102,8 @@ class Family(ModelFamily):
     def image_conditioning(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Cond:
+        import torch
+
         # The order of StableDiffusionXLPipeline._get_add_time_ids.
         return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.float32)}
 
@@ -123,6 +123,10 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from diffusers import EulerDiscreteScheduler
+
+        from . import _miniature
+
         tokenizer = _miniature.clip_tokenizer()
         return {
             "vae": _miniature.vae(scaling_factor=0.13025),

@@ -14,19 +14,16 @@ is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import diffusers
-import torch
-from diffusers import AutoencoderKLWan
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..lora_files import naming
-from . import _files, _miniature, _qwen
+from . import _files, _qwen
 from ._files import Header, blocks_with, native_header
 from .base import Cond, ModelFamily
+
+if TYPE_CHECKING:
+    import diffusers
 
 
 class Family(ModelFamily):
@@ -106,6 +103,8 @@ class Family(ModelFamily):
     }
 
     def as_read(self, prompt: str) -> tuple[str, str]:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
         return "", prompt_clean(prompt)
 
     def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
@@ -114,6 +113,9 @@ class Family(ModelFamily):
         return found | {"mask": found["prompt_embeds"].any(-1)}
 
     def collate(self, conds: list[Cond]) -> Cond:
+        import torch
+        from torch import nn
+
         length = self.max_sequence_length
         rows = [
             nn.functional.pad(cond["prompt_embeds"], (0, 0, 0, length - len(cond["prompt_embeds"]))) for cond in conds
@@ -148,6 +150,10 @@ class Family(ModelFamily):
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from diffusers import AutoencoderKLWan
+
+        from . import _miniature
+
         tokenizer = _miniature.t5_tokenizer()
         return {
             "tokenizer": tokenizer,

@@ -9,14 +9,14 @@ file, tells the two apart.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from . import _miniature, _qwen
+from . import _qwen
 from .base import Cond, Inputs, ModelFamily
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 TURBO_SHIFT = 3.0
 """Shift in the scheduler of Z-Image-Turbo; Z-Image's is 6."""
@@ -102,6 +102,8 @@ class Family(ModelFamily):
         }
 
     def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
+        import torch
+
         return torch.stack(answer)[:, :, 0]
 
     def is_distilled(self) -> bool:
@@ -110,11 +112,15 @@ class Family(ModelFamily):
 
     @classmethod
     def wake_(cls, denoiser: nn.Module) -> None:
+        from torch import nn
+
         for token in (denoiser.x_pad_token, denoiser.cap_pad_token):
             nn.init.normal_(token)
 
     @classmethod
     def tiny_parts(cls) -> dict[str, Any]:
+        from . import _miniature
+
         vocab = _qwen.tokenizer()
         return {
             "scheduler": _miniature.flow_euler(shift=6.0),

@@ -605,7 +605,7 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
 def _set_frames(draft: Draft) -> None:
     """Set dataset.frames, if the architecture is trained on clips."""
     lengths = [whole(one) for one in str(draft.get("frames") or "").split(",") if one.strip()]
-    if draft.family in families.available() and "clips" in families.facts(draft.family):
+    if draft.family in families.available() and any(families.get(draft.family).clips):
         words.set_clips(draft, ["frames"], lengths, [], "head", "of every folder; here a clip's head, see dataset.clip")
     draft.none("frames", NO_VIDEO, off=True)  # the page writes it for every model
 

@@ -245,7 +245,7 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
     """
     if not draft.has(key) or not (path := draft.get(key)):
         return
-    if draft.family not in families.available() or "controls" not in families.facts(draft.family):
+    if draft.family not in families.available() or not any(families.get(draft.family).controls):
         draft.none(key, f"{draft.family} is shown no control pictures here")
         draft.need("dataset.folders", f"theirs shows control images ({path}), which {draft.family} is not shown here")
     elif not isinstance(path, str):
@@ -1054,7 +1054,7 @@ def set_prediction(draft: Draft, key: str, predicts: str) -> None:
         draft.mapped(key, {"objective.prediction": predicts})
 
 
-BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0), "flux_kontext": (19, 38)}
+BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0)}
 """Numbers of double-stream and single-stream blocks, for families that do not state those of the released model."""
 
 
@@ -1088,9 +1088,7 @@ def set_swap(draft: Draft, key: str) -> None:
     number_of = draft.get(key, whole) or 0
     stated: Mapping[str, Any] = {}
     if draft.family in families.available():
-        stated = families.facts(draft.family).get("reference_config", {})
-        if draft.family.startswith("qwen_image"):
-            stated = families.facts("qwen_image").get("reference_config", {})
+        stated = families.get(draft.family).reference_config
     double = stated.get("num_layers", stated.get("n_layers", 0))
     double, single = BLOCKS.get(draft.family, (double, stated.get("num_single_layers", 0)))
     if draft.family == "wan" and re.search(r"1[._]3b", str(draft.settings.get("model.path")).lower()):
@@ -1148,8 +1146,7 @@ def set_clips(
         part: our word for the part; None if there is none.
         note: the difference in meaning.
     """
-    known = families.facts(draft.family) if draft.family in families.available() else {}
-    step, _ = known.get("clips", (0, 0))
+    step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
     if max(lengths, default=1) <= 1 or not step:
         draft.none([*keys, *part_keys], NO_CLIPS, off=max(lengths, default=1) <= 1)
         return
@@ -1224,7 +1221,7 @@ def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], told:
     given = [picture.get("controls") or [] for picture in pictures if picture.get("prompt")]
     if not any(given):
         return {}
-    if draft.family not in families.available() or "controls" not in families.facts(draft.family):
+    if draft.family not in families.available() or not any(families.get(draft.family).controls):
         told.append("previews are shown no control images here")
         return {}
     if not all(given):
@@ -1260,8 +1257,7 @@ def _one_control(draft: Draft, images: list[str]) -> str:
 
 def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
     """Return preview.frames, rounded down to a length that the model draws."""
-    known = families.facts(draft.family) if draft.family in families.available() else {}
-    step, _ = known.get("clips", (0, 0))
+    step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
     lengths = [whole(picture["frames"]) for picture in pictures if picture.get("frames") not in (None, "")]
     if not step or max(lengths, default=1) <= 1:
         return {}

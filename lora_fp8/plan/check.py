@@ -118,8 +118,8 @@ def _add_buckets(job: Job, report: images.ScanReport, result: Check) -> None:
 
 
 def _scan(job: Job) -> images.ScanReport:
-    facts = families.facts(job.model.family)
-    controls, (_, clip_rate) = facts.get("controls", (0, 0)), facts.get("clips", (0, 0))
+    family = families.get(job.model.family)
+    controls, (_, clip_rate) = family.controls, family.clips
     return images.scan(job.dataset, controls, job.preview, clip_rate, job.objective.unmasked_weight)
 
 

@@ -85,7 +85,7 @@ class _Page:
 
     def __init__(self, ui: Ui):
         self.ui, self.say = ui, ui.say
-        self.families = {name: str(families.facts(name)["title"]) for name in families.available()}
+        self.families = {name: families.get(name).title for name in families.available()}
 
     def lay_out(self) -> None:
         say = self.say
@@ -695,7 +695,7 @@ class _Page:
         return dataset_folder.open_folder(self.ui.path(at["folder"]), mask=at["mask"])
 
     def _choose_resolution(self, family: str, given: float) -> int:
-        return int(given or 0) or int(families.facts(family)["native_resolution"])
+        return int(given or 0) or families.get(family).native_resolution
 
     def _examine(
         self,

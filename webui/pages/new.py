@@ -151,7 +151,7 @@ class _Page:
         self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
         self.counted: dict[tuple[Path, str], image_folders.Count] = {}
         self.keys: dict[str, str] = {}  # of the parts, by their ids
-        self.families = {name: families.facts(name)["title"] for name in families.available()}
+        self.families = {name: families.get(name).title for name in families.available()}
 
     # ------------------------------------------------------------------------------------------------------- layout
 
@@ -879,7 +879,7 @@ class _Page:
         if not cut:
             return None
         family, side = str(values["model.family"]), values["dataset.resolution"]
-        side = side if isinstance(side, int) else int(families.facts(family)["native_resolution"])
+        side = side if isinstance(side, int) else families.get(family).native_resolution
         now = image_folders.count_files(folder, mask)
         again = self.counted.get((folder, mask), now) != now  # files were added or removed since
         self.counted[folder, mask] = now
@@ -1131,7 +1131,7 @@ class _Page:
             return ""
         if path == "demo" and family in base_models.list_demo_families():
             return sanitize.escape(say("new.base.demo_is", title=title))
-        size = families.facts(family).get("native_resolution") if family in self.families else None
+        size = families.get(family).native_resolution if family in self.families else None
         lines = []
         known = self._inspect_base(path)
         if known.family:
