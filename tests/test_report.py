@@ -339,7 +339,7 @@ def test_noise_levels_are_the_objectives_own(job) -> None:
     for family, expected in (("sd15", [100, 300, 500, 699, 899]), ("flux", [0.1, 0.3, 0.5, 0.7, 0.9])):
         mine = job(family=family)
         loaded = families.get(family)(mine.model, device="cpu", dtype=DTYPE)
-        objective = loaded.objective(loaded.scheduler_config(), mine.objective)
+        objective = loaded.objective_type()(loaded.scheduler_config(), mine.objective)
         t = [objective.at_level(level)[0] for level in measure.LEVELS]
         assert torch.cat(t).tolist() == pytest.approx(expected)
         clean, noise = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
