@@ -5,6 +5,8 @@ its timesteps below one half, where its peers draw 14 to 50 %.
 """
 
 import math
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,37 +16,9 @@ from lora_fp8.objectives import FlowMatching
 
 TOKENS = 4096
 """Of a picture of 1024 x 1024 with 16 pixels a token."""
-LINE = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}
-QWEN = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192}
-LTX = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}
-UNIPC = {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
-
+FACTS = tomllib.loads((Path(__file__).parent / "data" / "facts.toml").read_text(encoding="utf-8"))
 # What each family's released scheduler says, and the peers' (shape, shift, scale of the logit-normal density).
-PEERS = {
-    # OneTrainer's preset and diffusion-pipe; musubi-tuner docs/zimage.md; diffusers' script with the scheduler's shift
-    "z_image": ({"shift": 6.0}, [("normal", 1.0, 1), ("normal", 2.0, 1), ("uniform", 6.0, 1)]),
-    "anima": ({"shift": 3.0}, [("normal", 1.0, 1)]),  # sd-scripts docs/anima_train_network.md, diffusion-pipe
-    # sd-scripts docs/flux_train_network.md; diffusion-pipe with flux_shift
-    "chroma": (LINE, [("normal", 1.0, 1), ("normal", math.exp(1.15), 1)]),
-    "ernie_image": ({"shift": 4.0}, [("normal", 4.0, 1), ("normal", 3.0, 1)]),  # musubi-tuner, diffusion-pipe
-    "wan": (UNIPC | {"flow_shift": 12.0}, [("normal", 3.0, 1), ("normal", 1.0, 1)]),  # musubi-tuner, diffusion-pipe
-    "sd3": ({"shift": 3.0}, [("normal", 3.0, 1), ("uniform", 1.0, 1)]),  # its paper; sd-scripts
-    "sana": (UNIPC, [("normal", 3.0, 1)]),  # its makers' configs
-    "hidream": (UNIPC | {"flow_shift": 6.0}, [("normal", 3.0, 1), ("normal", 1.0, 1)]),  # diffusers, diffusion-pipe
-    "flux": (LINE, [("normal", math.exp(1.15), 1)]),  # sd-scripts' flux_shift
-    "flux_kontext": (LINE, [("normal", math.exp(1.15), 1)]),
-    "flux2": (LINE, [("normal", 3.0, 1), ("normal", math.exp(1.15), 1)]),  # diffusion-pipe
-    "flux2_klein": (LINE, [("normal", 3.0, 1), ("normal", math.exp(1.15), 1)]),
-    "qwen_image": (QWEN, [("normal", 2.0, 1), ("normal", 2.2, 1)]),  # musubi-tuner: qwen_shift, docs/qwen_image.md
-    "qwen_image_edit": (QWEN, [("normal", 2.0, 1), ("normal", 2.2, 1)]),
-    "qwen_image_edit_plus": (QWEN, [("normal", 2.0, 1), ("normal", 2.2, 1)]),
-    "krea2": (LINE | {"max_shift": 0.91}, [("normal", 2.5, 1)]),  # musubi-tuner docs/krea2.md
-    "ideogram4": (LINE, [("normal", 2.0, 1.5)]),  # musubi-tuner's ideogram4_shift
-    "lumina2": ({"shift": 6.0}, [("normal", 6.0, 1)]),  # sd-scripts' default
-    "hunyuan_video": ({"shift": 7.0}, [("normal", 7.0, 1)]),  # musubi-tuner docs/hunyuan_video.md
-    "aura_flow": ({"shift": 1.73}, [("normal", 1.0, 1), ("normal", 3.0, 1)]),  # diffusion-pipe, SimpleTuner
-    "ltx_video": (LTX, [("normal", math.exp(2.05), 1)]),  # its makers' trainer: the line of its scheduler
-}
+PEERS = {name: (facts["scheduler"], facts["densities"]) for name, facts in FACTS.items() if "densities" in facts}
 
 
 def share_below(level: float, shape: str, shift: float, scale: float) -> float:

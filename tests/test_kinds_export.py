@@ -4,6 +4,8 @@ Judges: diffusers' pipelines, and the formulas by which ComfyUI and LyCORIS make
 """
 
 import json
+import tomllib
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -104,14 +106,7 @@ def test_in_bf16_as_people_train(job, kind):
 # -- which layout carries which kind
 
 
-LYCORIS_AUTO = {  # (LoKr, LoHa): where nothing is written none of the layouts carries it
-    **dict.fromkeys(("sd15", "sd2", "sdxl", "kolors"), ("kohya", "kohya")),
-    **dict.fromkeys(("anima", "ernie_image", "krea2", "wan", "hidream", "ltx_video"), ("comfy", "comfy")),
-    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), ("comfy", "comfy")),
-    **dict.fromkeys(("flux", "flux_kontext", "sd3", "aura_flow"), ("diffusers", "diffusers")),
-    **dict.fromkeys(("flux2", "flux2_klein", "z_image"), ("diffusers", "")),
-    **dict.fromkeys(("chroma", "hunyuan_video", "ideogram4", "lumina2", "sana"), ("", "")),
-}
+FACTS = tomllib.loads((Path(__file__).parent / "data" / "facts.toml").read_text(encoding="utf-8"))
 
 
 def adapter_of_kind(denoiser, names, kind, seed=0):
@@ -151,7 +146,7 @@ def test_each_kind_in_each_layout_that_carries_it_and_back(tiny, name):
     few = names[:: max(1, len(names) // 5)][:6]
     for kind in KINDS:
         able = [one for one in Family.layouts if layouts.uncarried(kind, names, Family, sizes, one) is None]
-        expected = "diffusers" if kind == "dora" else LYCORIS_AUTO[name][kind == "loha"]
+        expected = "diffusers" if kind == "dora" else FACTS[name]["lycoris"][kind == "loha"]
         assert (able[0] if able else "") == expected, kind
         state, scaling = adapter_of_kind(denoiser, few, kind)
         for layout in able:

@@ -5,8 +5,10 @@ denoisers are the released ones, on the meta device; the LoRAs on them are real,
 """
 
 import re
+import tomllib
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -290,38 +292,15 @@ def test_a_layer_without_a_name_in_the_layout_is_refused():
 # -- export.formats
 
 
-AUTO = {
-    **dict.fromkeys(("sd15", "sd2", "sdxl", "kolors"), ["kohya"]),
-    **dict.fromkeys(("flux", "flux_kontext", "chroma"), ["diffusers", "kohya"]),
-    **dict.fromkeys(("flux2", "flux2_klein", "qwen_image", "krea2", "ernie_image", "anima", "wan"), ["comfy"]),
-    **dict.fromkeys(("ideogram4", "hunyuan_video", "ltx_video", "qwen_image_edit", "qwen_image_edit_plus"), ["comfy"]),
-    "lumina2": ["comfy", "diffusers"],
-    **dict.fromkeys(("sd3", "z_image", "hidream", "sana", "aura_flow"), ["diffusers"]),
-}
-
-
-MODULES = {
-    # sd-scripts 0.10
-    **dict.fromkeys(("flux", "chroma"), "networks.lora_flux"),
-    **{"sd3": "networks.lora_sd3", "lumina2": "networks.lora_lumina", "anima": "networks.lora_anima"},
-    # musubi-tuner 0.3
-    **dict.fromkeys(("flux2", "flux2_klein"), "networks.lora_flux_2"),
-    **{"flux_kontext": "networks.lora_flux", "wan": "networks.lora_wan"},
-    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), "networks.lora_qwen_image"),
-    **{"z_image": "networks.lora_zimage", "krea2": "networks.lora_krea2", "ideogram4": "networks.lora_ideogram4"},
-    "ernie_image": "networks.lora_ernie_image",
-    # sd-scripts' lora.py is for Stable Diffusion, musubi-tuner's for HunyuanVideo; neither trains the other five
-    **dict.fromkeys(("sd15", "sd2", "sdxl", "kolors", "hunyuan_video", "ltx_video"), "networks.lora"),
-    **dict.fromkeys(("sana", "hidream", "aura_flow"), "networks.lora"),
-}
-"""The files in networks/ of kohya's two trainers: what they write into `ss_network_module`."""
+FACTS = tomllib.loads((Path(__file__).parent / "data" / "facts.toml").read_text(encoding="utf-8"))
+"""What the makers and the trainers publish; see test_facts.py."""
 
 
 @pytest.mark.parametrize("name", families.available())
 def test_the_network_module_is_kohyas_own(name):
     """A new family: the module that trains it there."""
     Family = families.get(name)
-    assert [export.network_module(Family, kind) for kind in ("lora", "dora")] == [MODULES[name]] * 2
+    assert [export.network_module(Family, kind) for kind in ("lora", "dora")] == [FACTS[name]["kohya_module"]] * 2
     assert export.network_module(Family, "lokr") == "lycoris.kohya"
 
 
@@ -332,8 +311,8 @@ def test_auto_is_what_most_programs_read(job, name):
     section = config.loads("model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}").export
     assert section.formats == ["auto"]
     made = resolve.resolve_auto(job("export.formats=['auto']", *size), Family)
-    assert made.export.formats == AUTO[name]
-    assert {"diffusers", *Family.layouts_of_diffusers} & set(AUTO[name])  # one at least is for diffusers
+    assert made.export.formats == FACTS[name]["formats"]
+    assert {"diffusers", *Family.layouts_of_diffusers} & set(FACTS[name]["formats"])  # one at least is for diffusers
 
 
 def test_a_layout_that_the_family_has_not_is_refused_before_anything_is_loaded(job):
