@@ -227,7 +227,7 @@ def test_a_search_finds_the_words_of_others_and_says_when_it_finds_nothing(tmp_p
         )
     style, nothing = page._search("<b>no such thing")
     assert all(f"#{new._make_id('set', key)}" in style for key in form.settings())
-    assert "No setting was found for “&lt;b&gt;no such thing”" in nothing
+    assert "No settings match “&lt;b&gt;no such thing”" in nothing
     assert page._search("  ") == ("", "")
 
 
@@ -274,7 +274,7 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
         f"enter {name} as “Masks” of this folder on New training",
     )
     assert set(one.files) == theirs and told in page._render_head(one)
-    assert ("they are trained as pictures" in page._render_head(one)) == trained
+    assert ("they are trained as ordinary images" in page._render_head(one)) == trained
 
     # They get no captions: not by an edit of all, nor by a model; and the check-up takes them for what they are.
     at = {"folder": str(folder), "mask": "", "cut": {"frames": "", "fps": "auto", "clip": "chunks"}, "tags": []}
@@ -456,9 +456,9 @@ def test_files_that_settings_refer_to_come_with_them(names: tuple[str, ...], tmp
     expected = importing.import_file(EXAMPLES / names[0]).settings
     expected.pop("output_dir", None)  # theirs is not the page's to write to
     assert tomllib.loads(text) == expected
-    read = re.search(r"<p>Read with it: (.*?)</p>", account)
+    read = re.search(r"<p>Also read: (.*?)</p>", account)
     assert read and sorted(read[1].split(", ")) == sorted(names[1:])
-    unused = f"Not used: kohya_ss_readme.txt: {names[0]} does not name it"
+    unused = f"Not used: kohya_ss_readme.txt: {names[0]} does not refer to it"
     assert unused in account and account.count("Not used") == 1 and str(tmp_path) not in account
 
 

@@ -282,7 +282,7 @@ def test_an_import_reads_what_came_with_it_and_nothing_outside(site: Site) -> No
         told = imported(("k.toml", theirs.format(way)))
         assert "networks.lora" in told and secret not in told and "hidden name" not in told, way
     told = imported(("k.toml", theirs.format(foreign)), ("prompts.txt", secret))
-    assert secret in told and "Read with it: prompts.txt" in told
+    assert secret in told and "Also read: prompts.txt" in told
     inside = site.folder / "data" / "settings"
     inside.mkdir()
     (inside / "prompts.txt").write_text(secret, encoding="utf-8")

@@ -65,7 +65,8 @@ WRITING: dict[str, Cases] = {
     "new._choose_preset": [],
     "new._choose_demo": [],
     "new._import": [],
-    "new._load": [{"Start from": "{work}/project"}, {"Start from": "{work}/received/config.toml"}],
+    "new._load": [{"Start from an existing config": place}
+                  for place in ("{work}/project", "{work}/received/config.toml")],
     "new._reset": [],
     "new._save": [{"new-preset-name": name} for name in ("config", "../../data/project/config", "{work}/project/x")],
     "new._start": [{"draft": SETTINGS}, {"draft": SETTINGS.replace('"project"', '"received"')}],
@@ -75,16 +76,16 @@ WRITING: dict[str, Cases] = {
     "run.kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "run.press": [],
     "run.write": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
-    "runs.delete": [{"typed-name": name, "Delete its folder too: LoRA files, checkpoints, previews": True}
+    "runs.delete": [{"typed-name": name, "Also delete its folder: LoRA files, checkpoints, previews": True}
                     for name in ("project-job", "received-job", P, R)],
     "runs.end_run": [],
     "runs.press": [],
     "settings.change_list": [{"root-path": "{work}/project", "models-path": "{work}/project"}],
-    "tools.run_now": [{"What to do with it": tool, "LoRA file": f"{{work}}/{LORA}", "Name of the new file": name,
-                   "Files and weights": TWO, "Rank, at most": 2, "Share to keep": 0,
+    "tools.run_now": [{"Tool": tool, "LoRA file": f"{{work}}/{LORA}", "New file name": name,
+                   "Files and weights": TWO, "Maximum rank": 2, "Energy to keep": 0,
                    "Base model": "{work}/project"}
                   for tool in TOOLS for name in (f"{{work}}/{LORA}", "../../data/project/lock", "mine_diffusers")],
-    "tools.submit_job": [{"What to do with it": tool, "LoRA file": f"{{work}}/{LORA}", "Name of the new file": name,
+    "tools.submit_job": [{"Tool": tool, "LoRA file": f"{{work}}/{LORA}", "New file name": name,
                       "Files and weights": TWO} for tool in TOOLS for name in (P, f"{{work}}/{LORA}")],
 }  # fmt: skip
 """Functions that may write: what each is given in particular, by the name or label of a component; besides, `query` is

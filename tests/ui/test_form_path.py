@@ -142,7 +142,7 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     told = page.locator("#new-files")
     expect(told).to_contain_text("network_dim")
     expect(told).to_contain_text("一并读取：my prompts.txt")
-    expect(told).to_contain_text("notes.txt：theirs.toml 中没有提到它")
+    expect(told).to_contain_text("notes.txt：theirs.toml 没有引用它")
     expect(field(page, "new-preview-prompts")).to_have_value("a red barn")
     field(page, "new-preset-name").fill("theirs")
     page.click("#new-preset-save")

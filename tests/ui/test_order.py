@@ -169,13 +169,13 @@ def test_an_answer_of_the_queue_comes_though_its_stream_was_just_closed(visit: C
     field, result = page.get_by_label("LoRA file"), page.locator("#tool-result .wrong")
     field.fill("/etc/one.safetensors")
     field.press("Enter")
-    page.click("text=Do it now")
+    page.get_by_role("button", name="Run", exact=True).click()
     expect(result).to_contain_text("one.safetensors")
     page.wait_for_function("window.ends")
     field.fill("/etc/two.safetensors")
     field.press("Enter")
     with page.expect_response("**/queue/join**"):
-        page.click("text=Do it now")
+        page.get_by_role("button", name="Run", exact=True).click()
     page.evaluate("window.end()")
     expect(result).to_contain_text("two.safetensors")
 
