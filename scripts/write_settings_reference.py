@@ -32,10 +32,11 @@ HEAD = _both(
 
 English · [简体中文](settings.zh-CN.md) · [home](../README.md)
 
-Every setting of a job's TOML file, one table per section. `lora-fp8 new my.toml` writes them all with their defaults
-and help; a config needs only those that it changes. A setting that is changed where it has no effect causes a warning;
-an unknown name or a value out of range is an error. The column *elsewhere* has the names in other trainers, with the
-conversion of the value where one is needed. kohya stands for sd-scripts, kohya_ss, lora-scripts and musubi-tuner.
+Every setting of a job's TOML file, one table per section. `lora-fp8 new my.toml` writes all settings with their
+defaults and help, but a config needs only the settings that it changes. A changed setting that has no effect causes a
+warning. An unknown name or a value out of range is an error. The column *elsewhere* lists the names in other trainers,
+with the conversion of the value where one is needed. kohya stands for sd-scripts, kohya_ss, lora-scripts and
+musubi-tuner.
 
 <!-- Written by scripts/write_settings_reference.py; do not edit by hand. -->
 """,
@@ -71,17 +72,17 @@ BETWEEN = _both("; ", "；")
 NEEDS: dict[str, dict[Any, Texts]] = {
     "family.objective": {
         "Diffusion": _both("models that predict epsilon or v", "预测 epsilon 或 v 的模型"),
-        "FlowMatching": _both("models of flow matching", "流匹配模型"),
+        "FlowMatching": _both("flow-matching models", "流匹配模型"),
     },
-    "family.text_encoder": {True: _both("a text encoder that can be trained", "文本编码器可训练的架构")},
+    "family.text_encoder": {True: _both("a trainable text encoder", "文本编码器可训练的架构")},
     "family.controls": {True: _both("editing models", "编辑模型")},
     "family.clips": {True: _both("video models", "视频模型")},
     "family.guidance": {True: _both("guidance-distilled models", "引导蒸馏模型")},
-    "family.negative": {True: _both("models drawn with a negative prompt", "可用负面提示词的模型")},
+    "family.negative": {True: _both("models that use a negative prompt", "可用负面提示词的模型")},
     "base.single_file": {True: _both("a single file as base model", "单文件底模")},
-    "base.on_hub": {True: _both("a base model on the hub", "hub 上的底模")},
-    "base.guidance": {True: _both("a base with guidance embedding", "带引导嵌入的底模")},
-    "layers.fp8": {True: _both("layers that FP8 can multiply", "有可用 FP8 相乘的层")},
+    "base.on_hub": {True: _both("a base model on Hugging Face", "Hugging Face 上的底模")},
+    "base.guidance": {True: _both("a base model with a guidance embedding", "带引导嵌入的底模")},
+    "layers.fp8": {True: _both("layers that support FP8 matmul", "有支持 FP8 乘法的层")},
     "layers.modulation": {True: _both("modulation layers", "有调制层")},
     "run.several_processes": {True: _both("several processes", "多个进程")},
 }
@@ -118,8 +119,9 @@ def _row(language: str, one: form.Setting) -> tuple[str, ...]:
         f"{tool}: `{'`, `'.join(names.split(', '))}`" for tool, names in one.also.items()
     )
     default = REQUIRED[language] if one.default is None else f"`{config.toml_value(one.default)}`"
-    told = one.description if language == "en" else translations.get_help(language, one.key, one.description)
-    return f"`{one.name}`", _accepts(language, one), default, needs, elsewhere, told
+    key = f"section.{one.key}" if one.columns else one.key
+    description = one.description if language == "en" else translations.get_help(language, key, one.description)
+    return f"`{one.name}`", _accepts(language, one), default, needs, elsewhere, description
 
 
 def _accepts(language: str, one: form.Setting) -> str:

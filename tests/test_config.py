@@ -240,9 +240,7 @@ def test_one_mistake_in_the_dataset(text: str, words: str) -> None:
 
 
 def test_what_is_required_is_said_with_what_it_is() -> None:
-    assert problems("dataset = {folders = [{path = 'p'}]}") == [
-        "model: required. The base model that is frozen and adapted."
-    ]
+    assert problems("dataset = {folders = [{path = 'p'}]}") == ["model: required. The frozen base model."]
     assert [line.split(". ")[0] for line in problems("model = {}\ndataset = {folders = [{path = 'p'}]}")] == [
         "model.family: required",
         "model.path: required",

@@ -93,214 +93,236 @@ MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
 
 
 class Model(Section):
-    """The base model that is frozen and adapted."""
+    """The frozen base model."""
 
-    family: str = setting(..., "Architecture, such as sd15, sdxl, flux or qwen_image; the README lists them all.")
+    family: str = setting(..., "Model architecture, such as sd15, sdxl, flux or qwen_image. The README lists them all.")
     path: str = setting(
         ...,
-        "Base model: Hugging Face id, diffusers folder, single .safetensors file, or 'demo' (bundled).",
+        "Base model: Hugging Face id (owner/name), diffusers folder, .safetensors file, or 'demo' (bundled).",
         also="kohya: pretrained_model_name_or_path, dit; ai-toolkit: name_or_path; OneTrainer: base_model_name; "
         "diffusion-pipe: diffusers_path, transformer_path",
     )
     components: str = setting(
         "",
-        "Diffusers folder with the VAE, text encoders and tokenizers that a single file lacks.",
+        "Diffusers folder with the VAE, text encoders and tokenizers that a single-file base model lacks.",
         when={"base.single_file": (True,)},
     )
     revision: str = setting(
-        "", "Branch, tag or commit on the hub; empty means the default branch.", when={"base.on_hub": (True,)}
+        "", "Branch, tag or commit on Hugging Face; empty: the default branch.", when={"base.on_hub": (True,)}
     )
     dtype: Literal["bf16", "fp32"] = setting(
         "bf16",
-        "Compute dtype, and storage of the parts that are not quantized.",
+        "Compute dtype. Parts that are not quantized are also stored in it.",
         also="kohya: mixed_precision; OneTrainer: train_dtype",
     )
     text_storage: Literal["none", "fp8", "int8", "nf4"] = setting(
         "none",
-        "Storage of the text encoders while captions are encoded; fp8 takes half the memory of bf16, nf4 a third.",
+        "Storage format of the text encoders while captions are encoded. fp8 needs half the memory of bf16, nf4 a "
+        "third.",
         also="kohya: fp8_t5, fp8_llm; ai-toolkit: quantize_te; SimpleTuner: text_encoder_1_precision",
     )
 
 
 class Quantize(Section):
-    """How the frozen base is held in memory, and how it is multiplied."""
+    """Storage and matmul precision of the frozen base model."""
 
     storage: Literal["fp8", "int8", "nf4", "bf16", "none"] = setting(
         "fp8",
-        "fp8: e4m3; int8; nf4: 4 bits, as QLoRA; bf16: not quantized; none: not quantized, held in model.dtype.",
+        "Storage format of the frozen weights: fp8 (e4m3), int8, nf4 (4 bits, as in QLoRA), bf16 (not quantized), "
+        "or none (not quantized, stored in model.dtype).",
         also="kohya: fp8_base; ai-toolkit: quantize; OneTrainer: weight_dtype; SimpleTuner: base_model_precision; "
         "diffusion-pipe: transformer_dtype",
     )
     backend: Literal["own", "torchao", "te"] = setting(
         "own",
-        "Whose layers: own; torchao: its weight-only tensors; te: TransformerEngine's FP8 layers, on CUDA only.",
+        "Implementation of the quantized layers: own (this program), torchao (weight-only), or te "
+        "(TransformerEngine FP8, CUDA only).",
         when=QUANTIZED,
     )
     scale: Literal["auto", "row", "tensor", "1x64", "1x128", "128x128", "none"] = setting(
         "auto",
-        "Weights that share a scale; auto: row for fp8 (an fp8 file keeps its own), 1x128 for int8; none: "
-        "fp8 as kohya's fp8_base.",
+        "Group of weights that share one scale. auto: row for fp8 (an fp8 base model keeps its own), 1x128 for "
+        "int8. none: no scales, like kohya's fp8_base.",
         when={"quantize.storage": ("fp8", "int8")},
         also="kohya: fp8_scaled",
     )
     modulation: Literal["auto", "fp8", "int8", "nf4", "bf16"] = setting(
         "auto",
-        "Storage of layers that see one row per image; auto: int8, which has the least error.",
+        "Storage format of the modulation layers, which process one row per image. auto: int8, which has the "
+        "smallest error.",
         when=QUANTIZED | {"layers.modulation": (True,)},
     )
     keep: list[str] = setting(
-        [], "Further module names to keep in model.dtype, beside the family's precise parts.", when=QUANTIZED
+        [],
+        "Names of modules that stay unquantized (in model.dtype), in addition to the architecture's own precise parts.",
+        when=QUANTIZED,
     )
     override: dict[str, Storage] = setting(
-        {}, "Storage of single layers, such as {'ff.net.2' = 'int8 1x128', 'to_q' = 'bf16'}.", when=QUANTIZED
+        {}, "Storage format of single layers, such as {'ff.net.2' = 'int8 1x128', 'to_q' = 'bf16'}.", when=QUANTIZED
     )
     sensitivity: Literal["off", "auto"] = setting(
         "off",
-        "auto: measure each layer on the job's pictures, hold those above sensitivity_bound in int8 or bf16.",
+        "Error measurement before training. auto: measure each layer on your images, and store layers above "
+        "sensitivity_bound in int8 or bf16.",
         when=QUANTIZED,
     )
     sensitivity_bound: float = setting(
         0.05,
-        "Largest relative error of a layer's output; fp8 itself costs up to 0.04, int8 0.01, nf4 0.1.",
+        "Maximum relative error of a layer's output. For comparison: up to 0.04 for fp8, 0.01 for int8, 0.1 for nf4.",
         ge=0,
         lt=1,
         when=QUANTIZED | {"quantize.sensitivity": ("auto",)},
     )
     compute: Literal["upcast", "fp8", "fp8_forward", "auto"] = setting(
         "upcast",
-        "upcast: weights decoded, matmul in model.dtype; fp8: matmul in FP8; auto: the fastest, measured.",
+        "Precision of the base model's matmuls. upcast: dequantize the weights and multiply in model.dtype. fp8: "
+        "multiply in FP8. fp8_forward: FP8 in the forward pass only. auto: measure and use the fastest.",
         when={"quantize.storage": ("fp8",), "layers.fp8": (True,)},
     )
     recipe: Literal["current", "delayed", "block", "mxfp8"] = setting(
         "current",
-        "Scales in an FP8 matmul: of this step, of the last steps, of 1x128 blocks, of 1x32 (te only).",
+        "How the scales of an FP8 matmul are chosen: from this step (current), from recent steps (delayed), per "
+        "1x128 block (block), or per 1x32 block (mxfp8, te only).",
         when=FP8_LAYERS,
     )
     fast_accum: bool = setting(
-        True, "Let the forward FP8 matmul add up in fewer bits, as Hopper does it fastest.", when=FP8_LAYERS
+        True,
+        "Fast accumulation: add up forward FP8 matmuls in fewer bits, which is fastest on Hopper GPUs.",
+        when=FP8_LAYERS,
     )
     kernels: Literal["torch", "triton"] = setting(
         "torch",
-        "triton: own kernels around the FP8 matmul (not measured on a GPU yet); compute = auto tries both.",
+        "Kernels around the FP8 matmul. triton: this program's own (not measured on a GPU yet). compute = 'auto' "
+        "tries both.",
         when=FP8_LAYERS,
     )
     fp8_min_features: int = setting(
-        512, "Layers with a side below this are not multiplied in FP8.", ge=0, when=FP8_MATMUL
+        512,
+        "Minimum layer width for FP8 matmul. Layers with a smaller side are not multiplied in FP8.",
+        ge=0,
+        when=FP8_MATMUL,
     )
-    fp8_exclude: list[str] = setting([], "Module names that are held in fp8 but not multiplied in it.", when=FP8_MATMUL)
+    fp8_exclude: list[str] = setting(
+        [], "Names of modules that are stored in fp8 but not multiplied in FP8.", when=FP8_MATMUL
+    )
 
 
 class Adapter(Section):
-    """The trainable part."""
+    """The adapter (LoRA) that is trained."""
 
     type: Literal["lora", "dora", "lokr", "loha"] = setting(
         "lora",
-        "lora; dora: LoRA with a length for each row of the weight; lokr, loha: LyCORIS' products.",
+        "Adapter type: lora, dora (LoRA with a trained magnitude per weight row), lokr or loha (from LyCORIS).",
         also="kohya: network_module, lycoris_algo; SimpleTuner: lora_type",
     )
     rank: int = setting(
         16,
-        "Size of the low-rank update; larger learns more and weighs more.",
+        "Rank of the low-rank update (kohya: network_dim). A higher rank can learn more but makes a larger file.",
         ge=1,
         le=MOST_RANK,
         also="kohya: network_dim; ai-toolkit: linear; OneTrainer: lora_rank; SimpleTuner: lora_rank",
     )
     factor: int = setting(
         8,
-        "LoKr: size of the first matrix wherever it divides the layer's; smaller weighs more; 0: the root.",
+        "LoKr factor: size of the first matrix, where it divides the layer's size. A smaller factor makes a larger "
+        "file. 0: the factors closest to the square root.",
         when={"adapter.type": ("lokr",)},
         ge=0,
         also="ai-toolkit: lokr_factor",
     )
     decompose_both: bool = setting(
         False,
-        "LoKr: the first matrix is of low rank as well, where the rank is below half its side.",
+        "LoKr: also make the first matrix low-rank where the rank is below half its side.",
         when={"adapter.type": ("lokr",)},
     )
     ranks: dict[str, Annotated[int, Field(ge=0, le=MOST_RANK)]] = setting(
         {},
-        "Ranks of single layers or blocks, such as {'down_blocks.0' = 4, '*attn*' = 32}; 0 leaves them as they are. "
-        "The first that fits a layer counts; alpha goes with it, so that all are scaled by alpha / rank.",
+        "Ranks of single layers or blocks, such as {'down_blocks.0' = 4, '*attn*' = 32}; 0: not trained. The first "
+        "match counts. Alpha is adjusted so that alpha / rank is the same for all layers.",
     )
     alpha: float = setting(
         16.0,
-        "Update strength; the update is scaled by alpha / rank.",
+        "Strength of the LoRA (kohya: network_alpha). Its weights are multiplied by alpha / rank.",
         gt=0,
         also="kohya: network_alpha; ai-toolkit: linear_alpha; OneTrainer: lora_alpha; SimpleTuner: lora_alpha",
     )
     dropout: float = setting(
         0.0,
-        "Probability of dropping an adapter input while training.",
+        "Probability of dropping each adapter input during training.",
         ge=0,
         lt=1,
         also="kohya: network_dropout; OneTrainer: dropout_probability; SimpleTuner: lora_dropout",
     )
     targets: list[str] = setting(
         [],
-        "Module name endings to adapt, such as 'to_q'; empty means the family's choice.",
+        "Target modules: endings of module names, such as 'to_q'; empty: the architecture's default.",
         also="ai-toolkit: only_if_contains; OneTrainer: layer_filter",
     )
     init_from: str = setting(
         "",
-        "LoRA file to go on from, of this base, type and rank, in any layout; empty begins at the base itself.",
+        "LoRA file to continue from, with the same base model, type and rank, in any key layout; empty: start from "
+        "the base model.",
         also="kohya: network_weights; ai-toolkit: pretrained_lora_path; OneTrainer: lora_model_name; SimpleTuner: "
         "init_lora; diffusion-pipe: init_from_existing",
     )
-    dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights while training.")
+    dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights during training.")
     text_encoder: bool = setting(
         False,
-        "Train the CLIP text encoders too, all of them: sd15, sd2, sdxl, sd3, flux, flux_kontext (not T5).",
+        "Also train all CLIP text encoders (sd15, sd2, sdxl, sd3, flux, flux_kontext), but not T5. This needs more "
+        "memory.",
         when={"family.text_encoder": (True,)},
         also="kohya: network_train_unet_only = false; ai-toolkit: train_text_encoder; SimpleTuner: train_text_encoder",
     )
 
 
 class Folder(Section):
-    """One folder of pictures: a [[dataset.folders]] table."""
+    """One image folder: a [[dataset.folders]] table."""
 
     path: str = setting(
         ...,
-        "Folder with images and .txt (or .caption) files beside them; searched with subfolders.",
+        "Folder with images and a .txt (or .caption) file for each, including subfolders.",
         also="kohya: image_dir, train_data_dir, image_directory; ai-toolkit: folder_path; SimpleTuner: "
         "instance_data_dir",
     )
     repeats: int = setting(
         1,
-        "How often each image is seen per epoch.",
+        "Number of times each image is trained per epoch.",
         ge=1,
         also="kohya: num_repeats; ai-toolkit: num_repeats; diffusion-pipe: num_repeats",
     )
     trigger: str = setting(
         "",
-        "Trigger word of this folder; empty means dataset.trigger.",
+        "Trigger word of this folder; empty: dataset.trigger.",
         also="kohya: class_tokens",
     )
     regularization: bool = setting(
         False,
-        "Pictures of the class without your subject: they get no trigger word, and none is kept out for validation.",
+        "Regularization images: of the same class, without your subject. They get no trigger word and are not held "
+        "out for validation.",
         also="kohya: is_reg, reg_data_dir; ai-toolkit: is_reg",
     )
     weight: float = setting(
         1.0,
-        "Weight of this folder's pictures in the loss.",
+        "Loss weight of this folder's images. For regularization images this is kohya's prior_loss_weight.",
         gt=0,
         le=100,
         also="kohya: prior_loss_weight; ai-toolkit: loss_multiplier",
     )
     resolution: Annotated[int, Field(ge=0, le=0)] | Annotated[int, Field(ge=16, le=8192)] = setting(
         0,
-        "Side of the square with this folder's training area; 0 means dataset.resolution. A folder that is named twice "
-        "can be trained at two sizes.",
+        "Training resolution of this folder: side in pixels of a square with the same area; 0: dataset.resolution. "
+        "To train at two sizes, list the folder twice.",
     )
     control: str = setting(
         "",
-        "For editing models: folder with a control picture of the same name (or name_1, name_2) for each image.",
+        "For editing models: folder with the control images (the images before the edit). Each has the name of its "
+        "image, or name_1, name_2.",
         also="kohya: control_directory; ai-toolkit: control_path",
     )
     mask: str = setting(
         "",
-        "Masks, white where an image is trained, black where not: a folder with one of the same name for each, 'alpha' "
-        "for the images' own transparency, or a name beside them, such as '*-masklabel'.",
+        "Masks, white where the image is trained: a folder with a mask of the same name for each image, 'alpha' for "
+        "the images' own transparency, or a name pattern for files beside them, such as '*-masklabel'.",
         when={"objective.unmasked_weight": Except((1.0,))},
         also="kohya: conditioning_data_dir; ai-toolkit: mask_path",
     )
@@ -317,109 +339,117 @@ def names_a_folder_of_masks(mask: str) -> bool:
 
 
 class Dataset(Section):
-    """Pictures, captions, buckets and the cache of encoded examples."""
+    """Images, captions, buckets and the cache of encoded examples."""
 
-    folders: list[Folder] = setting([], "The picture folders.")
+    folders: list[Folder] = setting([], "The image folders.")
     resolution: Literal["auto"] | Annotated[int, Field(ge=16, le=8192)] = setting(
-        "auto", "Side of the square with the training area; auto: the family's own."
+        "auto",
+        "Training resolution: side in pixels of a square with the training area. auto: the architecture's native "
+        "resolution.",
     )
     buckets: bool = setting(
         True,
-        "Group images by aspect ratio; false crops everything to a square.",
+        "Aspect-ratio buckets: group images by shape. If off, all images are cropped to squares.",
         also="kohya: enable_bucket; OneTrainer: aspect_ratio_bucketing",
     )
     bucket_step: Literal["auto"] | Annotated[int, Field(ge=8, le=512)] = setting(
         "auto",
-        "Bucket sides are multiples of this many pixels.",
+        "Step of the bucket sizes: all sides are multiples of this many pixels.",
         also="kohya: bucket_reso_steps; SimpleTuner: aspect_bucket_alignment",
     )
-    max_aspect: float = setting(2.0, "Widest aspect ratio of a bucket.", ge=1, le=8, when={"dataset.buckets": (True,)})
+    max_aspect: float = setting(2.0, "Maximum aspect ratio of a bucket.", ge=1, le=8, when={"dataset.buckets": (True,)})
     upscale: bool = setting(
         True,
-        "Enlarge images that are smaller than their bucket; false gives them smaller buckets.",
+        "Enlarge images that are smaller than their bucket. If off, they get smaller buckets.",
         also="kohya: bucket_no_upscale = false",
     )
     flip: bool = setting(
         False,
-        "Mirror half of the samples; not for text, logos or asymmetric characters.",
+        "Mirror half of the samples left to right. Not for text, logos or asymmetric characters.",
         also="kohya: flip_aug; ai-toolkit: flip_x",
     )
     frames: list[int] = setting(
         [],
-        "Lengths that video clips are trained at, in frames, such as [17, 33]; a clip takes the longest that fits.",
+        "Clip lengths to train, in frames, such as [17, 33]. Each clip uses the longest length that fits.",
         when=CLIPS,
         also="kohya: target_frames; ai-toolkit: num_frames; diffusion-pipe: frame_buckets",
     )
     fps: Literal["auto"] | Annotated[float, Field(ge=1, le=120)] = setting(
         "auto",
-        "Frames a second that clips are brought to; auto: those that the model draws.",
+        "Frame rate to which clips are converted. auto: the frame rate that the model generates.",
         when=CLIPS | {"dataset.frames": ()},
     )
     clip: Literal["head", "middle", "chunks"] = setting(
         "head",
-        "Which part of a longer clip: its beginning, its middle, or as many pieces as fit.",
+        "Part of longer videos to use: the beginning (head), the middle, or as many consecutive clips as fit (chunks).",
         when=CLIPS | {"dataset.frames": ()},
         also="kohya: frame_extraction",
     )
     control_resolution: Literal["auto"] | Annotated[int, Field(ge=32, le=8192)] = setting(
         "auto",
-        "Side of the square with the area of control pictures; auto: as the model's pipeline shows them.",
+        "Resolution of control images: side in pixels of a square with their area. auto: as in the model's pipeline.",
         when={"family.controls": (True,)},
     )
-    background: str = setting("#ffffff", "Colour under transparent images, as #rrggbb.", pattern="^#[0-9a-fA-F]{6}$")
+    background: str = setting(
+        "#ffffff", "Background colour behind transparent images, as #rrggbb.", pattern="^#[0-9a-fA-F]{6}$"
+    )
     trigger: str = setting(
         "",
-        "Trigger word, put in front of captions that lack it.",
+        "Trigger word. It is added at the start of captions that lack it.",
         also="ai-toolkit: trigger_word",
     )
-    missing_caption: Literal["error", "trigger", "skip"] = setting("error", "What an image without a caption means.")
+    missing_caption: Literal["error", "trigger", "skip"] = setting(
+        "error",
+        "What to do with images that have no caption: stop with an error, use the trigger word as caption, or skip "
+        "them.",
+    )
     caption_dropout: float = setting(
         0.0,
-        "Probability that a sample is shown without its caption.",
+        "Probability of training a sample without its caption.",
         ge=0,
         le=1,
         also="kohya: caption_dropout_rate; ai-toolkit: caption_dropout_rate; SimpleTuner: caption_dropout_probability",
     )
     shuffle_tags: bool = setting(
         False,
-        "Shuffle comma-separated tags, differently each time.",
+        "Shuffle the tags of a caption, in a new order each time.",
         also="kohya: shuffle_caption; ai-toolkit: shuffle_tokens",
     )
     tag_dropout: float = setting(
         0.0,
-        "Probability that a tag is left out of its caption; never the trigger word.",
+        "Probability of dropping each tag of a caption. The trigger word is never dropped.",
         ge=0,
         lt=1,
         also="kohya: caption_tag_dropout_rate",
     )
     wildcards: bool = setting(
         False,
-        "'{red|blue}' in a caption is one of these words, drawn each time.",
+        "Random words in captions: '{red|blue}' becomes one of these words, drawn anew each time.",
         also="kohya: enable_wildcard",
     )
     keep_tokens: int = setting(
-        1, "The first N tags stay in place when shuffling, and are not left out.", ge=0, when=TAGGED
+        1, "Number of tags at the start of a caption that are neither shuffled nor dropped.", ge=0, when=TAGGED
     )
     tag_separator: str = setting(
         ",",
-        "What separates tags.",
+        "Separator between the tags of a caption.",
         min_length=1,
         when=TAGGED,
         also="kohya: caption_separator",
     )
     caption_variants: int = setting(
         8,
-        "Versions of each caption held in the cache: shuffled, with tags left out, of other words.",
+        "Number of cached versions of each caption: shuffled, with tags dropped, or with other wildcard words.",
         ge=1,
         le=64,
         when=VARIED,
     )
     cache_dir: str = setting(
         "cache",
-        "Folder of encoded images and captions, shared by all runs.",
+        "Folder of the cache with encoded images and captions, shared by all runs.",
         also="kohya: cache_directory",
     )
-    max_pixels: int = setting(64_000_000, "Images with more pixels are refused.", ge=4096)
+    max_pixels: int = setting(64_000_000, "Maximum number of pixels of an image. Larger images are refused.", ge=4096)
 
     @property
     def varies_captions(self) -> bool:
@@ -438,11 +468,11 @@ class Dataset(Section):
 
 
 class Train(Section):
-    """The loop."""
+    """Length of the training and batch size."""
 
     steps: int = setting(
         1500,
-        "Optimizer steps.",
+        "Number of optimizer steps.",
         ge=1,
         also="kohya: max_train_steps, max_train_epochs * steps_per_epoch; OneTrainer: epochs * steps_per_epoch; "
         "SimpleTuner: max_train_steps, num_train_epochs * steps_per_epoch; diffusion-pipe: epochs * "
@@ -450,13 +480,13 @@ class Train(Section):
     )
     batch_size: int = setting(
         1,
-        "Images per micro-batch, over all processes together.",
+        "Number of images per micro-batch, over all processes together.",
         ge=1,
         also="kohya: train_batch_size; SimpleTuner: train_batch_size; diffusion-pipe: micro_batch_size_per_gpu",
     )
     accumulate: int = setting(
         1,
-        "Micro-batches per step; their gradients are summed in float32.",
+        "Gradient accumulation: number of micro-batches per step. Their gradients are summed in float32.",
         ge=1,
         also="kohya: gradient_accumulation_steps; ai-toolkit: gradient_accumulation; OneTrainer: "
         "gradient_accumulation_steps; SimpleTuner: gradient_accumulation_steps; diffusion-pipe: "
@@ -464,125 +494,135 @@ class Train(Section):
     )
     max_grad_norm: float = setting(
         1.0,
-        "Clip the gradient to this norm; 0 turns clipping off.",
+        "Maximum gradient norm (gradient clipping); 0: no clipping.",
         ge=0,
         also="OneTrainer: clip_grad_norm; diffusion-pipe: gradient_clipping",
     )
     threads: int = setting(
-        0, "CPU threads for torch; 0 keeps torch's choice. Bitwise repeats need the same number.", ge=0
+        0, "CPU threads of PyTorch; 0: PyTorch's own choice. Bit-identical repeats need the same number.", ge=0
     )
     gradient_exchange: Literal["fp32", "fp8"] = setting(
         "fp32",
-        "Between processes; fp8: a quarter of the bytes, and what rounding leaves out is sent with later steps.",
+        "Precision of the gradients sent between processes. fp8: a quarter of the bytes; what rounding leaves out "
+        "is sent with later steps.",
         when={"run.several_processes": (True,)},
     )
-    log_every: int = setting(1, "Write a step event every so many steps.", ge=1)
+    log_every: int = setting(1, "Interval between step records in the log, in steps.", ge=1)
 
 
 class Optimizer(Section):
-    """The optimizer and its learning rate."""
+    """Optimizer and learning rate."""
 
     name: Literal["adamw8bit", "adamw", "lion8bit", "prodigy"] = setting(
         "adamw8bit",
-        "adamw8bit, lion8bit: bitsandbytes; adamw: torch, for comparison; prodigy finds the learning rate by itself.",
+        "Optimizer. adamw8bit, lion8bit: bitsandbytes. adamw: PyTorch, for comparison. prodigy: finds the learning "
+        "rate by itself.",
         also="kohya: optimizer_type; ai-toolkit: optimizer",
     )
     lr: Literal["auto"] | Annotated[float, Field(gt=0, le=MOST_LR)] = setting(
         "auto",
-        "Learning rate before lr_scale; auto: 1e-4, lion8bit 2e-5; with prodigy a factor on what it finds, auto: 1.",
+        "Learning rate, before lr_scale. auto: 1e-4 (lion8bit: 2e-5). With prodigy: a factor on the rate that it "
+        "finds (auto: 1).",
         also="kohya: learning_rate, unet_lr; OneTrainer: learning_rate; SimpleTuner: learning_rate",
     )
     lr_scale: Literal["auto", "none"] | Annotated[float, Field(gt=0, le=100)] = setting(
-        "auto", "Factor on the rate: auto (1.4 on an FP8 base, else 1; 1 with prodigy), none, or a number."
+        "auto",
+        "Factor on the learning rate. auto: 1.4 for FP8 base models, 1 otherwise and with prodigy. none: no factor.",
     )
     text_encoder_lr: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] = setting(
         "auto",
-        "Rate of adapter.text_encoder; lr_scale leaves it alone. auto: half of lr.",
+        "Learning rate of the text encoders; lr_scale does not apply to it. auto: half of lr.",
         when={"adapter.text_encoder": (True,)} | BY_RATE,
     )
     lrs: dict[str, Annotated[float, Field(gt=0, le=100)]] = setting(
         {},
-        "Factors on the denoiser's rate, of single layers or blocks, such as {'down_blocks.0' = 0.5}; the first that "
-        "fits a layer counts. adapter.ranks leaves layers as they are.",
+        "Learning rate factors of single layers or blocks of the denoiser, such as {'down_blocks.0' = 0.5}. The "
+        "first match counts. To leave layers untrained, use adapter.ranks.",
         when=BY_RATE,
     )
     loraplus_lr_ratio: float = setting(
         1.0,
-        "LoRA+: factor on the rate of each LoRA's second matrix (lora_B, lora_up); 16 is its authors'.",
+        "LoRA+ ratio: factor on the learning rate of each LoRA's second matrix (lora_B, lora_up). The LoRA+ paper "
+        "uses 16.",
         gt=0,
         le=1000,
         when=BY_RATE | {"adapter.type": ("lora", "dora")},
     )
-    d0: float = setting(1e-6, "Prodigy: the rate that it begins with.", gt=0, lt=1, when=PRODIGY)
+    d0: float = setting(1e-6, "Prodigy: initial learning rate.", gt=0, lt=1, when=PRODIGY)
     d_coef: float = setting(
-        1.0, "Prodigy: factor on the rate that it finds; 0.5 or 2 to correct it.", gt=0, le=100, when=PRODIGY
+        1.0,
+        "Prodigy: factor on the learning rate that it finds; use 0.5 or 2 to correct it.",
+        gt=0,
+        le=100,
+        when=PRODIGY,
     )
     growth_rate: Literal["unlimited"] | Annotated[float, Field(gt=1, le=1000)] = setting(
-        "unlimited", "Prodigy: how much what it finds may grow in a step; 1.02 makes a slow beginning.", when=PRODIGY
+        "unlimited", "Prodigy: maximum growth of the learning rate per step. 1.02 makes a slow start.", when=PRODIGY
     )
     safeguard_warmup: bool = setting(
         True,
-        "Prodigy: what it finds does not depend on the schedule, so that a warm-up misleads it less.",
+        "Prodigy: keep its estimate independent of the schedule, so that a warm-up distorts it less.",
         when=PRODIGY,
     )
     use_bias_correction: bool = setting(
-        True, "Prodigy: Adam's correction of the first moments; slower first steps.", when=PRODIGY
+        True, "Prodigy: Adam's bias correction. The first steps are slower.", when=PRODIGY
     )
     decouple: bool = setting(
         True,
-        "Prodigy: weight decay beside the gradient, as AdamW; false adds it to the gradient.",
+        "Prodigy: decoupled weight decay, as in AdamW. If off, the decay is added to the gradient.",
         when=PRODIGY | {"optimizer.weight_decay": ()},
     )
     weight_decay: float = setting(
         0.01,
-        "Decoupled weight decay; with lion8bit 3 to 10 times more is usual.",
+        "Decoupled weight decay. lion8bit usually needs 3 to 10 times more.",
         ge=0,
         also="OneTrainer: optimizer_weight_decay; SimpleTuner: adam_weight_decay",
     )
     beta1: float = setting(
         0.9,
-        "Decay of the first moment.",
+        "Decay rate of the first moment.",
         ge=0,
         lt=1,
         also="SimpleTuner: adam_beta1, optimizer_beta1",
     )
     beta2: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = setting(
         "auto",
-        "Decay of the second moment; auto: 0.999, 0.99 with lion8bit (of its only moment).",
+        "Decay rate of the second moment. auto: 0.999 (lion8bit: 0.99).",
         also="SimpleTuner: adam_beta2, optimizer_beta2",
     )
     eps: float = setting(
         1e-8,
-        "Added to the denominator.",
+        "Small number that is added to the denominator.",
         gt=0,
         when={"optimizer.name": ("adamw8bit", "adamw", "prodigy")},
         also="SimpleTuner: adam_epsilon",
     )
     rounding: Literal["master", "stochastic", "nearest"] = setting(
         "master",
-        "How bf16 adapters keep small updates: float32 masters, stochastic rounding, or not at all (nearest).",
+        "How bf16 adapters keep small updates: float32 master weights (master), stochastic rounding, or not at all "
+        "(nearest).",
         when={"adapter.dtype": ("bf16",)},
     )
 
 
 class Schedule(Section):
-    """The learning rate over the steps; a pure function of the step."""
+    """Learning rate over the steps."""
 
     name: Literal["constant", "cosine", "cosine_with_restarts", "linear"] = setting(
         "constant",
-        "Shape after the warm-up.",
+        "Shape of the learning rate after the warm-up.",
         also="kohya: lr_scheduler; ai-toolkit: lr_scheduler; OneTrainer: learning_rate_scheduler; SimpleTuner: "
         "lr_scheduler",
     )
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = setting(
         0,
-        "Warm-up: a whole number of steps, or a fraction of all steps.",
+        "Length of the warm-up: a whole number of steps, or a fraction of all steps.",
         also="kohya: lr_warmup_steps; OneTrainer: learning_rate_warmup_steps; SimpleTuner: lr_warmup_steps; "
         "diffusion-pipe: warmup_steps",
     )
     cycles: int = setting(
         3,
-        "cosine_with_restarts: how often it falls; after each fall it is at the full rate again.",
+        "Number of cosine cycles. Each cycle starts at the full learning rate.",
         ge=1,
         le=1000,
         when={"schedule.name": ("cosine_with_restarts",)},
@@ -590,7 +630,7 @@ class Schedule(Section):
     )
     min_lr: float = setting(
         0.0,
-        "Where cosine and linear end, as a fraction of the rate.",
+        "Final learning rate of the cosine and linear schedules, as a fraction of the learning rate.",
         ge=0,
         le=1,
         when={"schedule.name": ("cosine", "cosine_with_restarts", "linear")},
@@ -599,24 +639,25 @@ class Schedule(Section):
 
 
 class Objective(Section):
-    """What the denoiser is asked to predict, and at which noise levels."""
+    """Prediction target, loss and noise levels."""
 
     prediction: Literal["auto", "epsilon", "v", "flow"] = setting(
         "auto",
-        "What the base model predicts (kohya: --v_parameterization): epsilon, v or flow; auto: as its scheduler's "
-        "config or its file says.",
+        "What the base model predicts: epsilon, v (kohya: --v_parameterization) or flow. auto: what its scheduler "
+        "config or file says.",
         when=DIFFUSION,
         also="kohya: v_parameterization",
     )
     loss: Literal["mse", "huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1"] = setting(
         "mse",
-        "How an error counts: by its square; huber, smooth_l1: large ones in proportion, so that they pull less; "
-        "pseudo_: with a round corner, as kohya's huber and smooth_l1.",
+        "Loss function. mse: squared error. huber, smooth_l1: large errors count linearly, so outliers matter less. "
+        "pseudo_huber, pseudo_smooth_l1: their smooth versions (kohya's huber and smooth_l1).",
         also="kohya: loss_type; ai-toolkit: loss_type",
     )
     huber_delta: float = setting(
         0.1,
-        "The error of a value from which huber and smooth_l1 count in proportion; noise has a deviation of 1.",
+        "Error above which huber and smooth_l1 become linear (kohya: huber_c). The noise has a standard deviation "
+        "of 1.",
         gt=0,
         le=100,
         when=HUBER,
@@ -624,28 +665,29 @@ class Objective(Section):
     )
     huber_schedule: Literal["constant", "exponential", "snr"] = setting(
         "constant",
-        "huber_delta by the noise: the same; exponential: from huber_scale on a clean picture to huber_delta times "
-        "that; snr: from 1 to huber_delta by the signal-to-noise ratio, of diffusion models.",
+        "How huber_delta changes with the noise level. constant: not at all. exponential: from huber_scale (clean) "
+        "to huber_scale * huber_delta (noise). snr: from 1 to huber_delta by the signal-to-noise ratio, for "
+        "diffusion models (kohya's default).",
         when=HUBER,
     )
     huber_scale: float = setting(
         1.0,
-        "What huber_schedule = 'exponential' is multiplied by.",
+        "Factor on the result of huber_schedule = 'exponential'.",
         gt=0,
         le=100,
         when=HUBER | {"objective.huber_schedule": ("exponential",)},
     )
     min_snr_gamma: float = setting(
         0.0,
-        "Min-SNR loss weighting (Hang et al. 2023) for diffusion models; 0 is off.",
+        "Min-SNR loss weighting for diffusion models (Hang et al. 2023); 0: off.",
         ge=0,
         when=DIFFUSION,
         also="SimpleTuner: snr_gamma; OneTrainer: loss_weight_strength",
     )
     noise_offset: float = setting(
         0.0,
-        "Diffusion models: noise that is the same all over a picture, so that very dark and bright ones are learned; "
-        "0.03 to 0.1 is usual, 0 is off.",
+        "Noise offset for diffusion models: noise that is equal all over an image, so that very dark and bright "
+        "images are learned. Usual: 0.03 to 0.1; 0: off.",
         ge=0,
         le=1,
         when=DIFFUSION,
@@ -653,27 +695,29 @@ class Objective(Section):
     )
     unmasked_weight: float = setting(
         0.1,
-        "What the loss counts outside of the masks of dataset.folders: 1 as much as inside, so that they have no "
-        "effect; 0 leaves what is outside to drift.",
+        "Loss weight of the area outside the masks. 1: the same as inside, so masks have no effect. 0: nothing "
+        "constrains this area, and it may drift.",
         ge=0,
         le=1,
         when=MASKED,
     )
     timesteps: Literal["auto", "uniform", "logit_normal"] = setting(
         "auto",
-        "Distribution of the noise level.",
+        "Timestep distribution: which noise levels are trained how often.",
         when=FLOW,
         also="kohya: timestep_sampling, weighting_scheme; ai-toolkit: timestep_type",
     )
     shift: Literal["auto", "scheduler"] | Annotated[float, Field(gt=0)] = setting(
         "auto",
-        "Timestep shift (kohya: discrete_flow_shift). auto: usual for the family; scheduler: as the model's sampler.",
+        "Timestep shift (kohya: discrete_flow_shift). auto: the usual training value for this architecture. "
+        "scheduler: as in the model's sampler.",
         when=FLOW,
         also="kohya: discrete_flow_shift; OneTrainer: timestep_shift; SimpleTuner: flow_schedule_shift",
     )
     t_min: float = setting(
         0.0,
-        "Least noise that is trained, as a share of all noise; 0 is a clean picture.",
+        "Lowest timestep to train, from 0 (clean) to 1 (noise). kohya: min_timestep / 1000. Wan 2.2's high-noise "
+        "expert: 0.875.",
         ge=0,
         lt=1,
         also="kohya: min_timestep / 1000; ai-toolkit: min_denoising_steps / 1000; OneTrainer: "
@@ -681,7 +725,8 @@ class Objective(Section):
     )
     t_max: float = setting(
         1.0,
-        "Most noise that is trained; 1 is noise alone. Wan 2.2's low-noise expert: 0.875.",
+        "Highest timestep to train, from 0 (clean) to 1 (noise). kohya: max_timestep / 1000. Wan 2.2's low-noise "
+        "expert: 0.875.",
         gt=0,
         le=1,
         also="kohya: max_timestep / 1000; ai-toolkit: max_denoising_steps / 1000; OneTrainer: "
@@ -689,7 +734,7 @@ class Objective(Section):
     )
     guidance: float = setting(
         1.0,
-        "Embedded guidance shown to guidance-distilled models while training.",
+        "Embedded guidance value that guidance-distilled models get during training (kohya: guidance_scale).",
         ge=0,
         when={"family.guidance": (True,), "base.guidance": (True,)},
         also="kohya: guidance_scale; SimpleTuner: flux_guidance_value",
@@ -697,17 +742,18 @@ class Objective(Section):
 
 
 class Memory(Section):
-    """What is traded for memory."""
+    """Trade-offs between memory and speed."""
 
     gradient_checkpointing: bool = setting(
         True,
-        "Recompute activations in the backward pass: less memory, about 40 % slower.",
+        "Gradient checkpointing: recompute activations in the backward pass. It needs less memory and is about 40 % "
+        "slower.",
         also="diffusion-pipe: activation_checkpointing",
     )
     offload: float = setting(
         0.0,
-        "Share of the frozen weights that waits in main memory and is copied to the GPU for each use: for models "
-        "that do not fit; slower. 1 is all.",
+        "Share of the frozen weights that stays in RAM and is copied to the GPU for each use; 1: all. For models "
+        "that do not fit into VRAM; slower.",
         ge=0,
         le=1,
         also="kohya: blocks_to_swap / num_blocks; ai-toolkit: layer_offloading; OneTrainer: "
@@ -715,38 +761,38 @@ class Memory(Section):
     )
     compile: Literal["off", "blocks"] = setting(
         "off",
-        "blocks: torch.compile for the denoiser's repeated blocks; first steps take minutes.",
+        "torch.compile. blocks: compile the denoiser's repeated blocks; the first steps take minutes.",
         also="kohya: torch_compile",
     )
     cuda_graphs: bool = setting(
         False,
-        "Replay compiled blocks as CUDA graphs: less waiting for launches, more memory.",
+        "Replay compiled blocks as CUDA graphs. It reduces launch overhead and needs more memory.",
         when={"memory.compile": ("blocks",)},
     )
 
 
 class Preview(Section):
-    """Images made while training, always from the same seed."""
+    """Images drawn during training, always from the same seed."""
 
     prompts: list[str] = setting(
         [],
-        "What to draw; empty makes no previews.",
+        "Prompts of the previews; empty: no previews.",
         also="kohya: sample_prompts; SimpleTuner: validation_prompt",
     )
     controls: list[str] = setting(
         [],
-        "For editing models: the control picture of each prompt; a folder stands for all pictures in it.",
+        "For editing models: the control image of each prompt. A folder stands for all images in it.",
         when=DRAWN | {"family.controls": (True,)},
     )
     negative: str = setting(
         "",
-        "Negative prompt.",
+        "Negative prompt of the previews.",
         when=DRAWN | {"family.negative": (True,)},
         also="ai-toolkit: neg",
     )
     every: int = setting(
         0,
-        "Draw every so many steps; 0 draws only at the start and at the end.",
+        "Preview interval, in steps; 0: only at the start and at the end.",
         ge=0,
         when=DRAWN,
         also="kohya: sample_every_n_steps; ai-toolkit: sample_every; OneTrainer: sample_after; SimpleTuner: "
@@ -754,13 +800,13 @@ class Preview(Section):
     )
     at_start: bool = setting(
         True,
-        "Draw before the first step, to compare with.",
+        "Draw previews before the first step, for comparison.",
         when=DRAWN,
         also="kohya: sample_at_first; ai-toolkit: skip_first_sample = false",
     )
     steps: int = setting(
         20,
-        "Denoising steps.",
+        "Number of denoising steps of each preview.",
         ge=1,
         le=500,
         when=DRAWN,
@@ -768,16 +814,22 @@ class Preview(Section):
     )
     guidance: Literal["auto"] | Annotated[float, Field(ge=0)] = setting(
         "auto",
-        "Guidance scale; auto: the family's usual one.",
+        "Guidance scale (CFG) of the previews. auto: the usual value for the architecture.",
         when=DRAWN,
         also="ai-toolkit: guidance_scale; SimpleTuner: validation_guidance",
     )
-    width: int = setting(0, "Pixels; 0 means the training resolution.", ge=0, multiple_of=16, when=DRAWN)
-    height: int = setting(0, "Pixels; 0 means the training resolution.", ge=0, multiple_of=16, when=DRAWN)
-    frames: int = setting(1, "Frames of each preview; 1 draws a picture, more a clip.", ge=1, when=DRAWN | CLIPS)
+    width: int = setting(
+        0, "Width of the previews in pixels; 0: the training resolution.", ge=0, multiple_of=16, when=DRAWN
+    )
+    height: int = setting(
+        0, "Height of the previews in pixels; 0: the training resolution.", ge=0, multiple_of=16, when=DRAWN
+    )
+    frames: int = setting(
+        1, "Number of frames of each preview: 1 for an image, more for a clip.", ge=1, when=DRAWN | CLIPS
+    )
     seed: int = setting(
         42,
-        "Seed of the first preview; the next ones count up.",
+        "Seed of the first preview. The following previews count up from it.",
         ge=0,
         le=MAX_SEED,
         when=DRAWN,
@@ -786,34 +838,34 @@ class Preview(Section):
 
 
 class Validation(Section):
-    """The loss on pictures that are kept out of training: it turns up when the LoRA begins to learn them by heart."""
+    """Loss on held-out images. It rises when the LoRA starts to memorize the training images."""
 
     every: int = setting(
         0,
-        "Measure every so many steps, at the start and at the end; 0 never.",
+        "Validation interval, in steps; also at the start and at the end. 0: no validation.",
         ge=0,
         also="kohya: validate_every_n_steps; SimpleTuner: eval_steps_interval; diffusion-pipe: eval_every_n_steps",
     )
     pictures: int = setting(
         0,
-        "Pictures kept out of training and measured on, drawn from all folders by the seed.",
+        "Number of images held out for validation, drawn from all folders by the seed.",
         ge=0,
         also="kohya: validation_split * num_images; SimpleTuner: num_eval_images",
     )
 
 
 class Checkpoint(Section):
-    """What is kept to go on training."""
+    """Checkpoints, from which a training can be resumed."""
 
     every: int = setting(
         250,
-        "Save every so many steps.",
+        "Checkpoint interval, in steps.",
         ge=1,
         also="SimpleTuner: checkpointing_steps",
     )
     keep: int = setting(
         2,
-        "Newest checkpoints kept; at least 2, because the newest may be the one being written.",
+        "Number of latest checkpoints to keep. At least 2, because the latest one may still be incomplete.",
         ge=2,
         also="kohya: save_last_n_steps_state / save_every_n_steps; SimpleTuner: checkpoints_total_limit",
     )
@@ -824,23 +876,23 @@ class Export(Section):
 
     every: int = setting(
         0,
-        "Write the LoRA files every so many steps too, into export/step-N, to choose from; 0 only at the end.",
+        "Interval for LoRA files during training, in steps, written to export/step-N. 0: only at the end.",
         ge=0,
         also="kohya: save_every_n_steps; ai-toolkit: save_every; diffusion-pipe: save_every_n_epochs * steps_per_epoch",
     )
     formats: list[Literal["auto", "diffusers", "comfy", "kohya"]] = setting(
         ["auto"],
-        "Key layouts to write, a file each: kohya is read by A1111, Forge, ComfyUI and InvokeAI, comfy by ComfyUI; "
-        "auto is what most programs read of this architecture.",
+        "Key layouts to write, one file each. kohya: for A1111, Forge, ComfyUI and InvokeAI. comfy: for ComfyUI. "
+        "auto: what most programs read for this architecture.",
     )
     dtype: Literal["bf16", "fp16", "fp32"] = setting(
         "bf16",
-        "Dtype in the file.",
+        "Dtype of the weights in the file.",
         also="kohya: save_precision; OneTrainer: output_dtype; diffusion-pipe: save_dtype",
     )
     title: str = setting(
         "",
-        "Display name in the file; empty means the job's name.",
+        "Title in the file; empty: the job's name.",
         also="kohya: metadata_title",
     )
     author: str = setting(
@@ -863,30 +915,34 @@ class Export(Section):
     )
     metadata: Literal["public", "private", "none"] = setting(
         "public",
-        "What the file tells of its training: public is all but paths; private nothing of pictures and settings; none "
+        "Training metadata in the file. public: all except paths. private: nothing about images and settings. none: "
         "only what programs need to load it.",
         also="kohya: no_metadata",
     )
-    verify: bool = setting(True, "Load the file into a clean pipeline and compare it with the training model.")
+    verify: bool = setting(True, "Load the file into a fresh pipeline and compare it with the training model.")
 
 
 class Job(Section):
-    """The whole typed config of one training."""
+    """The complete configuration of one training."""
 
     name: str = setting(
         "my-lora",
-        "Name of the run folder and of the file.",
+        "Name of the run folder and of the LoRA file.",
         min_length=1,
         max_length=120,
         also="kohya: output_name",
     )
     output_dir: str = setting(
         "runs",
-        "Folder that the run folder is made in.",
+        "Folder in which the run folder is created.",
         also="ai-toolkit: training_folder; OneTrainer: output_model_destination",
     )
-    seed: int = setting(0, "Seed of the data order, noise and initial weights.", ge=0, le=MAX_SEED)
-    preset: list[str] = setting([], "Presets laid under this file: names in presets/, or paths.")
+    seed: int = setting(0, "Random seed of the data order, the noise and the initial weights.", ge=0, le=MAX_SEED)
+    preset: list[str] = setting(
+        [],
+        "Presets to start from: names in presets/, or paths. Later presets override earlier ones; this config "
+        "overrides them all.",
+    )
     model: Model
     quantize: Quantize = Quantize()
     adapter: Adapter = Adapter()

@@ -95,7 +95,7 @@ def test_a_run_in_a_shell_is_followed_until_it_dies_and_goes_on(
     one.die()  # kill -9: nothing is written, the lock is free
     (one.folder / "control" / "stop").unlink()
     expect(there.locator("#head .state")).to_have_text(translations.say("zh-CN", "state.lost"), timeout=SOON)
-    expect(card(here, one.folder).locator(".state")).to_have_text("lost", timeout=SOON)
+    expect(card(here, one.folder).locator(".state")).to_have_text("interrupted", timeout=SOON)
 
     # It goes on from step 10: what it did after that did not happen.
     one.take()
@@ -112,7 +112,7 @@ def test_a_run_in_a_shell_is_followed_until_it_dies_and_goes_on(
     expect(here.locator("#said .wrong")).to_contain_text("another user's")
     expect(here.locator("#end-now")).to_be_hidden()
     one.die()
-    expect(card(here, one.folder).locator(".state")).to_have_text("lost", timeout=SOON)
+    expect(card(here, one.folder).locator(".state")).to_have_text("interrupted", timeout=SOON)
     card(here, one.folder).locator("[data-do=delete]").click()
     here.locator("#typed-name textarea, #typed-name input").first.fill("shell-run")
     here.get_by_role("button", name="Delete", exact=True).locator("visible=true").first.click()
@@ -177,7 +177,7 @@ def test_a_job_is_moved_and_deleted_by_its_name(site: Site, visit: Callable[...,
     ids = [queue.submit(text.format(n, site.root / "runs"), scheduling=jobs.Scheduling(gpus="77")) for n in range(2)]
     page = visit()
     first, second = (page.locator(f'[data-job="{id}"]') for id in ids)
-    expect(first.locator(".state")).to_have_text("waiting", timeout=SOON)
+    expect(first.locator(".state")).to_have_text("queued", timeout=SOON)
     expect(first.locator(".said")).to_contain_text(re.compile("77|Waits"))
     second.locator("[data-do=up]").click()
     expect(page.locator("#said")).to_contain_text("moved up")
