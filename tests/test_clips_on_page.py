@@ -152,7 +152,7 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     assert "768\u00a0×\u00a0512 · 9 frames" in page._render_buckets(found, "wan")
     told = page._render_findings(found)
     assert (
-        'data-kind="unreadable"' in told and "3 clips, cut into 11 pieces" in told and 'data-kind="clip_slower"' in told
+        'data-kind="unreadable"' in told and "3 videos, cut into 11 clips" in told and 'data-kind="clip_slower"' in told
     )
 
     # Their captions are edited as those of pictures.

@@ -271,7 +271,7 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
     page, theirs = dataset._Page(ui), {"a.png", "deep/b.png", "c-mask.png"}
     one, told = (
         dataset_folder.open_folder(folder, fresh=True),
-        f"enter {name} as “Masks” of this folder on New training",
+        f"enter {name} in the “Masks” column of this folder",
     )
     assert set(one.files) == theirs and told in page._render_head(one)
     assert ("they are trained as ordinary images" in page._render_head(one)) == trained
@@ -485,7 +485,7 @@ def test_files_beside_settings_are_text_and_of_one_training(tmp_path: Path) -> N
     told = dict(re.findall(r"未使用：(.*?)：(.*?)</p>", importer.import_files(ui, [main, *strange])[1]))
     assert told.keys() == {one.name for one in strange}
     reasons = {"binary.txt": "不是 UTF-8", "broken.json": "JSON", "large.txt": "超过配置文件的上限"}
-    reasons |= {"bomb.yaml": "没有提到它", "k.toml": "同名"}
+    reasons |= {"bomb.yaml": "没有引用它", "k.toml": "同名"}
     assert [name for name, reason in reasons.items() if reason not in told[name]] == []
     with pytest.raises(UserError, match="100000 values"):
         importer.import_files(ui, [strange[3]])

@@ -456,7 +456,7 @@ def test_what_differs_between_two_runs_is_told(ui: Ui, tmp_path: Path) -> None:
     assert "train.steps" in cells[0] and cells[1:] == ["100", "200"]
 
 
-PLAIN = {"en": ("yes", "no", "Repeats 3", "Do not start"), "zh-CN": ("是", "否", "重复次数 3", "跳过")}
+PLAIN = {"en": ("yes", "no", "Repeats 3", "Stop with an error"), "zh-CN": ("是", "否", "重复次数 3", "跳过")}
 SIDES = (
     """missing_caption = "error"\nshuffle_tags = true\n[[dataset.folders]]\npath = "p/cats"\nrepeats = 3""",
     """missing_caption = "skip"\n[[dataset.folders]]\npath = "p/<b>dogs</b>"\nregularization = true\n"""
