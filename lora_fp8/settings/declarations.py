@@ -237,7 +237,7 @@ class Adapter(Section):
     )
     ranks: dict[str, Annotated[int, Field(ge=0, le=MOST_RANK)]] = setting(
         {},
-        "Ranks of single layers or blocks, such as {'down_blocks.0' = 4, '*attn*' = 32}; 0: not trained. The first "
+        "Ranks of single layers or blocks, such as {'down_blocks.0' = 4, 'attn2' = 32}; 0: not trained. The first "
         "match counts. Alpha is adjusted so that alpha / rank is the same for all layers.",
     )
     alpha: float = setting(
