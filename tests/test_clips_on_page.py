@@ -172,8 +172,8 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     ((_, line),) = form._find_clip_problems(values, counts)
     assert "torn.mp4 (cannot be decoded" in line
     for family, key, part in (
-        ("wan", "dataset.frames", "4 videos; give the lengths"),
-        ("sd15", "dataset.folders", "trained on pictures"),
+        ("wan", "dataset.frames", "4 videos, but no clip lengths"),
+        ("sd15", "dataset.folders", "trains on images only"),
     ):
         ((wrong, line),) = form._find_clip_problems(values | {"model.family": family, "dataset.frames": []}, counts)
         assert wrong == key and part in line

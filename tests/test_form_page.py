@@ -301,7 +301,7 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
         assert len(dataset_folder.open_folder(folder, fresh=True).files) == 5
         (folder / "masks" / "deep").mkdir(parents=True)
         (folder / "masks" / "deep" / "b.jpg").write_bytes(png())
-        assert "masks looks like a folder of masks" in page._render_head(dataset_folder.open_folder(folder, fresh=True))
+        assert "masks looks like a mask folder" in page._render_head(dataset_folder.open_folder(folder, fresh=True))
 
 
 # --------------------------------------------------------------------------------------------------- bases and presets
