@@ -18,7 +18,7 @@ BASE = Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/base/sd15"
 def test_a_folder_is_added_and_taken_back(visit: Callable[..., Page], tmp_path: Path, kind: str) -> None:
     page = visit("settings", language="zh-CN")
     roots = page.locator("#roots")
-    expect(roots).to_contain_text("启动页面时指定")
+    expect(roots).to_contain_text("启动时指定")
     page.fill(f"#{kind}-path textarea, #{kind}-path input", "/etc")
     page.click(f"#{kind}-add")
     expect(page.locator(".wrong")).to_contain_text("/etc：这是整个磁盘或系统文件夹")
