@@ -218,7 +218,7 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.fixture
 def foreign_components(monkeypatch: pytest.MonkeyPatch) -> None:
     """The header of a model of full size beside a miniature's other parts, which are rightly refused otherwise."""
-    monkeypatch.setattr("lora_fp8.families.base.ModelFamily._check_fit", lambda self: None)
+    monkeypatch.setattr("lora_fp8.families._checks.check_fit", lambda family: None)
 
 
 @pytest.fixture

@@ -636,9 +636,10 @@ import torch
 from lora_fp8 import settings
 from lora_fp8 import families
 from lora_fp8 import precision
+from lora_fp8.families import _checks
 torch.set_num_threads(1)
 model = settings.Model(family="flux", path=sys.argv[1], components=sys.argv[2])
-families.get("flux")._check_fit = lambda self: None  # the parts beside the file are a miniature's
+_checks.check_fit = lambda family: None  # the parts beside the file are a miniature's
 family = families.get("flux")(model, device="cpu", dtype=torch.bfloat16)
 denoiser = family.empty_denoiser()
 precision.quantize_(denoiser, settings.Quantize(), family.keep_precise, torch.bfloat16, family.modulation)

@@ -1,4 +1,4 @@
-"""The checks of `ModelFamily`: the files are of this architecture, complete, and in a format that can be read.
+"""Checks of a family's files: they are of its architecture, complete, and in a format that can be read.
 
 They read headers and JSON only, before anything large is loaded.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,286 +21,368 @@ if TYPE_CHECKING:
     from .base import ModelFamily
 
 
+MOST_TOKENS = 1 << 20
+"""Largest credible token limit of a tokenizer: without one in its config, transformers reports a number of 30
+digits."""
 NAMED_V = r"v[-_. ]?(pred|param)"
 """Matches the names of v-prediction models, such as NoobAI-XL-Vpred-v1.0.safetensors."""
 
 
-class Checks:
-    """Checks of the model's files when a family object is created, and before a job starts."""
+def check_architecture(family: ModelFamily) -> None:
+    """Check that the given file and folder are of this architecture, and name the other one if they are not."""
+    relative = get(family.same_tensors_as) if family.same_tensors_as else None
+    if family.checkpoint:
+        if not family.recognises(family._header) and not (relative and relative.recognises(family._header)):
+            raise UserError(_other_architecture(family, str(family.checkpoint), *describe_checkpoint(family._header)))
+    index = family.folder / family.index_name
+    if index.is_file():
+        found = str(_files.read_json(index).get("_class_name"))
+        # The components of a single file may come from the family with the same tensors.
+        if found != family.pipeline_class and not (family.checkpoint and relative and found == relative.pipeline_class):
+            other = _family_of(family, found)
+            what = f"{other.title} ({found})" if other else f"made for {found}"
+            raise UserError(_other_architecture(family, str(family.folder), what, other))
+    elif not family.checkpoint:
+        raise UserError(f"{family.folder} is not a diffusers folder (it has no {family.index_name})")
+    foreign = _foreign_mark(type(family), family.folder)
+    if foreign:
+        other = _family_of(family, family.pipeline_class)
+        advice = f"; set model.family = {other.name!r} for {other.title}" if other else ""
+        raise UserError(f"{family.folder} is not {family.title}: {foreign}{advice}")
 
-    def _check_architecture(self) -> None:
-        relative = get(self.same_tensors_as) if self.same_tensors_as else None
-        if self.checkpoint:
-            if not self.recognises(self._header) and not (relative and relative.recognises(self._header)):
-                raise UserError(self._other_architecture(str(self.checkpoint), *describe_checkpoint(self._header)))
-        index = self.folder / self.index_name
-        if index.is_file():
-            found = str(_files.read_json(index).get("_class_name"))
-            # The components of a single file may come from the family with the same tensors.
-            if found != self.pipeline_class and not (self.checkpoint and relative and found == relative.pipeline_class):
-                other = self._family_of(found)
-                what = f"{other.title} ({found})" if other else f"made for {found}"
-                raise UserError(self._other_architecture(str(self.folder), what, other))
-        elif not self.checkpoint:
-            raise UserError(f"{self.folder} is not a diffusers folder (it has no {self.index_name})")
-        foreign = self._foreign_mark(self.folder)
-        if foreign:
-            other = self._family_of(self.pipeline_class)
-            advice = f"; set model.family = {other.name!r} for {other.title}" if other else ""
-            raise UserError(f"{self.folder} is not {self.title}: {foreign}{advice}")
 
-    @classmethod
-    def _foreign_mark(cls, folder: Path) -> str:
-        """Return the first entry of a folder's configs that is not this architecture's, as text; "" if all match."""
-        expected = {cls.denoiser_name: cls.config_marks | {"_class_name": cls.denoiser_class}}
-        # A VAE of another class, or with other normalization, would give latents that the denoiser was not trained on.
-        expected["vae"] = cls.vae_marks | {"_class_name": cls.vae_class}
-        for part, marks in expected.items():
-            path = folder / part / "config.json"
-            found = _files.read_json(path) if path.is_file() else marks
-            for key, value in marks.items():
-                # A missing entry was saved by a version without it, so it has its default: "no" or "none".
-                if (found.get(key) or None) != (value or None):
-                    return f"{part}/config.json says {key} = {found.get(key)!r}, expected {value!r}"
-        return ""
+def _foreign_mark(family: type[ModelFamily], folder: Path) -> str:
+    """Return the first entry of a folder's configs that is not this architecture's, as text; "" if all match."""
+    expected = {family.denoiser_name: family.config_marks | {"_class_name": family.denoiser_class}}
+    # A VAE of another class, or with other normalization, would give latents that the denoiser was not trained on.
+    expected["vae"] = family.vae_marks | {"_class_name": family.vae_class}
+    for part, marks in expected.items():
+        path = folder / part / "config.json"
+        found = _files.read_json(path) if path.is_file() else marks
+        for key, value in marks.items():
+            # A missing entry was saved by a version without it, so it has its default: "no" or "none".
+            if (found.get(key) or None) != (value or None):
+                return f"{part}/config.json says {key} = {found.get(key)!r}, expected {value!r}"
+    return ""
 
-    def _family_of(self, pipeline_class: str) -> type[ModelFamily] | None:
-        """Return the family of this folder; families that share a pipeline differ in the denoiser's config."""
-        sharing = [family for family in _families() if family.pipeline_class == pipeline_class]
-        return next((family for family in sharing if not family._foreign_mark(self.folder)), None)
 
-    def _other_architecture(self, path: str, what: str, other: type[ModelFamily] | None) -> str:
-        advice = f"set model.family = {other.name!r} or choose another file" if other else "choose another file"
-        return f"{path} is {what}, but the config says model.family = {self.name!r} ({self.title}); {advice}"
+def _family_of(family: ModelFamily, pipeline_class: str) -> type[ModelFamily] | None:
+    """Return the family of this folder; families that share a pipeline differ in the denoiser's config."""
+    sharing = [other for other in _families() if other.pipeline_class == pipeline_class]
+    return next((other for other in sharing if not _foreign_mark(other, family.folder)), None)
 
-    def _check_complete(self) -> None:
-        """Report all missing files at once, with their places; damaged files are found by their headers."""
-        wanted = ["scheduler/scheduler_config.json", "vae/config.json"]
-        if not self.checkpoint:
-            wanted.append(f"{self.denoiser_name}/config.json")
-        missing = [w for w in wanted if not (self.folder / w).is_file()]
-        needed = {} if self.checkpoint else {self.denoiser_name: "diffusion_pytorch_model"}
-        if not self._vae_prefix():
-            needed["vae"] = "diffusion_pytorch_model"
-        for name in self.text_parts:
-            missing += self._missing_of_text(name)
-            if not self._is_tokenizer(name) and not self._has_text(name):
-                needed[name] = self._text_class(name)[1]
-        weights = {name: _files.weight_files(self.folder / name, stem) for name, stem in needed.items()}
-        missing += [f"{name}/{needed[name]}.safetensors" for name, paths in weights.items() if not paths]
-        self._check_unquantized()
-        self._check_scales(weights)
-        if missing:
-            why = f", which {self.checkpoint} needs beside it" if self.checkpoint else ""
-            raise UserError(f"{self.folder} lacks {', '.join(missing)}{why}")
-        self.scheduler_config()  # fails if it cannot be read; the cache needs it
 
-    def _missing_of_text(self, name: str) -> list[str]:
-        """Return the files besides weights that a tokenizer or text encoder lacks."""
-        part = self.folder / name
-        if not self._is_tokenizer(name):
-            return [] if (part / "config.json").is_file() else [f"{name}/config.json"]
-        known = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
-        if name == "processor":
-            known = ("preprocessor_config.json", "processor_config.json")
-        return [] if any((part / k).is_file() for k in known) else [f"{name}/ ({' or '.join(known)})"]
+def _other_architecture(family: ModelFamily, path: str, what: str, other: type[ModelFamily] | None) -> str:
+    advice = f"set model.family = {other.name!r} or choose another file" if other else "choose another file"
+    return f"{path} is {what}, but the config says model.family = {family.name!r} ({family.title}); {advice}"
 
-    def _check_scales(self, weights: Mapping[str, Sequence[Path]]) -> None:
-        """Take the notes of the denoiser's files, and refuse other parts that are quantized with scales."""
-        from ._weights import ADVICE, WeightFile
 
-        for name, paths in weights.items():
-            for path in paths:
-                file = WeightFile(path)
-                if name == self.denoiser_name:
-                    self.warnings += file.notes()
-                elif file.scaled:  # diffusers and transformers load these parts, and ignore the scales
-                    raise UserError(f"{path} is quantized with scales, which is read of the denoiser only; {ADVICE}")
-        if self._file:
-            self.warnings += self._file.notes()
+def check_complete(family: ModelFamily) -> None:
+    """Report all missing files at once, with their places; damaged files are found by their headers."""
+    wanted = ["scheduler/scheduler_config.json", "vae/config.json"]
+    if not family.checkpoint:
+        wanted.append(f"{family.denoiser_name}/config.json")
+    missing = [w for w in wanted if not (family.folder / w).is_file()]
+    needed = {} if family.checkpoint else {family.denoiser_name: "diffusion_pytorch_model"}
+    if not family._vae_prefix():
+        needed["vae"] = "diffusion_pytorch_model"
+    for name in family.text_parts:
+        missing += _missing_of_text(family, name)
+        if not family._is_tokenizer(name) and not family._has_text(name):
+            needed[name] = family._text_class(name)[1]
+    weights = {name: _files.weight_files(family.folder / name, stem) for name, stem in needed.items()}
+    missing += [f"{name}/{needed[name]}.safetensors" for name, paths in weights.items() if not paths]
+    _check_unquantized(family)
+    _check_scales(family, weights)
+    if missing:
+        why = f", which {family.checkpoint} needs beside it" if family.checkpoint else ""
+        raise UserError(f"{family.folder} lacks {', '.join(missing)}{why}")
+    family.scheduler_config()  # fails if it cannot be read; the cache needs it
 
-    def _check_denoiser(self) -> None:
-        """Check by the headers that a folder's denoiser has the weights that its config describes.
 
-        `precision.fill_` checks the same, but only after images and captions are encoded.
-        """
-        from ._weights import WeightFile
+def _missing_of_text(family: ModelFamily, name: str) -> list[str]:
+    """Return the files besides weights that a tokenizer or text encoder lacks."""
+    part = family.folder / name
+    if not family._is_tokenizer(name):
+        return [] if (part / "config.json").is_file() else [f"{name}/config.json"]
+    known = ["tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model"]
+    if name == "processor":
+        known = ["preprocessor_config.json", "processor_config.json"]
+    return [] if any((part / k).is_file() for k in known) else [f"{name}/ ({' or '.join(known)})"]
 
-        if self.checkpoint:
-            return  # a single file's config is derived from its own tensors
-        wanted = {name: tuple(tensor.shape) for name, tensor in self.empty_denoiser().state_dict().items()}
-        found: Header = {}
-        for path in self._denoiser_files():
-            found |= WeightFile(path).header
-        wrong = [f"{name} is missing" for name in wanted if name not in found]
-        wrong += [f"{name} is not part of this model" for name in found if name not in wanted]
-        wrong += [
-            f"{name} is {list(shape)} and not {list(wanted[name])}"
-            for name, shape in found.items()
-            if name in wanted and wanted[name] != tuple(shape)
-        ]
-        if wrong:
-            raise UserError(
-                f"{self.folder / self.denoiser_name} has not the weights that its config.json describes: {len(wrong)} "
-                f"differ, {first_few(wrong)}; one of them is another model's"
-            )
 
-    def _check_scheduler(self) -> None:
-        """Check that the scheduler's config names a sampler of diffusers and describes a noising process."""
-        import diffusers
-        import torch
+def _check_scales(family: ModelFamily, weights: Mapping[str, Sequence[Path]]) -> None:
+    """Take the notes of the denoiser's files, and refuse other parts that are quantized with scales."""
+    from ._weights import ADVICE, WeightFile
 
-        path, told = self.folder / "scheduler" / "scheduler_config.json", self.scheduler_config()
-        class_name = told.get("_class_name")
-        scheduler_class = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
-        if scheduler_class is None:
-            raise UserError(f"{path}: diffusers has no scheduler named {class_name!r}")
-        _files.built(scheduler_class, path, told)
-        one_BCHW = torch.ones(1, 1, 1, 1)
-        try:
-            objective = self.objective_type()(told, settings.Objective())
-            for tokens in (256, 4096):
-                t_B = objective.sample_t([torch.Generator().manual_seed(0)], tokens)
-                noised = objective.add_noise(one_BCHW, one_BCHW, t_B)
-                if not torch.isfinite(noised).all():
-                    raise ValueError("what is noised is not finite")
-        except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError, NotImplementedError) as error:
-            raise UserError(f"{path} does not describe how pictures are noised ({_files.in_short(error)})") from error
-
-    def _check_prediction(self) -> None:
-        """Check that an unmarked single file is not trained as epsilon although its name says v."""
-        if self.assumes_prediction() and self.predicts() == "epsilon" and self.file_is_called(NAMED_V):
-            raise UserError(
-                f"objective.prediction: {self.checkpoint.name} is a v-prediction model by its name, but has no mark of "
-                f"it, and {self.folder / 'scheduler'} says epsilon. Set it to 'v', or to 'epsilon' if the name is wrong"
-            )
-
-    def _check_vae(self) -> None:
-        """Check that the VAE's statistics are not those of another model with the same class and config."""
-        import torch
-
-        from ._weights import WeightFile
-
-        files = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model") if self.other_vaes else []
-        for path in files:
+    for name, paths in weights.items():
+        for path in paths:
             file = WeightFile(path)
-            means = file.decoded("bn.running_mean").float() if "bn.running_mean" in file.header else torch.empty(0)
-            for model, begin in self.other_vaes.items():
-                if len(means) and torch.allclose(means[: len(begin)], torch.tensor(begin), rtol=0, atol=1e-3):
-                    raise UserError(
-                        f"{path} is {model}'s VAE, whose normalisation is not that of {self.title}: put the vae/ of "
-                        f"{self.title}'s diffusers folder in its place"
-                    )
+            if name == family.denoiser_name:
+                family.warnings += file.notes()
+            elif file.scaled:  # diffusers and transformers load these parts, and ignore the scales
+                raise UserError(f"{path} is quantized with scales, which is read of the denoiser only; {ADVICE}")
+    if family._file:
+        family.warnings += family._file.notes()
 
-    def _check_fit(self) -> None:
-        """Check by the configs that the parts belong to one model: each part's output fits the next one's input.
 
-        Raises:
-            UserErrors: the parts that do not fit, one line each.
-        """
-        problems = [self._latents_problem(), *map(self._width_problem, self.text_widths)]
-        problems += [self._vocabulary_problem(name) for name in self.text_parts if "tokenizer" in name]
-        problems.append(self._sampler_problem())
-        if problems := [text for text in problems if text]:
-            raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+def check_denoiser(family: ModelFamily) -> None:
+    """Check by the headers that a folder's denoiser has the weights that its config describes.
 
-    def _number(self, place: str) -> int | None:
-        """Return the integer at "part.entry" of the configs; None if no config has it."""
-        part, _, entry = place.partition(".")
-        if part == "vae" and self._vae_prefix() or part in self.text_parts and self._has_text(part):
-            return None  # the single file contains this part, so the folder's config does not apply
-        path = self.folder / part / "config.json"
-        found = (
-            self.denoiser_config() if part == self.denoiser_name else _files.read_json(path) if path.is_file() else {}
-        )
-        entry, _, index = entry.partition(".")
-        value = found.get(entry, (found.get("text_config") or {}).get(entry))
-        if index:
-            value = value[int(index)] if isinstance(value, list | tuple) and len(value) > int(index) else None
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+    `precision.fill_` checks the same, but only after images and captions are encoded.
+    """
+    from ._weights import WeightFile
 
-    def _latents_problem(self) -> str:
-        """Compare the VAE's latent channels with what the denoiser takes; returns the problem, or ""."""
-        name = "z_dim" if self._number("vae.z_dim") else "latent_channels"
-        given, taken = self._number(f"vae.{name}"), self._number(f"{self.denoiser_name}.in_channels")
-        # FLUX.2's VAE folds 2 x 2 latents into one, and in a sequence each token is a patch.
-        times = 4 if self.vae_class == "AutoencoderKLFlux2" else self.patch**2 if self.latents_as == "BSD" else 1
-        if not given or not taken or given * times == taken:
-            return ""
-        what = f"{given} * {times} = {given * times}" if times > 1 else str(given)
-        return self._parts_differ(
-            "vae", f"vae says {name} = {what}", f"{self.denoiser_name} says in_channels = {taken}"
+    if family.checkpoint:
+        return  # a single file's config is derived from its own tensors
+    wanted = {name: tuple(tensor.shape) for name, tensor in family.empty_denoiser().state_dict().items()}
+    found: Header = {}
+    for path in family._denoiser_files():
+        found |= WeightFile(path).header
+    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    wrong += [f"{name} is not part of this model" for name in found if name not in wanted]
+    wrong += [
+        f"{name} is {list(shape)} and not {list(wanted[name])}"
+        for name, shape in found.items()
+        if name in wanted and wanted[name] != tuple(shape)
+    ]
+    if wrong:
+        raise UserError(
+            f"{family.folder / family.denoiser_name} has not the weights that its config.json describes: {len(wrong)} "
+            f"differ, {first_few(wrong)}; one of them is another model's"
         )
 
-    def _width_problem(self, entry: str) -> str:
-        place = entry if entry.partition(".")[0] in self.text_parts else f"{self.denoiser_name}.{entry}"
-        wanted, total = self._number(place), 0
-        for term in self.text_widths[entry].split(" + "):
-            times, _, source = term.rpartition(" * ")
-            number = self._number(source)
-            if wanted is None or number is None:
-                return ""
-            total += int(times or 1) * number
-        part, _, entry = place.partition(".")
-        given = f"{self.text_widths.get(entry) or self.text_widths[place]} = {total}"
-        return "" if total == wanted else self._parts_differ(part, given, f"{part} says {entry} = {wanted}")
 
-    def _parts_differ(self, part: str, given: str, taken: str) -> str:
-        return (
-            f"{self.folder / part}: the parts are not of one model: {given}, and {taken}. Take all parts from one "
-            f"{self.title} folder"
+def check_scheduler(family: ModelFamily) -> None:
+    """Check that the scheduler's config names a sampler of diffusers and describes a noising process."""
+    import diffusers
+    import torch
+
+    path, told = family.folder / "scheduler" / "scheduler_config.json", family.scheduler_config()
+    class_name = told.get("_class_name")
+    scheduler_class = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
+    if scheduler_class is None:
+        raise UserError(f"{path}: diffusers has no scheduler named {class_name!r}")
+    _files.built(scheduler_class, path, told)
+    one_BCHW = torch.ones(1, 1, 1, 1)
+    try:
+        objective = family.objective_type()(told, settings.Objective())
+        for tokens in (256, 4096):
+            t_B = objective.sample_t([torch.Generator().manual_seed(0)], tokens)
+            noised = objective.add_noise(one_BCHW, one_BCHW, t_B)
+            if not torch.isfinite(noised).all():
+                raise ValueError("what is noised is not finite")
+    except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError, NotImplementedError) as error:
+        raise UserError(f"{path} does not describe how pictures are noised ({_files.in_short(error)})") from error
+
+
+def check_prediction(family: ModelFamily) -> None:
+    """Check that an unmarked single file is not trained as epsilon although its name says v."""
+    if (
+        family.checkpoint
+        and family.assumes_prediction()
+        and family.predicts() == "epsilon"
+        and family.file_is_called(NAMED_V)
+    ):
+        raise UserError(
+            f"objective.prediction: {family.checkpoint.name} is a v-prediction model by its name, but has no mark of "
+            f"it, and {family.folder / 'scheduler'} says epsilon. Set it to 'v', or to 'epsilon' if the name is wrong"
         )
 
-    def _vocabulary_problem(self, tokenizer: str) -> str:
-        """Compare a tokenizer's largest token with its encoder's vocabulary; returns the problem, or ""."""
-        encoder = tokenizer.replace("tokenizer", "text_encoder")
-        size = self._number(f"{encoder}.vocab_size")
-        if encoder not in self.text_parts:  # Anima's second tokenizer feeds its conditioner
-            encoder, size = "text_conditioner", self._number("text_conditioner.target_vocab_size")
-        path = self.folder / tokenizer / "tokenizer.json"
-        if not size or not path.is_file():
+
+def check_vae(family: ModelFamily) -> None:
+    """Check that the VAE's statistics are not those of another model with the same class and config."""
+    import torch
+
+    from ._weights import WeightFile
+
+    files = _files.weight_files(family.folder / "vae", "diffusion_pytorch_model") if family.other_vaes else []
+    for path in files:
+        file = WeightFile(path)
+        means = file.decoded("bn.running_mean").float() if "bn.running_mean" in file.header else torch.empty(0)
+        for model, begin in family.other_vaes.items():
+            if len(means) and torch.allclose(means[: len(begin)], torch.tensor(begin), rtol=0, atol=1e-3):
+                raise UserError(
+                    f"{path} is {model}'s VAE, whose normalisation is not that of {family.title}: put the vae/ of "
+                    f"{family.title}'s diffusers folder in its place"
+                )
+
+
+def check_fit(family: ModelFamily) -> None:
+    """Check by the configs that the parts belong to one model: each part's output fits the next one's input.
+
+    Raises:
+        UserErrors: the parts that do not fit, one line each.
+    """
+    problems = [_latents_problem(family), *(_width_problem(family, entry) for entry in family.text_widths)]
+    problems += [_vocabulary_problem(family, name) for name in family.text_parts if "tokenizer" in name]
+    problems.append(_sampler_problem(family))
+    if problems := [text for text in problems if text]:
+        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+
+
+def _number(family: ModelFamily, place: str) -> int | None:
+    """Return the integer at "part.entry" of the configs; None if no config has it."""
+    part, _, entry = place.partition(".")
+    if part == "vae" and family._vae_prefix() or part in family.text_parts and family._has_text(part):
+        return None  # the single file contains this part, so the folder's config does not apply
+    path = family.folder / part / "config.json"
+    found = (
+        family.denoiser_config() if part == family.denoiser_name else _files.read_json(path) if path.is_file() else {}
+    )
+    entry, _, index = entry.partition(".")
+    value = found.get(entry, (found.get("text_config") or {}).get(entry))
+    if index:
+        value = value[int(index)] if isinstance(value, list | tuple) and len(value) > int(index) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _latents_problem(family: ModelFamily) -> str:
+    """Compare the VAE's latent channels with what the denoiser takes; returns the problem, or ""."""
+    name = "z_dim" if _number(family, "vae.z_dim") else "latent_channels"
+    given, taken = _number(family, f"vae.{name}"), _number(family, f"{family.denoiser_name}.in_channels")
+    # FLUX.2's VAE folds 2 x 2 latents into one, and in a sequence each token is a patch.
+    times = 4 if family.vae_class == "AutoencoderKLFlux2" else family.patch**2 if family.latents_as == "BSD" else 1
+    if not given or not taken or given * times == taken:
+        return ""
+    what = f"{given} * {times} = {given * times}" if times > 1 else str(given)
+    return _parts_differ(
+        family, "vae", f"vae says {name} = {what}", f"{family.denoiser_name} says in_channels = {taken}"
+    )
+
+
+def _width_problem(family: ModelFamily, entry: str) -> str:
+    place = entry if entry.partition(".")[0] in family.text_parts else f"{family.denoiser_name}.{entry}"
+    wanted, total = _number(family, place), 0
+    for term in family.text_widths[entry].split(" + "):
+        times, _, source = term.rpartition(" * ")
+        number = _number(family, source)
+        if wanted is None or number is None:
             return ""
-        told = _files.read_json(path)
-        added = [token.get("id") for token in told.get("added_tokens") or [] if isinstance(token, dict)]
-        vocabulary = (told.get("model") or {}).get("vocab") or {}
-        numbers = [*vocabulary.values(), *added] if isinstance(vocabulary, dict) else [len(vocabulary) - 1, *added]
-        largest = max((number for number in numbers if isinstance(number, int)), default=0)
-        if largest < size:
-            return ""
-        return self._parts_differ(
-            encoder, f"{tokenizer} has tokens up to {largest}", f"{encoder} says vocab_size = {size}"
+        total += int(times or 1) * number
+    part, _, entry = place.partition(".")
+    given = f"{family.text_widths.get(entry) or family.text_widths[place]} = {total}"
+    return "" if total == wanted else _parts_differ(family, part, given, f"{part} says {entry} = {wanted}")
+
+
+def _parts_differ(family: ModelFamily, part: str, given: str, taken: str) -> str:
+    return (
+        f"{family.folder / part}: the parts are not of one model: {given}, and {taken}. Take all parts from one "
+        f"{family.title} folder"
+    )
+
+
+def _vocabulary_problem(family: ModelFamily, tokenizer: str) -> str:
+    """Compare a tokenizer's largest token with its encoder's vocabulary; returns the problem, or ""."""
+    encoder = tokenizer.replace("tokenizer", "text_encoder")
+    size = _number(family, f"{encoder}.vocab_size")
+    if encoder not in family.text_parts:  # Anima's second tokenizer feeds its conditioner
+        encoder, size = "text_conditioner", _number(family, "text_conditioner.target_vocab_size")
+    path = family.folder / tokenizer / "tokenizer.json"
+    if not size or not path.is_file():
+        return ""
+    told = _files.read_json(path)
+    added = [token.get("id") for token in told.get("added_tokens") or [] if isinstance(token, dict)]
+    vocabulary = (told.get("model") or {}).get("vocab") or {}
+    numbers = [*vocabulary.values(), *added] if isinstance(vocabulary, dict) else [len(vocabulary) - 1, *added]
+    largest = max((number for number in numbers if isinstance(number, int)), default=0)
+    if largest < size:
+        return ""
+    return _parts_differ(
+        family, encoder, f"{tokenizer} has tokens up to {largest}", f"{encoder} says vocab_size = {size}"
+    )
+
+
+def _sampler_problem(family: ModelFamily) -> str:
+    """Return the problem if a flow matching model has a diffusion sampler or the reverse, else ""."""
+    told = family.scheduler_config()
+    flows = "FlowMatch" in str(told.get("_class_name")) or told.get("use_flow_sigmas") is True
+    flows = flows or told.get("prediction_type") == "flow_prediction"
+    wanted = family.objective == "FlowMatching"
+    if flows == wanted or not told.get("_class_name"):
+        return ""
+    kind = "a flow matching" if wanted else "a diffusion"
+    scheduler = f"scheduler says {told['_class_name']}, which is not a sampler of {kind} model"
+    return _parts_differ(family, "scheduler", scheduler, f"{family.title} is {kind} model")
+
+
+def _check_unquantized(family: ModelFamily) -> None:
+    """Check that no part of the folder was saved quantized by diffusers or transformers."""
+    from ._weights import ADVICE
+
+    weighed = [family.denoiser_name] if family._file is None else []
+    weighed += ["vae"] if not family._vae_prefix() else []
+    weighed += [name for name in family.text_parts if not family._is_tokenizer(name) and not family._has_text(name)]
+    problems = []
+    for name in weighed:
+        path = family.folder / name / "config.json"
+        section = _files.read_json(path).get("quantization_config") if path.is_file() else None
+        if section:
+            told = section if isinstance(section, dict) else {}
+            bits = " (4 bits)" if told.get("load_in_4bit") else " (8 bits)" if told.get("load_in_8bit") else ""
+            method = told.get("quant_method") or "a method without a name"
+            problems.append(f"{path.parent} was saved quantized by {method}{bits}, which is not read; {ADVICE}")
+    if problems:
+        raise UserErrors(problems)
+
+
+def check_parts(family: ModelFamily) -> None:
+    """Check that denoiser, scheduler, VAE, tokenizers and text encoders match their configs.
+
+    The parts are built as for training, but from the files' headers, without reading a weight. Parts inside a
+    single file are checked when they are loaded.
+
+    Raises:
+        UserErrors: the parts that cannot be used, one line each.
+    """
+    tokenizers = [partial(_check_limit, family, name) for name in family.text_parts if family._is_tokenizer(name)]
+    encoders = [
+        partial(family._from_pretrained, *family._text_class(name), name, device_map="meta")
+        for name in family._text_encoders()
+        if not family._has_text(name)
+    ]
+    problems: list[str] = []
+    for look in (
+        partial(check_denoiser, family),
+        partial(check_scheduler, family),
+        partial(check_prediction, family),
+        partial(_check_vae_sizes, family),
+        *tokenizers,
+        *encoders,
+    ):
+        try:
+            look()
+        except UserError as error:
+            problems += getattr(error, "problems", [str(error)])
+    if problems:
+        raise UserErrors(list(dict.fromkeys(problems))) if len(set(problems)) > 1 else UserError(problems[0])
+
+
+def _check_vae_sizes(family: ModelFamily) -> None:
+    """Check that the VAE's config is valid and fits its weight file."""
+    import diffusers
+
+    family.empty_vae()
+    if not family._vae_prefix():
+        cls = getattr(diffusers, family.vae_class)
+        family._from_pretrained(cls, "diffusion_pytorch_model", "vae", device_map="meta")
+
+
+def _check_limit(family: ModelFamily, name: str) -> None:
+    """Check that this tokenizer can be read, and that it states a token limit if nothing else does."""
+    tokenizer = family.tokenizer(name)
+    limit = getattr(tokenizer, "model_max_length", 1)  # processors have none
+    fits = isinstance(limit, int | float) and limit > 0
+    # Without a limit in its config, transformers reports a number of thirty digits.
+    if fits and "CLIP" in family.text_parts[name]:
+        fits = limit <= MOST_TOKENS
+    elif fits and name in family.judge_length_by:
+        fits = family.token_limit(name) <= MOST_TOKENS
+    if not fits:
+        raise UserError(
+            f"{family.folder / name / 'tokenizer_config.json'} does not say how many tokens the text encoder reads "
+            f"(model_max_length is {limit!r}); download it again"
         )
-
-    def _sampler_problem(self) -> str:
-        """Return the problem if a flow matching model has a diffusion sampler or the reverse, else ""."""
-        told = self.scheduler_config()
-        flows = "FlowMatch" in str(told.get("_class_name")) or told.get("use_flow_sigmas") is True
-        flows = flows or told.get("prediction_type") == "flow_prediction"
-        wanted = self.objective == "FlowMatching"
-        if flows == wanted or not told.get("_class_name"):
-            return ""
-        kind = "a flow matching" if wanted else "a diffusion"
-        scheduler = f"scheduler says {told['_class_name']}, which is not a sampler of {kind} model"
-        return self._parts_differ("scheduler", scheduler, f"{self.title} is {kind} model")
-
-    def _check_unquantized(self) -> None:
-        """Check that no part of the folder was saved quantized by diffusers or transformers."""
-        from ._weights import ADVICE
-
-        weighed = [self.denoiser_name] if self._file is None else []
-        weighed += ["vae"] if not self._vae_prefix() else []
-        weighed += [name for name in self.text_parts if not self._is_tokenizer(name) and not self._has_text(name)]
-        problems = []
-        for name in weighed:
-            path = self.folder / name / "config.json"
-            section = _files.read_json(path).get("quantization_config") if path.is_file() else None
-            if section:
-                told = section if isinstance(section, dict) else {}
-                bits = " (4 bits)" if told.get("load_in_4bit") else " (8 bits)" if told.get("load_in_8bit") else ""
-                method = told.get("quant_method") or "a method without a name"
-                problems.append(f"{path.parent} was saved quantized by {method}{bits}, which is not read; {ADVICE}")
-        if problems:
-            raise UserErrors(problems)
 
 
 def _families() -> list[type[ModelFamily]]:

@@ -10,6 +10,7 @@ import gc
 import importlib
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,16 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..common.text import first_few
-from ..errors import UserError, UserErrors
+from ..errors import UserError
 from . import _files
+from ._facts import Facts
 
 if TYPE_CHECKING:
-    import diffusers
     from torch import Tensor, nn
 
-MOST_TOKENS = 1 << 20
-"""Largest credible token limit of a tokenizer: without one in its config, transformers reports a number of 30
-digits."""
 TEXT_PRECISE = ("lm_head", "text_projection", "visual")
 """Name parts of text encoder layers that are not quantized: output layers, which are small or unused."""
 
@@ -47,12 +45,12 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-class Encoders:
+class Encoders(Facts):
     """Loads the encoders, estimates their memory, and identifies their files."""
 
-    vae: nn.Module | None
-    _text_pipeline: diffusers.DiffusionPipeline | None
-    _tokenizers: dict[str, Any]
+    @abstractmethod
+    def _assemble(self, **parts: Any) -> Any:
+        """Build the pipeline with these parts and None for the others."""
 
     def load_vae(self) -> None:
         """Load the VAE on its own; previews need it for decoding."""
@@ -78,37 +76,6 @@ class Encoders:
         cls = getattr(diffusers, self.vae_class)
         with torch.device("meta"):
             return _files.built(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
-
-    def check_parts(self) -> None:
-        """Check that denoiser, scheduler, VAE, tokenizers and text encoders match their configs.
-
-        The parts are built as for training, but from the files' headers, without reading a weight. Parts inside a
-        single file are checked when they are loaded.
-
-        Raises:
-            UserErrors: the parts that cannot be used, one line each.
-        """
-        tokenizers = [partial(self._check_limit, name) for name in self.text_parts if self._is_tokenizer(name)]
-        encoders = [
-            partial(self._from_pretrained, *self._text_class(name), name, device_map="meta")
-            for name in self._text_encoders()
-            if not self._has_text(name)
-        ]
-        problems = []
-        for look in (
-            self._check_denoiser,
-            self._check_scheduler,
-            self._check_prediction,
-            self._check_vae_sizes,
-            *tokenizers,
-            *encoders,
-        ):
-            try:
-                look()
-            except UserError as error:
-                problems += getattr(error, "problems", [str(error)])
-        if problems:
-            raise UserErrors(list(dict.fromkeys(problems))) if len(set(problems)) > 1 else UserError(problems[0])
 
     def tokenizer(self, name: str) -> Any:
         """Return a tokenizer of `text_parts`, or the processor that prepares images for a text encoder.
@@ -153,7 +120,7 @@ class Encoders:
         _give_back_memory()
 
     @property
-    def text_pipeline(self) -> diffusers.DiffusionPipeline:
+    def text_pipeline(self) -> Any:
         """The diffusers pipeline with the text encoders in it and no denoiser, for its `encode_prompt`."""
         if self._text_pipeline is None:
             raise RuntimeError("encode_prompts outside of in_turn")
@@ -188,12 +155,13 @@ class Encoders:
         """Return the bytes of a text encoder's tensor as it is stored in memory."""
         from ..precision import Format, name_matches
 
-        is_linear = len(shape) == 2 and key.endswith(".weight") and not re.search("embed|shared|relative|wte|wpe", key)
+        is_linear = key.endswith(".weight") and not re.search("embed|shared|relative|wte|wpe", key)
         kept = any(name_matches(key.removesuffix(".weight"), part) for part in TEXT_PRECISE)
-        if self.text_storage == "none" or not is_linear or kept:
+        if self.text_storage == "none" or len(shape) != 2 or not is_linear or kept:
             return math.prod(shape) * self.dtype.itemsize
+        rows, columns = shape
         forms = [Format(self.text_storage, scale) for scale in settings.SCALES[self.text_storage]]
-        return next(form for form in forms if not form.problem(shape)).num_bytes(shape)
+        return next(form for form in forms if not form.problem((rows, columns))).num_bytes((rows, columns))
 
     def trained_text_parts(self) -> dict[str, Any]:
         """Load the trainable text encoders, unquantized, and their tokenizers, as new objects."""
@@ -223,7 +191,7 @@ class Encoders:
             for path, tensor in self._load_text_part(name, "none").state_dict().items():
                 yield text_layer(name, path), tensor.cpu()
 
-    def trained_text_pipeline(self) -> diffusers.DiffusionPipeline:
+    def trained_text_pipeline(self) -> Any:
         """Return a pipeline that holds `trained_text_parts` only, for `encode_with`."""
         return self._assemble(**self.trained_text_parts())
 
@@ -279,7 +247,7 @@ class Encoders:
             return self.tokenizer(name)
         cls, stem = self._text_class(name)
         if self._has_text(name):
-            encoder = self._convert_text(cls, name)
+            encoder: Any = self._convert_text(cls, name)
         else:
             encoder = self._from_pretrained(cls, stem, name, dtype=self.dtype)
         if storage != "none":
@@ -288,31 +256,6 @@ class Encoders:
             quantize_(encoder, settings.Quantize(storage=storage), TEXT_PRECISE, self.dtype)
             return encoder.to(self.device).eval()
         return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
-
-    def _check_vae_sizes(self) -> None:
-        """Check that the VAE's config is valid and fits its weight file."""
-        import diffusers
-
-        self.empty_vae()
-        if not self._vae_prefix():
-            cls = getattr(diffusers, self.vae_class)
-            self._from_pretrained(cls, "diffusion_pytorch_model", "vae", device_map="meta")
-
-    def _check_limit(self, name: str) -> None:
-        """Check that this tokenizer can be read, and that it states a token limit if nothing else does."""
-        tokenizer = self.tokenizer(name)
-        limit = getattr(tokenizer, "model_max_length", 1)  # processors have none
-        fits = isinstance(limit, int | float) and limit > 0
-        # Without a limit in its config, transformers reports a number of thirty digits.
-        if fits and "CLIP" in self.text_parts[name]:
-            fits = limit <= MOST_TOKENS
-        elif fits and name in self.judge_length_by:
-            fits = self.token_limit(name) <= MOST_TOKENS
-        if not fits:
-            raise UserError(
-                f"{self.folder / name / 'tokenizer_config.json'} does not say how many tokens the text encoder reads "
-                f"(model_max_length is {limit!r}); download it again"
-            )
 
     def _from_pretrained(self, cls: Any, stem: str, name: str, **options: Any) -> Any:
         import torch

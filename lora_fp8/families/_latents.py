@@ -7,34 +7,16 @@ lose detail. A family states the rest as facts; the VAE's own config says how it
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
+
+from ._facts import Facts
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
-class Latents:
+class Latents(Facts):
     """Defaults for a family with a VAE from diffusers."""
-
-    vae: nn.Module | None
-    device: torch.device
-
-    vae_class: ClassVar[str] = "AutoencoderKL"
-    vae_marks: ClassVar[dict[str, Any]] = {"latents_mean": None, "latents_std": None}
-    """Entries of the VAE's config.json that `encode_images` relies on; by default, no normalization per channel."""
-    other_vaes: ClassVar[dict[str, tuple[float, ...]]] = {}
-    """Models whose VAE has the same class and config -> the first means in its batch norm; such a VAE is refused."""
-    patch: ClassVar[int] = 1
-    """Side of the square of latents that is one token of the denoiser."""
-    patch_channels: ClassVar[str] = "C22"
-    """Order of the channels if 2 x 2 of the VAE's latents become one of the denoiser's, normalized by a batch norm:
-    "C22" keeps the four values of a channel together, "22C" the channels of each of the four."""
-    batch_norm_eps: ClassVar[float | None] = None
-    """Epsilon of that batch norm, if it differs from the VAE's config; None: the config's."""
-    latents_as: ClassVar[str] = "BCHW"
-    """How the pipeline lays out latents: "BCHW"; "BCFHW", a clip of one frame; or "BSD", a sequence of patches. Patches
-    go row by row, in clips frame by frame, and the values of a patch lie together in each channel."""
 
     def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
         """Encode pixels in [-1, 1] to float32 latents as the denoiser takes them. Needs `load_vae`.
@@ -62,7 +44,7 @@ class Latents:
             pixels = vae.decode(as_clip(latents) if _takes_clips(vae) else latents, return_dict=False)[0]
             return as_picture(pixels) if _takes_clips(vae) else pixels
 
-    def _loaded_vae(self, wanted: str) -> nn.Module:
+    def _loaded_vae(self, wanted: str) -> Any:
         if self.vae is None:
             raise RuntimeError(f"{wanted} before load_vae")
         return self.vae
@@ -109,7 +91,7 @@ class Latents:
             return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
         return latents_BCHW
 
-    def unpack(self, packed: Tensor, latent_hw: tuple[int, int]) -> Tensor:
+    def unpack(self, packed: Tensor, latent_hw: tuple[int, ...]) -> Tensor:
         """Convert the pipeline's layout to BCHW, or BCFHW for several frames; the inverse of `pack`."""
         if self.latents_as == "BCFHW":
             return as_picture(packed)
@@ -129,7 +111,7 @@ class Latents:
         return math.prod(num_frames) * (height // self.patch) * (width // self.patch)
 
 
-def normalised(vae: nn.Module, latents: Tensor) -> Tensor:
+def normalised(vae: Any, latents: Tensor) -> Tensor:
     """Normalize this VAE's latents with the numbers in its config: one per channel, or one for all."""
     settings = vae.config
     if settings.get("latents_mean") is not None:
@@ -137,7 +119,7 @@ def normalised(vae: nn.Module, latents: Tensor) -> Tensor:
     return (latents - (settings.get("shift_factor") or 0.0)) * settings.scaling_factor
 
 
-def denormalised(vae: nn.Module, latents: Tensor) -> Tensor:
+def denormalised(vae: Any, latents: Tensor) -> Tensor:
     """Undo `normalised`."""
     settings = vae.config
     if settings.get("latents_mean") is not None:
@@ -145,7 +127,7 @@ def denormalised(vae: nn.Module, latents: Tensor) -> Tensor:
     return latents / settings.scaling_factor + (settings.get("shift_factor") or 0.0)
 
 
-def _takes_clips(vae: nn.Module) -> bool:
+def _takes_clips(vae: Any) -> bool:
     return next(vae.encoder.parameters()).ndim == 5
 
 

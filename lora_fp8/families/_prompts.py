@@ -7,13 +7,13 @@ several, and `pipeline_inputs` the arguments of the pipeline's call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
+
+from ._encoders import Encoders
 
 if TYPE_CHECKING:
-    import diffusers
-    import torch
     from torch import Tensor
 
 Cond = dict[str, "Tensor"]
@@ -37,41 +37,8 @@ class Overlong:
     limit: int
 
 
-class Prompts:
+class Prompts(Encoders):
     """Defaults for a family whose pipeline has `encode_prompt` and takes its results as arguments."""
-
-    device: torch.device
-    dtype: torch.dtype
-    text_pipeline: diffusers.DiffusionPipeline
-    tokenizer: Callable[[str], Any]
-
-    judge_length_by: ClassVar[tuple[str, ...]] = ("tokenizer",)
-    """The tokenizers whose limit decides what is cut off a prompt."""
-    prompt_tokens: ClassVar[int] = 0
-    """Tokens to which a prompt is padded or cut, its template included (the pipelines' `max_sequence_length`), unless
-    those tokenizers have a lower limit. 0: the pipeline leaves it to the tokenizers."""
-    text_answers: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
-    """Names in `Cond` for the results of the pipeline's `encode_prompt`, in order; later results may be left out. "":
-    not kept; "mask": marks the prompt's own tokens, and only these are kept of `prompt_embeds`."""
-    text_options: ClassVar[dict[str, Any]] = {}
-    """Arguments that `encode_prompt` needs besides the usual ones."""
-    text_shapes: ClassVar[dict[str, tuple[int | str, ...]]]
-    """Name -> shape of what `encode_prompts` returns for the longest prompt. A word is an entry of the denoiser's
-    config.json; "tokens" is `longest_prompt`, and "tokens+77" a sum."""
-    prompts_vary: ClassVar[bool] = False
-    """True if the length of `prompt_embeds` follows the prompt. In a batch they are padded, and get a mask."""
-    padded_in_front: ClassVar[bool] = False
-    """True if shorter prompts of a batch are padded in front, False if behind."""
-    chat: ClassVar[tuple[dict[str, Any], ...]] = ()
-    """Messages into which the pipeline puts a prompt (here a NUL) for its tokenizer's chat template; () for none."""
-    end_counts: ClassVar[bool] = False
-    """True if the template's text after the prompt is always read, because the pipeline refuses longer prompts; False
-    if that text is cut off first."""
-    text_arguments: ClassVar[dict[str, str]] = {}
-    """Name in `Cond` -> argument of the pipeline's call, where the two differ; "mask" names the argument of a mask.
-    Without it, the pipeline of a family with `prompts_vary` takes prompts as a list."""
-    uses_negative: ClassVar[bool] = True
-    """True if the pipeline uses a negative prompt at its usual settings."""
 
     # -- token limits ----------------------------------------------------------------------------------------------
     @property
@@ -161,7 +128,7 @@ class Prompts:
                 found.append({name: tensor.to(self.dtype, copy=True) for name, tensor in one.items()})
             return found
 
-    def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
+    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         """Return the results of the pipeline's `encode_prompt` for these prompts, by the names in `text_answers`."""
         usual = {"device": self.device, "num_images_per_prompt": 1, "do_classifier_free_guidance": False}
         usual["max_sequence_length"] = self.max_sequence_length
@@ -170,7 +137,7 @@ class Prompts:
         answers = pipeline.encode_prompt(list(prompts), **options)  # a copy, as some pipelines write into the list
         return {name: answer for name, answer in zip(self.text_answers, answers, strict=False) if name}
 
-    def encode_with(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str], cond: Cond) -> Cond:
+    def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
         """Replace in a batch's conditioning what `pipeline`'s text encoders return, and keep its gradient.
 
         For families with `trained_text`.

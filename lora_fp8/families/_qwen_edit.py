@@ -19,7 +19,6 @@ from ._files import read_json
 from .base import Cond, ModelFamily
 
 if TYPE_CHECKING:
-    import diffusers
     from torch import nn
 
 MARKER = "__index_timestep_zero__"
@@ -43,7 +42,7 @@ def tokenizer(family: ModelFamily, name: str) -> Any:
     return ModelFamily.tokenizer(family, name)
 
 
-def mend_(pipeline: diffusers.DiffusionPipeline) -> None:
+def mend_(pipeline: Any) -> None:
     """Work around diffusers' issue 14194; see `ModelFamily.mend_`.
 
     Its pipelines do not pass on which tokens belong to an image, which transformers 5 needs. Without it, image tokens

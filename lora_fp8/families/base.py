@@ -1,6 +1,6 @@
 """The base class of all model families: what the trainer must know about an architecture.
 
-One file in this folder holds one subclass, named `Family`. A family states facts (class attributes) and adds two
+One file in this folder holds one subclass, named `Family`. A family states facts (`_facts`) and adds two
 things that only it can know: how its denoiser is called (unless the fact `denoiser_reads` says it), and the parts of
 its miniature, a small random model for the tests. Everything else has a default, here or in a neighbouring module:
 `_encoders` (loads the VAE and the text encoders), `_latents` (pixels to latents and back), `_prompts` (prompts to
@@ -29,25 +29,21 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from .. import settings
 from ..errors import UserError, UserErrors
 from ..lora_files import naming
-from . import _files
-from ._checks import Checks
-from ._encoders import Encoders
+from . import _checks, _files
 from ._files import Header, checkpoint_prefix, native_header
 from ._latents import Latents
 from ._prompts import Cond, Prompts
 
 if TYPE_CHECKING:
-    import diffusers
     import torch
     from torch import Tensor, nn
 
@@ -62,31 +58,11 @@ Conversion = dict[str, tuple[str, "Callable[[Tensor], Tensor] | None"]]
 """Parameter name in diffusers -> (key in the single file, function that selects or reorders the tensor's rows)."""
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """A CLIP text encoder in which LoRAs can be trained, with the sizes of the released model.
-
-    Attributes:
-        kohya: prefix of its layers' names in kohya's naming.
-        comfy: its name in ComfyUI's naming; "" if the family has no such layout.
-        width, hidden: width of the embeddings, and of the hidden layer of its MLPs.
-        num_layers: number of its transformer layers.
-        unread: number of last layers without an adapter, because their output is not part of the conditioning.
-    """
-
-    kohya: str
-    comfy: str
-    width: int
-    hidden: int
-    num_layers: int
-    unread: int = 0
-
-
 CLIP_LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2")
 """The linears of a CLIP layer. All of them get an adapter: 72 in CLIP ViT-L, 192 in OpenCLIP ViT-bigG."""
 
 
-class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
+class ModelFamily(Latents, Prompts, ABC):
     """A model architecture. Families derive from this class directly, and nothing here needs `super()`.
 
     Args:
@@ -98,139 +74,6 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     Raises:
         UserError: files are missing, damaged, pickled, or of another architecture.
     """
-
-    # -- facts that every family states ----------------------------------------------------------------------------
-    name: ClassVar[str]
-    title: ClassVar[str]
-    example_base: ClassVar[str]
-    """The `model.path` that `lora-fp8 new` writes: the released model that most people train on."""
-    pipeline_class: ClassVar[str]
-    """Class name of the pipeline in diffusers."""
-    denoiser_class: ClassVar[str]
-    text_parts: ClassVar[dict[str, str]]
-    """Subfolder -> class, for the tokenizers and for the models that turn their tokens into conditioning. Subfolders
-    are named as in the pipeline; classes are from transformers or diffusers, or given by their full dotted name."""
-    text_widths: ClassVar[dict[str, str]]
-    """Entry of the denoiser's config (or of another part's, as "part.entry") -> the sum of the text encoders' entries
-    that it must equal, such as "text_encoder.hidden_size + 6 * unet.addition_time_embed_dim"."""
-    adapter_targets: ClassVar[tuple[str, ...]]
-    """Suffixes (whole dotted segments) of the names of the layers that get an adapter."""
-    keep_precise: ClassVar[tuple[str, ...]]
-    """Name parts (see `precision.names`) of the layers that keep the model's dtype: they are small, or sensitive."""
-    bucket_multiple: ClassVar[int]
-    """Image sides are multiples of this many pixels."""
-    native_resolution: ClassVar[int]
-    """Resolution at which the released model was trained, in pixels."""
-    default_guidance: ClassVar[float]
-    """Default guidance scale of previews."""
-    modelspec_architecture: ClassVar[str]
-    kohya_base_version: ClassVar[str]
-    kohya_naming: ClassVar[str]
-    """Key in `layouts.NAMINGS` of the rule that the kohya layout follows."""
-    tiny_config: ClassVar[dict[str, Any]]
-    """Config of the miniature's denoiser."""
-
-    # -- facts with a default -------------------------------------------------------------------------------------
-    denoiser_name: ClassVar[str] = "transformer"
-    """"unet" or "transformer": the subfolder, the pipeline's attribute, and the key prefix in diffusers' LoRA files."""
-    objective: ClassVar[Literal["Diffusion", "FlowMatching"]] = "FlowMatching"
-    """The kind of noising process, which `objectives` implements; see `objective_type`."""
-    train_shift: ClassVar[float | None] = None
-    """The shift that objective.shift = "auto" stands for; None: the scheduler's. Set it where training needs another
-    shift than sampling: a sampler's shift spends few steps where they matter, but on top of the logit-normal density it
-    can leave next to no training at low noise levels. State the source in a comment."""
-    exact_cond: ClassVar[tuple[str, ...]] = ()
-    """Names of the conditioning tensors that stay in float32."""
-    towards_image: ClassVar[bool] = False
-    """True if the denoiser predicts the velocity towards the image, the negative of what the scheduler expects."""
-    guidance_argument: ClassVar[str] = "guidance_scale"
-    """The pipeline's argument for the guidance scale."""
-    captions: ClassVar[str] = "sentences"
-    """How images for this model are captioned: "tags" (separated by commas), "sentences", or "instructions" (editing
-    models). Presets shuffle tags only."""
-    plain_guidance: ClassVar[float] = 1.0
-    """The pipeline's value for no guidance: 0 if it adds that many times the difference to the conditional
-    prediction."""
-    adapter_exclude: ClassVar[tuple[str, ...]] = ()
-    """Name parts (see `precision.names`) of layers that match `adapter_targets` but get no adapter."""
-    modulation: ClassVar[tuple[str, ...]] = ()
-    """Name parts of the layers that scale and shift the blocks' norms: they see one row per image, and no tokens."""
-    trained_text: ClassVar[dict[str, TextEncoder]] = {}
-    """The text encoders that can be trained, by their names in the pipeline: those whose LoRA the pipeline loads."""
-    kohya_module: ClassVar[str] = "networks.lora"
-    """The module with which sd-scripts or musubi-tuner train this architecture, written as `ss_network_module`.
-    Programs display it and recognize LoRA files by it. If neither trains the architecture, it is sd-scripts' plain
-    module."""
-    tiny_hw: ClassVar[tuple[int, int]] = (16, 24)
-    """Image size (height, width) in pixels for the miniature. Not square, so that swapping the two shows."""
-    controls: ClassVar[tuple[int, int]] = (0, 0)
-    """The minimum and maximum number of control images that the denoiser takes beside the noise."""
-    prompts_see_controls: ClassVar[bool] = False
-    """True if the text encoders take the control images too. Then `encode_prompts` receives them, and the cache holds
-    one conditioning for each pair of image and caption."""
-    clips: ClassVar[tuple[int, int]] = (0, 0)
-    """(frames of a clip per frame of its latents, frames per second). The first frame of a clip has a latent frame of
-    its own. (0, 0): the model generates images only."""
-    same_tensors_as: ClassVar[str] = ""
-    """The family whose single files have the same tensors, so that only the file's name tells the two apart."""
-    single_file: ClassVar[dict[str, Any]] = {}
-    """How the headers of this architecture's single files are recognized, by names without their prefix. "has": tensors
-    that exist; "lacks": prefixes that no tensor has; "shapes": name -> shape, where None stands for any side;
-    "in_is_out": the first layer takes as many channels as the last one returns, which is not so for models with more
-    inputs (inpainting, image to video). Test the structure, not the size: miniatures must pass."""
-    bucket_step: ClassVar[int] = 64
-    """Default distance between bucket sizes, in pixels; large enough that images share buckets."""
-    embeds_guidance: ClassVar[bool] = False
-    """True if models of this architecture may take the guidance scale as an input (guidance-distilled models do)."""
-    config_marks: ClassVar[dict[str, Any]] = {}
-    """Entries of the denoiser's config.json that distinguish this architecture from others of the same class."""
-    checkpoint_text: ClassVar[dict[str, str]] = {}
-    """Text encoder -> prefix of its keys in single files that contain it."""
-    native_layers: ClassVar[tuple[naming.Row, ...]] = ()
-    """The denoiser's layer names in the original code and in diffusers: see `naming`."""
-    swapped_halves: ClassVar[tuple[str, ...]] = ()
-    """Layers whose rows are (shift, scale) in the original code and (scale, shift) in diffusers. "blocks.-1" is the
-    last block."""
-    no_adapter: ClassVar[tuple[str, ...]] = ()
-    """Layers that never get an adapter, even if a user asks; "blocks.-1" as above. Either nothing reads their output,
-    so that they would never learn, or a LoRA on them would mean something else in the original naming."""
-    layouts: ClassVar[tuple[str, ...]] = ("kohya", "diffusers")
-    """Key layouts in which LoRA files of this architecture are written, the most widely read first."""
-    layouts_of_diffusers: ClassVar[tuple[str, ...]] = ("diffusers", "comfy", "kohya")
-    """Those of `layouts` that diffusers' pipeline loads completely; a test compares it with what the pipeline does."""
-    lokr_of_diffusers: ClassVar[bool] = False
-    """True if diffusers' pipeline loads LoKr files under its own layer names; for most architectures it does not."""
-    split_names_in_comfy: ClassVar[bool] = False
-    """True if ComfyUI also knows the layers by diffusers' names, each as its rows of the fused layer."""
-    converter_width: ClassVar[int] = 0
-    """Width of the released model, if diffusers' converter of other layouts is hard-coded to it; 0 if not."""
-    auto_layouts: ClassVar[tuple[str, ...]] = ()
-    """Layouts that export.formats = ["auto"] writes. Empty: the first of `layouts`, plus "diffusers" if diffusers does
-    not load that one."""
-    beside_denoiser: ClassVar[tuple[str, ...]] = ()
-    """Modules and tensors of single files whose names look like the denoiser's but are not part of it."""
-    reference_config: ClassVar[dict[str, Any]] = {}
-    """The released model's denoiser config, for single files whose components folder has none."""
-    index_name: ClassVar[str] = "model_index.json"
-    """Name of the file that says which pipeline a folder is made for."""
-    pipeline_options: ClassVar[dict[str, Any]] = {}
-    """Keyword arguments of the pipeline's constructor."""
-    computed: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Modules of the denoiser that compute tensors when they are created, which no file stores -> names of their
-    constructor's arguments: attributes of the module, or entries of the denoiser's config."""
-    told_by_name: ClassVar[dict[str, str]] = {}
-    """Pattern in a single file's name -> what the file then is, where its tensors do not tell: see `caveats`."""
-    distilled_advice: ClassVar[str]
-    """What users must know before they train on a model for which `is_distilled` is true."""
-    distilled_name: ClassVar[str] = ""
-    """Pattern in the name of a distilled model's file, folder or hub repository, where nothing else tells."""
-    denoiser_reads: ClassVar[dict[str, str]] = {"encoder_hidden_states": "prompt_embeds"}
-    """Argument of the denoiser -> name in `Cond`. Enough to call a denoiser that takes these, `hidden_states` and
-    `timestep`; others override `inputs`."""
-    timestep_unit: ClassVar[int] = 1
-    """The `timestep` that stands for sigma = 1: 1 if the denoiser multiplies by 1000 itself, else 1000."""
-    call_options: ClassVar[dict[str, Any]] = {}
-    """Keyword arguments that every call of the pipeline needs, such as one frame if it generates videos."""
 
     def __init__(
         self, model: settings.Model, *, device: torch.device | str, dtype: torch.dtype, prediction: str = "auto"
@@ -245,17 +88,16 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         self.folder, self.checkpoint = _files.locate(
             model.path, model.components or "", model.revision or "", family=self.name, parts=parts
         )
-        self.warnings: list[str] = []
-        """Notes on the files; the trainer shows them."""
-        self.vae: nn.Module | None = None
-        self._text_pipeline: diffusers.DiffusionPipeline | None = None
-        self._tokenizers: dict[str, Any] = {}
+        self.warnings = []
+        self.vae = None
+        self._text_pipeline = None
+        self._tokenizers = {}
         self._file = WeightFile(self.checkpoint) if self.checkpoint else None
-        self._header: Header = self._file.header if self._file else {}
-        self._check_architecture()
-        self._check_complete()
-        self._check_vae()
-        self._check_fit()
+        self._header = self._file.header if self._file else {}
+        _checks.check_architecture(self)
+        _checks.check_complete(self)
+        _checks.check_vae(self)
+        _checks.check_fit(self)
         self.warnings += self.caveats()
 
     # -- what only the family knows --------------------------------------------------------------------------------
@@ -331,7 +173,7 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     def caveats(self) -> list[str]:
         """Return what users must know before training on this model (such as that it is distilled), one line each."""
         fitting = [what for pattern, what in self.told_by_name.items() if self.file_is_called(pattern)]
-        told = [f"{self.checkpoint.name} is {what}" for what in fitting]
+        told = [f"{self.base_name()} is {what}" for what in fitting]
         return told + ([self.distilled_advice] if self.is_distilled() else [])
 
     def is_distilled(self) -> bool:
@@ -564,8 +406,8 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
             raise UserError(f"{path} does not describe a {self.denoiser_class}: {empty[0]} would have no values")
         for name, arguments in self.computed.items():
             lost = getattr(denoiser, name)
-            told = [getattr(lost, argument, denoiser.config.get(argument)) for argument in arguments]
-            setattr(denoiser, name, type(lost)(*told))
+            values = [getattr(lost, argument, denoiser.config.get(argument)) for argument in arguments]
+            setattr(denoiser, name, type(lost)(*values))
         saved = denoiser.state_dict().keys()
         lost = [n for n, b in denoiser.named_buffers() if b.is_meta and n not in saved]
         if lost:  # no file stores them, so they would stay empty
@@ -587,6 +429,10 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
             return
         for name, (key, change) in self.convert_checkpoint(self._header).items():
             yield name, _changed(self._file.read(key), change)
+
+    def check_parts(self) -> None:
+        """Check that all parts match their configs; see `_checks.check_parts`."""
+        _checks.check_parts(self)
 
     def make_objective(self, section: settings.Objective) -> Objective:
         """Build the objective of a job's `[objective]` table; the family's shift replaces "auto"."""
@@ -642,7 +488,7 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
             scheduler["rescale_betas_zero_snr"] = True
         return scheduler
 
-    def pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False) -> diffusers.DiffusionPipeline:
+    def pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False) -> Any:
         """Return the diffusers pipeline with this denoiser, the VAE and the model's own scheduler.
 
         Call it with `pipeline_inputs`. Latents run in the dtype of the prompt embeddings; the VAE widens them to
@@ -676,7 +522,7 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
         return pipeline
 
     @classmethod
-    def mend_(cls, pipeline: diffusers.DiffusionPipeline) -> None:
+    def mend_(cls, pipeline: Any) -> None:
         """Correct, in place, a known bug of diffusers' pipeline of this architecture; the default does nothing.
 
         A bug is a difference from how the model was trained and from what other programs do. The family file names it.
@@ -701,7 +547,7 @@ class ModelFamily(Checks, Encoders, Latents, Prompts, ABC):
     def _denoiser_files(self) -> list[Path]:
         return _files.weight_files(self.folder / self.denoiser_name, "diffusion_pytorch_model")
 
-    def _assemble(self, **parts: Any) -> diffusers.DiffusionPipeline:
+    def _assemble(self, **parts: Any) -> Any:
         """Build the pipeline with these parts and None for the others; options are taken from model_index.json."""
         cls = self.pipeline_type()
         index = self.index()

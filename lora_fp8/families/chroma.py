@@ -20,7 +20,6 @@ from . import _files, _flux
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
-    import diffusers
     from torch import Tensor, nn
 
 
@@ -104,7 +103,7 @@ class Family(ModelFamily):
         }
 
     @classmethod
-    def mend_(cls, pipeline: diffusers.DiffusionPipeline) -> None:
+    def mend_(cls, pipeline: Any) -> None:
         extended = pipeline._prepare_attention_mask
         # A mask of 0 and 1 as numbers is added to the attention's logits and masks nothing.
         pipeline._prepare_attention_mask = lambda **given: _as_bool(extended(**given))

@@ -16,7 +16,6 @@ from . import _flux2
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
-    import diffusers
     from torch import Tensor, nn
 
 
@@ -82,7 +81,7 @@ class Family(ModelFamily):
         named = self.is_called("ernie.?image.?turbo")
         return named or (not self.checkpoint and "use_lora" in self.denoiser_config())
 
-    def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
+    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         return {"prompt_embeds": pipeline.encode_prompt(prompts, self.device)}  # it returns the embeddings only
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

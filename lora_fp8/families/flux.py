@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
 from . import _flux
+from ._facts import TextEncoder
 from ._files import Header
-from .base import Cond, Inputs, ModelFamily, TextEncoder
+from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

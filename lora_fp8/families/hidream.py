@@ -27,7 +27,6 @@ from . import _files
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
-    import diffusers
     from torch import Tensor, nn
 
 
@@ -111,7 +110,7 @@ class Family(ModelFamily):
     def denoiser_config(self) -> dict[str, Any]:
         return ModelFamily.denoiser_config(self) | {"force_inference_output": False}
 
-    def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
+    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         found = ModelFamily.text_answer(self, pipeline, prompts)
         return found | {"prompt_embeds": found["prompt_embeds"].transpose(0, 1)}  # the layers are its first dimension
 

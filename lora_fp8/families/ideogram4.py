@@ -22,7 +22,6 @@ from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import Ideogram4Pipeline
     from torch import Tensor, nn
 
     from ..objectives import Objective
@@ -83,7 +82,7 @@ class Family(ModelFamily):
         "mrope_section": (4, 2, 2),
     }
 
-    def text_answer(self, pipeline: Ideogram4Pipeline, prompts: list[str]) -> dict[str, Any]:
+    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         # One by one, each at its own length; the pipeline refuses prompts that are too long, so they are cut here.
         lost = {cut.prompt: cut.lost for cut in self.overlong(prompts)}
         before, behind = self.around_prompt()
@@ -142,7 +141,7 @@ class Family(ModelFamily):
         return _ideogram4.Flow
 
     @classmethod
-    def mend_(cls, pipeline: Ideogram4Pipeline) -> None:
+    def mend_(cls, pipeline: Any) -> None:
         from diffusers import Ideogram4Pipeline
         from torch import nn
 

@@ -14,7 +14,7 @@ from . import _qwen, _qwen_edit
 from .base import ModelFamily
 
 if TYPE_CHECKING:
-    import diffusers
+    pass
 
 
 class Family(ModelFamily):
@@ -69,7 +69,7 @@ class Family(ModelFamily):
     }
     tiny_config = _qwen.TINY
 
-    def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
+    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         # Tokens after the limit do not reach the transformer, and the encoder is causal, so it need not read them.
         pipeline.tokenizer_max_length = self.max_sequence_length
         return ModelFamily.text_answer(self, pipeline, prompts)

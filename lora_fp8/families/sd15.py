@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import _ldm
-from .base import Cond, Inputs, ModelFamily, TextEncoder
+from ._facts import TextEncoder
+from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

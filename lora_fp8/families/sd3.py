@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..lora_files import naming
+from ._facts import TextEncoder
 from ._files import Header, blocks_with
-from .base import Cond, ModelFamily, TextEncoder
+from .base import Cond, ModelFamily
 
 
 class Family(ModelFamily):

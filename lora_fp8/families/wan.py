@@ -23,7 +23,7 @@ from ._files import Header, blocks_with, native_header
 from .base import Cond, ModelFamily
 
 if TYPE_CHECKING:
-    import diffusers
+    pass
 
 
 class Family(ModelFamily):
@@ -107,7 +107,7 @@ class Family(ModelFamily):
 
         return "", prompt_clean(prompt)
 
-    def text_answer(self, pipeline: diffusers.DiffusionPipeline, prompts: list[str]) -> dict[str, Any]:
+    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         found = ModelFamily.text_answer(self, pipeline, prompts)
         # Zeros follow the prompt's tokens, and no token's embedding is all zeros.
         return found | {"mask": found["prompt_embeds"].any(-1)}

@@ -1,0 +1,247 @@
+"""The facts that a family states, as class attributes with types; `README.md` says where to find each.
+
+Those without a value have no default. Importing this module does not import torch, nor does importing a family file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ..lora_files import naming
+from ._files import Header
+
+if TYPE_CHECKING:
+    import torch
+
+    from ._weights import WeightFile
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A CLIP text encoder in which LoRAs can be trained, with the sizes of the released model.
+
+    Attributes:
+        kohya: prefix of its layers' names in kohya's naming.
+        comfy: its name in ComfyUI's naming; "" if the family has no such layout.
+        width, hidden: width of the embeddings, and of the hidden layer of its MLPs.
+        num_layers: number of its transformer layers.
+        unread: number of last layers without an adapter, because their output is not part of the conditioning.
+    """
+
+    kohya: str
+    comfy: str
+    width: int
+    hidden: int
+    num_layers: int
+    unread: int = 0
+
+
+class Facts:
+    """What a family states about its architecture, and what a family object knows about the given model."""
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+    name: ClassVar[str]
+    title: ClassVar[str]
+    example_base: ClassVar[str]
+    """The `model.path` that `lora-fp8 new` writes: the released model that most people train on."""
+    pipeline_class: ClassVar[str]
+    """Class name of the pipeline in diffusers."""
+    denoiser_class: ClassVar[str]
+    denoiser_name: ClassVar[str] = "transformer"
+    """"unet" or "transformer": the subfolder, the pipeline's attribute, and the key prefix in diffusers' LoRA files."""
+    index_name: ClassVar[str] = "model_index.json"
+    """Name of the file that says which pipeline a folder is made for."""
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+    text_parts: ClassVar[dict[str, str]]
+    """Subfolder -> class, for the tokenizers and for the models that turn their tokens into conditioning. Subfolders
+    are named as in the pipeline; classes are from transformers or diffusers, or given by their full dotted name."""
+    text_widths: ClassVar[dict[str, str]]
+    """Entry of the denoiser's config (or of another part's, as "part.entry") -> the sum of the text encoders' entries
+    that it must equal, such as "text_encoder.hidden_size + 6 * unet.addition_time_embed_dim"."""
+    text_shapes: ClassVar[dict[str, tuple[int | str, ...]]]
+    """Name -> shape of what `encode_prompts` returns for the longest prompt. A word is an entry of the denoiser's
+    config.json; "tokens" is `longest_prompt`, and "tokens+77" a sum."""
+    text_answers: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    """Names in `Cond` for the results of the pipeline's `encode_prompt`, in order; later results may be left out. "":
+    not kept; "mask": marks the prompt's own tokens, and only these are kept of `prompt_embeds`."""
+    text_options: ClassVar[dict[str, Any]] = {}
+    """Arguments that `encode_prompt` needs besides the usual ones."""
+    text_arguments: ClassVar[dict[str, str]] = {}
+    """Name in `Cond` -> argument of the pipeline's call, where the two differ; "mask" names the argument of a mask.
+    Without it, the pipeline of a family with `prompts_vary` takes prompts as a list."""
+    prompt_tokens: ClassVar[int] = 0
+    """Tokens to which a prompt is padded or cut, its template included (the pipelines' `max_sequence_length`), unless
+    those tokenizers have a lower limit. 0: the pipeline leaves it to the tokenizers."""
+    judge_length_by: ClassVar[tuple[str, ...]] = ("tokenizer",)
+    """The tokenizers whose limit decides what is cut off a prompt."""
+    prompts_vary: ClassVar[bool] = False
+    """True if the length of `prompt_embeds` follows the prompt. In a batch they are padded, and get a mask."""
+    padded_in_front: ClassVar[bool] = False
+    """True if shorter prompts of a batch are padded in front, False if behind."""
+    chat: ClassVar[tuple[dict[str, Any], ...]] = ()
+    """Messages into which the pipeline puts a prompt (here a NUL) for its tokenizer's chat template; () for none."""
+    end_counts: ClassVar[bool] = False
+    """True if the template's text after the prompt is always read, because the pipeline refuses longer prompts; False
+    if that text is cut off first."""
+    uses_negative: ClassVar[bool] = True
+    """True if the pipeline uses a negative prompt at its usual settings."""
+    trained_text: ClassVar[dict[str, TextEncoder]] = {}
+    """The text encoders that can be trained, by their names in the pipeline: those whose LoRA the pipeline loads."""
+    checkpoint_text: ClassVar[dict[str, str]] = {}
+    """Text encoder -> prefix of its keys in single files that contain it."""
+    exact_cond: ClassVar[tuple[str, ...]] = ()
+    """Names of the conditioning tensors that stay in float32."""
+    captions: ClassVar[str] = "sentences"
+    """How images for this model are captioned: "tags" (separated by commas), "sentences", or "instructions" (editing
+    models). Presets shuffle tags only."""
+
+    # -- the denoiser and its training ---------------------------------------------------------------------------------
+    denoiser_reads: ClassVar[dict[str, str]] = {"encoder_hidden_states": "prompt_embeds"}
+    """Argument of the denoiser -> name in `Cond`. Enough to call a denoiser that takes these, `hidden_states` and
+    `timestep`; others override `inputs`."""
+    timestep_unit: ClassVar[int] = 1
+    """The `timestep` that stands for sigma = 1: 1 if the denoiser multiplies by 1000 itself, else 1000."""
+    objective: ClassVar[Literal["Diffusion", "FlowMatching"]] = "FlowMatching"
+    """The kind of noising process, which `objectives` implements; see `objective_type`."""
+    train_shift: ClassVar[float | None] = None
+    """The shift that objective.shift = "auto" stands for; None: the scheduler's. Set it where training needs another
+    shift than sampling: a sampler's shift spends few steps where they matter, but on top of the logit-normal density it
+    can leave next to no training at low noise levels. State the source in a comment."""
+    towards_image: ClassVar[bool] = False
+    """True if the denoiser predicts the velocity towards the image, the negative of what the scheduler expects."""
+    embeds_guidance: ClassVar[bool] = False
+    """True if models of this architecture may take the guidance scale as an input (guidance-distilled models do)."""
+    computed: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Modules of the denoiser that compute tensors when they are created, which no file stores -> names of their
+    constructor's arguments: attributes of the module, or entries of the denoiser's config."""
+
+    # -- latents and images --------------------------------------------------------------------------------------------
+    vae_class: ClassVar[str] = "AutoencoderKL"
+    vae_marks: ClassVar[dict[str, Any]] = {"latents_mean": None, "latents_std": None}
+    """Entries of the VAE's config.json that `encode_images` relies on; by default, no normalization per channel."""
+    other_vaes: ClassVar[Mapping[str, tuple[float, ...]]] = {}
+    """Models whose VAE has the same class and config -> the first means in its batch norm; such a VAE is refused."""
+    bucket_multiple: ClassVar[int]
+    """Image sides are multiples of this many pixels."""
+    patch: ClassVar[int] = 1
+    """Side of the square of latents that is one token of the denoiser."""
+    latents_as: ClassVar[str] = "BCHW"
+    """How the pipeline lays out latents: "BCHW"; "BCFHW", a clip of one frame; or "BSD", a sequence of patches. Patches
+    go row by row, in clips frame by frame, and the values of a patch lie together in each channel."""
+    patch_channels: ClassVar[str] = "C22"
+    """Order of the channels if 2 x 2 of the VAE's latents become one of the denoiser's, normalized by a batch norm:
+    "C22" keeps the four values of a channel together, "22C" the channels of each of the four."""
+    batch_norm_eps: ClassVar[float | None] = None
+    """Epsilon of that batch norm, if it differs from the VAE's config; None: the config's."""
+    native_resolution: ClassVar[int]
+    """Resolution at which the released model was trained, in pixels."""
+    bucket_step: ClassVar[int] = 64
+    """Default distance between bucket sizes, in pixels; large enough that images share buckets."""
+    clips: ClassVar[tuple[int, int]] = (0, 0)
+    """(frames of a clip per frame of its latents, frames per second). The first frame of a clip has a latent frame of
+    its own. (0, 0): the model generates images only."""
+
+    # -- control images ------------------------------------------------------------------------------------------------
+    controls: ClassVar[tuple[int, int]] = (0, 0)
+    """The minimum and maximum number of control images that the denoiser takes beside the noise."""
+    prompts_see_controls: ClassVar[bool] = False
+    """True if the text encoders take the control images too. Then `encode_prompts` receives them, and the cache holds
+    one conditioning for each pair of image and caption."""
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+    adapter_targets: ClassVar[tuple[str, ...]]
+    """Suffixes (whole dotted segments) of the names of the layers that get an adapter."""
+    adapter_exclude: ClassVar[tuple[str, ...]] = ()
+    """Name parts (see `precision.names`) of layers that match `adapter_targets` but get no adapter."""
+    keep_precise: ClassVar[tuple[str, ...]]
+    """Name parts (see `precision.names`) of the layers that keep the model's dtype: they are small, or sensitive."""
+    modulation: ClassVar[tuple[str, ...]] = ()
+    """Name parts of the layers that scale and shift the blocks' norms: they see one row per image, and no tokens."""
+    no_adapter: ClassVar[tuple[str, ...]] = ()
+    """Layers that never get an adapter, even if a user asks; "blocks.-1" as above. Either nothing reads their output,
+    so that they would never learn, or a LoRA on them would mean something else in the original naming."""
+
+    # -- files of the base model ---------------------------------------------------------------------------------------
+    config_marks: ClassVar[dict[str, Any]] = {}
+    """Entries of the denoiser's config.json that distinguish this architecture from others of the same class."""
+    single_file: ClassVar[dict[str, Any]] = {}
+    """How the headers of this architecture's single files are recognized, by names without their prefix. "has": tensors
+    that exist; "lacks": prefixes that no tensor has; "shapes": name -> shape, where None stands for any side;
+    "in_is_out": the first layer takes as many channels as the last one returns, which is not so for models with more
+    inputs (inpainting, image to video). Test the structure, not the size: miniatures must pass."""
+    native_layers: ClassVar[tuple[naming.Row, ...]] = ()
+    """The denoiser's layer names in the original code and in diffusers: see `naming`."""
+    swapped_halves: ClassVar[tuple[str, ...]] = ()
+    """Layers whose rows are (shift, scale) in the original code and (scale, shift) in diffusers. "blocks.-1" is the
+    last block."""
+    beside_denoiser: ClassVar[tuple[str, ...]] = ()
+    """Modules and tensors of single files whose names look like the denoiser's but are not part of it."""
+    reference_config: ClassVar[dict[str, Any]] = {}
+    """The released model's denoiser config, for single files whose components folder has none."""
+    same_tensors_as: ClassVar[str] = ""
+    """The family whose single files have the same tensors, so that only the file's name tells the two apart."""
+    told_by_name: ClassVar[dict[str, str]] = {}
+    """Pattern in a single file's name -> what the file then is, where its tensors do not tell: see `caveats`."""
+    distilled_advice: ClassVar[str]
+    """What users must know before they train on a model for which `is_distilled` is true."""
+    distilled_name: ClassVar[str] = ""
+    """Pattern in the name of a distilled model's file, folder or hub repository, where nothing else tells."""
+
+    # -- LoRA files ----------------------------------------------------------------------------------------------------
+    modelspec_architecture: ClassVar[str]
+    kohya_base_version: ClassVar[str]
+    kohya_module: ClassVar[str] = "networks.lora"
+    """The module with which sd-scripts or musubi-tuner train this architecture, written as `ss_network_module`.
+    Programs display it and recognize LoRA files by it. If neither trains the architecture, it is sd-scripts' plain
+    module."""
+    kohya_naming: ClassVar[str]
+    """Key in `layouts.NAMINGS` of the rule that the kohya layout follows."""
+    layouts: ClassVar[tuple[str, ...]] = ("kohya", "diffusers")
+    """Key layouts in which LoRA files of this architecture are written, the most widely read first."""
+    layouts_of_diffusers: ClassVar[tuple[str, ...]] = ("diffusers", "comfy", "kohya")
+    """Those of `layouts` that diffusers' pipeline loads completely; a test compares it with what the pipeline does."""
+    auto_layouts: ClassVar[tuple[str, ...]] = ()
+    """Layouts that export.formats = ["auto"] writes. Empty: the first of `layouts`, plus "diffusers" if diffusers does
+    not load that one."""
+    converter_width: ClassVar[int] = 0
+    """Width of the released model, if diffusers' converter of other layouts is hard-coded to it; 0 if not."""
+    lokr_of_diffusers: ClassVar[bool] = False
+    """True if diffusers' pipeline loads LoKr files under its own layer names; for most architectures it does not."""
+    split_names_in_comfy: ClassVar[bool] = False
+    """True if ComfyUI also knows the layers by diffusers' names, each as its rows of the fused layer."""
+
+    # -- previews and the miniature ------------------------------------------------------------------------------------
+    default_guidance: ClassVar[float]
+    """Default guidance scale of previews."""
+    guidance_argument: ClassVar[str] = "guidance_scale"
+    """The pipeline's argument for the guidance scale."""
+    plain_guidance: ClassVar[float] = 1.0
+    """The pipeline's value for no guidance: 0 if it adds that many times the difference to the conditional
+    prediction."""
+    call_options: ClassVar[dict[str, Any]] = {}
+    """Keyword arguments that every call of the pipeline needs, such as one frame if it generates videos."""
+    pipeline_options: ClassVar[dict[str, Any]] = {}
+    """Keyword arguments of the pipeline's constructor."""
+    tiny_config: ClassVar[dict[str, Any]]
+    """Config of the miniature's denoiser."""
+    tiny_hw: ClassVar[tuple[int, int]] = (16, 24)
+    """Image size (height, width) in pixels for the miniature. Not square, so that swapping the two shows."""
+
+    # -- the given model -----------------------------------------------------------------------------------------------
+    device: torch.device
+    dtype: torch.dtype
+    text_storage: str
+    told_prediction: str
+    folder: Path
+    checkpoint: Path | None
+    warnings: list[str]
+    """Notes on the files; the trainer shows them."""
+    vae: Any  # diffusers types neither its VAEs nor its pipelines; None until it is loaded
+    _text_pipeline: Any  # as the VAE
+    _tokenizers: dict[str, Any]
+    _file: WeightFile | None
+    _header: Header
