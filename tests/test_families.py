@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from lora_fp8 import config, families, precision
 from lora_fp8.config import find_unused_settings
 from lora_fp8.errors import UserError
-from lora_fp8.families import _files, base
+from lora_fp8.families import _checks, _files, base
 from lora_fp8.objectives import FlowMatching
 from lora_fp8.precision import name_matches
 from lora_fp8.settings import Model, Objective, Preview, Quantize
@@ -615,6 +615,25 @@ def test_traits_are_those_of_the_family(Family):
     }
     with pytest.raises(UserError, match="did you mean 'sdxl'"):
         families.traits("sdlx")
+
+
+def test_of_two_sizes_of_one_structure_the_closer_one_is_meant(monkeypatch):
+    def header(channels):
+        shapes = {"patch_embedding.weight": (64, channels, 1, 2, 2), "head.head.weight": (4 * channels, 64)}
+        return {"blocks.0.self_attn.q.weight": (64, 64), **shapes}
+
+    wan, get = families.get("wan"), families.get
+    marks = {**wan.single_file, "shapes": {"patch_embedding.weight": (None, 48, None, None, None)}}
+    wider = type("Family", (wan,), {"name": "wan_48", "title": "Wan of 48 channels", "single_file": marks})
+    monkeypatch.setattr(families, "available", lambda: ["wan", "wan_48"])
+    monkeypatch.setattr(families, "get", lambda name: wider if name == "wan_48" else get(name))
+    monkeypatch.setattr(_checks, "get", families.get)
+    assert families.describe(header(16)) == ("Wan 2.1", "wan")
+    assert families.describe(header(48)) == ("Wan of 48 channels", "wan_48")
+    given = {"same_tensors_as": "", "checkpoint": Path("x.safetensors"), "recognises": wan.recognises}
+    family = SimpleNamespace(**given, _header=header(48), name="wan", title="Wan 2.1")
+    with pytest.raises(UserError, match="x.safetensors is Wan of 48 channels, .*'wan_48'"):
+        _checks.check_architecture(family)
 
 
 def test_facts_need_no_torch():

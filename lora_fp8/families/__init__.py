@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ._files import Header, check_kind, read_header
+from ._files import Header, check_kind, count_marks, read_header
 
 if TYPE_CHECKING:
     from .base import ModelFamily
@@ -79,9 +79,10 @@ def describe(header: Header) -> tuple[str, str]:
     """Return what a single file with these tensors is, in words, and its family or ""; ("", "") if nothing tells."""
     if any("lora_" in key for key in header):
         return "a LoRA, not a base model", ""
-    for name in available():
-        if get(name).recognises(header):
-            return get(name).title, name
+    fitting = [name for name in available() if get(name).recognises(header)]
+    if fitting:  # of two sizes of one structure, the one that states the size is meant
+        name = max(fitting, key=lambda name: count_marks(get(name).single_file))
+        return get(name).title, name
     if any(k.startswith(("down_blocks.0.", "transformer_blocks.0.")) for k in header):
         place = "unet/ or transformer/ of a diffusers folder, as diffusion_pytorch_model.safetensors"
         return f"a denoiser in diffusers' naming (it belongs into {place})", ""

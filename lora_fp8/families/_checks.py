@@ -34,6 +34,9 @@ def check_architecture(family: ModelFamily) -> None:
     if family.checkpoint:
         if not family.recognises(family._header) and not (relative and relative.recognises(family._header)):
             raise UserError(_other_architecture(family, str(family.checkpoint), *describe_checkpoint(family._header)))
+        what, closer = describe(family._header)
+        if closer != family.name and family.recognises(family._header):
+            raise UserError(_other_architecture(family, str(family.checkpoint), what, get(closer)))
     index = family.folder / family.index_name
     if index.is_file():
         found = str(_files.read_json(index).get("_class_name"))

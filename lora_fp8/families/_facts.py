@@ -172,7 +172,8 @@ class Facts:
     """How the headers of this architecture's single files are recognized, by names without their prefix. "has": tensors
     that exist; "lacks": prefixes that no tensor has; "shapes": name -> shape, where None stands for any side;
     "in_is_out": the first layer takes as many channels as the last one returns, which is not so for models with more
-    inputs (inpainting, image to video). Test the structure, not the size: miniatures must pass."""
+    inputs (inpainting, image to video). Test the structure, not the size: miniatures must pass.
+    Of two architectures of one structure, one states the side that tells them apart, such as latent channels."""
     native_layers: ClassVar[tuple[naming.Row, ...]] = ()
     """The denoiser's layer names in the original code and in diffusers: see `naming`."""
     swapped_halves: ClassVar[tuple[str, ...]] = ()

@@ -61,6 +61,12 @@ def fits(marks: dict[str, Any], native: Header) -> bool:
     return not first or math.prod(native[first][1:]) == native[last][0]
 
 
+def count_marks(marks: dict[str, Any]) -> int:
+    """Return how many tensors, prefixes and sides the marks of a family state; the more, the closer is what fits."""
+    sides = sum(side is not None for shape in marks.get("shapes", {}).values() for side in shape)
+    return sum(len(marks.get(kind, ())) for kind in ("has", "lacks", "shapes", "in_is_out")) + sides
+
+
 def blocks_with(native: Header, name: str) -> list[int]:
     """Return the sorted numbers of the blocks that have this tensor; "#" in `name` stands for the number."""
     pattern = re.compile(re.escape(name).replace(r"\#", r"(\d+)"))
