@@ -45,13 +45,17 @@ def answer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -
     return denoiser(**inputs(noisy_BCHW, t_B, embeds_BLD), return_dict=False)[0][:, :, 0]
 
 
-def without_borders_(denoiser: CosmosTransformer3DModel) -> CosmosTransformer3DModel:
+def without_borders_(denoiser: Any) -> Any:
     """Make the transformer expect the border mask as a channel of its input, in place; see `inputs`."""
     denoiser.register_to_config(concat_padding_mask=False)
     return denoiser
 
 
-class AnimaPipeline(DiffusionPipeline, AnimaLoraLoaderMixin):
+Pipeline: Any = DiffusionPipeline
+"""diffusers types no attribute of its pipelines."""
+
+
+class AnimaPipeline(Pipeline, AnimaLoraLoaderMixin):
     """Generates images with Anima, from prompts or from the embeddings of `encode_prompt`."""
 
     def __init__(

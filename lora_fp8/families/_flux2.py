@@ -13,7 +13,7 @@ from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLFlux2
-    from torch import Tensor, nn
+    from torch import Tensor
 
 ADAPTER_TARGETS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -71,9 +71,7 @@ def sizes(native: Header, head_dim: int) -> dict[str, int]:
     }
 
 
-def inputs(
-    family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
-) -> Inputs:
+def inputs(family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
     """Return the denoiser's arguments as in the pipelines' loops: see `ModelFamily.inputs`."""
     import torch
     from diffusers import Flux2Pipeline
@@ -106,7 +104,7 @@ def vae() -> AutoencoderKLFlux2:
     """Return a VAE that halves the image sides, whose latent statistics differ from those of a new batch norm."""
     from diffusers import AutoencoderKLFlux2
 
-    made = AutoencoderKLFlux2(
+    made: Any = AutoencoderKLFlux2(
         block_out_channels=(16, 32),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,

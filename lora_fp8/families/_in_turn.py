@@ -35,7 +35,8 @@ class Answer:
     """An encoder's output as the pipeline sees it; it keeps the parts that are read."""
 
     def __init__(self, output: Any, device: torch.device) -> None:
-        self.output, self.device, self.kept = output, device, {}
+        self.output, self.device = output, device
+        self.kept: dict[str, Any] = {}
 
     def __getitem__(self, key: Any) -> Any:
         name = repr(key)  # slices are not hashable

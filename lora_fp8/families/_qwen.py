@@ -135,7 +135,7 @@ def qwen25_vl(vocab: Qwen2Tokenizer, *, width: int = 32) -> Qwen2_5_VLForConditi
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
     marks = {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
     known = vocab.get_vocab()
-    ids = {f"{name}_token_id": known[mark] for name, mark in marks.items() if mark in known}
+    ids: dict[str, Any] = {f"{name}_token_id": known[mark] for name, mark in marks.items() if mark in known}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eyes, **ids))
 
 
@@ -144,8 +144,8 @@ def qwen3_vl(vocab: Qwen2Tokenizer, *, width: int = 32, layers: int = 3) -> Qwen
     from transformers import Qwen3VLConfig, Qwen3VLModel
 
     rope = {**_ROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
-    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
-    eyes |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    eyes: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1}
+    eyes |= {"out_hidden_size": width, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
     text = {**_text_config(vocab, width, layers), "rope_parameters": rope}
     return Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=eyes))
 

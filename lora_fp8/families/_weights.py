@@ -250,13 +250,13 @@ class WeightFile:
 
     def _check_scales(self, markers: set[str], formats: dict[str, torch.dtype]) -> None:
         """Check that no FP8 tensor lacks its scale, and that the markers match the codes."""
-        expected = {}
+        expected: dict[str, torch.dtype | None] = {}
         for marker in markers:
-            kind = self._entries[marker].dtype
-            if kind not in _MARKERS:
-                self._problem(marker, f"marks scaled fp8 and is {kind}, which is not read")
+            stored = self._entries[marker].dtype
+            if stored not in _MARKERS:
+                self._problem(marker, f"marks scaled fp8 and is {stored}, which is not read")
             prefix = marker.removesuffix("scaled_fp8")
-            expected |= {name: _MARKERS.get(kind) for name in self._fp8 if name.startswith(prefix)}
+            expected |= {name: _MARKERS.get(stored) for name in self._fp8 if name.startswith(prefix)}
         for name, kind in self._fp8.items():
             if (marked := expected.get(name, kind)) not in (kind, None):
                 self._problem(name, f"is {_short(kind)}, but scaled_fp8 says {_short(marked)}")

@@ -147,7 +147,8 @@ class Family(ModelFamily):
     def empty_denoiser(self) -> nn.Module:
         from . import _anima
 
-        return _anima.without_borders_(ModelFamily.empty_denoiser(self))
+        denoiser: Any = ModelFamily.empty_denoiser(self)
+        return _anima.without_borders_(denoiser)
 
     def _has_text(self, name: str) -> bool:
         return name == "text_conditioner" and self._file is not None

@@ -138,7 +138,7 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def _mask_kept(denoiser: nn.Module, mask_BS: Tensor | None) -> Iterator[None]:
+def _mask_kept(denoiser: Any, mask_BS: Tensor | None) -> Iterator[None]:
     """Pass the mask to checkpointed single-stream blocks inside this context, where diffusers drops it."""
     checkpointed: Callable[..., Any] | None = getattr(denoiser, "_gradient_checkpointing_func", None)
     if mask_BS is None or checkpointed is None:

@@ -93,7 +93,7 @@ class Family(ModelFamily):
         }
 
     @classmethod
-    def wake_(cls, denoiser: nn.Module) -> None:
+    def wake_(cls, denoiser: Any) -> None:
         from torch import nn
 
         for zeros in (denoiser.adaLN_modulation[-1], denoiser.final_linear):

@@ -17,7 +17,7 @@ from ._files import Header
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class Family(ModelFamily):
@@ -105,7 +105,7 @@ class Family(ModelFamily):
         pooled_BD = pipeline._get_clip_prompt_embeds(prompts, device=self.device)
         return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         import torch
 
         guidance_B = torch.full(t_B.shape, guidance, device=t_B.device)

@@ -14,7 +14,7 @@ from . import _files, _flux, flux
 from .base import Cond, Inputs, ModelFamily, control_latents, control_pictures
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class Family(ModelFamily):
@@ -80,7 +80,7 @@ class Family(ModelFamily):
         """Side of a token in pixels; a token is 2 x 2 latents."""
         return 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         import torch
 
         tokens, ids = [], []

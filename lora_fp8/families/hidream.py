@@ -27,7 +27,7 @@ from . import _files
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class Family(ModelFamily):
@@ -123,7 +123,7 @@ class Family(ModelFamily):
             "pooled_prompt_embeds": (denoiser_config["text_emb_dim"],),
         }
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
             "hidden_states": noisy_BCHW,
             "timesteps": t_B * 1000,
@@ -132,7 +132,7 @@ class Family(ModelFamily):
             "pooled_embeds": cond["pooled_prompt_embeds"],
         }
 
-    def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
+    def prediction(self, denoiser: Any, answer: Any, noisy_BCHW: Tensor) -> Tensor:
         if not denoiser.training:
             return answer
         patch, (height, width) = denoiser.config.patch_size, noisy_BCHW.shape[-2:]

@@ -15,7 +15,7 @@ from . import _flux
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class Family(ModelFamily):
@@ -148,7 +148,7 @@ class Family(ModelFamily):
         """Tokens of a prompt that Llama reads, without the template's, as the pipeline's `max_sequence_length`."""
         return self.prompt_tokens
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         import torch
 
         guidance_B = torch.full(t_B.shape, guidance, device=t_B.device, dtype=self.dtype) * 1000.0

@@ -150,7 +150,7 @@ class Family(ModelFamily):
         from . import _miniature
 
         tokenizer = _miniature.t5_tokenizer()
-        vae = AutoencoderKLLTXVideo(
+        vae: Any = AutoencoderKLLTXVideo(
             latent_channels=8,
             block_out_channels=(8, 8, 8, 8),
             decoder_block_out_channels=(8, 8, 8, 8),

@@ -82,7 +82,7 @@ class Family(ModelFamily):
         if not editing:
             return []
         return [
-            f"{self.checkpoint.name} is Qwen-Image-Edit by its name, which edits pictures: it is trained and drawn "
+            f"{self.base_name()} is Qwen-Image-Edit by its name, which edits pictures: it is trained and drawn "
             f"here without one to edit; set model.family = '{editing}' to give it control pictures"
         ]
 

@@ -19,7 +19,7 @@ from ._files import Header, blocks_with
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 CROSS_HEADS = {1152: 16, 2240: 20}
 """Width of a released model -> heads of its cross-attention, which no tensor's shape shows."""
@@ -117,7 +117,7 @@ class Family(ModelFamily):
         # The pipeline's own sum: 300 tokens of a prompt, two of which the instruction's count includes.
         return len(self.tokenizer(name).encode(_before())) + 300 - 2
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
             "hidden_states": noisy_BCHW,
             "encoder_hidden_states": cond["prompt_embeds"],

@@ -116,7 +116,7 @@ class Family(ModelFamily):
         import torch
         from torch import nn
 
-        length = self.max_sequence_length
+        length = self.longest_prompt
         rows = [
             nn.functional.pad(cond["prompt_embeds"], (0, 0, 0, length - len(cond["prompt_embeds"]))) for cond in conds
         ]

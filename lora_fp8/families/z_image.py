@@ -111,7 +111,7 @@ class Family(ModelFamily):
         return self.scheduler_config().get("shift") == TURBO_SHIFT if named is None else named
 
     @classmethod
-    def wake_(cls, denoiser: nn.Module) -> None:
+    def wake_(cls, denoiser: Any) -> None:
         from torch import nn
 
         for token in (denoiser.x_pad_token, denoiser.cap_pad_token):
