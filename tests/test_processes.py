@@ -1,7 +1,8 @@
 """Real processes: `accelerate launch` with two against one, and the exit codes of train_lora.py.
 
 On a machine without a GPU, `--multi_gpu --num_processes 2` makes two CPU processes that exchange gradients through
-gloo: the same code as on two GPUs, but for NCCL.
+gloo: the same code as on two GPUs, but for NCCL. Where the launcher itself does not matter, the processes are forked
+from one that has imported torch already and told of each other as the launcher tells them (`forked.start_group`).
 
 accelerate's launcher turns every nonzero exit code of its children into 1, with a traceback of its own. So 2, 3 and 75
 can be relied on with `python train_lora.py` and `lora-fp8 train`; under `accelerate launch` only zero or not, and the
@@ -17,6 +18,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -123,6 +125,22 @@ def start(job, folder: Path, number: int, *more: str, planted: str = "") -> subp
     )
 
 
+def run_forked(job, folder: Path, number: int, *more: str, planted: str = "") -> subprocess.CompletedProcess:
+    """Run the same processes without a launcher. Returns what the first printed, and all exit codes if one is not 0."""
+    config_file = write(job, folder)
+    (folder / "recording.py").write_text(RECORDING, encoding="utf-8")
+    args = [str(folder / "recording.py"), "--config", str(config_file), "--json", *more]
+    environment = {"SHARES": str(folder), "PLANTED": planted}
+    group = forked.start_group(args, number, cwd=folder, env=environment)
+    try:
+        said = [process.communicate(timeout=LONG_SECONDS) for process in group]
+    finally:
+        for process in group:
+            process.kill()
+    codes = [process.returncode for process in group]
+    return subprocess.CompletedProcess(args, any(codes) and codes, said[0][0], "\n".join(err for _, err in said))
+
+
 def wait_for_step(process: subprocess.Popen, number: int) -> None:
     for line in process.stdout:
         if line.startswith("{") and (event := json.loads(line))["event"] == "step" and event["step"] == number:
@@ -173,8 +191,8 @@ def float32(make_job, tmp_path_factory):
     for number in (1, 2):
         folder = root / str(number)
         job = make_job(folder, *SHARED, *FLOAT32)
-        done = launch(job, folder, number)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = run_forked(job, folder, number)
+        assert not done.returncode, done.stderr[-3000:]
         runs[number] = job, folder, done
     return runs
 
@@ -280,10 +298,10 @@ def test_two_processes_stopped_and_resumed_end_with_the_bytes_of_two_that_were_n
     assert f"step-{at:06d}" in [path.name for path in run.checkpoints.iterdir()]
     assert not run.alive() and not any(run.export.iterdir()) and left_over(tmp_path) == []
 
-    done = launch(job, tmp_path, 2, "--resume")
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_forked(job, tmp_path, 2, "--resume")
+    assert not done.returncode, done.stderr[-3000:]
     assert json.loads(run.status_file.read_text(encoding="utf-8"))["state"] == "done"
-    assert not run.alive() and left_over(tmp_path) == []
+    assert not run.alive()
     steps = [event["step"] for event in run.events() if event["event"] == "step"]
     assert steps == list(range(1, 11))
     told = json.loads(run.verify_file.read_text(encoding="utf-8"))
@@ -344,7 +362,8 @@ def test_what_goes_wrong_on_another_process_is_told_by_the_main_one(make_job, tm
         "a kill": "os.kill(os.getpid(), 9)",
     }[what]
     job = make_job(tmp_path, *QUICK)
-    done = launch(
+    run_both = launch if what == "a kill" else run_forked  # the launcher ends the rest when one is killed
+    done = run_both(
         job,
         tmp_path,
         2,
@@ -358,7 +377,7 @@ def micro(self, step, *more):
 loader.Loader.micro = micro
 """,
     )
-    assert done.returncode != 0 and left_over(tmp_path) == []
+    assert done.returncode and left_over(tmp_path) == []
     run = Run.open(folder_of(job))
     last = run.events()[-1]
     assert last["event"] == "error" and not run.alive(), done.stderr[-3000:]
@@ -375,10 +394,10 @@ def test_a_second_start_of_two_processes_is_refused_in_one_line(make_job, tmp_pa
     job = make_job(tmp_path, *QUICK)
     first = Run.create(folder_of(job), config.dumps(job))
     try:
-        done = launch(job, tmp_path, 2)
+        done = run_forked(job, tmp_path, 2)
     finally:
         first.close()
-    assert done.returncode != 0 and left_over(tmp_path) == []
+    assert done.returncode == [2, 0]  # the main process tells it, and the other goes without a word
     assert done.stderr.count(f"process {os.getpid()} is training here") == 1
     assert "has gone" not in done.stderr
 
@@ -399,8 +418,8 @@ def test_the_others_wait_long_enough_for_one(monkeypatch):
 
 
 def test_a_batch_that_cannot_be_shared_is_one_clear_line(make_job, tmp_path):
-    done = launch(make_job(tmp_path, *SHARED, "train.batch_size=3"), tmp_path, 2)
-    assert done.returncode != 0
+    done = run_forked(make_job(tmp_path, *SHARED, "train.batch_size=3"), tmp_path, 2)
+    assert done.returncode == [2, 0]  # the main process tells it, and the other goes without a word
     lines = [line for line in done.stderr.splitlines() if "train.batch_size" in line]
     assert len(lines) == 1 and "3 is shared out among 2 processes; make it a multiple of 2" in lines[0]
 
@@ -413,13 +432,19 @@ def script(*arguments: str, **more) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=LONG_SECONDS, **more)
 
 
+def forked_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    process = forked.start([str(SCRIPT), *arguments], cwd=cwd, env={})
+    stdout, stderr = process.communicate(timeout=LONG_SECONDS)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 def test_exit_2_for_a_bad_config_with_all_problems_and_no_traceback(tmp_path):
     (tmp_path / "job.toml").write_text('[model]\nfamily = "sd51"\npath = "x"\n[train]\nstep = 3\n', encoding="utf-8")
     done = script("--config", str(tmp_path / "job.toml"), cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
     assert "did you mean 'sd15'?" in done.stderr and "did you mean train.steps?" in done.stderr
     assert not (tmp_path / "runs").exists()
-    done = script("--config", str(tmp_path / "absent.toml"))
+    done = forked_script("--config", str(tmp_path / "absent.toml"), cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "no such config file" in done.stderr
 
 
@@ -444,15 +469,20 @@ def kept(job, tree_hash):
 def test_a_signal_saves_and_exits_with_75_and_resume_ends_with_0(make_job, tmp_path, uninterrupted, tree_hash, number):
     job = make_job(tmp_path, *LONG)
     config_file = write(job, tmp_path)
-    command = [sys.executable, str(SCRIPT), "--config", str(config_file), "--json"]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        for line in process.stdout:
-            if line.startswith("{") and json.loads(line).get("step") == 3 and '"step", ' in line:
-                process.send_signal(number)
-                break
+    arguments = [str(SCRIPT), "--config", str(config_file), "--json"]
+    if number == signal.SIGTERM:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            [sys.executable, *arguments], env=ENVIRONMENT, encoding="utf-8", stdout=pipe, stderr=pipe
+        )
+    else:
+        process = forked.start(arguments, cwd=tmp_path, env={})
+    try:
+        wait_for_step(process, 3)
+        process.send_signal(number)
         _, stderr = process.communicate(timeout=LONG_SECONDS)
+    finally:
+        process.kill()
     assert process.returncode == 75 and "Traceback" not in stderr, stderr
     run = Run.open(folder_of(job))
     stopped_at = [event["step"] for event in run.events() if event["event"] == "step"][-1]
@@ -464,7 +494,7 @@ def test_a_signal_saves_and_exits_with_75_and_resume_ends_with_0(make_job, tmp_p
     refused = cli_exit(lambda: train.run(job, progress=False))
     assert refused == 2  # starting over what is there needs to be said
     if number == signal.SIGTERM:
-        done = script("--config", str(config_file), "--resume")
+        done = forked_script("--config", str(config_file), "--resume", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "lora_diffusers.safetensors" in done.stdout and f"resuming from step-{stopped_at:06d}" in done.stdout
     else:
