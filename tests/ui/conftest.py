@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8 import jobs
@@ -23,8 +23,13 @@ from lora_fp8 import jobs
 ROOT = Path(__file__).resolve().parent.parent.parent
 ARTEFACTS = ROOT / "test-artefacts"
 """Screenshots that tests leave to be looked at; git ignores it."""
+MILLISECONDS = 1000 * LONG_SECONDS // 4
+"""How long a browser waits for a state. Set once, as `expect` has one setting for all files of a process."""
 LEFT = "AbortError: signal is aborted without reason"
 """What Gradio writes about its own request when a page is left, or followed by another, while it still asks."""
+
+
+expect.set_options(timeout=MILLISECONDS)
 
 
 @dataclass
@@ -130,7 +135,7 @@ def visit(site: Site, chromium: Browser) -> Iterator[Callable[..., Page]]:
         )
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(1000 * LONG_SECONDS // 4)
+        page.set_default_timeout(MILLISECONDS)
 
         def tell(line: str) -> None:
             if not any(part in line for part in (LEFT, *expect)):

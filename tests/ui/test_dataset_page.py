@@ -54,7 +54,7 @@ def choose(page: Page, id: str, text: str) -> None:
     page.get_by_role("option", name=text, exact=True).click()
 
 
-@pytest.mark.parametrize("language", translations.LANGUAGES)
+@pytest.mark.parametrize("language", ["zh-CN"])
 def test_a_dataset_is_looked_at_edited_and_undone(
     language: str,
     site: Site,

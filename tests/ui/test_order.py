@@ -15,7 +15,6 @@ from tests.ui.test_runs_state import Trainer
 from webui import form, translations
 from webui.draft import Draft
 
-expect.set_options(timeout=120_000)  # machines that test are busy
 CAPTIONS = {"a": "a ball", "b": "a box", "c": "a star"}
 ASKED = """() => {
   const real = window.fetch;
