@@ -49,6 +49,7 @@ load_bitsandbytes()  # before peft imports it
 from peft import LoHaConfig, LoHaModel, LoKrConfig, LoKrModel, LoraConfig, inject_adapter_in_model  # noqa: E402
 from peft.tuners import loha, lokr, lora  # noqa: E402
 from peft.tuners.lora import LoraLayer  # noqa: E402
+from peft.tuners.lycoris_utils import LycorisLayer  # noqa: E402
 from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
 
 ADAPTER = "default"
@@ -82,9 +83,10 @@ class FusedLora(lora.Linear):
         return self.base_layer(x, lora=(a_RK, b_NR, self.scaling[ADAPTER]))
 
 
-class _Dora:
+class _Dora(nn.Module, LoraLayer):
     """peft's LoRA with a magnitude for each row of the weight, on a linear layer or a convolution."""
 
+    base_layer: nn.Linear | nn.Conv2d
     magnitude: nn.Parameter  # (N), float32 whatever the adapter's dtype: bf16 would change whole rows by up to 0.4 %
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +94,9 @@ class _Dora:
         result = base(x)
         if self.disable_adapters:
             return result
-        a, b, scaling = self.lora_A[ADAPTER], self.lora_B[ADAPTER], self.scaling[ADAPTER]
+        a: Any = self.lora_A[ADAPTER]  # layers of base_layer's kind, which the type of a ModuleDict does not say
+        b: Any = self.lora_B[ADAPTER]
+        scaling = self.scaling[ADAPTER]
         update = b(a(self.lora_dropout[ADAPTER](x.to(a.weight.dtype)))) * scaling
         ratio = kinds.length_ratio(base, a.weight, b.weight, scaling, self.magnitude)
         without_bias = result
@@ -117,9 +121,10 @@ class DoraConv2d(_Dora, lora.Conv2d):
     pass
 
 
-class _Product:
+class _Product(nn.Module, LycorisLayer):
     """peft's LoKr or LoHa layer, with our own forward."""
 
+    base_layer: nn.Linear | nn.Conv2d
     dropout = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,9 +135,10 @@ class _Product:
         dropped = F.dropout(x.to(next(iter(parts.values())).dtype), self.dropout, self.training)
         return result + self.update(dropped, parts, scaling).to(result.dtype)
 
-    def update(self, x: Tensor, parts: dict[str, Tensor], scaling: float) -> Tensor:
+    def update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute a convolution's update from its whole delta, which is small compared with the feature map."""
         base = self.base_layer
+        assert isinstance(base, nn.Conv2d)  # the classes of linear layers override this
         weight = kinds.delta(parts, scaling, x.dtype).view(base.weight.shape)
         return F.conv2d(x, weight, None, base.stride, base.padding, base.dilation)
 
@@ -140,7 +146,7 @@ class _Product:
 class KroneckerLinear(_Product, lokr.Linear):
     """LoKr on a linear layer."""
 
-    def update(self, x: Tensor, parts: dict[str, Tensor], scaling: float) -> Tensor:
+    def update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute the update without forming the delta."""
         w1, w2 = kinds.kronecker_factors(parts)
         return kinds.kronecker_linear(x, w1 * scaling, w2)
@@ -155,7 +161,7 @@ class KroneckerConv2d(_Product, lokr.Conv2d):
 class HadamardLinear(_Product, loha.Linear):
     """LoHa on a linear layer."""
 
-    def update(self, x: Tensor, parts: dict[str, Tensor], scaling: float) -> Tensor:
+    def update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute the update; the delta is not kept for the backward."""
         factors = [parts[name] for name in kinds.PARTS["loha"]]
         y_MN = kinds.HadamardLinear.apply(x.reshape(-1, x.shape[-1]), *factors, scaling)
@@ -169,10 +175,12 @@ class HadamardConv2d(_Product, loha.Conv2d):
 
 
 class _KroneckerModel(LoKrModel):
+    layers_mapping: dict[type[nn.Module], type[lokr.LoKrLayer]]
     layers_mapping = {nn.Linear: KroneckerLinear, nn.Conv2d: KroneckerConv2d}
 
 
 class _HadamardModel(LoHaModel):
+    layers_mapping: dict[type[nn.Module], type[loha.LoHaLayer]]
     layers_mapping = {nn.Linear: HadamardLinear, nn.Conv2d: HadamardConv2d}
 
 
@@ -205,9 +213,12 @@ def inject(
     notes, names = notes + told, list(rank_of)
     for name in names:
         layer = denoiser.get_submodule(name)
-        is_conv = isinstance(layer, nn.Conv2d)
-        narrow = min((layer.in_channels, layer.out_channels) if is_conv else (layer.in_features, layer.out_features))
-        if section.type != "lora" and is_conv and layer.groups > 1:
+        if isinstance(layer, nn.Conv2d):
+            narrow = min(layer.in_channels, layer.out_channels)
+        else:
+            assert isinstance(layer, nn.Linear)  # `_match` finds no others
+            narrow = min(layer.in_features, layer.out_features)
+        if section.type != "lora" and isinstance(layer, nn.Conv2d) and layer.groups > 1:
             raise UserError(
                 f"adapter.type = {section.type!r}: {name} is a convolution in {layer.groups} groups, which only 'lora' "
                 "adapts; leave it out of adapter.targets"
@@ -226,10 +237,10 @@ def inject(
     if list(found) != names:
         raise RuntimeError(f"peft adapted other layers than asked for: {sorted(set(found) ^ set(names))[:8]}")
     denoiser.requires_grad_(False)
-    for name, layer in found.items():
-        _start_(layer, called(name), section, seed, dtype)
+    for name, adapted in found.items():
+        _start_(adapted, called(name), section, seed, dtype)
     if section.type == "lokr":
-        notes += _unused_by_lokr(section, [_parts(layer) for layer in found.values()])
+        notes += _unused_by_lokr(section, [_parts(adapted) for adapted in found.values()])
     num_parameters = sum(parameter.numel() for _, parameter in parameters(denoiser))
     return InjectReport(len(names), num_parameters, tuple(names), tuple(notes))
 
@@ -266,11 +277,12 @@ def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> Non
         else:
             _HadamardModel(denoiser, LoHaConfig(**settings), ADAPTER, low_cpu_mem_usage=True)
         for layer in modules(denoiser).values():
-            layer.dropout = section.dropout
+            if isinstance(layer, _Product):
+                layer.dropout = section.dropout
         return
     lora_settings = LoraConfig(
         r=section.rank,
-        lora_alpha=section.alpha,
+        lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft says int and takes any number
         lora_dropout=section.dropout,
         target_modules=pattern,
         rank_pattern=rank_pattern,
@@ -298,12 +310,13 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
             where[ADAPTER] = nn.Parameter(value)
         else:
             where[ADAPTER].weight = nn.Parameter(value)
-    layer.scaling[ADAPTER] = section.alpha / section.rank  # peft divides by the layer's own rank
-    if section.type == "dora":
-        a, b = (layer_of[ADAPTER].weight for layer_of in (layer.lora_A, layer.lora_B))
-        layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, layer.scaling[ADAPTER]))
+    scaling = _scaling(layer)
+    scaling[ADAPTER] = section.alpha / section.rank  # peft divides by the layer's own rank
+    if isinstance(layer, _Dora):
+        a, b = (_parts(layer)[f"lora_{half}.weight"] for half in "AB")
+        layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, scaling[ADAPTER]))
     if section.type == "lokr" and not kinds.has_rank(_parts(layer)):
-        layer.scaling[ADAPTER] = 1.0
+        scaling[ADAPTER] = 1.0
 
 
 def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> list[str]:
@@ -327,6 +340,12 @@ def _parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
     return {name: getattr(layer, name)[ADAPTER] for name in names if ADAPTER in getattr(layer, name)}
 
 
+def _scaling(layer: BaseTunerLayer) -> dict[str, float]:
+    """Return the layer's own table of alpha / rank by the adapters' names."""
+    assert isinstance(layer, LoraLayer | LycorisLayer)  # peft's other kinds are never injected
+    return layer.scaling
+
+
 def modules(denoiser: nn.Module) -> dict[str, BaseTunerLayer]:
     """Return the adapted layers by their diffusers names, in the model's order."""
     return {name: module for name, module in denoiser.named_modules() if isinstance(module, BaseTunerLayer)}
@@ -348,7 +367,7 @@ def num_fused(denoiser: nn.Module) -> int:
 
 def scalings(denoiser: nn.Module) -> dict[str, float]:
     """Return alpha / rank of each adapted layer by its diffusers name; 1 for a LoKr layer of whole matrices."""
-    return {name: float(layer.scaling[ADAPTER]) for name, layer in modules(denoiser).items()}
+    return {name: float(_scaling(layer)[ADAPTER]) for name, layer in modules(denoiser).items()}
 
 
 def state(denoiser: nn.Module) -> dict[str, Tensor]:

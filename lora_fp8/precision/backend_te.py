@@ -14,7 +14,7 @@ Shapes: M tokens, N output features, K input features.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -45,12 +45,12 @@ class TeLinear(FrozenLinear):
     """A frozen linear layer around a `te.Linear`, which is created when the weight is set.
 
     Attributes:
-        inner: the `te.Linear`, without bias and without gradients; None before `set_weight_`.
+        inner: the `te.Linear` (which has no types), without bias and without gradients; None before `set_weight_`.
     """
 
     backend = "te"
 
-    inner: nn.Module | None
+    inner: Any
 
     def _make_(self, device: torch.device | str | None) -> None:
         self.compute, self.inner = "fp8", None
@@ -104,7 +104,7 @@ class TeLinear(FrozenLinear):
         raise NotImplementedError("TransformerEngine keeps its bytes to itself; ask for weight")
 
     @property
-    def qweight(self) -> Tensor:
+    def qweight(self) -> Any:  # type: ignore[override]  # `inner` holds it
         """TransformerEngine's tensor; before the weight is set, an empty tensor on the meta device."""
         if self.inner is None:
             return torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype, device="meta")
@@ -114,7 +114,7 @@ class TeLinear(FrozenLinear):
     def weight(self) -> Tensor:  # type: ignore[override]
         return self.qweight.detach() if self.inner is None else self.qweight.dequantize(dtype=self.compute_dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # `takes_lora` is False here
         if x.dtype != self.compute_dtype:
             raise RuntimeError(f"TeLinear computes in {self.compute_dtype} but was given {x.dtype}")
         if self.compute == "upcast":
@@ -152,6 +152,8 @@ class TeAmaxHistory(AmaxHistory):
     the denoiser. Checkpoints store the tensors themselves: TransformerEngine's own `get_extra_state` pickles them, and
     a pickle from a checkpoint could run code.
     """
+
+    layers: Mapping[str, TeLinear]
 
     def __init__(self, denoiser: nn.Module) -> None:
         layers = frozen_layers(denoiser).items()

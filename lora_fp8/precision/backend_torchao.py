@@ -37,6 +37,7 @@ class TorchaoLinear(FrozenLinear):
     """
 
     backend = "torchao"
+    qweight: Any  # torchao's tensors have no types
 
     def _make_(self, device: torch.device | str | None) -> None:
         self._hold_(torch.zeros(self.out_features, self.in_features, device=device))
@@ -53,7 +54,7 @@ class TorchaoLinear(FrozenLinear):
         parts = weight.parts(self.form) if isinstance(weight, Quantized) else None
         if parts is not None:
             codes_NK, scale = parts[0].view(torch.float8_e4m3fn), parts[1]
-            block = list(self.form.block(tuple(weight.shape)))
+            block = list(self.form.block((weight.shape[0], weight.shape[1])))
             held = Float8Tensor(codes_NK, scale, block_size=block, dtype=self.compute_dtype)
             self.qweight = nn.Parameter(held, requires_grad=False)
             return
@@ -68,7 +69,7 @@ class TorchaoLinear(FrozenLinear):
         kind = Float8WeightOnlyConfig if self.form.storage == "fp8" else Int8WeightOnlyConfig
         # Without set_inductor_config=False, torchao changes how torch.compile tunes everything in the process.
         quantize_(linear, kind(granularity=GRANULARITIES[self.form.scale], set_inductor_config=False))
-        held = linear.weight
+        held: Any = linear.weight  # by now a parameter around torchao's tensor
         if self.form.storage == "fp8" and held.device.type != "meta" and (held.scale == 0).any():
             # If all weights that share a scale are 0, torchao divides 0 by 0.
             rows, columns = held.block_size
@@ -96,7 +97,7 @@ class TorchaoLinear(FrozenLinear):
     def weight(self) -> Tensor:  # type: ignore[override]
         return self.qweight.dequantize()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # `takes_lora` is False here
         if x.dtype != self.compute_dtype:
             raise RuntimeError(f"TorchaoLinear computes in {self.compute_dtype} but was given {x.dtype}")
         return F.linear(x, self.qweight, self.bias)

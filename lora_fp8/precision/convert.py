@@ -50,8 +50,9 @@ def quantize_(
         layer = planned[several[0]]
         if layer.form is None:
             continue
-        frozen = linear
-        if not isinstance(linear, FrozenLinear):
+        if isinstance(linear, FrozenLinear):
+            frozen = linear
+        else:
             frozen = _empty(layer, section, dtype, linear.bias is not None)
             frozen.train(linear.training)
             frozen.set_weight_(linear.weight.detach(), several[0])
@@ -173,6 +174,8 @@ def decoded_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
 
 def _empty(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, bias: bool) -> FrozenLinear:
     """Return the planned layer on the meta device, with its matmul set but without its weight."""
+    if layer.form is None:
+        raise ValueError(f"{layer.name}: is not to be quantized")
     num_out, num_in = layer.shape
     frozen = linear_class(layer.backend)(num_in, num_out, bias, "meta", dtype, layer.form)
     frozen.set_compute_(layer.compute, section.recipe, section.fast_accum)

@@ -18,7 +18,7 @@ Shapes: N output features (rows), K input features (columns); a block of r x c w
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +114,8 @@ def encode(weight_NK: Tensor, form: Format = FP8_ROW, name: str = "weight") -> t
 def decode(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Tensor:
     """Dequantize the tensors of `encode`. Returns the weight (N, K) in `dtype`, rounded once from float32."""
     if storage == "nf4":
-        return _decode_nf4(*parts, dtype)
+        qweight, scale, nested_scale, offset = parts
+        return _decode_nf4(qweight, scale, nested_scale, offset, dtype)
     qweight_NK, scale = parts
     on_cpu = qweight_NK.device.type == "cpu"
     if on_cpu and not torch.compiler.is_compiling():
@@ -144,7 +145,7 @@ def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> 
         if storage == "nf4":
             first, last = (row * num_columns // NF4_BLOCK for row in (rows.start, rows.stop))
             inner = slice(first // NF4_NESTED_BLOCK, -(-last // NF4_NESTED_BLOCK))
-            own = (scale[first:last], parts[2][inner], parts[3])
+            own: tuple[Tensor, ...] = (scale[first:last], parts[2][inner], parts[3])
         else:
             own = (scale if scale.shape[0] == 1 else scale[rows.start // together : rows.stop // together],)
         yield rows, decode((qweight[rows], *own), storage, dtype)
@@ -279,7 +280,7 @@ def load_bitsandbytes() -> None:
     native library, this is a single case, NF4 with an odd number of columns, which then runs uncompiled.
     """
     compile_ = torch.compile
-    torch.compile = lambda model=None, **_: model or (lambda function: function)
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]  # a decorator
     try:
         with contextlib.suppress(ImportError):  # reported where bitsandbytes is needed
             import bitsandbytes  # noqa: F401
@@ -320,7 +321,7 @@ def _decode_nf4(qweight: Tensor, scale: Tensor, nested_scale: Tensor, offset: Te
 _codes: dict[torch.device, Tensor] = {}
 
 
-def _code(make, device: torch.device) -> Tensor:
+def _code(make: Callable[[], Tensor], device: torch.device) -> Tensor:
     """Return the 256 values that an NF4 scale can take, before it is multiplied by its nested scale."""
     if device not in _codes:
         _codes[device] = make().to(device)

@@ -7,7 +7,7 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -45,7 +45,12 @@ class FrozenLinear(nn.Linear):
     """
 
     backend = "own"
-    kernels = "torch"
+    kernels: str = "torch"
+    scale: Tensor
+    nested_scale: Tensor
+    offset: Tensor
+    amax_history: Tensor
+    amax_newest: Tensor
 
     def __init__(
         self,
@@ -114,8 +119,9 @@ class FrozenLinear(nn.Linear):
 
     def wait_(self) -> None:
         """Offload the quantized weight to RAM, now or when it is set; moves between devices leave it there."""
-        qweight = self._parameters.pop("qweight")
-        vars(self)["qweight"] = put_away(qweight.detach())
+        qweight = self.qweight.detach()
+        del self._parameters["qweight"]
+        vars(self)["qweight"] = put_away(qweight)
 
     def set_parts_(self, *parts: Tensor) -> None:
         """Replace the quantized tensors, in the order and shapes of `form.tensors`."""
@@ -167,7 +173,7 @@ class FrozenLinear(nn.Linear):
             x: input in the compute dtype.
             lora: (A (R, K), B (N, R), factor of `B A x`); only for a layer that `takes_lora`.
         """
-        bias_N = self.bias
+        bias_N: Tensor | None = self.bias
         kind = x.device.type
         # Asking about autocast on the meta device, which has none, raises.
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -208,7 +214,8 @@ class FrozenLinear(nn.Linear):
         self.compute_dtype = fn(probe).dtype
         for name, tensor in before.items():
             now = self._buffers[name]
-            if now.dtype != tensor.dtype:  # a cast would round the scales, so keep the old ones and only move them
+            # A cast would round the scales, so the old ones are kept and only moved.
+            if now is not None and tensor is not None and now.dtype != tensor.dtype:
                 on_meta = tensor.device.type == "meta"
                 self._buffers[name] = torch.empty_like(tensor, device=now.device) if on_meta else tensor.to(now.device)
         return self
@@ -272,6 +279,7 @@ class AmaxHistory:
 
     def __init__(self, denoiser: nn.Module) -> None:
         layers = frozen_layers(denoiser)
+        self.layers: Mapping[str, FrozenLinear]
         self.layers = {name: layer for name, layer in layers.items() if hasattr(layer, "amax_history")}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -64,7 +64,9 @@ class UpcastLinear(torch.autograd.Function):
         nested_scale: Tensor | None = None,
         offset: Tensor | None = None,
     ) -> Tensor:
-        parts = (qweight, scale) if nested_scale is None else (qweight, scale, nested_scale, offset)
+        parts: tuple[Tensor, ...] = (qweight, scale)
+        if nested_scale is not None and offset is not None:
+            parts = (qweight, scale, nested_scale, offset)
         ctx.save_for_backward(*parts)  # references to the layer's own tensors: no extra bytes
         ctx.storage = storage
         return F.linear(x, decode(here(parts), storage, x.dtype), bias_N)
@@ -117,7 +119,8 @@ class Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(qweight_NK, scale)
         ctx.precise_backward, ctx.recipe, ctx.history, ctx.newest = precise_backward, recipe, history, newest
-        y_MN = _multiply(values_MK, x_scale, *here((qweight_NK, scale)), x.dtype, recipe, fast_accum)
+        qweight_NK, scale = here((qweight_NK, scale))
+        y_MN = _multiply(values_MK, x_scale, qweight_NK, scale, x.dtype, recipe, fast_accum)
         if bias_N is not None:
             y_MN = y_MN + bias_N
         return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
@@ -169,6 +172,8 @@ def quantize(
         scale = (amax.to(torch.float32) / E4M3_MAX).clamp(min=MIN_SCALE)
         return _to_e4m3(blocks.to(torch.float32) / scale[:, :, None]).view(x_MK.shape), scale
     if recipe == "delayed":
+        if history is None or newest is None:
+            raise ValueError("quantize: the recipe 'delayed' needs `history` and `newest`")
         amax = x_MK.abs().amax().to(torch.float32).view(1)
         torch.maximum(newest, amax, out=newest)
         known = history.amax().view(1)
@@ -200,6 +205,8 @@ def _multiply(
 ) -> Tensor:
     """Compute `(a * a_scale) @ (W * scale).T` of e4m3 values. Returns (M, N) in `dtype`."""
     if recipe == "block":
+        if scale is None:
+            raise ValueError("the recipe 'block' needs the weight's scales")
         return _multiply_blocks(a_MK, a_scale, qweight_NK.view(E4M3), scale, dtype)
     # Scaled in float32: a bf16 scale would add an error of 0.2 %.
     y_MN = unscaled_product(a_MK, qweight_NK, dtype, fast_accum).to(torch.float32) * a_scale

@@ -184,7 +184,7 @@ def decide(
     if problems:
         raise UserErrors(problems, "quantize")
 
-    counted = {linear: layers[several[0]].num_bytes for linear, several in places.items()}
+    counted: dict[nn.Module, int] = {linear: layers[several[0]].num_bytes for linear, several in places.items()}
     plain = sum(_plain_size(module) for module in denoiser.modules()) * dtype.itemsize
     planned = tuple(layers[name] for name in names)
     warnings = tuple(_rounded_again(planned, file_scale))

@@ -206,8 +206,10 @@ def _layer_error(
     plain_NK = tensor.to(dtype)
     if not plain_NK.isfinite().all():
         raise ValueError(f"{name}: weight has NaN or infinity")
-    called = x_MK is not None and x_MK.numel() > 0
-    x_MK = x_MK.to(device) if called else plain_NK.new_zeros(0, layer.in_features)
+    if x_MK is None or not x_MK.numel():
+        called, x_MK = False, plain_NK.new_zeros(0, layer.in_features)
+    else:
+        called, x_MK = True, x_MK.to(device)
     if not x_MK.isfinite().all():
         raise ValueError(f"{name}: its input has NaN or infinity; is the base model whole?")
     sums = _compare(name, plain_NK, layer.weight, x_MK)
@@ -305,7 +307,7 @@ def _ratio(off: Tensor, size: Tensor) -> float:
 
 def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
     """Return an aligned line for each of the worst layers, and how many were left out."""
-    rows = [("layer", "storage", "output", "feature", "weight", "fp8 matmul", "to zero", "rows")]
+    rows: list[tuple[str, ...]] = [("layer", "storage", "output", "feature", "weight", "fp8 matmul", "to zero", "rows")]
     for one in errors[:limit]:
         odd = {"zero": one.zero_rows, "denormal": one.denormal_rows, "extreme": one.extreme_rows}
         rows.append(

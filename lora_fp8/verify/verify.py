@@ -385,8 +385,9 @@ class _Attached:
 def _attach(denoiser: nn.Module, state: Mapping[str, Tensor], scaling: Mapping[str, float]) -> None:
     for path, parts in kinds.grouped(state).items():
         layer = denoiser.get_submodule(path)
-        layer.attached = _Attached(parts, scaling[path])
-        layer.register_forward_hook(layer.attached)
+        attached = _Attached(parts, scaling[path])
+        vars(layer)["attached"] = attached
+        layer.register_forward_hook(attached)
 
 
 @dataclass(frozen=True)
@@ -748,6 +749,7 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
 def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: float, where: str, report: Report) -> None:
     answer = predict(family, denoiser, probe)
     error = report.measure("prediction_error", relative_error(answer, probe.prediction_BCHW))
+    assert isinstance(denoiser.dtype, torch.dtype)  # of a diffusers model
     allowed = PREDICTION_TOLERANCE[denoiser.dtype]
     why = ""
     if step and error > allowed:
@@ -827,8 +829,9 @@ def _measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) 
 @contextmanager
 def _scaled(denoiser: nn.Module, factor: float) -> Iterator[None]:
     """Multiply the loaded adapter's strength by `factor` inside this context."""
-    attached = [module.attached for module in denoiser.modules() if hasattr(module, "attached")]
-    layers = [(module, dict(module.scaling)) for module in denoiser.modules() if hasattr(module, "get_base_layer")]
+    attached: list[_Attached] = [vars(one)["attached"] for one in denoiser.modules() if "attached" in vars(one)]
+    adapted: list[Any] = [module for module in denoiser.modules() if hasattr(module, "get_base_layer")]
+    layers = [(module, dict(module.scaling)) for module in adapted]
     lengths = [
         (dora, dora.weight.detach().clone(), module, name)
         for module, _ in layers
@@ -839,16 +842,16 @@ def _scaled(denoiser: nn.Module, factor: float) -> Iterator[None]:
             one.strength = factor
         for module, before in layers:
             module.scaling.update({name: scale * factor for name, scale in before.items()})
-        for dora, before, module, name in lengths:
-            dora.weight.data = _lengths_at(factor, before, module, name)
+        for dora, trained, module, name in lengths:
+            dora.weight.data = _lengths_at(factor, trained, module, name)
         yield
     finally:
         for one in attached:
             one.strength = 1.0
         for module, before in layers:
             module.scaling.update(before)
-        for dora, before, _, _ in lengths:
-            dora.weight.data = before
+        for dora, trained, _, _ in lengths:
+            dora.weight.data = trained
 
 
 def _lengths_at(factor: float, trained: Tensor, module: Any, adapter: str) -> Tensor:
