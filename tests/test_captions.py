@@ -183,6 +183,12 @@ def test_a_torn_journal_line_is_an_edit_that_never_began(folder: Path) -> None:
     assert raws(folder) == before
 
 
+def test_an_impossible_time_in_a_journal_is_none() -> None:
+    times = [10**400, -1, float("inf"), float("nan"), True, "1", None]
+    assert [caption_journal.Record.read(1, {"t": time}).t for time in times] == [0.0] * len(times)
+    assert caption_journal.Record.read(1, {"t": 5}).t == 5.0
+
+
 def test_the_journal_stays_small_and_undoes_the_newest(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(caption_journal, "JOURNAL_BYTES", 4000)
     for number in range(30):

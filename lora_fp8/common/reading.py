@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from typing import IO, Any
 
 MIB = 1 << 20
@@ -17,7 +18,7 @@ MOST_JSON = 64 * MIB
 """Maximum for a file that another program wrote, such as the index of a model's weights, in bytes."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading bytes.
 
     Raises:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import math
 import os
 import stat
 import zlib
@@ -108,10 +107,10 @@ class Record:
         """Read a line of a journal. As a journal may come with a dataset from anywhere, invalid values become empty."""
         t, title, files, group, names, changes = map(line.get, ("t", "title", "files", "group", "names", "changes"))
         names = names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
-        known = type(t) in (int, float) and math.isfinite(t) and 0 <= t < 2**32
+        known = isinstance(t, int | float) and not isinstance(t, bool) and 0 <= t < 2**32  # false for NaN and infinity
         return cls(
             number,
-            float(t) if known else 0.0,
+            float(t or 0.0) if known else 0.0,
             title if isinstance(title, str) else "",
             files if type(files) is int and 0 <= files < 2**32 else 0,
             group if isinstance(group, str) else "",
@@ -222,16 +221,18 @@ class Journal:
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror})") from None
         status = os.fstat(found)
-        same = self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), status)
-        if same and status.st_size >= self._size:
+        descriptor = self._descriptor
+        same = descriptor is not None and os.path.samestat(os.fstat(descriptor), status)
+        if descriptor is not None and same and status.st_size >= self._size:
             os.close(found)
         else:
             self._forget()
-            self._descriptor = found  # kept open, so that its inode number is not reused and `samestat` can be trusted
+            descriptor = self._descriptor = found
+            # It is kept open, so that its inode number is not reused and `samestat` can be trusted.
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
             self.close()
             raise UserError(f"{self.path}: is no journal of caption edits; remove it")
-        self._take_lines(os.pread(self._descriptor, status.st_size - self._size, self._size))
+        self._take_lines(os.pread(descriptor, status.st_size - self._size, self._size))
 
     def _take_lines(self, raw: bytes) -> None:
         *lines, last = raw.split(b"\n")

@@ -19,7 +19,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -345,7 +345,7 @@ class _Writer(Captioner):
         asked = {} if question is None else {"text": [question] * len(pictures), "padding": True}
         if self.chats:
             asked["add_special_tokens"] = False  # the template already has them
-            given = [[picture] for picture in pictures]
+            given: Sequence[Any] = [[picture] for picture in pictures]
         else:
             given = pictures
         inputs = self.processor(images=given, return_tensors="pt", **asked).to(self.device, self.dtype)

@@ -286,7 +286,11 @@ class DedupeTags:
 
         def line(line: str) -> str:
             tags = split_tags(line, self.separator)
-            kept = [tag for tag in tags if not (tag in seen or seen.add(tag))]
+            kept = []
+            for tag in tags:
+                if tag not in seen:
+                    seen.add(tag)
+                    kept.append(tag)
             return line if kept == tags else _glue(self.separator).join(kept)
 
         return _by_line(text, line)
@@ -640,7 +644,7 @@ def apply(
         raise UserError(f"{edit.title}: changes no caption")
     with _editing(folder, journal) as journal:
         if journal.open:
-            _take_back(folder, journal)
+            _take_back(folder, journal, journal.open)
         changes = _with_real_names(folder, edit.changes)
         files = _look(folder, changes, "before", "since the preview; look at it again")
         number = journal.last + 1
@@ -678,7 +682,7 @@ def history(folder: Path) -> list[Entry]:
 def standing(folder: Path, group: str) -> set[str]:
     """Return the caption files that an edit of this group wrote and that have not changed since."""
     journal = Journal.read(folder)
-    last = {}
+    last: dict[str, bytes | None] = {}
     for number in journal.done:
         if journal.group(number) == group:
             last |= {change.file: change.after for change in journal.changes([number])}
@@ -701,7 +705,7 @@ def open_journal(folder: Path) -> Iterator[Journal]:
         with _editing(folder, journal):
             caption_files.sweep(_leftovers(folder))
             if journal.open:
-                _take_back(folder, journal)
+                _take_back(folder, journal, journal.open)
         yield journal
     finally:
         journal.close()
@@ -727,15 +731,15 @@ def _step(folder: Path, what: str, told: Callable[[int, int], object] | None) ->
         return journal.entry(numbers, what == "redo")
 
 
-def _take_back(folder: Path, journal: Journal) -> list[str]:
+def _take_back(folder: Path, journal: Journal, begun: Open) -> list[str]:
     """Revert the operation that a crash interrupted.
 
     Returns:
         The files that somebody else has changed since; they stay as they are.
     """
-    wanted, others = _find_half_done(folder, journal, journal.open)
-    what = "undo" if journal.open.side == "after" else "redo"
-    _carry_out(journal, {what: list(journal.open.numbers), "open": True}, wanted)
+    wanted, others = _find_half_done(folder, journal, begun)
+    what = "undo" if begun.side == "after" else "redo"
+    _carry_out(journal, {what: list(begun.numbers), "open": True}, wanted)
     return others
 
 
@@ -976,7 +980,7 @@ def repair(folder: Path, dry_run: bool = False) -> Repair:
             half, found.others = _find_half_done(folder, journal, begun)
             found.taken_back = names([path for path, (now, wanted) in half.items() if now != wanted])
             if not dry_run and journal.open:
-                _take_back(folder, journal)
+                _take_back(folder, journal, journal.open)
             elif not dry_run:
                 _carry_out(journal, {"undo": [number], "open": True} if number in journal.done else {}, half)
         damaged = _find_damaged(folder, journal, begun if dry_run else None)

@@ -16,7 +16,7 @@ import bisect
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -171,7 +171,7 @@ class Reader:
 
     def __init__(self, path: Path):
         self.path = path
-        self._frames: Iterator[Any] | None = None
+        self._frames: Generator[Any, None, None] | None = None
         self._next = 0
         self._last: dict[int, Image.Image] = {}  # only one: frames are large
 
@@ -189,10 +189,11 @@ class Reader:
         found = {number: picture for number, picture in self._last.items() if number in numbers}
         missing = [number for number in numbers if number not in found]
         try:
-            if missing and (self._frames is None or missing[0] < self._next):
-                self._open(missing[0], begins)
-            while missing and self._next <= missing[-1]:
-                frame = next(self._frames, None)
+            frames = self._frames
+            if missing and (frames is None or missing[0] < self._next):
+                frames = self._open(missing[0], begins)
+            while frames is not None and missing and self._next <= missing[-1]:
+                frame = next(frames, None)
                 if frame is None:
                     raise ClipError(f"has fewer than {numbers[-1] + 1} frames")
                 if self._next in missing:
@@ -204,7 +205,7 @@ class Reader:
         self._last = {numbers[-1]: found[numbers[-1]]}
         return [found[number] for number in numbers]
 
-    def _open(self, number: int, begins: Fraction | None) -> None:
+    def _open(self, number: int, begins: Fraction | None) -> Generator[Any, None, None]:
         """Open the file so that frame `number` comes next if a seek to its time finds it, else at the first frame."""
         self.close()
         if number and begins is not None:
@@ -215,11 +216,12 @@ class Reader:
                     time = None if frame.pts is None else frame.pts * frame.time_base
                     if time == begins:
                         self._frames, self._next = _chained(frame, frames), number
-                        return
+                        return self._frames
                     if time is None or time > begins:
                         break
             frames.close()
         self._frames, self._next = _decoded(self.path), 0
+        return self._frames
 
     def close(self) -> None:
         """Close the file; the next `read` opens it again."""
@@ -228,7 +230,7 @@ class Reader:
         self._frames, self._last = None, {}
 
 
-def _chained(first: Any, others: Iterator[Any]) -> Iterator[Any]:
+def _chained(first: Any, others: Iterator[Any]) -> Generator[Any, None, None]:
     yield first
     yield from others
 
@@ -239,7 +241,7 @@ def read(path: Path, numbers: Sequence[int]) -> list[Image.Image]:
         return reader.read(numbers)
 
 
-def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) -> Iterator[Any]:
+def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) -> Generator[Any, None, None]:
     """Yield the frames of the first video stream in display order.
 
     Args:
@@ -268,7 +270,7 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
             stream.codec_context.thread_count = min(4, os.cpu_count() or 1)  # each thread holds its own frames
             _check_shape_of_pixels(stream.sample_aspect_ratio)
             _check_size(stream.codec_context, max_pixels)  # before memory for a frame is allocated
-            if begins is not None and _can_begin_anywhere(container, stream):
+            if begins is not None and stream.time_base and _can_begin_anywhere(container, stream):
                 # Go back one more second, as a keyframe may be stored before frames that are shown earlier.
                 container.seek(int((begins - 1) / stream.time_base), stream=stream)
             for frame in container.decode(stream):

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from PIL import Image, ImageChops, ImageOps
@@ -181,8 +181,8 @@ def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | Non
             timeline = _timeline(image) if section.frames and frames > 1 and format in ANIMATIONS else None
     except ImageError as error:
         return Looked(str(error))
-    known = hashlib.sha256(raw).hexdigest(), format, frames, converted, problem, measured, timeline
-    return Looked("", *rgb.size, *known)
+    sha256 = hashlib.sha256(raw).hexdigest()
+    return Looked("", *rgb.size, sha256, format, frames, converted, problem, measured, timeline)
 
 
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
@@ -270,9 +270,10 @@ def read_clip(path: Path, numbers: Sequence[int], background: str) -> list[Image
 
 
 def _light(greys: Image.Image) -> Light:
-    least, most = greys.getextrema()
+    least, most = cast(tuple[int, int], greys.getextrema())  # of one band with 8 bits
     box = greys.point([255 * (grey > BLACK) for grey in range(256)]).getbbox() or (0, 0, 0, 0)
-    return Light(least, most, tuple(at / side for at, side in zip(box, greys.size * 2, strict=True)))
+    (left, top, right, bottom), (width, height) = box, greys.size
+    return Light(least, most, (left / width, top / height, right / width, bottom / height))
 
 
 def _mask_in(image: Image.Image, alpha: bool = False) -> Image.Image:
@@ -286,7 +287,7 @@ def _mask_in(image: Image.Image, alpha: bool = False) -> Image.Image:
 def _timeline(image: Image.Image) -> clips.Timeline:
     """Decode all frames of an animation and return when each is shown."""
     starts, now = [], Fraction(0)
-    for number in range(image.n_frames):
+    for number in range(getattr(image, "n_frames", 1)):
         image.seek(number)
         image.load()
         starts.append(now)

@@ -391,7 +391,7 @@ class _Memory:
 
     def __init__(self, file: Path | None, section: settings.Dataset) -> None:
         self.file, self.section = file, section
-        self.kept = {"version": FACTS_VERSION, "limits": [section.max_pixels, bool(section.frames)]}
+        self.kept: dict[str, Any] = {"version": FACTS_VERSION, "limits": [section.max_pixels, bool(section.frames)]}
         if file is not None:
             # A file that is missing, damaged or something else remembers nothing: all is measured again.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -832,7 +832,7 @@ def _look_at_buckets(
             raise
         cut = 1 - (place.bucket_wh[0] * place.bucket_wh[1]) / (place.resized_wh[0] * place.resized_wh[1])
         for length in examples[name]:
-            bucket = (*place.bucket_wh, length) if length > 1 else place.bucket_wh
+            bucket: buckets.Bucket = (*place.bucket_wh, length) if length > 1 else place.bucket_wh
             groups[bucket].append((name, cut, place.upscaled))
         if cut > MUCH_CUT:
             told("cut", name, f"{cut:.0%}")

@@ -291,7 +291,7 @@ def scan(
                 image_sha256=look.sha256,
                 controls=shown,
                 frames=frames,
-                begins=look.timeline.only_at(frames[0]) if frames else None,
+                begins=look.timeline.only_at(frames[0]) if frames and look.timeline else None,
                 mask=mask,
             )
             for frames in _pieces(path, look.timeline, section, clip_rate, report, notes)
@@ -701,7 +701,7 @@ def _controls_of(stem: str, stems: set[str], files: dict[str, list[Path]] | None
         return []
     if stem in files:
         return [files[stem]]
-    numbered = []
+    numbered: list[list[Path]] = []
     # An image called name_1 takes the control image of that name for itself.
     while (name := f"{stem}_{len(numbered) + 1}") in files and name not in stems:
         numbered.append(files[name])
