@@ -339,6 +339,7 @@ def _check_torchao(section: Quantize, own: str) -> Problems:
         )
     if section.recipe != "current":
         yield "quantize.recipe", f"torchao's weight-only tensors have no FP8 matmul; leave it at 'current', {own}"
+    asked: list[tuple[str, str, str]]
     asked = [("quantize.storage", section.storage, section.scale), ("quantize.modulation", section.modulation, "")]
     asked += [("quantize.override", *parse_storage(text)) for text in section.override.values()]
     for key, storage, scale in asked:

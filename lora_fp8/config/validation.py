@@ -6,6 +6,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from ..common.text import did_you_mean, shown
 from ..settings import Job, Section
@@ -76,7 +77,7 @@ def _dotted(location: Location) -> str:
     return ".".join(map(str, parts))
 
 
-def said(item: dict[str, Any], location: Location) -> str:
+def said(item: ErrorDetails, location: Location) -> str:
     """Return the message for one of pydantic's errors, at the setting's path in the file."""
     key = _dotted(location)
     kind, context = item["type"], item.get("ctx", {})
@@ -221,8 +222,10 @@ def names_elsewhere() -> dict[str, dict[str, str]]:
 
     def add(model: type[Section], location: Location) -> None:
         for key, field in model.model_fields.items():
-            for trainer, names in (field.json_schema_extra or {}).get("also", {}).items():
-                for theirs in names.split(", "):
+            extra = field.json_schema_extra
+            also = extra.get("also") if isinstance(extra, dict) else None
+            for trainer, names in also.items() if isinstance(also, dict) else ():
+                for theirs in str(names).split(", "):
                     by_name = found.setdefault(theirs.split(" ")[0], {}).setdefault(_dotted((*location, key)), {})
                     by_name.setdefault(theirs, []).append(trainer)
             inner = model_at((*location, key))

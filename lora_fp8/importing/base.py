@@ -15,10 +15,11 @@ import yaml
 from .. import config
 from ..common.reading import MOST_TEXT, read_bytes
 from ..common.text import shown
+from ..config.validation import model_at
 from ..errors import UserError
 from ..settings import Job
 
-NOTHING = (None, "", (), [], {})
+NOTHING: tuple[Any, ...] = (None, "", (), [], {})
 """Values that mean "not set" in every tool: settings pages write them for empty fields."""
 SECRET_KEY = re.compile(
     r"(^|[._-])(?:token|passw(?:or)?d|secret|credentials?|access_key(?:_id)?|webhook(?:_url|_config)?)$"
@@ -817,7 +818,8 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
 
     def place(setting: str) -> tuple[int, int]:
         section, _, name = setting.rpartition(".")
-        fields = list(Job.model_fields[section].annotation.model_fields) if section else [setting]
+        model = model_at((section,)) if section else None
+        fields = list(model.model_fields) if model is not None else [setting]
         return (order.index(section) if section else -1, fields.index(name or setting))
 
     for setting in sorted(settings, key=place):

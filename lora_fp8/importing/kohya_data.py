@@ -71,7 +71,7 @@ def only_pictures(draft: Draft) -> bool:
     return isinstance(draft.source.data, dict) and isinstance(draft.source.data.get("datasets"), list)
 
 
-SAID_BY_DATASET = ("batch_size", "train_batch_size", "resolution", "enable_bucket", "min_bucket_reso")
+SAID_BY_DATASET: tuple[str, ...] = ("batch_size", "train_batch_size", "resolution", "enable_bucket", "min_bucket_reso")
 SAID_BY_DATASET += ("max_bucket_reso", "keep_tokens")
 
 

@@ -89,12 +89,12 @@ def parse_prompt(line: str, known: Mapping[str, str] = PROMPT_FLAGS) -> tuple[di
     return picture, left
 
 
-def _prompt_tables(data: Any) -> list[dict[str, Any]]:
+def _prompt_tables(data: Any) -> list[dict[Any, Any]]:
     """Read kohya's prompts from tables: a list of them, or [prompt] with [[prompt.subset]]."""
     if isinstance(data, dict):
         common = dict(data.get("prompt", {}))
         data = [{**common, **one} for one in common.pop("subset", [{}])]
-    names = {"negative_prompt": "negative", "sample_steps": "steps", "guidance_scale": "guide"}
+    names: dict[Any, str] = {"negative_prompt": "negative", "sample_steps": "steps", "guidance_scale": "guide"}
     return [{names.get(key, key): value for key, value in dict(one).items()} for one in data]
 
 

@@ -168,6 +168,7 @@ def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
             draft.mapped(key, {}, "says only what [adapter] says")
 
 
+PAGE_KEYS: tuple[str, ...]
 PAGE_KEYS = ("conv_dim", "conv_alpha", "factor", "lokr_factor", "decompose_both", "use_tucker", "use_cp", "use_scalar")
 PAGE_KEYS += ("rescaled", "constrain", "bypass_mode", "full_matrix", "train_norm", "rank_dropout_scale", "dora_wd")
 PAGE_KEYS += ("LyCORIS_preset", "dropout", "loraplus_lr_ratio", "loraplus_unet_lr_ratio")
@@ -366,6 +367,7 @@ def set_noise(draft: Draft) -> None:
         _set_flow_objective(draft)
 
 
+TIMESTEP_KEYS: tuple[str, ...]
 TIMESTEP_KEYS = ("timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "training_shift", "weighting_scheme")
 TIMESTEP_KEYS += ("logit_mean", "logit_std")
 FLOW_KEYS = (*TIMESTEP_KEYS, "model_prediction_type", "guidance_scale")

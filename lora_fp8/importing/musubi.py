@@ -254,13 +254,13 @@ def _set_pictures(draft: Draft) -> None:
         words.share(draft, *kohya_data.each(draft, name, places), setting, read)
     lengths, given = kohya_data.each(draft, "target_frames", places)
     parts, ways = kohya_data.each(draft, "frame_extraction", places)
-    ways = {str(way) for way in ways if way} or {"head"}
+    named_ways = {str(way) for way in ways if way} or {"head"}
     words.set_clips(
         draft,
         lengths,
         [whole(one) for value in given if value for one in listed(value)],
         parts,
-        {"head": "head", "chunk": "chunks"}.get(ways.pop()) if len(ways) == 1 else None,
+        {"head": "head", "chunk": "chunks"}.get(named_ways.pop()) if len(named_ways) == 1 else None,
         "of every folder; there a clip gives a piece of each length, here of the longest that fits",
     )
     keys = kohya_data.everywhere(draft, "caption_extension")

@@ -45,6 +45,7 @@ NO_COLOUR = "colours are not changed here"
 NO_VIDEO = words.NO_CLIPS
 PARTS = ("unet", "prior", "transformer")
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+OTHER_PARTS: tuple[str, ...]
 OTHER_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4", "vae", "effnet_encoder", "decoder")
 OTHER_PARTS += ("decoder_text_encoder", "decoder_vqgan", "unconditional_transformer")
 
@@ -628,7 +629,9 @@ def _set_resolutions(draft: Draft, tables: list[str]) -> None:
 def _set_text_encoders(draft: Draft, scale: float) -> None:
     """Set the text encoders: OneTrainer trains each of them, at learning_rate, unless the file says otherwise."""
     clips = {"sdxl": 2, "sd3": 2}.get(draft.family, 1)
-    keys, rate_keys, rates = [], [], {}
+    keys: list[str] = []
+    rate_keys: list[str] = []
+    rates: dict[str, float] = {}
     left_out, trained = [], True
     for part in TEXT_PARTS:
         switches = [key for key in (f"{part}.train", f"train_{part}") if key in draft.given]
@@ -835,7 +838,7 @@ def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
             draft.none(key, "the whole range", off=True)
         elif kind != "UNIFORM":
             draft.differs(key, {setting: level}, "there the distribution is squeezed into the range; here cut off")
-        elif shift == "auto":
+        elif isinstance(shift, str):  # "auto"
             draft.differs(key, {setting: level}, "there before the shift, which changes with the size; here after it")
         else:
             moved = shift * level / (1 + (shift - 1) * level)

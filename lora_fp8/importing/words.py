@@ -889,7 +889,7 @@ def set_huber(draft: Draft) -> None:
         schedule = str(draft.get("huber_schedule") or "snr")
         delta = 0.1 if draft.get("huber_c") is None else draft.get("huber_c", number)
         scale = 1.0 if draft.get("huber_scale") is None else draft.get("huber_scale", number)
-        ours = {"objective.loss": "pseudo_huber" if kind == "huber" else "pseudo_smooth_l1"}
+        ours: dict[str, Any] = {"objective.loss": "pseudo_huber" if kind == "huber" else "pseudo_smooth_l1"}
         if schedule == "constant":
             draft.mapped(["loss_type", *more], ours | {"objective.huber_delta": delta * scale})
         elif schedule == "exponential":

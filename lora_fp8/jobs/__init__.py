@@ -124,6 +124,7 @@ class Queue:
         with self._follow:
             busy = {row.folder for row in rows if row.phase == "launched"}
             views = [self._view(row, waiting, worker, row.folder in busy) for row in rows]
+            order: dict[int | str, tuple[int, float]]
             order = {row.id: (groups[row.phase], -row.ended if row.phase == "ended" else 0) for row in rows}
             views.sort(key=lambda job: order[job.id])  # a stable sort, so the queue keeps its order
             if shell:
@@ -454,14 +455,14 @@ class Queue:
         if self.store.update(row.id, "phase = 'queued'", wanted=wanted, **ended):
             self.store.write_record(row.id)
             return
-        run = Run(Path(row.folder)) if row.folder else None
+        of_row = Run(Path(row.folder)) if row.folder else None
         if not self.store.update(row.id, "phase = 'launched'", wanted=wanted):
-            if run is None or not run.alive():
+            if of_row is None or not of_row.alive():
                 raise UserError(f"job {row.id} is neither running nor waiting")
-            run.request("stop")  # somebody in a shell continues it
+            of_row.request("stop")  # somebody in a shell continues it
             return
-        if run and run.alive():  # ask at once; the worker does the rest
-            run.request("stop")
+        if of_row and of_row.alive():  # ask at once; the worker does the rest
+            of_row.request("stop")
             self.store.update(row.id, "asked = 0", asked=now())
 
     def _require_ended(self, id: int) -> Row:

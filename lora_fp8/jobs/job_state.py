@@ -552,7 +552,7 @@ def _view_unrecorded(row: Row, recorded: JobView, attempt: Path, follower: Follo
     if will_retry(row, end):
         state = "lost" if worker is None else "queued"
         return replace(recorded, state=state, sentence=describe_retry(row, end), exit_code=end.exit_code)
-    values = {"state": end.state, "sentence": end.sentence, "exit_code": end.exit_code}
+    values: dict[str, Any] = {"state": end.state, "sentence": end.sentence, "exit_code": end.exit_code}
     values |= {"resumable": recorded.resumable and end.state != "done"}
     values |= {"ended": max((record.get("t", 0) for record in read_records(attempt).values()), default=0)}
     return replace(recorded, **values, **_read_reached(row, follower))

@@ -59,8 +59,8 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, pass_on)
     child = subprocess.Popen(options.command)
     if not outer:
-        for number in pending:
-            procs.send([child.pid], number)
+        for received in pending:
+            procs.send([child.pid], received)
     status = child.wait()
     swept = _sweep(options.sweep) if outer else 0
     oom_kills = procs.count_oom_kills() - oom_before

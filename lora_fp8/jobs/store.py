@@ -132,6 +132,7 @@ class Row:
 
 CONFIG, RECORD = "config.toml", "job.json"
 """Files in a job's folder: its settings as submitted, and the other options."""
+RECORD_COLUMNS: tuple[str, ...]
 RECORD_COLUMNS = ("name", "kind", "command", "folder", "cwd", "priority", "gpus", "created", "again", "max_attempts")
 RECORD_COLUMNS += ("phase", "state", "sentence", "ended")
 COLUMNS = tuple(field.name for field in fields(Row))

@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,12 +274,12 @@ class Worker:
         rows = self.store.rows("phase <> 'ended'")
         taken = set()
         for row in rows:
-            if row.phase == "launched" and not self._try(row, lambda row=row: self._check_ended(row), if_damaged=True):
+            if row.phase == "launched" and not self._try(row, partial(self._check_ended, row), if_damaged=True):
                 taken.add(row.assigned)
         # Jobs that ended just now may be in the queue again.
         for row in self.store.rows("phase = 'queued'"):
             free = [group for group in self.groups if group not in taken and row.gpus in ("", group)]
-            if free and self._try(row, lambda row=row, group=free[0]: self._launch(row, group), if_damaged=False):
+            if free and self._try(row, partial(self._launch, row, free[0]), if_damaged=False):
                 taken.add(free[0])
         return bool(rows)
 

@@ -160,7 +160,8 @@ def sweep(folder: Path) -> None:
 
 def split_bundle(bundle: Path) -> tuple[list[str], list[str]]:
     """Return the names of our files in the folder of a checkpoint, manifest first, and those of all others."""
-    ours, others = [], []
+    ours: list[str] = []
+    others: list[str] = []
     with contextlib.suppress(FileNotFoundError), os.scandir(bundle) as found:
         for entry in found:
             mine = is_ours(f"checkpoints/{bundle.name}/{entry.name}") and entry.is_file(follow_symlinks=False)

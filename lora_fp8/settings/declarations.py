@@ -58,7 +58,7 @@ def setting(
             kohya_ss, lora-scripts, musubi-tuner.
     """
     names = dict(one.split(": ") for one in also.split("; ")) if also else {}
-    extra = {"when": when or {}, "also": names}
+    extra: dict[str, Any] = {"when": when or {}, "also": names}
     return Field(default=default, description=description, json_schema_extra=extra, **bounds)
 
 

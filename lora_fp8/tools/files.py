@@ -57,6 +57,7 @@ class About:
 
     def lines(self) -> list[str]:
         """Return the description as lines for the terminal."""
+        counted: list[tuple[str, Mapping[Any, int]]]
         counted = [("rank", self.ranks), ("alpha", self.alphas), ("dtype", self.dtypes)]
         told = [", ".join(f"{value} ({count})" for value, count in found.items()) for _, found in counted]
         right = {True: "right", False: "WRONG: not of these bytes", None: "absent"}[self.hashes["header"]]  # type: ignore[index]

@@ -325,8 +325,8 @@ def _text_places(family: Any) -> dict[str, _Place]:
                 f"{family.checkpoint} holds no {encoder}, which the LoRA is for as well; merge into a diffusers folder"
             )
         for key, shape in own.items():
-            for path, place in _text_layers_in(key, prefix, shape, family.checkpoint):
-                found[layouts.text_layer(encoder, f"{path}.weight")] = place
+            for layer, place in _text_layers_in(key, prefix, shape, family.checkpoint):
+                found[layouts.text_layer(encoder, f"{layer}.weight")] = place
     return found
 
 

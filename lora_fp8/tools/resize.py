@@ -105,7 +105,7 @@ def resize(file: Path, output: Path, *, rank: int, energy: float, uniform: bool,
     if output.exists():
         raise UserError(f"{output}: exists already; choose another name with --output")
     made, report = shrink(lora.pairs, rank, energy, uniform)
-    wanted = " ".join(filter(None, (rank and f"rank {rank}", energy and f"energy {energy:g}")))
+    wanted = " ".join([f"rank {rank}"] * bool(rank) + [f"energy {energy:g}"] * bool(energy))
     resized = replace(lora, pairs=made)
     # A name of its own: A1111 treats two files with one ss_output_name as the same.
     about = {"lora_fp8_tool": f"resize to {wanted}", "ss_output_name": export.slug(output.stem)}

@@ -287,8 +287,8 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 def _default(key: str) -> Any:
     """Return the default of a setting that older checkpoints did not record; None if it no longer exists."""
     section, _, name = key.partition(".")
-    model = Job.model_fields[section].annotation
-    return model.model_fields[name].default if name in getattr(model, "model_fields", {}) else None
+    fields = getattr(Job.model_fields[section].annotation, "model_fields", {})
+    return fields[name].default if name in fields else None
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -356,7 +356,8 @@ def _read(path: Path) -> Checkpoint:
             tensors.append(safetensors.torch.load(read_bytes(path / name)))
         except safetensors.SafetensorError as error:
             raise RunFailure(f"{path / name} is not a safetensors file ({error})") from None
-    return Checkpoint(path, *tensors, state)
+    adapter, optimizer = tensors
+    return Checkpoint(path, adapter, optimizer, state)
 
 
 def _prune(folder: Path, keep: int) -> list[str]:
@@ -394,7 +395,9 @@ def _write(staged: Path, final: Path, files: dict[str, bytes]) -> None:
 def _spare(final: Path) -> Path | None:
     """Return the oldest bundle if a complete one is left without it, else None."""
     others = [path for path in _candidates(final.parent) if path != final]
-    *newer, oldest = others or [None]
+    if not others:
+        return None
+    *newer, oldest = others
     return oldest if any(_broken(path) is None for path in newer) else None
 
 

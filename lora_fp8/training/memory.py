@@ -47,12 +47,12 @@ def problem(section: settings.Memory, device: torch.device) -> str:
     if section.compile == "off":
         return ""
     if device.type == "cuda":
-        needed, found = "triton", importlib.util.find_spec("triton")
+        needed, found = "triton", importlib.util.find_spec("triton") is not None
         if found and (text := precision.missing_c_compiler()):
             return f"memory.compile = 'blocks': {text}, or use 'off'"
     else:
         needed = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        found = shutil.which(needed)
+        found = shutil.which(needed) is not None
     if found:
         return ""
     return f"memory.compile = 'blocks': there is no {needed}, which torch.compile needs; install it, or use 'off'"
@@ -68,7 +68,7 @@ def apply_(denoiser: nn.Module, section: settings.Memory) -> MemoryReport:
         UserError: this denoiser has nothing to compile.
     """
     if section.gradient_checkpointing:
-        denoiser.enable_gradient_checkpointing()
+        denoiser.enable_gradient_checkpointing()  # type: ignore[operator]  # a method of diffusers' models
     compiled = _compile_blocks_(denoiser, section) if section.compile == "blocks" else ""
     return MemoryReport(section.gradient_checkpointing, compiled)
 

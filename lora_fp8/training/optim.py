@@ -341,7 +341,7 @@ class AdapterOptimizer:
                 stepped.data.copy_(state.masters[name])
             if name not in meta["steps"]:
                 continue
-            values = state.moments[name] | (state.shared if "absmax1" in state.moments[name] else {})
+            values: dict[str, Any] = state.moments[name] | (state.shared if "absmax1" in state.moments[name] else {})
             count = int(meta["steps"][name])
             values["step"] = torch.tensor(float(count), dtype=torch.float32) if self.name == "adamw" else count
             self._optimizer.state[stepped] = values
@@ -468,7 +468,7 @@ def build(
 
 
 def _make(section: Optimizer, params: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    settings = {
+    settings: dict[str, Any] = {
         "lr": lr,
         "betas": (section.beta1, beta2(section)),
         "eps": section.eps,

@@ -96,8 +96,10 @@ def inject_(
 
 def checkpoint_(encoder: nn.Module) -> None:
     """Switch on non-reentrant gradient checkpointing in a transformers model, in place."""
-    old = getattr(encoder, "gradient_checkpointing_enable", None)  # its name until transformers 5.23
-    getattr(encoder, "activation_checkpointing_enable", old)({"use_reentrant": False})
+    name = "activation_checkpointing_enable"
+    if not hasattr(encoder, name):
+        name = "gradient_checkpointing_enable"  # its name until transformers 5.23
+    getattr(encoder, name)({"use_reentrant": False})
 
 
 def answers(family: ModelFamily, pipeline: Any, prompts: Sequence[str], conds: Sequence[Cond]) -> list[Cond]:
