@@ -16,8 +16,10 @@ from pathlib import Path
 import gradio as gr
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
+from gradio.routes import App
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
+from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import api, file_routes, gradio_sessions, startup, translations
@@ -136,7 +138,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
             theme=_make_theme(),
             css_paths=STATIC / "style.css",
         )
-        mounted = app.routes[-1].app  # the app just mounted
+        mounted = _find_mounted(app)
         gradio_sessions.limit_sessions(mounted, pages)
         mounted.user_middleware.append(
             Middleware(_HeadInserter, html=_render_head(language).encode())
@@ -145,7 +147,15 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
     return app
 
 
-def _make_theme() -> gr.themes.Default:
+def _find_mounted(app: FastAPI) -> App:
+    """Return the app that Gradio mounted last."""
+    route = app.routes[-1]
+    if not isinstance(route, Mount) or not isinstance(route.app, App):
+        raise RuntimeError("gr.mount_gradio_app mounted no app of its own")
+    return route.app
+
+
+def _make_theme() -> gr.themes.Base:
     """Make Gradio's theme, with every colour below a contrast of 4.5 (WCAG AA) one shade darker."""
     theme = gr.themes.Default(primary_hue="indigo", neutral_hue="slate", font=FONTS, font_mono=MONO)
     return theme.set(

@@ -13,7 +13,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,8 @@ class _Child:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
             start_new_session=True,  # Ctrl-C in the terminal is for the page
         )
+        assert self.process.stdin is not None and self.process.stdout is not None  # both are pipes
+        self._requests, self._answers = self.process.stdin, self.process.stdout
 
     def ask(self, request: dict[str, Any], seconds: float) -> bytes:
         late = threading.Event()
@@ -95,11 +97,11 @@ class _Child:
         timer = threading.Timer(seconds, kill)
         timer.start()
         try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-            head = self.process.stdout.readline()
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.flush()
+            head = self._answers.readline()
             answer = json.loads(head) if head.endswith(b"\n") else {}
-            data = self.process.stdout.read(answer.get("bytes", 0))
+            data = self._answers.read(answer.get("bytes", 0))
         except OSError:
             answer, data = {}, b""
         finally:
@@ -188,12 +190,13 @@ def _open_header(path: str) -> Iterator[Any]:
 def _serve() -> None:
     import resource
 
+    commands: dict[str, Callable[..., bytes]] = {"show": encode_still, "move": encode_animation, "check": check}
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            data = {"show": encode_still, "move": encode_animation, "check": check}[request.pop("do")](**request)
-            answer = {"bytes": len(data)}
+            data = commands[request.pop("do")](**request)
+            answer: dict[str, Any] = {"bytes": len(data)}
         except Exception as error:  # Pillow's decoders raise SyntaxError, RuntimeError and what not on broken files
             name, data = os.path.basename(request["path"]), b""
             kind = "video" if os.path.splitext(name)[1].lower() in VIDEOS else "picture"

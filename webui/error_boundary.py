@@ -38,11 +38,11 @@ class Pages(gr.Blocks):
     def __init__(self, ui: Ui, **given: Any):
         super().__init__(**given)
         self.ui = ui
-        self.upload_file_set = Uploads()
-        self.temp_file_sets[0] = self.upload_file_set
+        self.uploaded = Uploads()
+        self.upload_file_set = self.temp_file_sets[0] = self.uploaded
         self.has_launched = True  # mounted, not launched: otherwise Gradio would not check the files that a value names
 
-    async def process_api(
+    async def process_api(  # type: ignore[override]  # what Gradio adds to these is passed on by name
         self,
         block_fn: Any,
         inputs: list[Any],
@@ -98,7 +98,7 @@ class Pages(gr.Blocks):
 
     def _check_files(self, block_fn: Any, inputs: list[Any], window: str) -> list[Any]:
         try:
-            return self.upload_file_set.check(block_fn.inputs, inputs, window)
+            return self.uploaded.check(block_fn.inputs, inputs, window)
         except UserError as error:
             raise gr.Error(sanitize.escape(self.ui.translate(str(error))), print_exception=False) from None
 

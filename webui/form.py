@@ -305,7 +305,7 @@ def _look_up(tables: Tables, key: str) -> Any:
 
 def find_origins(text: str, folder: Path = Path()) -> dict[str, str]:
     """Return where each setting that has a line comes from: the name of a preset, or "" for the text itself."""
-    found = {}
+    found: dict[str, str] = {}
     for name, tables in config.layers(text, folder=folder):
         found |= {key: name for key in settings() if _look_up(tables, key) is not None}
     return found
@@ -420,10 +420,10 @@ def _item(value: Any) -> Any:
         return tomlkit.item(value)
     rows = tomlkit.aot()
     for row in value:
-        table = tomlkit.table()
+        row_table = tomlkit.table()
         for key, one in row.items():
-            table[key] = one
-        rows.append(table)
+            row_table[key] = one
+        rows.append(row_table)
     return rows
 
 

@@ -30,7 +30,8 @@ class _DiscardingDict(dict):
 
 class _Session(SessionState):
     def __init__(self, blocks: gr.Blocks):
-        super().__init__(SimpleNamespace(default_config=blocks.default_config, blocks={}))
+        bare = SimpleNamespace(default_config=blocks.default_config, blocks={})
+        super().__init__(bare)  # type: ignore[arg-type]  # it reads no other attribute of the blocks
         self.config_values = _DiscardingDict()
 
 

@@ -89,10 +89,10 @@ class Guard:
         if refusal is None and self.login is not None:
             found = dict(headers)
             if _parse_login_language(scope["path"]):
-                return await self._serve_login(scope, found, receive, send)
+                return await self._serve_login(self.login, scope, found, receive, send)
             if scope["path"] == "/logout":
-                return await self._serve_logout(found, scope, send)
-            known, waits = self._authenticate(found, scope)
+                return await self._serve_logout(self.login, found, scope, send)
+            known, waits = self._authenticate(self.login, found, scope)
             if not known:
                 refusal = (429, f"too many wrong passwords; try again in {waits} s") if waits else (401, "log in first")
                 if not waits and scope["type"] == "http" and "text/html" in found.get("accept", ""):
@@ -135,25 +135,27 @@ class Guard:
 
     # -- who is in
 
-    def _authenticate(self, headers: dict[str, str], scope: Scope) -> tuple[bool, int]:
+    def _authenticate(self, login: Login, headers: dict[str, str], scope: Scope) -> tuple[bool, int]:
         """Return whether this request is logged in, and the seconds until a password from this address is checked.
 
         Sessions stay valid meanwhile, except in a request that also sends a password.
         """
         given = parse_basic_auth(headers.get("authorization", ""))
-        if headers.get("authorization") and (wait := self.login.get_wait(_get_client_address(scope))):
+        if headers.get("authorization") and (wait := login.get_wait(_get_client_address(scope))):
             return False, wait
-        if self.login.has_session(_read_cookie(headers)):
+        if login.has_session(_read_cookie(headers)):
             return True, 0
-        return (False, 0) if given is None else self._check_password(*given, scope)
+        return (False, 0) if given is None else self._check_password(login, *given, scope)
 
-    def _check_password(self, user: str, password: str, scope: Scope) -> tuple[bool, int]:
-        right, wait = self.login.check_password(user, password, _get_client_address(scope))
+    def _check_password(self, login: Login, user: str, password: str, scope: Scope) -> tuple[bool, int]:
+        right, wait = login.check_password(user, password, _get_client_address(scope))
         if not right and not wait:
             log.warning("a wrong user or password from %s", _get_client_address(scope))
         return right, wait
 
-    async def _serve_login(self, scope: Scope, headers: dict[str, str], receive: Receive, send: Send) -> None:
+    async def _serve_login(
+        self, login: Login, scope: Scope, headers: dict[str, str], receive: Receive, send: Send
+    ) -> None:
         """Answer GET with the form, and POST with a cookie: browsers go on to the wanted page, programs get 200."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD", "POST"):
             return await _refuse(scope, receive, send, 405, "GET or POST")
@@ -162,16 +164,16 @@ class Guard:
         after = _check_local_path(query.get("next", [""])[0]) or f"/{language}/"
         person = "text/html" in headers.get("accept", "")
         if scope["method"] != "POST":
-            if self.login.has_session(_read_cookie(headers)):
+            if login.has_session(_read_cookie(headers)):
                 return await _send_answer(send, 303, "", {"location": after})
             return await _send_answer(
                 send, 200, _render_login_form(language, after, ""), {"content-type": "text/html; charset=utf-8"}
             )
         form = parse_qs((await _read_body(receive, 8192)).decode("latin-1"), encoding="utf-8")
-        right, wait = self._check_password(form.get("username", [""])[0], form.get("password", [""])[0], scope)
+        right, wait = self._check_password(login, form.get("username", [""])[0], form.get("password", [""])[0], scope)
         if right:
             secure = "; Secure" if scope.get("scheme") == "https" else ""
-            token = self.login.start_session()
+            token = login.start_session()
             cookie = f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict; Max-Age={SESSION_SECONDS}{secure}"
             if person:
                 return await _send_answer(send, 303, "", {"location": after, "set-cookie": cookie})
@@ -189,9 +191,9 @@ class Guard:
             return await _send_answer(send, status, _render_login_form(language, after, text), more)
         await _send_answer(send, status, json.dumps({"detail": text}), more | {"content-type": "application/json"})
 
-    async def _serve_logout(self, headers: dict[str, str], scope: Scope, send: Send) -> None:
+    async def _serve_logout(self, login: Login, headers: dict[str, str], scope: Scope, send: Send) -> None:
         if scope.get("method") == "POST":
-            self.login.end_session(_read_cookie(headers))
+            login.end_session(_read_cookie(headers))
         gone = f"{COOKIE}=; Path=/; HttpOnly; SameSite=Strict; Max-Age=0"
         await _send_answer(send, 303, "", {"location": f"/{_choose_language('', headers)}/login", "set-cookie": gone})
 

@@ -152,6 +152,8 @@ def repaint_on_ticks(
 
 def get_load_event() -> Any:
     """Return the event of the page being opened."""
+    if Context.root_block is None:
+        raise RuntimeError("get_load_event: call it while a page is being built")
     return Context.root_block.load
 
 

@@ -4,8 +4,9 @@ It listens on no port: only the program that starts it can use it. It works on t
 page, and may name files below the same folders. Protocol: https://modelcontextprotocol.io.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tomlkit
 from mcp.server.mcpserver import MCPServer
@@ -56,6 +57,7 @@ def make_server(place: Place) -> MCPServer:
         job = submission.check_config(place, text)
         return f"accepted: {job.train.steps} steps of {job.model.family} into {Path(job.output_dir) / job.name}"
 
-    for name, function in {"template": template, "check": check, **api.make_endpoints(place)}.items():
+    tools: dict[str, Callable[..., Any]] = {"template": template, "check": check, **api.make_endpoints(place)}
+    for name, function in tools.items():
         found.add_tool(api.convert_errors(function, ToolError), name=name, structured_output=False)
     return found

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lora_fp8.common import reading
 
@@ -226,5 +226,5 @@ def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -125,7 +125,8 @@ def _find_port_holder(port: int) -> str:
 
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr
+            if listens and listens.port == port and connection.pid:
                 process = psutil.Process(connection.pid)
                 return f"process {process.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
     except psutil.Error:

@@ -20,15 +20,15 @@ class _NoStubs(importlib.machinery.PathFinder):
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if name != STUBS or not (spec := super().find_spec(name, path, target)):
+        if name != STUBS or not (spec := super().find_spec(name, path, target)) or spec.loader is None:
             return None
         run = spec.loader.exec_module
 
         def run_without(module: ModuleType) -> None:
             run(module)
-            module.create_or_modify_pyi = lambda component_class, class_name, events: None
+            vars(module)["create_or_modify_pyi"] = lambda component_class, class_name, events: None
 
-        spec.loader.exec_module = run_without
+        spec.loader.exec_module = run_without  # type: ignore[method-assign]  # of this one loader
         return spec
 
 

@@ -119,17 +119,18 @@ def translate_joined(language: str, line: str) -> str:
         if translated == match["line"] and (remark := next(_translate_alone(language, line), None)) is not None:
             return remark  # the part before the colon belongs to the sentence
         return f"{match['key']}：{translated}"
-    parts, translated = line.split("; "), []
+    parts = line.split("; ")
+    remarks: list[str] = []
     while parts:
         # Take the longest beginning that is one remark. It may contain semicolons, but not in its values.
         for end in range(len(parts), 0, -1):
             one = "; ".join(parts[:end])
             remark = next(_translate_alone(language, one), None)
             if remark is not None or end == 1:
-                translated.append(one if remark is None else remark)
+                remarks.append(one if remark is None else remark)
                 parts = parts[end:]
                 break
-    return "；".join(translated)
+    return "；".join(remarks)
 
 
 def _translate_alone(language: str, line: str) -> Iterator[str]:

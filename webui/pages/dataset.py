@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.blocks import Block
 
 from lora_fp8 import families
 from lora_fp8.data import buckets, captions, clips
@@ -107,7 +108,7 @@ class _Page:
             render=False,
         )
         self.tags = panel(elem_id="dataset-tags", render=False)
-        self.here = {"at": self.at, "family": self.family, "resolution": self.resolution}
+        self.here: dict[str, Block] = {"at": self.at, "family": self.family, "resolution": self.resolution}
         self.cut = {name: self._make_field(f"dataset.{name}") for name in dataset_folder.CUT}
         with gr.Row():
             self.folder = gr.Dropdown(
@@ -250,7 +251,7 @@ class _Page:
                 outputs=[self.at, self.grid],
                 **NOW,
             )
-        self.editor = {"caption": self.caption, "editing": self.editing}
+        self.editor: dict[str, Block] = {"caption": self.caption, "editing": self.editing}
         self.everything = [self.at, self.head, self.grid, self.view, self.tags, *self.editor.values()]
         # Long handlers with a progress bar need Gradio's queue; repainting follows in order.
         self.afterwards = {"fn": self.reload, "inputs_kwargs": self.here | self.editor, **NOW}
@@ -269,6 +270,7 @@ class _Page:
             [self.first, self.second],
             **NOW,
         )
+        given: dict[str, Block]
         given = {"at": self.at, "operation": self.operation, "first": self.first, "second": self.second}
         look.click(
             self.preview,
@@ -438,7 +440,7 @@ class _Page:
             empty = self.say("dataset.none" if not offered else "dataset.choose")
             nothing = [{}, f'<p class="empty">{escape(empty)}</p>', "", "", "", "", ""]
             return [choices, gr.update(visible=False), *held, *nothing]
-        if problem:
+        if problem or folder is None:
             return [choices, gr.update(visible=False), *held, {}, problem, "", "", "", "", ""]
         at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "", "chosen": []}
         at |= {"mask": mask, "finding": "", "cut": cut, "tags": tags, "unsaved": dict(_unwritten.get(folder, {}))}
@@ -482,9 +484,10 @@ class _Page:
                 note = self._show_note(self.say("dataset.filtered", what=self.say(f"dataset.kind.{name}")))
             elif do == "repair":
                 note = self._repair(at, dataset, family, resolution)
-                if (left := _parse_editing(editing))[0] in dataset.files and _is_unchanged(caption, left[1]):
-                    text = dataset.texts[left[0]]
-                    editor = self._fill_editor(left[0], text, text)
+                left, was = _parse_editing(editing)
+                if left in dataset.files and _is_unchanged(caption, was):
+                    text = dataset.texts[left]
+                    editor = self._fill_editor(left, text, text)
             elif do == "clear":
                 at |= {"query": "", "finding": "", "showing": "all", "page": 0}
             elif do in ("remove", "rename"):
@@ -666,7 +669,8 @@ class _Page:
         """Handle a tick: paint the doctor's progress or report, captioning jobs, and clips in the grid."""
         if not at:
             return [gr.skip()] * 6
-        painted, grid = seen.get("told"), gr.skip()
+        grid = gr.skip()
+        painted: float | None = seen.get("told")
         try:
             dataset = dataset_folder.open_cached(self.ui.path(at["folder"]), at["mask"])
             found = self._examine(at, dataset, family, resolution)

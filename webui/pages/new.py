@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from gradio.context import Context
+from gradio.blocks import Block
 
 from lora_fp8 import config, families
 from lora_fp8.data import clips
@@ -22,6 +22,7 @@ from .. import (
     form,
     image_folders,
     importer,
+    live_panel,
     run_cards,
     sanitize,
     submission,
@@ -361,7 +362,7 @@ class _Page:
 
     def _bind_events(self, simple: gr.Tab, every: gr.Tab, toml: gr.Tab) -> None:
         side = [self.summary, self.marks, self.changes, self.seen, self.back]
-        shown = {"everything": self.everything}
+        shown: dict[str, Block] = {"everything": self.everything}
         rows = [
             self.parts["simple"]["dataset.folders"],
             self.folder,
@@ -421,7 +422,7 @@ class _Page:
                 **QUIET,
             ).then(None, js=OPENED)
         everywhere = [part for parts in views.values() for part in parts]
-        Context.root_block.load(
+        live_panel.get_load_event()(
             functools.partial(self._repaint, "", offers=True),
             inputs_kwargs=shown,
             outputs=[*side, *everywhere, self.source],
@@ -1055,7 +1056,7 @@ class _Page:
 
     def _style_settings(self, text: str, findings: list[tuple[str, str]], everything: bool) -> str:
         """Return a style that hides settings without effect and shows each problem under its setting."""
-        rules = []
+        rules: list[str] = []
         try:
             found = form.read_values(text, self.draft.home)
             set_here = form.find_origins(text, self.draft.home)

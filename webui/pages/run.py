@@ -109,20 +109,23 @@ def build(ui: Ui) -> None:
         ]
         sent, seen = live_panel.skip_unchanged(found, seen)
         previews = events.facts.previews
-        now = [sorted(previews), list(events.facts.checkpoints), list_prompts(events)]
+        drawn_at, kept_at, prompts = sorted(previews), list(events.facts.checkpoints), list_prompts(events)
+        now = [drawn_at, kept_at, prompts]
         menus: list[Any] = [gr.skip()] * 7
         if now != steps:
-            shown_ = [(format_step(ui, one), one) for one in now[0]]
+            shown_ = [(format_step(ui, one), one) for one in drawn_at]
             # By default the base model on the left and the newest preview on the right.
-            ends = (now[0][0], now[0][-1]) if now[0] else (None, None)
+            ends = (drawn_at[0], drawn_at[-1]) if drawn_at else (None, None)
             old = steps[0] if steps else []
+            base_model: dict[str, Any] = {} if old else {"value": ends[0]}
+            first_prompt: dict[str, Any] = {} if old or not prompts else {"value": 0}
+            newest_file: dict[str, Any] = {} if steps and steps[1] else {"value": 0}
             menus = [
-                gr.update(choices=shown_, **({} if old else {"value": ends[0]})),
+                gr.update(choices=shown_, **base_model),
                 gr.update(choices=shown_),
-                gr.update(choices=list(enumerate_prompts(now[2])), **({} if old or not now[2] else {"value": 0})),
+                gr.update(choices=list(enumerate_prompts(prompts)), **first_prompt),
                 gr.update(
-                    choices=[(ui.say("run.newest"), 0), *((str(one), one) for one in reversed(now[1]))],
-                    **({} if steps and steps[1] else {"value": 0}),
+                    choices=[(ui.say("run.newest"), 0), *((str(one), one) for one in reversed(kept_at))], **newest_file
                 ),
                 gr.update(visible=any("clips" in event for event in previews.values())),
                 now,
@@ -412,8 +415,8 @@ def render_slider(
         if step is None or number >= len(paths):
             return f'<p class="empty">{ui.say("run.choose_two")}</p>'
         name, clip = format_step(ui, step), clips[number] if number < len(clips) else None
-        moves = moving and clip is not None
-        found.append((name, ui.picture(clip if moves else paths[number], 1024, moves)))
+        shown = clip if moving and clip is not None else paths[number]
+        found.append((name, ui.picture(shown, 1024, moving and clip is not None)))
         if clip is not None:
             link = f'<a class="button" href="{escape(ui.download(clip))}" download>'
             saved.append(f"{link}{ui.say('run.download')}: {escape(name)}</a>")

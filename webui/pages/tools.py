@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.blocks import Block
 
 from lora_fp8 import jobs
 from lora_fp8.errors import UserError
@@ -58,6 +59,7 @@ def build(ui: Ui) -> None:
             *shown,
         ]
 
+    given: dict[str, Block]
     given = {"tool": tool, "file": file, "base": base, "layout": layout, "rank": rank, "energy": energy}
     given |= {"sources": sources, "output": output, "dtype": dtype}
 
@@ -67,7 +69,7 @@ def build(ui: Ui) -> None:
     def submit_job(**values: Any) -> str:
         return _render_answer(ui, lambda: _queue(ui, **values))
 
-    quiet = {"api_visibility": "private"}
+    quiet: dict[str, Any] = {"api_visibility": "private"}
     tool.change(choose, tool, [about, file, later, result, *rows], show_progress="hidden", queue=False, **quiet)
     start.click(run_now, inputs_kwargs=given, outputs=result, concurrency_limit=2, trigger_mode="once", **quiet)
     later.click(submit_job, inputs_kwargs=given, outputs=result, concurrency_limit=None, trigger_mode="once", **quiet)
