@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
@@ -564,24 +564,24 @@ def cache(
     """Show size and last use of the image cache. Delete entries that no run uses any more."""
     from ..data import cache as data_cache
 
-    pruning = prune_unused_days is not None
-    deleted = data_cache.prune(folder, prune_unused_days) if pruning else []
+    deleted = data_cache.prune(folder, prune_unused_days) if prune_unused_days is not None else []
     entries = data_cache.stored(folder)
+    held_bytes, deleted_bytes = (sum(entry.bytes for entry in each) for each in (entries, deleted))
     content = {
         "folder": str(folder),
         "entries": len(entries),
-        "bytes": sum(entry.bytes for entry in entries),
+        "bytes": held_bytes,
         "oldest_use": entries[0].used if entries else None,
         "newest_use": entries[-1].used if entries else None,
         "deleted": len(deleted),
-        "deleted_bytes": sum(entry.bytes for entry in deleted),
+        "deleted_bytes": deleted_bytes,
     }
     if as_json:
         print(json.dumps(content, ensure_ascii=False, indent=1))
         return
-    if pruning:
-        print(f"{folder}: {len(deleted)} entries deleted, {content['deleted_bytes'] / 2**20:.1f} MiB")
-    print(f"{folder}: {len(entries)} entries, {content['bytes'] / 2**20:.1f} MiB")
+    if prune_unused_days is not None:
+        print(f"{folder}: {len(deleted)} entries deleted, {deleted_bytes / 2**20:.1f} MiB")
+    print(f"{folder}: {len(entries)} entries, {held_bytes / 2**20:.1f} MiB")
     if entries:
         ages = [(time.time() - entry.used) / 86400 for entry in (entries[0], entries[-1])]
         print(f"last used between {ages[0]:.0f} and {ages[1]:.0f} days ago")
@@ -615,8 +615,9 @@ def caption(
         raise UserError(f"--kind {kind!r}: accepted are text, tags")
     from ..data import captioner
 
+    checked: Literal["text", "tags"] = "text" if kind == "text" else "tags"
     settings = captioner.Settings(
-        model, kind, prompt, overwrite, trigger, max_tokens, threshold, tuple(exclude), batch_size, dtype, revision
+        model, checked, prompt, overwrite, trigger, max_tokens, threshold, tuple(exclude), batch_size, dtype, revision
     )
     result = captioner.run(folder, settings, echo=_json_line if as_json else _print_event, mask=mask)
     captioner.problems(result, folder)

@@ -67,8 +67,8 @@ def look(
         job = config.load(target, overrides)
         section, family = job.dataset, job.model.family
     if not resolution:
-        auto = section.resolution == "auto"
-        resolution = families.get(family).native_resolution if auto else section.resolution
+        native = families.get(family).native_resolution
+        resolution = native if section.resolution == "auto" else section.resolution
     report = doctor.examine(
         section,
         resolution=resolution,

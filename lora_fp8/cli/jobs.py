@@ -166,7 +166,12 @@ def show(
     if as_json:
         print(json.dumps(view.to_json() | {"log_tail": lines}, ensure_ascii=False, indent=1))
         return
-    facts = {"folder": view.folder, "log": view.log, "command": " ".join(view.command), "gpus": view.assigned}
+    facts: dict[str, object] = {
+        "folder": view.folder,
+        "log": view.log,
+        "command": " ".join(view.command),
+        "gpus": view.assigned,
+    }
     facts |= {"attempts": f"{view.attempts}", "saved at step": view.saved_step}
     lines = [*(f"{name}: {value}" for name, value in facts.items() if value), "", *lines]
     print("\n".join([*_format_table([view]), *lines]))

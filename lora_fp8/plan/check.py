@@ -72,7 +72,7 @@ def _check_sizes(job: Job, report: images.ScanReport, result: Check) -> None:
     try:
         resolved = resolve.resolve_auto(job, families.get(job.model.family))
         if job.dataset.resolution == "auto":
-            images.note_sizes(report, resolved.dataset, resolved.dataset.resolution)
+            images.note_sizes(report, resolved.dataset, resolve.get_resolution(resolved))
         placement.split(resolved, report.examples)
     except UserError as error:
         result.problems += getattr(error, "problems", [str(error)])
@@ -108,10 +108,10 @@ def _check_with_base(job: Job, report: images.ScanReport, result: Check) -> None
 
 def _add_buckets(job: Job, report: images.ScanReport, result: Check) -> None:
     """Add the size and the number of images of each bucket, if the sizes are known."""
-    section = job.dataset
-    if "auto" in (section.resolution, section.bucket_step):
+    resolution, step = job.dataset.resolution, job.dataset.bucket_step
+    if resolution == "auto" or step == "auto":
         return
-    placed = buckets.assign(report.examples, section, resolution=section.resolution, step=section.bucket_step)
+    placed = buckets.assign(report.examples, job.dataset, resolution=resolution, step=step)
     sizes = {buckets.named(bucket): len(members) for bucket, members in buckets.group(placed).items()}
     if sizes:
         result.facts.append("buckets " + ", ".join(f"{size}: {count}" for size, count in sizes.items()))

@@ -19,6 +19,7 @@ from ..settings import Job
 from ..training import checkpoint, optim
 from ..training.text_encoders import Adapted, inject_
 from . import dry_run
+from .resolve import get_resolution
 
 FILE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 HEADER_BYTES = 120
@@ -101,7 +102,7 @@ def estimate_run(job: Job, named: Named, folder: Path, world: int = 1) -> list[N
 def _count_preview_bytes(job: Job, steps: range) -> int:
     """Estimate the bytes of the previews of these steps, and of the sheet with the first and the last."""
     section = job.preview
-    side = job.dataset.resolution
+    side = get_resolution(job)
     pixels = (section.width or side) * (section.height or side) * section.frames * len(section.prompts)
     times = 1 + (section.at_start and steps.start == 1) + 2  # the last, the first, and the sheet's two rows
     times += sum(step % section.every == 0 for step in steps[:-1]) if section.every else 0

@@ -150,7 +150,8 @@ def estimate(plan: Plan, device: str = "cpu") -> Estimate:
     notes: list[str] = []
 
     denoiser, waiting, buffers = _build_denoiser(job, family)
-    cond_shapes = family.longest_cond(dict(denoiser.config))
+    denoiser_config: Any = denoiser.config  # of diffusers, a dict
+    cond_shapes = family.longest_cond(dict(denoiser_config))
     vae_encode, latents = _measure_vae(family, heaviest, "encode", notes)
     previews = job.preview.width or heaviest[0], job.preview.height or heaviest[1], job.preview.frames
     vae_decode = _measure_vae(family, previews, "decode", notes)[0] if job.preview.prompts else 0
@@ -270,7 +271,8 @@ def _build_text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Mo
 
 def _measure_text_step(encoder: torch.nn.Module, num: int) -> int:
     """Measure the peak bytes of a forward and backward pass of a text encoder over `num` captions."""
-    tokens = torch.zeros(num, encoder.config.max_position_embeddings, dtype=torch.long, device=META)
+    encoder_config: Any = encoder.config  # of transformers
+    tokens = torch.zeros(num, encoder_config.max_position_embeddings, dtype=torch.long, device=META)
     with dry_run.on_meta(), dry_run.Tally() as tally:
         encoder(tokens, output_hidden_states=True)[0].sum().backward()
     return tally.most

@@ -9,6 +9,7 @@ from ..data.cache import Cache, Prompt, whole
 from ..errors import UserError
 from ..families.base import ModelFamily
 from ..settings import Job
+from .resolve import get_resolution
 
 Buckets = dict[bucketing.Bucket, list[bucketing.Placed]]
 
@@ -58,8 +59,10 @@ def scan(job: Job, Family: type[ModelFamily]) -> images.ScanReport:
 
 def place(job: Job, examples: list[images.Example]) -> Buckets:
     """Put every image and clip into its bucket. The job's "auto" sizes must be resolved."""
-    section = job.dataset
-    placed = bucketing.assign(examples, section, resolution=section.resolution, step=section.bucket_step)
+    section, step = job.dataset, job.dataset.bucket_step
+    if step == "auto":
+        raise ValueError('dataset.bucket_step is still "auto"; call resolve_auto first')
+    placed = bucketing.assign(examples, section, resolution=get_resolution(job), step=step)
     return bucketing.group(placed)
 
 

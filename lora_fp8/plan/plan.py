@@ -27,7 +27,7 @@ from ..settings import Job
 from ..training import memory, optim
 from . import disk_budget
 from .placement import PlacedImages, make_preview_prompts, place_images, scan
-from .resolve import choose_layouts, get_run_folder, make_family, resolve_auto
+from .resolve import choose_layouts, get_resolution, get_run_folder, make_family, resolve_auto
 from .start import read_start_values
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def attempt(
     if resolved is None or report.problems:
         return None, problems
     if job.dataset.resolution == "auto":
-        images.note_sizes(report, resolved.dataset, resolved.dataset.resolution)
+        images.note_sizes(report, resolved.dataset, get_resolution(resolved))
     placed = problems.collect(partial(place_images, resolved, report))
     if placed is None or layers is None:
         if job.adapter.init_from and not resume:
@@ -181,8 +181,9 @@ def attempt(
         return None, problems
     for width, height, *_ in placed.buckets | placed.held_out_buckets:
         problems.collect(partial(family.check_bucket, width, height))
-    if job.preview.prompts and job.preview.guidance != "auto":
-        problems.collect(lambda: family.guidance_inputs(job.preview.guidance))
+    guidance = job.preview.guidance
+    if job.preview.prompts and guidance != "auto":
+        problems.collect(partial(family.guidance_inputs, guidance))
     plan = Plan(resolved, family, placed, layers)
     if not resume:
         problems.collect(lambda: plan.start)
@@ -211,7 +212,7 @@ def _find_warnings(plan: Plan, facts: Mapping[str, bool]) -> list[str]:
     job, family = plan.job, plan.family
     return [
         *family.warnings,
-        *find_unused_settings(job, family.facts_of_base() | plan.layers.facts | facts),
+        *find_unused_settings(job, {**family.facts_of_base(), **plan.layers.facts, **facts}),
         *optim.cautions(job.optimizer),
         *(optim.lr_factors(job.optimizer, plan.adapted_layers)[1] if job.optimizer.lrs else []),
     ]

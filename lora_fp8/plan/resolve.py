@@ -69,6 +69,17 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
     return job.model_copy(update={"dataset": job.dataset.model_copy(update=updates), "export": section})
 
 
+def get_resolution(job: Job) -> int:
+    """Return `dataset.resolution` of a job from `resolve_auto`.
+
+    Raises:
+        ValueError: it is still "auto".
+    """
+    if job.dataset.resolution == "auto":
+        raise ValueError('dataset.resolution is still "auto"; call resolve_auto first')
+    return job.dataset.resolution
+
+
 def choose_layouts(job: Job, family: ModelFamily) -> Job:
     """Choose layouts that support the job's kind of adapter, before anything is encoded. Returns the job with them.
 

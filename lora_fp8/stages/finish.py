@@ -4,7 +4,7 @@ import gc
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..families.base import ModelFamily
 from ..lora_files import export
 from ..objectives import PREDICTION_TYPES
 from ..plan.placement import find_holdout_candidates, place, scan, split
-from ..plan.resolve import choose_layouts, make_family, resolve_auto
+from ..plan.resolve import choose_layouts, get_resolution, make_family, resolve_auto
 from ..run import Run, ownership
 from ..settings import Job
 from ..training import checkpoint, memory, optim
@@ -62,7 +62,7 @@ def finish(session: Session, data: Data, loaded: Loaded, step: int) -> Result:
         return Result(run, [], [])
     if drawn and (before := _read_first_previews(job.preview.prompts, run)):
         first = "start" if job.adapter.init_from else "base"
-        rows = {first: before, f"LoRA, step {step}": drawn}
+        rows: dict[str, Sequence[Image.Image]] = {first: before, f"LoRA, step {step}": drawn}
         previews.write_png(previews.contact_sheet(rows, job.preview.prompts), run.samples / "contact_sheet.png")
 
     state = adapters.state(loaded.adapted)
@@ -134,7 +134,8 @@ def verify_files(
     if layers := {f"{layer.name}.weight": layer for layer in loaded.layers.quantized}:
         base_tensors = partial(_iterate_base, family, layers, job.quantize)
     # Two copies of a large model would not fit beside each other.
-    loaded.denoiser = loaded.optimizer = loaded.exchange = loaded.text = None
+    loaded.denoiser = loaded.optimizer = loaded.exchange = None  # type: ignore[assignment]  # not read again
+    loaded.text = None
     gc.collect()
     device = _choose_device(family.device, loaded.layers.plain_num_bytes, run)
     redrawn = None
@@ -142,10 +143,17 @@ def verify_files(
         redrawn = verify.Previews(drawn, partial(_redraw, job, family, data))
     reports = []
     for path in files:
-        options = {"probe": probe, "previews": redrawn, "base": base_tensors, "device": device}
-        # All files hold the same adapter, so the effect of merging is measured once.
-        options["merged"] = path == files[0]
-        report = verify.check(path, family, state=state, scaling=_compute_scaling(job, state), **options)
+        report = verify.check(
+            path,
+            family,
+            state=state,
+            scaling=_compute_scaling(job, state),
+            probe=probe,
+            previews=redrawn,
+            base=base_tensors,
+            device=device,
+            merged=path == files[0],  # all files hold the same adapter, so the effect of merging is measured once
+        )
         run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
         reports.append(report)
     content = {report.file: report.to_json() for report in reports}
@@ -173,7 +181,7 @@ def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Im
     prompts = data.previews
     if job.adapter.text_encoder:
         prompts = prompts.encode(partial(answers, family, pipeline))
-    return previews.render(family, pipeline, prompts, job.preview, job.dataset.resolution)
+    return previews.render(family, pipeline, prompts, job.preview, get_resolution(job))
 
 
 def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
@@ -280,7 +288,7 @@ def _make_kind_settings(section: settings.Adapter) -> dict[str, str]:
     """Make the settings that LyCORIS writes into files of its kinds; {} for LoRA and DoRA."""
     if section.type not in ("lokr", "loha"):
         return {}
-    kind_settings = {"algo": section.type}
+    kind_settings: dict[str, str] = {"algo": section.type}
     if section.type == "lokr":
         kind_settings |= {"factor": str(section.factor or -1), "decompose_both": str(section.decompose_both)}
     return kind_settings
@@ -311,7 +319,7 @@ def _make_facts(
         learning_rate_factor=factor,
         text_encoder_lr=optim.text_encoder_lr(job.optimizer) if job.adapter.text_encoder else None,
         seed=job.seed,
-        resolution=(job.dataset.resolution, job.dataset.resolution),
+        resolution=(get_resolution(job), get_resolution(job)),
         folders=tuple(folders),
         batch_size=job.train.batch_size * job.train.accumulate,
         optimizer=job.optimizer.name,

@@ -19,6 +19,7 @@ from torch import nn
 from .. import settings
 from ..common.writing import atomic_write
 from ..families.base import ModelFamily
+from ..plan.resolve import get_resolution
 from .cache import PreviewPrompts
 from .session import Session
 
@@ -73,7 +74,7 @@ def draw(session: Session, denoiser: nn.Module, prompts: PreviewPrompts, step: i
         The images on the main process (of clips, the first frames), none on the others or where one failed.
     """
     family, run, processes = session.family, session.run, session.processes
-    section, side = session.job.preview, session.job.dataset.resolution
+    section, side = session.job.preview, get_resolution(session.job)
     numbers = processes.share(range(len(prompts.conds)))
     problem, was_training = None, denoiser.training
     denoiser.eval()  # no dropout

@@ -91,7 +91,8 @@ def compute_gradient_(
     processes, accumulate = session.processes, session.job.train.accumulate
     positions = range((step - 1) * accumulate, step * accumulate)
     num_samples = sum(map(data.loader.total, positions))
-    loss_sum, faults, failure = 0.0, [], None
+    loss_sum, failure = 0.0, None
+    faults: list[str] = []
     try:
         loss_sum, faults = _accumulate_(session, data, loaded, step, positions)
     except Exception as error:  # the other processes wait for the sums, which bring them the failure
