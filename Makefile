@@ -31,6 +31,8 @@ check: .venv/installed
 	@echo "== ruff"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@echo "== mypy (about a minute; seconds when it has run before)"
+	$(BIN)/mypy
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -46,4 +48,4 @@ format: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache lora_fp8.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache lora_fp8.egg-info

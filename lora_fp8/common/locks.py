@@ -6,7 +6,7 @@ from typing import IO, Any
 try:
     import fcntl
 except ModuleNotFoundError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # tested before each use
     import msvcrt
 
 FAR = 1 << 40  # beyond the end of the file, as Windows keeps others from reading the locked byte

@@ -111,7 +111,7 @@ class TeLinear(FrozenLinear):
         return self.inner.weight
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:  # type: ignore[override]  # dequantized at every access
         return self.qweight.detach() if self.inner is None else self.qweight.dequantize(dtype=self.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # `takes_lora` is False here

@@ -94,7 +94,7 @@ class TorchaoLinear(FrozenLinear):
             raise ValueError(f"torchao's weight-only tensors are decoded, not multiplied in {compute}")
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:  # type: ignore[override]  # dequantized at every access
         return self.qweight.dequantize()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # `takes_lora` is False here

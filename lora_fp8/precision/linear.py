@@ -156,7 +156,7 @@ class FrozenLinear(nn.Linear):
             self.register_buffer("amax_newest", torch.zeros(2, 1, device=device), persistent=False)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:  # type: ignore[override]  # dequantized at every access
         """The dequantized weight (N, K) in the compute dtype, computed at every access."""
         return decode(here(self.parts()), self.form.storage, self.compute_dtype)
 

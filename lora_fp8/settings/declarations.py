@@ -20,7 +20,7 @@ SCALES = {
 TORCHAO_LACKS = ("none", "128x128")
 """Scales of fp8 that torchao's weight-only tensors have no granularity for."""
 STORAGES = ("bf16", *(name for kind, scales in SCALES.items() for name in (kind, *(f"{kind} {one}" for one in scales))))
-Storage = Literal[STORAGES]  # type: ignore[valid-type]
+Storage = Literal[STORAGES]  # type: ignore[valid-type]  # pydantic reads the tuple
 """A storage, with a scale if it is not the storage's own."""
 MOST_RANK = 1024
 MOST_LR = 10.0  # the factor of prodigy; the rate of any other optimizer is below 1

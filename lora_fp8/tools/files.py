@@ -60,7 +60,8 @@ class About:
         counted: list[tuple[str, Mapping[Any, int]]]
         counted = [("rank", self.ranks), ("alpha", self.alphas), ("dtype", self.dtypes)]
         told = [", ".join(f"{value} ({count})" for value, count in found.items()) for _, found in counted]
-        right = {True: "right", False: "WRONG: not of these bytes", None: "absent"}[self.hashes["header"]]  # type: ignore[index]
+        answers: dict[object, str] = {True: "right", False: "WRONG: not of these bytes", None: "absent"}
+        right = answers[self.hashes["header"]]
         norms = list(self.norms.items())
         return [
             f"{self.file}: {self.bytes / 2**20:.1f} MiB, {kinds.TITLES[self.kind]} of {len(norms)} layers, "
