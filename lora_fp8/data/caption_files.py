@@ -75,6 +75,8 @@ class Swap:
         self.folders = sorted({path.parent for path in files})
         self.changing = {path: sides for path, sides in files.items() if sides[0] != sides[1]}
         self.placed: list[Path] = []
+        self.done = False
+        """All files have their new bytes, durably."""
 
     def stage(self, told: Callable[[int, int], object] | None = None) -> None:
         """Write old and new bytes under temporary names, durably. No caption changes.
@@ -110,6 +112,7 @@ class Swap:
                 os.replace(_new(path), path)
         for folder in self.folders:
             sync_folder(folder)
+        self.done = True
 
     def take_back(self) -> int:
         """Restore the old bytes of the files that were placed. Return how many may still have the new ones."""

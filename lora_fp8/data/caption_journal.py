@@ -168,11 +168,13 @@ class Journal:
         done, undone: numbers of the edits that can be undone and redone, the next one last.
         last: the highest number.
         open: the operation that has begun and has no end.
+        in_doubt: the last line could not be written, nor taken out again: it may be in the file after a crash.
     """
 
     def __init__(self, folder: Path):
         self.folder, self.path = folder, Path(os.path.expanduser(folder)) / JOURNAL
         self._descriptor: int | None = None
+        self.in_doubt = False
         self._forget()
 
     def _forget(self) -> None:
@@ -349,6 +351,7 @@ class Journal:
 
     def _append(self, raw: bytes) -> int:
         """Append a line, durably. Return the size of the file before."""
+        self.in_doubt = False
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
             size = os.fstat(descriptor).st_size
@@ -360,7 +363,11 @@ class Journal:
                 if not size:
                     sync_folder(self.path.parent)
             except BaseException:
-                os.ftruncate(descriptor, size)
+                try:
+                    os.ftruncate(descriptor, size)
+                    os.fsync(descriptor)
+                except OSError:  # on some file systems even this needs free space
+                    self.in_doubt = True
                 raise
             if self._descriptor is None:
                 self._descriptor = os.dup(descriptor)

@@ -914,7 +914,8 @@ def _carry_out(
         swap.place()
         journal.end()
     except BaseException as error:
-        stuck = swap.take_back()
+        # If the end may be in the journal, files that were restored would contradict it.
+        stuck = len(files) if swap.done and journal.in_doubt else swap.take_back()
         if line and not stuck:
             journal.cancel()
         if not isinstance(error, OSError):
