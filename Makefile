@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine (Debian or Ubuntu, Python 3.11+, no GPU, no model hub):
 #   make demo                 train a LoRA on the bundled miniature base and look at it   (FAMILY=flux for the other one)
 #   make test                 the checks and the whole test suite
+#   make test ROOM=precision  only the tests of one room (tests/rooms.toml), most of them in seconds
 #   make fuzz                 50,000 broken and hostile files: settings, LoRA files, images, imports (about half an hour)
 #   make torture              every crash point and every power loss of tests/crash, and thousands of kills (two hours)
 # All create .venv when it is missing and install what pyproject.toml and constraints.txt name.
@@ -14,10 +15,15 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/lora-fp8 demo --family $(FAMILY)
 
+ifdef ROOM
+test: .venv/installed
+	$(BIN)/python -m pytest --room $(ROOM)
+else
 test: check
 	@scripts/install_browser.sh
 	@echo "== tests (two at a time; about half an hour)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+endif
 
 fuzz: .venv/installed
 	@echo "== fuzz: 20,000 settings, 20,000 LoRA files, 5,000 images, 5,000 imports; what fails is kept in fuzz-failures/"

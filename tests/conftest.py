@@ -11,6 +11,7 @@ import hashlib
 import os
 import random
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,6 +61,9 @@ every = 2
 verify = false
 """
 
+
+ROOMS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("rooms.toml").read_text(encoding="utf-8"))
+"""Test files by the room that they ask about."""
 
 LONGEST = (
     "crash/test_kills.py",
@@ -252,5 +256,15 @@ def tree_hash() -> Callable[[Path], dict[str, str]]:
     return hashes
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-golden", action="store_true", help="write the golden files anew instead of comparing")
+    parser.addoption("--room", choices=sorted(ROOMS), help="only the tests of one room (tests/rooms.toml)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import nothing of other rooms."""
+    room = config.getoption("room")
+    if room is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    name = collection_path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
+    return None if name in ROOMS[room] else True

@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -261,3 +262,11 @@ def test_text_files_have_an_encoding() -> None:
             if "b" not in str(mode):
                 offenders.append(f"{path}:{node.lineno}: {called} without encoding")
     assert not offenders, "\n".join(offenders)
+
+
+def test_every_test_file_belongs_to_one_room_and_every_room_has_some():
+    folder = ROOT / "tests"
+    rooms = tomllib.loads((folder / "rooms.toml").read_text(encoding="utf-8"))
+    there = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("test_*.py")]
+    assert sorted(name for names in rooms.values() for name in names) == sorted(there)
+    assert {path.parent.name for path in (ROOT / "lora_fp8").glob("*/__init__.py")} <= rooms.keys()
