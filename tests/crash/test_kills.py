@@ -49,10 +49,12 @@ def test_killed_wherever_it_is_it_ends_with_the_same_bytes(rig, trained, fresh, 
     completed = 0
     while kills.total() < KILLS or completed < len(PLACES):
         place, code = fresh(), -9
-        aims = iter([PLACES[completed % len(PLACES)]])  # the first one of a run always hits
+        first: str | None = PLACES[completed % len(PLACES)]
         while code:
-            aim = next(aims, None) or rng.choice(PLACES)
-            at = rng.randint(1, many[aim])
+            aim = rng.choice(PLACES) if first is None else first
+            # The first kill of a run always hits: the number of calls varies a little, so the last ones are not aimed at.
+            at = rng.randint(1, many[aim] if first is None else max(1, many[aim] // 2))
+            first = None
             outcome = rig.play("training", place, "kill", at, match=aim, settings=trained.settings)
             code = outcome.code
             assert code in (0, -9), outcome.text
@@ -62,7 +64,7 @@ def test_killed_wherever_it_is_it_ends_with_the_same_bytes(rig, trained, fresh, 
         assert scene.view(place) == trained.view, f"other bytes, SEED={SEED}, run {completed}"
         completed += 1
         shutil.rmtree(place)
-    assert min(kills[part] for part in PLACES) >= 1
+    assert all(kills[part] for part in PLACES), kills
     with capsys.disabled():
         print(f"\nSEED={SEED}: {kills.total()} kills over {completed} runs: {dict(kills)}")
 
