@@ -52,7 +52,7 @@ def test_killed_wherever_it_is_it_ends_with_the_same_bytes(rig, trained, fresh, 
         first: str | None = PLACES[completed % len(PLACES)]
         while code:
             aim = rng.choice(PLACES) if first is None else first
-            # The first kill of a run always hits: the number of calls varies a little, so the last ones are not aimed at.
+            # The first kill of a run always hits: the number of calls varies a little, so the last ones are left out.
             at = rng.randint(1, many[aim] if first is None else max(1, many[aim] // 2))
             first = None
             outcome = rig.play("training", place, "kill", at, match=aim, settings=trained.settings)
