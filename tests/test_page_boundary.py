@@ -19,7 +19,7 @@ FAILURES = {
 }
 VALUES = {"dataframe": {"headers": [], "data": []}, "slider": 0.5}
 """Of components that do not take None."""
-KEPT = {"en": "What you typed is kept", "zh-CN": "已填写的内容都还在"}
+KEPT = {"en": "Your input is kept", "zh-CN": "已填写的内容都还在"}
 
 
 @pytest.fixture(autouse=True)

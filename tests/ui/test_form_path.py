@@ -168,10 +168,10 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     page.locator("#new-model-path input").press("Enter")
     expect(field(page, "new-model-family")).to_have_value("Stable Diffusion XL")
     expect(page.locator("#new-model-components")).to_be_visible()
-    expect(problems).to_contain_text("底模是单个文件")
+    expect(problems).to_contain_text("单文件底模不含分词器和配置")
     page.locator("#new-model-family input").click()
     page.get_by_role("option", name="Stable Diffusion 1.5", exact=True).click()
-    expect(problems).to_contain_text("xl.safetensors 是 Stable Diffusion XL，而表单里选的是 Stable Diffusion 1.5")
+    expect(problems).to_contain_text("xl.safetensors 是 Stable Diffusion XL，而当前选的架构是 Stable Diffusion 1.5")
     beside = "getComputedStyle(document.querySelector('#new-model-path'), '::after').content"
     assert "Stable Diffusion XL" in page.evaluate(beside)
     view(page, 1)

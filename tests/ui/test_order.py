@@ -153,7 +153,7 @@ def test_a_caption_that_was_typed_is_not_lost(visit: Callable[..., Page], pictur
     expect(page.locator("#dataset-grid .thumb").first).not_to_contain_text("zibo")
     picked(page, "b")
     expect(editor).to_have_value(CAPTIONS["b"])
-    expect(said).to_contain_text("Not saved: what you typed for a.png")
+    expect(said).to_contain_text("The caption of a.png was not saved")
     picked(page, "a")
     expect(editor).to_have_value("typed")
     page.click("#dataset-next")
