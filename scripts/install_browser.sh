@@ -18,4 +18,5 @@ if ! command -v apt-get >/dev/null || [ "$as_root" = none ]; then
 fi
 echo "== installing for the page's browser tests:$(echo " $needed" | tr -s ' ')"
 # shellcheck disable=SC2086 - several words on purpose
-$as_root apt-get update -qq && DEBIAN_FRONTEND=noninteractive $as_root apt-get install -qq -y --no-install-recommends $needed >/dev/null
+$as_root apt-get -o DPkg::Lock::Timeout=600 update -qq &&
+    DEBIAN_FRONTEND=noninteractive $as_root apt-get -o DPkg::Lock::Timeout=600 install -qq -y --no-install-recommends $needed >/dev/null
