@@ -85,6 +85,7 @@ class Clients:
         self.request = tick_of(address)
 
     def run(self) -> None:
+        """Run all clients and wait for them."""
         threads = [threading.Thread(target=self._client, args=(number,)) for number in range(self.count)]
         for thread in threads:
             thread.start()

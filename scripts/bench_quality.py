@@ -102,6 +102,7 @@ NUM_COMPARED = 16
 
 
 def cell_path(family: str, mode: str, factor: float, seed: int) -> Path:
+    """Return the file with the results of one training."""
     return CELLS / f"{family}-{mode}-{factor:g}-{seed}.json"
 
 
@@ -181,6 +182,7 @@ def draw_held_out(folder: Path) -> None:
 
 
 def pixels(sheet: Image.Image) -> numpy.ndarray:
+    """Return a contact sheet as float64 RGB values from 0 to 255, (H, W, 3)."""
     return numpy.asarray(sheet.convert("RGB"), dtype=numpy.float64)
 
 
@@ -273,6 +275,7 @@ def table(families_shown: list[str]) -> str:
 
 
 def shown(values: list[float], form: str) -> str:
+    """Format the mean of some values and, of more than one, their range; "" for none."""
     if not values:
         return ""
     mean = format(statistics.fmean(values), form)

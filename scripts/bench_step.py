@@ -196,15 +196,18 @@ class Candidate:
 
     @property
     def ours(self) -> bool:
+        """True for this trainer, False for a peer."""
         return self.name.startswith("ours")
 
     @property
     def title(self) -> str:
+        """Name of the candidate in tables, with its switches."""
         switches = " + compile" * self.compile + " + CUDA graphs" * self.cuda_graphs
         return self.name + switches + " + checkpointing" * self.checkpointing
 
 
 def ours(**settings: Any) -> Build:
+    """Return a function that builds a model as this trainer does, with these settings of [quantize]."""
     section = Quantize(**settings)
 
     def build(model: str, size: str, device: torch.device) -> nn.Module:
@@ -220,6 +223,7 @@ def ours(**settings: Any) -> Build:
 
 
 def plain(model: str, size: str, device: torch.device) -> nn.Module:
+    """Build the denoiser in bf16, with random weights and without adapters."""
     denoiser = network(model, size)
     precision.quantize_(denoiser, Quantize(storage="bf16"), (), BF16)
     return fill_(denoiser, model, size, device)
@@ -235,16 +239,19 @@ def with_adapters(denoiser: nn.Module, model: str) -> nn.Module:
 
 
 def peft_bf16(model: str, size: str, device: torch.device) -> nn.Module:
+    """Build peft's LoRA on a bf16 base."""
     return with_adapters(plain(model, size, device), model)
 
 
 def layerwise_casting(model: str, size: str, device: torch.device) -> nn.Module:
+    """Build diffusers' layerwise casting: FP8 storage, dequantized before each layer."""
     denoiser = plain(model, size, device)
     denoiser.enable_layerwise_casting(storage_dtype=E4M3, compute_dtype=BF16)
     return with_adapters(denoiser, model)
 
 
 def torchao_training(model: str, size: str, device: torch.device) -> nn.Module:
+    """Build torchao's float8 training, which quantizes a bf16 weight at every step."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     denoiser = plain(model, size, device)
@@ -259,6 +266,7 @@ def torchao_training(model: str, size: str, device: torch.device) -> nn.Module:
 
 
 def torchao_weight_only(model: str, size: str, device: torch.device) -> nn.Module:
+    """Build torchao's float8 weights, dequantized in each matmul."""
     from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
     denoiser = plain(model, size, device)
@@ -296,6 +304,7 @@ PEERS = [
 
 
 def candidates() -> list[Candidate]:
+    """List every mode, with and without checkpointing and compilation; the first three also with CUDA graphs."""
     found = []
     for modes in (OURS, PEERS):
         for checkpointing in (False, True):
@@ -347,12 +356,14 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5)
 
     def forward_backward(self) -> None:
+        """Compute the gradients of one batch."""
         cast = torch.autocast(self.device.type, BF16) if self.candidate.autocast else contextlib.nullcontext()
         with cast:
             answer = self.denoiser(**self.inputs, return_dict=False)[0]
         answer.float().square().mean().backward()
 
     def step(self) -> None:
+        """Make one optimizer step."""
         self.forward_backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -371,14 +382,17 @@ class Trainer:
         return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
 
     def held_bytes(self) -> int:
+        """Bytes of the denoiser's parameters and buffers, adapters included."""
         return sum(map(num_bytes, [*self.denoiser.parameters(), *self.denoiser.buffers()]))
 
     def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's tensors."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return sum(value.nbytes for value in states if isinstance(value, Tensor))
 
 
 def wait(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -451,6 +465,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def address(tensor: Tensor) -> int:
+    """Return a number that tensors on one storage share."""
     try:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # a subclass without a storage of its own
@@ -508,6 +523,7 @@ def rates(model: str, size: str, pixels: int, device: torch.device) -> dict[str,
 
 
 def best(function: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+    """Return the shortest of some calls in seconds, after one call to warm up."""
     # On a CPU the time that its threads worked: other programs may have it the rest of the time.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     function()
@@ -615,6 +631,7 @@ class Chip:
     memory: float
 
     def rates(self) -> dict[str, float]:
+        """Return the data sheet's peaks by the names of the measured rates: FLOP/s, and bytes/s."""
         found = dict.fromkeys(("gemm_bf16", "attention_forward", "attention_backward"), self.bf16)
         return found | {"gemm_fp8": self.fp8, "bytes": self.bandwidth}
 
@@ -655,6 +672,7 @@ def plan(chip: str, model: str, pixels: int, args: argparse.Namespace) -> list[s
 
 
 def plan_head(chip: str, command: str) -> list[str]:
+    """Return the lines above the tables of a plan."""
     of = CHIPS[chip]
     return [
         f"# Seconds per step, calculated: {chip}",
@@ -675,10 +693,12 @@ def plan_head(chip: str, command: str) -> list[str]:
 
 
 def chosen(patterns: Sequence[str]) -> list[Candidate]:
+    """Return the candidates whose whole title matches one of the regular expressions."""
     return [one for one in candidates() if any(re.fullmatch(pattern, one.title) for pattern in patterns)]
 
 
 def turn(trainer: Trainer, repeats: int) -> list[tuple[float, float]]:
+    """Make some steps; return (seconds, CPU seconds) of each."""
     trainer.step()  # the caches are another candidate's
     return [trainer.timed() for _ in range(repeats)]
 
@@ -742,6 +762,7 @@ class Measurement:
         return trainer
 
     def result(self) -> dict[str, Any]:
+        """Return the results of this model and size as plain JSON types."""
         bf16 = next((row for row in self.rows if row.candidate.title == "ours bf16" and not row.error), None)
         on_cpu = self.device.type == "cpu"
         return {
@@ -787,6 +808,7 @@ def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, fl
 
 
 def in_few_words(error: Exception) -> str:
+    """Return an error in one short line without paths."""
     if isinstance(error, ImportError):
         name = (error.name or str(error)).split(".")[0]
         return "not installed" if importlib.util.find_spec(name) is None else f"ImportError: {str(error)[:120]}"
@@ -800,6 +822,7 @@ def in_few_words(error: Exception) -> str:
 def summary(
     row: Row, bf16: Row | None, work: Work, rate: dict[str, float], peak: float, on_cpu: bool
 ) -> dict[str, Any]:
+    """Return the figures of a candidate, beside those of bf16."""
     error = row.error or ("" if row.turns else "not reached: the run ended before its turn")
     found: dict[str, Any] = {"candidate": row.candidate.title, "error": error, "turns": row.turns}
     if error:
@@ -835,6 +858,7 @@ def summary(
 
 
 def heading(model: str, pixels: int, size: str, work: Work) -> list[str]:
+    """Return the lines above a table: the model and the work of a forward pass."""
     return [
         f"## {model}, {pixels} px{'' if size == 'full' else f', {size}'}",
         "",
@@ -845,6 +869,7 @@ def heading(model: str, pixels: int, size: str, work: Work) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> str:
+    """Return the results of one model and size as Markdown."""
     lines = [
         *heading(result["model"], result["pixels"], result["size"], Work(**result["work"])),
         "Measured rates: " + ", ".join(f"{key} {value / 1e9:.0f} G/s" for key, value in result["rates"].items()) + ".",
@@ -902,10 +927,12 @@ def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
 
 
 def shown(value: Any, form: str) -> str:
+    """Format a value; "-" for None."""
     return "-" if value is None else form.format(value)
 
 
 def machine_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the CPU with its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
@@ -915,6 +942,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that are compared."""
     found = {"python": platform.python_version()}
     for name in ("torch", "diffusers", "peft", "bitsandbytes", "torchao", "triton"):
         try:
@@ -925,10 +953,12 @@ def versions() -> dict[str, str]:
 
 
 def today() -> str:
+    """Return the date in UTC as YYYY-MM-DD."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure or plan all candidates of all models, and write the tables."""
     given = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES))
@@ -995,6 +1025,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def slug(name: str) -> str:
+    """Return a name for files: lower case, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -74,6 +74,7 @@ DEFAULTS = {
 
 
 def log(text: str) -> None:
+    """Print a line with the time of day."""
     print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
@@ -148,6 +149,7 @@ def train_vae(seed: int, steps: int = 2400, batch: int = 12) -> AutoencoderKL:
 
 
 def some_picture(rng: random.Random, size: tuple[int, int]) -> Image.Image:
+    """Draw a random scene or a medley of shapes."""
     if rng.random() < 0.5:
         return pictures.draw_scene(pictures.random_scene(rng), rng, size)
     return pictures.draw_medley(rng, size)
@@ -226,6 +228,7 @@ def t5_tokenizer() -> T5Tokenizer:
 
 
 def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    """Return a new CLIP text encoder of two narrow layers."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=TEXT_WIDTH,
@@ -242,6 +245,7 @@ def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 
 
 def t5_encoder(tokenizer: T5Tokenizer) -> T5EncoderModel:
+    """Return a new T5 encoder of two narrow layers."""
     config = T5Config(
         vocab_size=-(-len(tokenizer) // 16) * 16,
         d_model=TEXT_WIDTH,
@@ -275,6 +279,8 @@ class Family(ABC):
 
 
 class SD15(Family):
+    """Stable Diffusion 1.5 in miniature: a UNet that predicts the noise."""
+
     name = "sd15"
 
     def __init__(self) -> None:
@@ -302,6 +308,7 @@ class SD15(Family):
         self.trained = nn.ModuleDict({"unet": unet, "text_encoder": clip_encoder(self.tokenizer)})
 
     def loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
+        """Return the mean squared error of the predicted noise, a scalar."""
         noise = torch.randn_like(latents)
         steps = torch.randint(0, self.scheduler.config.num_train_timesteps, (len(latents),))
         noisy = self.scheduler.add_noise(latents, noise, steps)
@@ -310,6 +317,7 @@ class SD15(Family):
         return (guess.float() - noise).square().mean()
 
     def pipeline(self, vae: AutoencoderKL) -> StableDiffusionPipeline:
+        """Return the diffusers pipeline of the miniature."""
         return StableDiffusionPipeline(
             vae=vae,
             text_encoder=self.trained["text_encoder"],
@@ -323,6 +331,8 @@ class SD15(Family):
 
 
 class Flux(Family):
+    """FLUX.1 in miniature: a transformer that predicts the velocity of a flow."""
+
     name = "flux"
 
     def __init__(self) -> None:
@@ -355,6 +365,7 @@ class Flux(Family):
         self.trained = nn.ModuleDict(modules)
 
     def loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
+        """Return the mean squared error of the predicted velocity, a scalar."""
         n, channels, height, width = latents.shape
         noise = torch.randn_like(latents)
         # Times as the sampler visits them: spread over 0 to 1, with the shift it applies to few image tokens.
@@ -376,6 +387,7 @@ class Flux(Family):
         return (guess.float() - pack(noise - latents, n, channels, height, width)).square().mean()
 
     def pipeline(self, vae: AutoencoderKL) -> FluxPipeline:
+        """Return the diffusers pipeline of the miniature."""
         return FluxPipeline(
             scheduler=self.scheduler,
             vae=vae,
@@ -398,6 +410,7 @@ def token_ids(tokenizer: CLIPTokenizer | T5Tokenizer, captions: list[str]) -> to
 
 
 def count(module: nn.Module) -> int:
+    """Return the number of parameters."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -420,6 +433,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
+        """Move the means towards the module's values; faster in the first updates."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         for k, v in self.module.state_dict().items():

@@ -688,6 +688,7 @@ def checkout_of(given: str, folder: Path) -> Iterator[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Train the jobs of both checkouts and compare their files. Returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], epilog="Exit codes: 0 all equal, 1 a difference, 2 wrong input."
     )

@@ -115,6 +115,7 @@ class StandIn(Worker):
     """A worker with the stand-ins in place of accelerate and the trainer."""
 
     def make_command(self, row, group, attempt):  # noqa: ANN001, ANN201
+        """Return the queue's command with the stand-in in place of the trainer."""
         command = super().make_command(row, group, attempt)
         own = [sys.executable, __file__]
         keeper, module = command.index("lora_fp8.jobs.keeper"), command.index("lora_fp8")
@@ -143,6 +144,7 @@ class Field:
         return worker
 
     def spawn_worker(self) -> subprocess.Popen[bytes]:
+        """Start a worker in a session of its own."""
         with open(self.home / "worker.log", "ab") as log:
             worker = subprocess.Popen(
                 [sys.executable, __file__, "worker", str(self.home)], stdout=log, stderr=log, start_new_session=True
@@ -158,23 +160,28 @@ class Field:
         self.workers.clear()
 
     def close(self) -> None:
+        """Kill the worker and all processes of its jobs."""
         self.kill_worker()
         for row in self.queue.store.rows("token <> ''"):
             procs.send(procs.find_members(row.token), signal.SIGKILL)
 
     def submit(self, steps: int = 30, **plan: object) -> int:
+        """Submit a stand-in job of `steps` steps with this plan. Returns its id."""
         self.count += 1
         given = json.dumps({**PLAN, **plan})
         name = f"job-{self.count}-{self.random.randrange(10**6)}"
         return self.queue.submit(CONFIG.format(home=self.home, name=name, steps=steps, plan=given))
 
     def see(self, id: int) -> JobView:
+        """Return the queue's view of a job."""
         return self.queue.job(id)
 
     def token(self, id: int) -> str:
+        """Return the token that marks a job's processes."""
         return self.queue.store.row(id).token
 
     def members(self, id: int) -> list[int]:
+        """Return the ids of a job's processes."""
         return procs.find_members(self.token(id))
 
     def roles(self, id: int) -> dict[str, int]:
@@ -429,6 +436,7 @@ def soak(name: str, times: int, seed: int, home: Path) -> list[str]:
 
 
 def main() -> None:
+    """Run the scenarios, or play the part that the first argument names."""
     if sys.argv[1:2] == ["worker"]:
         try:
             StandIn(Path(sys.argv[2]), report=lambda line: print(time.strftime("%T"), line, flush=True)).run()

@@ -119,6 +119,7 @@ class House:
         raise AssertionError(f"the page did not start: {''.join(lines)}")
 
     def kill_page(self) -> None:
+        """Kill the page's process."""
         self.page.kill()
         self.page.wait()
 
@@ -162,6 +163,7 @@ class House:
         return page
 
     def look(self, tab: Page | None = None) -> Look:
+        """Return what a tab shows of the run; an empty look while it is loading."""
         try:
             told = (tab or self.tab).evaluate(LOOK)
         except Error:  # it is just being loaded anew
@@ -177,6 +179,7 @@ class House:
         )
 
     def until(self, fulfilled: Callable[[], Any], what: str) -> None:
+        """Wait until a condition holds."""
         self.field.until(fulfilled, GIVEN_UP_S, what)
 
     def within(self, what: str, begun: float, shows: Callable[[Look], Any], tab: Page | None = None) -> None:
@@ -191,6 +194,7 @@ class House:
             self.late.append(f"{what}: after {took:.2f} s")
 
     def step(self) -> int:
+        """Return the step that the queue knows of."""
         return self.queue.job(self.id).step or 0
 
     def trains(self, id: int) -> None:
@@ -374,6 +378,7 @@ def stand_in() -> None:
 
 
 def main() -> None:
+    """Run the scenarios, or play the part that the first argument names."""
     if sys.argv[1:2] in (["ui"], ["worker"]):
         return stand_in()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -77,6 +77,7 @@ class FusedLora(lora.Linear):
         return isinstance(base, FrozenLinear) and base.takes_lora and plain and self.active_adapters == [ADAPTER]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the layer's output with its adapter: in one kernel where the frozen layer can, else as peft does."""
         if args or kwargs or self.disable_adapters or not self.fuses:
             return super().forward(x, *args, **kwargs)
         a_RK, b_NR = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight

@@ -272,12 +272,14 @@ class HadamardLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor, scale: float) -> Tensor:
+        """Return x times the transposed delta (M, N), keeping only x and the four factors."""
         ctx.save_for_backward(x_MK, w1_a, w1_b, w2_a, w2_b)
         ctx.scale = scale
         return x_MK @ ((w1_a @ w1_b) * (w2_a @ w2_b) * scale).T
 
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for x and the four factors; the last argument has none."""
         x_MK, w1_a, w1_b, w2_a, w2_b = ctx.saved_tensors
         left_NK, right_NK = w1_a @ w1_b, w2_a @ w2_b
         grad_x = grad_MN @ (left_NK * right_NK * ctx.scale) if ctx.needs_input_grad[0] else None

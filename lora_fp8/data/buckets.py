@@ -100,6 +100,7 @@ class Placed:
 
     @property
     def uid(self) -> str:
+        """The example's unique name in the dataset."""
         return self.example.uid
 
     @property

@@ -57,6 +57,7 @@ class Item:
 
     @property
     def uid(self) -> str:
+        """Unique name of this use in the epoch: the example's, and which of its repeats it is."""
         return f"{self.placed.example.uid}#{self.repeat}"
 
 

@@ -57,6 +57,7 @@ class Shown:
         return learned and self.plain_after >= LEAST_KEPT * self.plain_before
 
     def to_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON types."""
         return asdict(self) | {"ok": self.ok}
 
     def lines(self) -> list[str]:

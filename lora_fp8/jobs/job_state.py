@@ -88,6 +88,7 @@ class Sentence:
         return SENTENCES[self.key].format(**arguments)
 
     def to_json(self) -> dict[str, Any]:
+        """Return what the queue stores; `Sentence(**...)` of it is equal."""
         return {"key": self.key, "args": self.args}
 
     @classmethod

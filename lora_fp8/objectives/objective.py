@@ -212,14 +212,17 @@ class Diffusion(Objective):
         return torch.tensor([step]), f"t = {step} of {self.num_timesteps}"
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """Return sqrt(alpha_bar_t) * latents + sqrt(1 - alpha_bar_t) * noise, as diffusers' schedulers do."""
         return self.scheduler.add_noise(latents_BCHW, noise_BCHW, t_B.to(latents_BCHW.device))
 
     def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """Return the noise, or the velocity for a model of v prediction (Salimans and Ho 2022)."""
         if self.prediction_type == "v_prediction":
             return self.scheduler.get_velocity(latents_BCHW, noise_BCHW, t_B.to(latents_BCHW.device))
         return noise_BCHW
 
     def share(self, t_B: Tensor) -> Tensor:
+        """Return t divided by the number of timesteps, (B,)."""
         return t_B / self.num_timesteps
 
     def _delta_by_snr(self, t_B: Tensor) -> Tensor:
@@ -328,16 +331,20 @@ class FlowMatching(Objective):
         return self.warp(t_B, seq_len).clamp(*ends.tolist()).float()
 
     def at_level(self, level: float) -> tuple[Tensor, str]:
+        """Return the level itself as t (1,), and words for it."""
         return torch.tensor([level]), f"t = {level:g}"
 
     def share(self, t_B: Tensor) -> Tensor:
+        """Return t, which is the noise level itself, (B,)."""
         return t_B
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """Interpolate linearly: (1 - t) * latents + t * noise."""
         t_B111 = t_B.to(latents_BCHW).view(-1, *[1] * (latents_BCHW.ndim - 1))
         return (1 - t_B111) * latents_BCHW + t_B111 * noise_BCHW
 
     def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """Return the velocity from the image to the noise: noise - latents."""
         return noise_BCHW - latents_BCHW
 
     def weight(self, t_B: Tensor) -> Tensor:

@@ -29,9 +29,11 @@ class Check:
 
     @property
     def lines(self) -> list[str]:
+        """The facts, then each warning once."""
         return [*self.facts, *(f"warning: {text}" for text in dict.fromkeys(self.warnings))]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the check as plain JSON types."""
         return {"ok": not self.problems, "problems": self.problems, "lines": self.lines}
 
 

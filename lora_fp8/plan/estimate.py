@@ -86,6 +86,7 @@ class Estimate:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes on the device for the whole training: base, adapters and optimizer."""
         return self.base_bytes + self.adapter_bytes + self.optimizer_bytes
 
     @property
@@ -100,14 +101,18 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int | None:
+        """The highest peak of all stages in bytes; None if that of training is unknown."""
         peaks = [peak for peak in self.peaks.values() if peak is not None]
         return None if self.peaks["train"] is None else max(peaks)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the estimate as plain JSON types."""
         totals = {"held_bytes": self.held_bytes, "peaks": self.peaks, "peak_bytes": self.peak_bytes}
         return asdict(self) | totals | {"writes": [need.to_json() for need in self.writes]}
 
     def lines(self) -> list[str]:
+        """Return the estimate for the terminal."""
+
         def gib(num: int | None) -> str:
             return "not known" if num is None else f"{num / GIB:.2f} GiB"
 

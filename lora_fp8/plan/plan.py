@@ -49,6 +49,7 @@ class Plan:
 
     @property
     def run_folder(self) -> Path:
+        """The folder of the run: `output_dir/name`."""
         return get_run_folder(self.job)
 
     @cached_property

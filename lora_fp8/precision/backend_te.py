@@ -98,9 +98,11 @@ class TeLinear(FrozenLinear):
         self.inner = inner
 
     def set_parts_(self, *parts: Tensor) -> None:
+        """Refuse: the quantized tensors belong to TransformerEngine."""
         raise NotImplementedError("TransformerEngine holds what set_weight_ gives it")
 
     def parts(self) -> tuple[Tensor, ...]:
+        """Refuse: the quantized tensors belong to TransformerEngine."""
         raise NotImplementedError("TransformerEngine keeps its bytes to itself; ask for weight")
 
     @property
@@ -112,9 +114,11 @@ class TeLinear(FrozenLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # dequantized at every access
+        """The dequantized weight (N, K) in the compute dtype, computed at every access."""
         return self.qweight.detach() if self.inner is None else self.qweight.dequantize(dtype=self.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # `takes_lora` is False here
+        """Multiply x (..., K) by the weight, with TransformerEngine's FP8 matmul or dequantized."""
         if x.dtype != self.compute_dtype:
             raise RuntimeError(f"TeLinear computes in {self.compute_dtype} but was given {x.dtype}")
         if self.compute == "upcast":

@@ -78,6 +78,7 @@ class TorchaoLinear(FrozenLinear):
         self.qweight = nn.Parameter(held, requires_grad=False)
 
     def set_parts_(self, *parts: Tensor) -> None:
+        """Refuse: the quantized tensors belong to torchao."""
         raise NotImplementedError("torchao holds what set_weight_ gives it")
 
     def parts(self) -> tuple[Tensor, ...]:
@@ -95,9 +96,11 @@ class TorchaoLinear(FrozenLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # dequantized at every access
+        """The dequantized weight (N, K) in the compute dtype, computed at every access."""
         return self.qweight.dequantize()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # `takes_lora` is False here
+        """Multiply x (..., K) by the weight with torchao's own operation."""
         if x.dtype != self.compute_dtype:
             raise RuntimeError(f"TorchaoLinear computes in {self.compute_dtype} but was given {x.dtype}")
         return F.linear(x, self.qweight, self.bias)

@@ -313,6 +313,7 @@ class KernelLinear(torch.autograd.Function):
         precise_backward: bool,
         fast_accum: bool,
     ) -> Tensor:
+        """Compute y (..., N) with the bias and the LoRA added in the epilogue."""
         ctx.scaling, ctx.precise_backward = scaling, precise_backward
         h_MR = None
         if a_RK is None:
@@ -328,6 +329,7 @@ class KernelLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for x, the bias, A and B, and None for the other arguments."""
         saved = ctx.saved_tensors  # read once: non-reentrant checkpointing refuses a second access
         qweight_NK, scale = saved[:2]
         grad_x = grad_bias_N = grad_a_RK = grad_b_NR = a_RK = grad_h_MR = None

@@ -229,6 +229,7 @@ class FrozenLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
+        """Return the layer's storage and matmul for `print(model)`."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
         return f"{super().extra_repr()}, storage={self.form} by {self.backend}, compute={self.compute} in {dtype}"
 

@@ -64,6 +64,7 @@ class UpcastLinear(torch.autograd.Function):
         nested_scale: Tensor | None = None,
         offset: Tensor | None = None,
     ) -> Tensor:
+        """Compute y (..., N); keep references to the layer's parts, and no dequantized weight."""
         parts: tuple[Tensor, ...] = (qweight, scale)
         if nested_scale is not None and offset is not None:
             parts = (qweight, scale, nested_scale, offset)
@@ -73,6 +74,7 @@ class UpcastLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for x and the bias, and None for the other arguments."""
         parts = ctx.saved_tensors  # read once: non-reentrant checkpointing refuses a second access
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
@@ -117,6 +119,7 @@ class Fp8Linear(torch.autograd.Function):
         history: Tensor | None,
         newest: Tensor | None,
     ) -> Tensor:
+        """Compute y (..., N) in FP8; keep references to W's bytes and scale."""
         ctx.save_for_backward(qweight_NK, scale)
         ctx.precise_backward, ctx.recipe, ctx.history, ctx.newest = precise_backward, recipe, history, newest
         qweight_NK, scale = here((qweight_NK, scale))
@@ -127,6 +130,7 @@ class Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for x and the bias, and None for the other arguments."""
         qweight_NK, scale = ctx.saved_tensors
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:

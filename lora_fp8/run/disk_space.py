@@ -31,10 +31,12 @@ class Need:
     likely: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return the need as plain JSON types, with an absolute folder."""
         return asdict(self) | {"folder": os.path.abspath(self.folder)}
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "Need":
+        """Create a need from what `to_json` returned."""
         return cls(**told | {"folder": Path(told["folder"])})
 
 

@@ -462,7 +462,7 @@ class Dataset(Section):
         return [word for word in dict.fromkeys(map(self.trigger_of, range(len(self.folders)))) if word.strip()]
 
     def trigger_of(self, index: int) -> str:
-        """The word that the captions of this folder get: its own, else the dataset's; none for regularization."""
+        """Return the trigger word of a folder: its own, else the dataset's; "" for regularization."""
         folder = self.folders[index]
         return "" if folder.regularization else folder.trigger or self.trigger
 

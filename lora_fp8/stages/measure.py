@@ -91,6 +91,7 @@ class Report:
     """the same with FP8 matmuls; empty if the job uses none"""
 
     def to_json(self) -> dict[str, Any]:
+        """Return the measurement as plain JSON types."""
         layers = [asdict(layer) | {"damage": layer.damage} for layer in self.layers]
         return {key: getattr(self, key) for key in self.__dataclass_fields__} | {"layers": layers}
 

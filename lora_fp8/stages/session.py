@@ -31,10 +31,12 @@ class Session:
 
     @property
     def job(self) -> Job:
+        """The job, with a value for every "auto" that the plan resolved."""
         return self.plan.job
 
     @property
     def family(self) -> ModelFamily:
+        """The architecture of the base model."""
         return self.plan.family
 
     @contextlib.contextmanager
@@ -44,6 +46,7 @@ class Session:
             yield
 
     def warn(self, text: str) -> None:
+        """Log a warning to the run's events."""
         self.run.log_event("warning", text=text)
 
     def stop_if_asked(self) -> None:
@@ -56,6 +59,7 @@ class Bystander(Run):
     """The run of a process other than the main one: it reads requests and writes nothing."""
 
     def log_event(self, event: str, **fields: Any) -> None:
+        """Write nothing."""
         pass
 
 

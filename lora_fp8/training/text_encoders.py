@@ -162,6 +162,7 @@ class Adapted(nn.Module):
         self.denoiser, self.encoders = denoiser, nn.ModuleDict(encoders)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the modules of the denoiser, then those of the encoders under their names in a LoRA file."""
         yield from self.denoiser.named_modules(*args, **kwargs)
         for name, encoder in self.encoders.items():
             for path, module in encoder.named_modules(*args, **kwargs):

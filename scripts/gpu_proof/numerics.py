@@ -106,6 +106,7 @@ def forward_backward(module: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor
 
 
 def need_triton(context: Context) -> None:
+    """Raise NotHere if the Triton kernels cannot run on the device."""
     need_cuda(context.device)
     section = settings.Quantize(compute="fp8", kernels="triton")
     if text := precision.problem(section, context.device):
@@ -113,6 +114,7 @@ def need_triton(context: Context) -> None:
 
 
 def need_fp8(context: Context, recipe: str = "current") -> None:
+    """Raise NotHere if the device cannot multiply in FP8 with this recipe."""
     section = settings.Quantize(compute="fp8", recipe=recipe, scale="128x128" if recipe == "block" else "auto")
     if text := precision.problem(section, context.device):
         raise NotHere(text)
@@ -123,6 +125,7 @@ def need_fp8(context: Context, recipe: str = "current") -> None:
 
 @question("encode: the bytes and scales of the CPU")
 def encode(context: Context) -> dict[str, Any]:
+    """Compare quantizing on the device with quantizing on the CPU."""
     pairs = {}
     for form in SCALED:
         there = formats.encode(weight().to(context.device), form)
@@ -133,6 +136,7 @@ def encode(context: Context) -> dict[str, Any]:
 
 @question("decode: all 254 finite e4m3 codes, and int8, rounded once from float32")
 def decode(context: Context) -> dict[str, Any]:
+    """Compare dequantized codes with float64."""
     pairs = {}
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     bytes_NK = torch.stack([codes, codes.flip(0)])
@@ -149,6 +153,7 @@ def decode(context: Context) -> dict[str, Any]:
 
 @question("nf4: decoded on the device as on the CPU, from the same bytes")
 def nf4_decode(context: Context) -> dict[str, Any]:
+    """Compare dequantized nf4 values with the CPU's."""
     parts = formats.encode(weight(), NF4)
     there = formats.decode(tuple(part.to(context.device) for part in parts), "nf4", torch.float32)
     return within(error(there, formats.decode(parts, "nf4", torch.float32)), 1e-6)
@@ -156,6 +161,7 @@ def nf4_decode(context: Context) -> dict[str, Any]:
 
 @question("nf4: weight error when encoded on the device (bell-shaped weights)")
 def nf4_encode(context: Context) -> dict[str, Any]:
+    """Compare a weight after nf4 with the weight before."""
     exact = random(N, K) * 0.02
     parts = formats.encode(exact.to(context.device), NF4)
     return within(error(formats.decode(parts, "nf4", torch.float32), exact), 0.10)
@@ -166,6 +172,7 @@ def nf4_encode(context: Context) -> dict[str, Any]:
 
 @question("upcast: answer and gradient equal F.linear with the decoded weight, bit for bit")
 def upcast(context: Context) -> dict[str, Any]:
+    """Compare a frozen layer's output and gradient with `F.linear` on its dequantized weight."""
     pairs = {}
     x, grad = random(2, 77, K, dtype=BF16).to(context.device), random(2, 77, N, dtype=BF16, seed=1).to(context.device)
     for form in [*SCALED, NF4]:
@@ -179,6 +186,7 @@ def upcast(context: Context) -> dict[str, Any]:
 
 @question("upcast: bytes kept for backward beside x and the layer's own")
 def saved(context: Context) -> dict[str, Any]:
+    """Count the bytes that autograd keeps beside the layer's own tensors and its input."""
     most = 0
     for form in [*SCALED, NF4]:
         frozen = layer(form, context)
@@ -199,11 +207,13 @@ def saved(context: Context) -> dict[str, Any]:
 
 @question("_scaled_mm: unit scales against float64, precise accumulation")
 def scaled_mm(context: Context) -> dict[str, Any]:
+    """Compare the FP8 matmul with float64."""
     return scaled_mm_error(context, fast=False, limit=0.003)
 
 
 @question("_scaled_mm: unit scales against float64, fast accumulation")
 def scaled_mm_fast(context: Context) -> dict[str, Any]:
+    """Compare the FP8 matmul with fast accumulation with float64."""
     return scaled_mm_error(context, fast=True, limit=0.01)
 
 
@@ -222,6 +232,7 @@ def scaled_mm_error(context: Context, fast: bool, limit: float) -> dict[str, Any
 
 
 def ask_fp8_layer(context: Context, compute: str, recipe: str) -> dict[str, Any]:
+    """Compare a layer's FP8 output and gradient with float64 on its dequantized weight."""
     need_fp8(context, recipe)
     form = Format("fp8", "128x128" if recipe == "block" else "row")
     frozen = layer(form, context)
@@ -244,6 +255,7 @@ for _compute in ("fp8", "fp8_forward"):
 
 @question("layer: a row with NaN or infinity answers NaN, and no other row does")
 def broken_rows(context: Context) -> dict[str, Any]:
+    """Check that only rows with NaN or infinity become NaN."""
     need_fp8(context)
     frozen = layer(Format("fp8", "row"), context)
     frozen.set_compute_("fp8")
@@ -258,6 +270,7 @@ def broken_rows(context: Context) -> dict[str, Any]:
 
 @question("triton quantize_rows: torch's bytes and scales")
 def triton_quantize(context: Context) -> dict[str, Any]:
+    """Compare the kernel that quantizes rows with torch's operations."""
     need_triton(context)
     from lora_fp8.precision import kernels
 
@@ -276,6 +289,7 @@ def triton_quantize(context: Context) -> dict[str, Any]:
 
 @question("triton transpose_bytes: torch's")
 def triton_transpose(context: Context) -> dict[str, Any]:
+    """Compare the kernel that transposes bytes with torch."""
     need_triton(context)
     from lora_fp8.precision import kernels
 
@@ -288,6 +302,7 @@ def triton_transpose(context: Context) -> dict[str, Any]:
 
 @question("triton epilogue: within one rounding of float64")
 def triton_epilogue(context: Context) -> dict[str, Any]:
+    """Compare the epilogue's kernel with float64."""
     need_triton(context)
     from lora_fp8.precision import kernels
 
@@ -308,11 +323,13 @@ def triton_epilogue(context: Context) -> dict[str, Any]:
 
 @question("triton layers: eager, against torch's kernels")
 def triton_eager(context: Context) -> dict[str, Any]:
+    """Compare a network on the kernels with one on torch's operations, without compilation."""
     return triton_network(context, compiled=False)
 
 
 @question("triton layers: as custom operators under torch.compile")
 def triton_compiled(context: Context) -> dict[str, Any]:
+    """Compare a network on the kernels with one on torch's operations, compiled."""
     return triton_network(context, compiled=True)
 
 
@@ -346,11 +363,13 @@ def fill_adapters(model: nn.Module) -> None:
 
 
 def parameters(device: torch.device) -> list[tuple[str, nn.Parameter]]:
+    """Return three parameters in bf16, with the same values at every call."""
     shapes = {"down": (16, 1024), "up": (1024, 16), "small": (4, 8)}
     return [(name, nn.Parameter((random(*shape) * 0.01).to(BF16).to(device))) for name, shape in shapes.items()]
 
 
 def gradients(step: int, device: torch.device) -> dict[str, Tensor]:
+    """Return a step's gradients of `parameters`, with the same values at every call."""
     return {
         name: random(*one.shape, seed=step * 7 + number).to(device)
         for number, (name, one) in enumerate(parameters(torch.device("cpu")))
@@ -358,12 +377,14 @@ def gradients(step: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def optimizer(named: list[tuple[str, nn.Parameter]], rounding: str = "master") -> optim.AdapterOptimizer:
+    """Return the 8-bit optimizer of these parameters."""
     section = settings.Optimizer(name="adamw8bit", rounding=rounding, lr=1e-3)
     return optim.build(named, section, base_storage="fp8", seed=0)
 
 
 @question("bitsandbytes AdamW8bit: 20 updates, against torch's AdamW in float32")
 def adamw8bit(context: Context) -> dict[str, Any]:
+    """Compare twenty steps of the 8-bit optimizer with AdamW in float64."""
     named = parameters(context.device)
     found = optimizer(named)
     exact = {name: nn.Parameter(one.detach().double().cpu()) for name, one in named}
@@ -385,6 +406,7 @@ def adamw8bit(context: Context) -> dict[str, Any]:
 
 @question("bitsandbytes AdamW8bit: saved, loaded, and the next update the same to the bit")
 def adamw8bit_reload(context: Context) -> dict[str, Any]:
+    """Compare the step after reloading the optimizer with the step without."""
     pairs = {}
     for rounding in ("master", "stochastic"):
         named = parameters(context.device)
@@ -405,6 +427,7 @@ def adamw8bit_reload(context: Context) -> dict[str, Any]:
 
 @question("stochastic rounding: the mean is kept")
 def stochastic(context: Context) -> dict[str, Any]:
+    """Measure how often stochastic rounding rounds up, against the exact share."""
     # A quarter of the way from 1 to the next bf16 value, 1 + 2^-7: a quarter of 2^20 draws go up, within 5 sigma.
     values = torch.full((2**20,), 1.0 + 2.0**-9, device=context.device)
     rounded = optim.round_stochastically(values, torch.Generator(context.device).manual_seed(0))
@@ -414,6 +437,7 @@ def stochastic(context: Context) -> dict[str, Any]:
 
 @question("stochastic rounding: the same seed gives the same bits")
 def stochastic_seeded(context: Context) -> dict[str, Any]:
+    """Check that one seed rounds to the same bits."""
     values = random(2**16).to(context.device)
     one, other = (optim.round_stochastically(values, torch.Generator(context.device).manual_seed(5)) for _ in range(2))
     return equal({"bits": (one, other)})
@@ -424,6 +448,7 @@ def stochastic_seeded(context: Context) -> dict[str, Any]:
 
 @question("offload: answers and gradients of 20 steps the same to the bit")
 def offload(context: Context) -> dict[str, Any]:
+    """Compare steps with offloaded weights with steps without."""
     need_cuda(context.device)
     pairs = {}
     for compute in ("upcast", "fp8"):
@@ -463,6 +488,7 @@ def offloaded_steps(share: float, compute: str, device: torch.device) -> list[Te
 
 @question("compile: no decoded weight is kept between forward and backward")
 def compile_keeps_nothing(context: Context) -> dict[str, Any]:
+    """Check that a compiled model keeps no dequantized weight for its backward pass."""
     need_cuda(context.device)
     width, depth = 2048, 8
     kept = {}
@@ -493,6 +519,7 @@ def compile_keeps_nothing(context: Context) -> dict[str, Any]:
 
 @question("compile and CUDA graphs: a FLUX block as eager")
 def cuda_graphs(context: Context) -> dict[str, Any]:
+    """Compare a model replayed from CUDA graphs with the same model without."""
     need_cuda(context.device)
     answers = {}
     for compiled, graphs in ((False, False), (True, False), (True, True)):
@@ -515,6 +542,7 @@ def cuda_graphs(context: Context) -> dict[str, Any]:
 
 @question("out of memory: an exception, one sentence, and the GPU is usable afterwards")
 def out_of_memory(context: Context) -> dict[str, Any]:
+    """Check the advice after running out of memory, and that the device works afterwards."""
     need_cuda(context.device)
     total = torch.cuda.get_device_properties(context.device).total_memory
     with contextlib.suppress(torch.OutOfMemoryError):

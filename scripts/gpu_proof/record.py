@@ -34,6 +34,7 @@ class Context:
 
     @property
     def seconds_left(self) -> float:
+        """Return the seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
 
 

@@ -35,6 +35,7 @@ def tables(rows: Rows) -> str:
 
 
 def of_stage(rows: Rows, stage: str) -> Rows:
+    """Return the rows of one stage."""
     return [row for row in rows if row["stage"] == stage]
 
 
@@ -55,6 +56,7 @@ def step_rows(rows: Rows) -> Rows:
 
 
 def step_table(rows: Rows) -> list[str]:
+    """Return the table of seconds per step as Markdown lines."""
     lines = ["## Seconds per step", "", "Batch 1, LoRA rank 16, 8-bit AdamW (peers: torch's AdamW), random weights."]
     lines += ["Predicted: base, adapters, optimizer and step, calculated on the meta device without compilation.", ""]
     lines += [
@@ -81,6 +83,7 @@ def step_table(rows: Rows) -> list[str]:
 
 
 def rate_table(rows: Rows) -> list[str]:
+    """Return the table of rates as Markdown lines."""
     lines = [
         "",
         "## Rates",
@@ -120,6 +123,7 @@ def plot(rows: Rows) -> str:
 
 
 def number(value: Any) -> str:
+    """Format a number with four digits; "" for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, int | float) else json.dumps(value)
