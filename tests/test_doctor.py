@@ -43,7 +43,8 @@ def put(image: Image.Image, path: Path, caption: str | bytes | None = None, **op
 def examined(folder: Path, *, family: str = "sd15", remember: Path | None = None, **settings) -> doctor.Diagnosis:
     settings = {"folders": [{"path": str(folder)}], "trigger": "zibo", **settings}
     section = Dataset.model_validate(settings)
-    return doctor.examine(section, resolution=512, family=family, remember=remember)
+    target = doctor.Target(512, 64, caption_tokens=75 if family == "sd15" else 0)
+    return doctor.examine(section, target, remember=remember)
 
 
 def by_kind(found: doctor.Diagnosis) -> dict[str, list[tuple[str, str]]]:
@@ -276,9 +277,19 @@ def test_looking_changes_nothing(folder: Path, tree_hash) -> None:
     assert tree_hash(folder) == before
 
 
-def test_every_family_has_the_step_that_auto_means() -> None:
+def test_the_target_of_a_job_has_the_numbers_of_its_family() -> None:
+    text = "[model]\nfamily='{}'\npath='x'\n[[dataset.folders]]\npath='y'\n"
+    limits = {}
     for name in families.available():
-        assert families.get(name).bucket_step == doctor.BUCKET_STEP, name
+        job = config.loads(text.format(name) + ("control='z'\n" if any(families.get(name).controls) else ""))
+        target = doctor.Target.of(job, families.get(name))
+        assert (target.resolution, target.bucket_step) == (families.get(name).native_resolution, 64), name
+        limits[name] = target.caption_tokens
+    # These have no text encoder but CLIP, whose 77 tokens include the first and the last one.
+    assert {name: limit for name, limit in limits.items() if limit} == {"sd15": 75, "sd2": 75, "sdxl": 75}
+    job = config.loads(text.format("sdxl"), ["dataset.resolution=640", "dataset.bucket_step=32"])
+    target = doctor.Target.of(job, families.get("sdxl"))
+    assert (target.resolution, target.bucket_step) == (640, 32)
 
 
 def test_tokens_are_counted_roughly() -> None:

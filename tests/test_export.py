@@ -326,7 +326,9 @@ def facts(**changes):
 def write(folder, state=None, **section):
     state = random_state(LAYERS, rank=3) if state is None else state
     section = {"formats": ["diffusers", "kohya"]} | section
-    return export.write(state, 1.7 / 3, families.get("sd15"), {}, settings.Export(**section), facts(), folder)
+    return export.write(
+        export.Adapter(state, 1.7 / 3), families.get("sd15"), {}, settings.Export(**section), facts(), folder
+    )
 
 
 def test_the_safetensors_library_reads_what_was_trained(tmp_path):
@@ -381,7 +383,8 @@ family.native_layers, family.trained_text, family.kohya_module = (), {}, "networ
 family.modelspec_architecture = "stable-diffusion-v1"
 cats = export.FolderFacts.count("cats", ["a, b, c", "c, b", "d, e, a", "f"])
 facts = export.ExportFacts("x", 1, 3, 1.7, 1e-4, 0, (512, 512), folders=(cats,), buckets={(64, 64): 1, (32, 96): 2})
-export.write(state, 1.7 / 3, family, {}, settings.Export(formats=["diffusers", "kohya"]), facts, Path(sys.argv[1]))
+section = settings.Export(formats=["diffusers", "kohya"])
+export.write(export.Adapter(state, 1.7 / 3), family, {}, section, facts, Path(sys.argv[1]))
 """
 
 
@@ -513,7 +516,7 @@ def test_the_config_comes_back(tmp_path):
     state = random_state(LAYERS, rank=3)
     section = settings.Export(formats=["kohya"])
     told = facts(config_toml=config.dumps(job))
-    (path,) = export.write(state, 1.0, families.get("sd15"), {}, section, told, tmp_path)
+    (path,) = export.write(export.Adapter(state), families.get("sd15"), {}, section, told, tmp_path)
     back = config.loads(export.config_of(path))
     assert (back.model.path, back.dataset.folders[0].path) == ("y.safetensors", "b")
     assert back.model_dump(exclude={"model", "dataset"}) == job.model_dump(exclude={"model", "dataset"})

@@ -28,7 +28,7 @@ def made(folder, name, layout, scaling=0.5, dtype="bf16", every=9):
         state[f"{module}.lora_B.weight"] = torch.randn(out, 2, *(1 for _ in kernel), generator=generator)
     facts = export.ExportFacts("x", 1, 2, 2 * scaling, 1e-4, 0, (512, 512))
     section = settings.Export(formats=[layout], dtype=dtype)
-    (path,) = export.write(state, scaling, Family, Family.reference_config, section, facts, folder)
+    (path,) = export.write(export.Adapter(state, scaling), Family, Family.reference_config, section, facts, folder)
     return path, state
 
 

@@ -783,7 +783,7 @@ def test_images_and_videos_of_other_formats_have_a_sentence_of_their_own(tmp_pat
         f"1 other file(s) in {tmp_path} are not read: Thumbs.db"
     ]
     assert not any("have no image" in line or "named as another format" in line for line in report.warnings)
-    found = doctor.examine(section, resolution=64, clip_rate=0)
+    found = doctor.examine(section, doctor.Target(64, 64, clip_rate=0))
     told = [detail for one in found.findings if one.level == "problem" for _, detail in one.files]
     assert told == report.problems
     for line in report.problems:

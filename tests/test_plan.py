@@ -112,7 +112,7 @@ def fake_step(shape: tuple[int, int], tokens: int = 333) -> None:
         scale = torch.empty(num_out, 1, device="cuda")
         values = torch.empty(tokens, num_in, device="cuda", dtype=matmul.E4M3)
         y = matmul._multiply(
-            values, torch.empty(tokens, 1, device="cuda"), qweight, scale, torch.bfloat16, "current", True
+            (values, torch.empty(tokens, 1, device="cuda")), qweight, scale, torch.bfloat16, "current", True
         )
         assert y.shape == (tokens, num_out) and y.dtype == torch.bfloat16
         # `.contiguous()` needs a real device; this is what it gives.
@@ -120,7 +120,7 @@ def fake_step(shape: tuple[int, int], tokens: int = 333) -> None:
         assert transposed.stride() == matmul.transpose(torch.empty(num_out, num_in, dtype=torch.uint8)).stride()
         grads = torch.empty(tokens, num_out, device="cuda", dtype=matmul.E4M3)
         x = matmul._multiply(
-            grads, torch.empty(tokens, 1, device="cuda"), transposed, None, torch.bfloat16, "current", False
+            (grads, torch.empty(tokens, 1, device="cuda")), transposed, None, torch.bfloat16, "current", False
         )
         assert x.shape == (tokens, num_in)
 

@@ -465,7 +465,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
     assert probe.captions == tuple(prompts)
     verify.save_probe(probe, tmp_path / "probe.safetensors")
     assert load_probe(tmp_path / "probe.safetensors").captions == probe.captions
-    assert verify.check(file, family, state=adapter, scaling=1.0, probe=probe).ok
+    assert verify.check(file, family, verify.Reference(export.Adapter(adapter), probe=probe)).ok
 
     def failed(change):
         tensors, metadata = export.read(file)
@@ -473,7 +473,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
         export.write_file(
             path, change(dict(tensors)), {k: v for k, v in metadata.items() if "hash" not in k}, hashes=True
         )
-        report = verify.check(path, family, state=adapter, scaling=1.0, probe=probe)
+        report = verify.check(path, family, verify.Reference(export.Adapter(adapter), probe=probe))
         return {check.name for check in report.checks if not check.ok}
 
     assert failed(lambda tensors: {k: v for k, v in tensors.items() if not k.startswith("text_encoder")}) == {
@@ -652,22 +652,15 @@ def test_extract_finds_what_was_merged_into_text_encoders(tiny, tmp_path):
     file = as_file(family, state, tmp_path / "lora.safetensors")
     merge.into([(file, 1.0)], str(tiny("sdxl")), tmp_path / "merged")
     out = tmp_path / "found.safetensors"
-    extract.extract(
-        str(tiny("sdxl")), str(tmp_path / "merged"), out, family_name="sdxl", rank=2, dtype="fp32", layout="kohya"
-    )
+    models = extract.Models(str(tiny("sdxl")), str(tmp_path / "merged"), "sdxl")
+    extract.extract(models, out, extract.Options(rank=2, dtype="fp32", layout="kohya"))
     found, scaling = layouts.from_layout(load_file(out), family, family.denoiser_config())
     assert found.keys() == state.keys()
     for module in layouts.modules(found):
         mine, theirs = ([one[f"{module}.lora_{half}.weight"] for half in "AB"] for one in (found, state))
         assert verify.delta_error((*mine, scaling[module]), (*theirs, 1.0)) < 1e-4
-    report = extract.extract(
-        str(tiny("sdxl")),
-        str(tmp_path / "merged"),
-        tmp_path / "few.safetensors",
-        family_name="sdxl",
-        rank=2,
-        layers=["to_q", "proj_in"],
-    )
+    options = extract.Options(rank=2, layers=["to_q", "proj_in"])
+    report = extract.extract(models, tmp_path / "few.safetensors", options)
     assert any(name.startswith("text_encoder_2.") for name in report.left_out)
 
 
@@ -736,8 +729,8 @@ def test_a_file_of_text_encoders_alone_is_verified(tiny, tmp_path):
     state = {key: tensor for key, tensor in text_and_denoiser_lora(family).items() if key.startswith("text_encoder.")}
     mine = export.ExportFacts("lora", 1, 2, 2.0, 1e-4, 0, (48, 48))
     section = Export(formats=["kohya", "diffusers"], dtype="fp32")
-    for path in export.write(state, 1.0, family, family.denoiser_config(), section, mine, tmp_path):
-        report = verify.check(path, family, state=state, merged=True)
+    for path in export.write(export.Adapter(state), family, family.denoiser_config(), section, mine, tmp_path):
+        report = verify.check(path, family, verify.Reference(export.Adapter(state)), merged=True)
         assert report.ok, report.failed()
         assert not any(check.name.startswith("merged") for check in report.checks)
         with_denoiser = verify.check_file(path, str(tiny("sd15")))

@@ -103,8 +103,7 @@ def files_of(it, folder, **section):
     facts = export.ExportFacts(it.name, 10, RANK, ALPHA, 1e-4, 0, (512, 512))
     denoiser_config = dict(it.denoiser.config)
     return export.write(
-        it.state,
-        it.scaling,
+        export.Adapter(it.state, it.scaling),
         it.family,
         denoiser_config,
         Export(**({"dtype": "fp32", "formats": [*LAYOUTS]} | section)),
@@ -125,7 +124,9 @@ def failed_of(report):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_right_file_passes(trained, name, layout):
     it = trained(name)
-    report = verify.check(it.files[layout], it.family, state=it.state, scaling=it.scaling, probe=it.probe)
+    report = verify.check(
+        it.files[layout], it.family, verify.Reference(export.Adapter(it.state, it.scaling), probe=it.probe)
+    )
     assert report.ok, report.lines()
     expected = ["file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction", "effect"]
     assert names_of(report) == expected
@@ -149,7 +150,7 @@ def test_every_layout_of_every_family_is_exact_in_float32(trained, name, small_c
     """With `test_a_right_file_passes` every family in every layout."""
     it = trained(name)
     for file in files_of(it, tmp_path, formats=REST[name]):
-        report = verify.check(file, it.family, state=it.state, scaling=it.scaling, probe=it.probe)
+        report = verify.check(file, it.family, verify.Reference(export.Adapter(it.state, it.scaling), probe=it.probe))
         assert report.ok, report.lines()
         assert report.measured["delta_error"] < 1e-6 and report.measured["prediction_error"] < 1e-5
         assert report.measured["effect"] > 0.01  # the probe would notice
@@ -170,12 +171,14 @@ def test_bf16_files_of_bf16_training_pass_and_others_fail(trained, name, adapter
     probe = replace(probe, prediction_BCHW=verify.predict(family, denoiser, probe))
     it = SimpleNamespace(name=name, family=family, denoiser=denoiser, state=state, scaling=scaling)
     for file in files_of(it, tmp_path, dtype="bf16"):
-        report = verify.check(file, family, state=state, scaling=scaling, probe=probe)
+        report = verify.check(file, family, verify.Reference(export.Adapter(state, scaling), probe=probe))
         assert report.ok, report.lines()
     # a LoRA that is 5 % too strong is found, for all the rounding
     it.scaling *= 1.05
     file = files_of(it, tmp_path, dtype="bf16", formats=["diffusers"])[0]
-    assert "delta" in failed_of(verify.check(file, family, state=state, scaling=scaling, probe=probe))
+    assert "delta" in failed_of(
+        verify.check(file, family, verify.Reference(export.Adapter(state, scaling), probe=probe))
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -183,9 +186,9 @@ def test_half_precision_file_of_fp32_training_passes(trained, dtype, tmp_path):
     it = trained("sdxl")
     images = draw(it, it.denoiser)
     previews = verify.Previews(images, lambda pipeline: draw(it, pipeline.unet))
-    options = {"state": it.state, "scaling": it.scaling, "probe": it.probe, "previews": previews}
+    options = {"adapter": export.Adapter(it.state, it.scaling), "probe": it.probe, "previews": previews}
     for file in files_of(it, tmp_path, dtype=dtype):
-        report = verify.check(file, it.family, **options)
+        report = verify.check(file, it.family, verify.Reference(**options))
         assert report.ok, report.lines()
         assert report.measured["prediction_error"] < 2 * report.measured["prediction_floor"] < 0.02
 
@@ -197,8 +200,8 @@ def test_fp8_training_is_judged_on_the_decoded_base_and_the_rest_is_told(trained
     train(denoiser, it.family)
     probe = replace(it.probe, prediction_BCHW=verify.predict(it.family, denoiser, it.probe))
     previews = verify.Previews(draw(it, denoiser), lambda pipeline: draw(it, pipeline.unet))
-    options = {"state": it.state, "scaling": it.scaling, "probe": probe, "previews": previews}
-    report = verify.check(it.files["kohya"], it.family, base=decoded, **options)
+    options = {"adapter": export.Adapter(it.state, it.scaling), "probe": probe, "previews": previews}
+    report = verify.check(it.files["kohya"], it.family, verify.Reference(base=decoded, **options))
     assert report.ok, report.lines()
     assert names_of(report)[-5:] == ["prediction", "effect", "preview", "plain prediction", "plain preview"]
     assert report.measured["prediction_error"] < 1e-5 and report.measured["preview_psnr"] > 60
@@ -206,8 +209,8 @@ def test_fp8_training_is_judged_on_the_decoded_base_and_the_rest_is_told(trained
     assert [check.judged for check in report.checks][-2:] == [False, False]
     json.dumps(report.to_json(), allow_nan=False)
     # a stream serves as well as a dict; and on the wrong base the same file is found out
-    assert verify.check(it.files["kohya"], it.family, base=lambda: decoded.items(), probe=probe).ok
-    wrong = verify.check(it.files["kohya"], it.family, probe=probe)
+    assert verify.check(it.files["kohya"], it.family, verify.Reference(probe=probe, base=lambda: decoded.items())).ok
+    wrong = verify.check(it.files["kohya"], it.family, verify.Reference(probe=probe))
     assert failed_of(wrong) == ["prediction"]
     assert any(line.startswith("FAIL prediction") for line in wrong.lines())
 
@@ -234,8 +237,10 @@ def test_the_trainers_own_model_passes(trained, tmp_path, name, dtype):
     previews = verify.Previews(images, lambda p: draw(trained(name), getattr(p, family.denoiser_name), family))
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     for file in files_of(it, tmp_path, dtype=kind):
-        options = {"state": state, "scaling": scaling, "probe": probe, "previews": previews}
-        report = verify.check(file, family, base=lambda: precision.decoded_tensors(denoiser), **options)
+        options = {"adapter": export.Adapter(state, scaling), "probe": probe, "previews": previews}
+        report = verify.check(
+            file, family, verify.Reference(base=lambda: precision.decoded_tensors(denoiser), **options)
+        )
         assert report.ok, report.lines()
         assert report.measured["plain_prediction_error"] > report.measured["prediction_error"]
         assert report.measured["effect"] > 0.02
@@ -245,7 +250,7 @@ def test_other_previews_are_found(trained):
     it = trained("sd15")
     bare = draw(it, verify.clean_pipeline(it.family).unet)
     previews = verify.Previews(bare, lambda pipeline: draw(it, pipeline.unet))
-    report = verify.check(it.files["kohya"], it.family, previews=previews)
+    report = verify.check(it.files["kohya"], it.family, verify.Reference(previews=previews))
     assert failed_of(report) == ["preview"], report.lines()
 
 
@@ -324,7 +329,7 @@ def rewrite(it, layout, path, change, **metadata):
     tensors, told = export.read(it.files[layout])
     change(tensors)
     export.write_file(path, tensors, told | metadata, hashes=True)
-    return verify.check(path, it.family, state=it.state, scaling=it.scaling, probe=it.probe)
+    return verify.check(path, it.family, verify.Reference(export.Adapter(it.state, it.scaling), probe=it.probe))
 
 
 def first(tensors, end):
@@ -401,7 +406,7 @@ def test_wrong_bytes_and_headers_fail_by_name(trained, tmp_path):
     ]:
         path = tmp_path / f"{name}.safetensors"
         path.write_bytes(content)
-        assert failed_of(verify.check(path, it.family, probe=it.probe)) == failing, name
+        assert failed_of(verify.check(path, it.family, verify.Reference(probe=it.probe))) == failing, name
     length = int.from_bytes(raw[:8], "little")
     (tmp_path / "odd.safetensors").write_bytes(
         (length + 1).to_bytes(8, "little") + raw[8 : 8 + length] + b" " + raw[8 + length :]
@@ -445,7 +450,7 @@ def test_partly_trained_fused_layers_pass(trained, tmp_path):
     state = {key: tensor for key, tensor in it.state.items() if re.search(r"\.attn\.to_[qv]\.", key)}
     partly = SimpleNamespace(**{**vars(it), "state": state})
     for file in files_of(partly, tmp_path):
-        report = verify.check(file, it.family, state=state, scaling=it.scaling)
+        report = verify.check(file, it.family, verify.Reference(export.Adapter(state, it.scaling)))
         assert report.ok and report.measured["delta_error"] < 1e-6, report.lines()
 
 

@@ -255,7 +255,7 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
         ("still.png", 0),
     ]
     assert len({one.uid for one in report.examples}) == 6
-    found = doctor.examine(section(tmp_path, frames=[5, 9], clip="chunks"), resolution=32, step=16, clip_rate=16)
+    found = doctor.examine(section(tmp_path, frames=[5, 9], clip="chunks"), doctor.Target(32, 16, clip_rate=16))
     assert found.ok and "2 of them clips, of which 5 pieces are cut" in "\n".join(found.lines())
     assert {one["size"]: one["count"] for one in found.buckets} == {"32x32": 1, "32x32x5": 1, "32x32x9": 4}
     assert (found.counts["pictures"], found.counts["shown"]) == (3, len(report.examples))
@@ -268,7 +268,7 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
     assert told["clip_shorter"] == [("short.mp4", "7 frames at 16 a second")]
     # The same of other settings: each clip that stops a training, by its name.
     for frames, rate, kind in (([9, 17], 16, "clip_short"), ([], 16, "clip_unset"), ([], 0, "clip_refused")):
-        found = doctor.examine(section(tmp_path, frames=frames), resolution=32, step=16, clip_rate=rate)
+        found = doctor.examine(section(tmp_path, frames=frames), doctor.Target(32, 16, clip_rate=rate))
         told = {one.kind: [file for file, _ in one.files] for one in found.findings}
         assert not found.ok and told[kind] == ["short.mp4", "slow.mp4"][: 1 if frames else 2], kind
         assert found.counts["pieces"] == (1 if frames else 0)
@@ -277,7 +277,7 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
     (problem,) = images.scan(section(tmp_path, frames=[5]), clip_rate=16).problems
     assert "pip install 'lora-fp8[video]'" in problem and "slow.mp4" in problem
     monkeypatch.setitem(sys.modules, "av", None)  # as an import that finds nothing
-    found = doctor.examine(section(tmp_path, frames=[5]), resolution=32, step=16, clip_rate=16)
+    found = doctor.examine(section(tmp_path, frames=[5]), doctor.Target(32, 16, clip_rate=16))
     told = [one.files for one in found.findings if one.kind == "unreadable"]
     assert told == [[("short.mp4", clips.NEEDED), ("slow.mp4", clips.NEEDED)]]
 

@@ -271,7 +271,9 @@ class HadamardLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor, scale: float) -> Tensor:
+    def forward(  # noqa: PLR0913  # autograd takes each tensor by itself
+        ctx: Any, x_MK: Tensor, w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor, scale: float
+    ) -> Tensor:
         """Return x times the transposed delta (M, N), keeping only x and the four factors."""
         ctx.save_for_backward(x_MK, w1_a, w1_b, w2_a, w2_b)
         ctx.scale = scale

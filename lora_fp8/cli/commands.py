@@ -443,19 +443,9 @@ def extract(
     """Extract the difference of two models as a LoRA."""
     from ..tools import extract as tool
 
-    report = tool.extract(
-        base,
-        tuned,
-        output,
-        family_name=family,
-        components=components,
-        rank=rank,
-        energy=energy,
-        layers=layers,
-        layout=layout,
-        dtype=dtype,
-        progress=lambda line: print(line, file=sys.stderr),
-    )
+    models = tool.Models(base, tuned, family, components)
+    options = tool.Options(rank, energy, layers, layout, dtype)
+    report = tool.extract(models, output, options, progress=lambda line: print(line, file=sys.stderr))
     if as_json:
         print(json.dumps(report.to_json() | {"output": str(output)}, ensure_ascii=False, indent=1))
         return

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +67,10 @@ def look(
             raise errors.UserError("--family, --trigger, --mask: the config says it; leave them out, or give a folder")
         job = config.load(target, overrides)
         section, family = job.dataset, job.model.family
-    if not resolution:
-        native = families.get(family).native_resolution
-        resolution = native if section.resolution == "auto" else section.resolution
-    report = doctor.examine(
-        section,
-        resolution=resolution,
-        step=doctor.BUCKET_STEP if section.bucket_step == "auto" else section.bucket_step,
-        family=family,
-        clip_rate=families.get(family).clips[1],
-        unmasked_weight=job.objective.unmasked_weight,
-        remember=remember,
-        progress=_look_progress if as_json else None,
-    )
+    purpose = doctor.Target.of(job, families.get(family))
+    if resolution:
+        purpose = replace(purpose, resolution=resolution)
+    report = doctor.examine(section, purpose, remember=remember, progress=_look_progress if as_json else None)
     print(json.dumps(report.to_json(), ensure_ascii=False) if as_json else "\n".join(report.lines()))
     if not report.ok:
         sys.exit(2)

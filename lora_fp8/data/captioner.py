@@ -129,19 +129,35 @@ def run(
         result = Result()
         with captions.open_journal(folder) as journal:
             waiting = _waiting(folder, settings, pictures, result)
-            _say(echo, "stage", stage="load", total=len(waiting), kept=result.kept)
+            session = _Session(journal, settings, result, echo)
+            session.log_event("stage", stage="load", total=len(waiting), kept=result.kept)
             if waiting:
                 model = load(settings)
                 watch.at_once = None
-                _say(echo, "stage", stage="caption", total=len(waiting), kept=result.kept)
-                _caption(journal, settings, model, waiting, result, watch, echo)
-        _say(echo, "done", written=result.written, kept=result.kept, empty=result.empty, problems=result.problems)
+                session.log_event("stage", stage="caption", total=len(waiting), kept=result.kept)
+                _caption(session, model, waiting, watch)
+        session.log_event(
+            "done", written=result.written, kept=result.kept, empty=result.empty, problems=result.problems
+        )
     return result
 
 
-def _say(echo: Callable[[dict[str, Any]], None] | None, event: str, **told: Any) -> None:
-    if echo is not None:
-        echo({"t": round(time.time(), 3), "event": event, **told})
+@dataclass(frozen=True)
+class _Session:
+    """One captioning of a folder: what it writes to, and whom it informs."""
+
+    journal: captions.Journal
+    settings: Settings
+    result: Result
+    echo: Callable[[dict[str, Any]], None] | None
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        if self.echo is not None:
+            self.echo({"t": round(time.time(), 3), "event": event, **fields})
+
+    def add_problem(self, problem: str) -> None:
+        self.result.problems.append(problem)
+        self.log_event("warning", text=problem)
 
 
 def _waiting(folder: Path, settings: Settings, pictures: dict[str, Path], result: Result) -> list[tuple[str, str]]:
@@ -168,15 +184,8 @@ def _has_text(path: Path) -> bool:
         return True
 
 
-def _caption(
-    journal: captions.Journal,
-    settings: Settings,
-    model: Captioner,
-    waiting: list[tuple[str, str]],
-    result: Result,
-    watch: StopSignal,
-    echo: Callable[[dict[str, Any]], None] | None,
-) -> None:
+def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]], watch: StopSignal) -> None:
+    journal, settings, result = session.journal, session.settings, session.result
     folder, done = journal.folder, 0
     root = Path(os.path.expanduser(folder))
     for start in range(0, len(waiting), settings.batch_size):
@@ -187,14 +196,12 @@ def _caption(
                 pixels.append(_pixels(root / name))
                 readable.append((name, file))
             except decoding.ImageError as error:
-                result.problems.append(f"{name} {error}")
-                _say(echo, "warning", text=f"{name} {error}")
+                session.add_problem(f"{name} {error}")
         for (name, file), text in zip(readable, model.describe(pixels) if pixels else [], strict=True):
             caption = _cleaned(text, settings)
             if not caption:
                 result.empty += 1
-                result.problems.append(f"{name}: the model had no words for it")
-                _say(echo, "warning", text=f"{name}: the model had no words for it")
+                session.add_problem(f"{name}: the model had no words for it")
                 continue
             if not settings.overwrite and _has_text(root / file):
                 result.kept += 1  # somebody wrote a caption while the model was running
@@ -205,7 +212,7 @@ def _caption(
             if edit.changes:
                 captions.apply(folder, edit, group=settings.group, journal=journal)
             result.written += not edit.problems
-            _say(echo, "caption", file=name, text=caption, done=done + len(batch), total=len(waiting))
+            session.log_event("caption", file=name, text=caption, done=done + len(batch), total=len(waiting))
         done += len(batch)
         if watch.requested:
             raise Stopped(f"{folder}: stopped after {done} of {len(waiting)} pictures; the same command goes on")

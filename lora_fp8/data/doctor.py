@@ -40,9 +40,6 @@ from .caption_style import find_sentences_used_as_tags, shorten
 FACTS_VERSION = 4
 """Increase it when `_measure` or `decoding.light_of` changes: remembered facts of other versions are measured again."""
 
-BUCKET_STEP = 64
-"""Used where dataset.bucket_step is "auto"; the default of `families.base`."""
-
 SAME_BITS = 10
 """Largest number of differing bits, of 256, between near-duplicates."""
 
@@ -51,11 +48,6 @@ LITTLE_DETAIL = 20.0
 
 MUCH_CUT = 0.2
 """Fraction of an image that a crop may cut off without being reported."""
-
-CLIP_TOKENS = 75
-"""Tokens of a caption that CLIP's text encoders read."""
-
-CLIP_FAMILIES = ("sd15", "sd2", "sdxl")
 
 KINDS = {
     # kind: (level, what it is, what to do)
@@ -467,6 +459,9 @@ def _recalled(kept: dict[str, Any]) -> Facts:
 # ------------------------------------------------------------------------------------------------------------- examine
 
 
+CLIP_TOKENS = 75
+"""Tokens of a caption that CLIP's text encoders read."""
+
 _IDEOGRAPHS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
 
@@ -476,14 +471,41 @@ def rough_tokens(caption: str) -> int:
     return sum(1 + (len(piece) - 1) // 8 for piece in pieces)
 
 
+@dataclass(frozen=True)
+class Target:
+    """What the images are for: numbers that come from the model or from other sections of the job.
+
+    Attributes:
+        resolution, bucket_step: numbers for the buckets, in pixels.
+        caption_tokens: tokens of a caption that the text encoders read; 0 for no limit that is worth a finding.
+        clip_rate, unmasked_weight: as in `images.scan`.
+    """
+
+    resolution: int
+    bucket_step: int
+    caption_tokens: int = 0
+    clip_rate: int | None = None
+    unmasked_weight: float = settings.Objective().unmasked_weight
+
+    @classmethod
+    def of(cls, job: settings.Job, Family: Any) -> Target:
+        """Return a job's target, with the family's numbers where the config says "auto"."""
+        section = job.dataset
+        models = [name for name in Family.text_parts.values() if not name.endswith("Tokenizer")]
+        return cls(
+            resolution=Family.native_resolution if section.resolution == "auto" else section.resolution,
+            bucket_step=Family.bucket_step if section.bucket_step == "auto" else section.bucket_step,
+            # Beside CLIP, other families have an encoder that reads longer captions.
+            caption_tokens=CLIP_TOKENS if all(name.startswith("CLIPText") for name in models) else 0,
+            clip_rate=Family.clips[1],
+            unmasked_weight=job.objective.unmasked_weight,
+        )
+
+
 def examine(
     section: settings.Dataset,
+    target: Target,
     *,
-    resolution: int,
-    step: int = BUCKET_STEP,
-    family: str = "",
-    clip_rate: int | None = None,
-    unmasked_weight: float = settings.Objective().unmasked_weight,
     remember: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diagnosis:
@@ -491,9 +513,7 @@ def examine(
 
     Args:
         section: `[dataset]`.
-        resolution, step: numbers for the buckets, as the section may leave them to the family.
-        family: model family whose text encoder limits the length of captions; "" for no limit.
-        clip_rate, unmasked_weight: as in `images.scan`.
+        target: what the images are for.
         remember: file that keeps measured facts, so that the next examination of the same images is quick.
         progress: called with (images done, images in all).
 
@@ -504,17 +524,19 @@ def examine(
     found, names = _list_images(section, told)
     memory = _Memory(remember, section)
     facts = memory.facts("pictures", [path for _, _, path, _ in found], _measure, progress)
-    masks = _look_at_masks(section, unmasked_weight, found, facts, memory, told)
+    masks = _look_at_masks(section, target.unmasked_weight, found, facts, memory, told)
     own = _own_names(found, names)
     damaged = _look_at_edits(section, found, names, told)
     whole = [i for i, name in enumerate(names) if name not in damaged]
-    texts = _look_at_captions(section, [found[i] for i in whole], [names[i] for i in whole], own, told, family)
+    texts = _look_at_captions(
+        section, [found[i] for i in whole], [names[i] for i in whole], own, told, target.caption_tokens
+    )
     usable = [i for i, fact in enumerate(facts) if not fact.error]
-    cut = _look_at_files(section, found, names, facts, clip_rate, told)
+    cut = _look_at_files(section, found, names, facts, target.clip_rate, told)
     _look_for_copies([(names[i], facts[i]) for i in usable if names[i] in own], told)
-    sides = [section.folders[index].resolution or resolution for index, *_ in found]
+    sides = [section.folders[index].resolution or target.resolution for index, *_ in found]
     entries = [(names[i], facts[i], sides[i], masks[i]) for i in usable]
-    placed = _look_at_buckets(entries, cut, section, step, told)
+    placed = _look_at_buckets(entries, cut, section, target.bucket_step, told)
     _look_at_balance(section, found, usable, told)
     clip_names = [names[i] for i in usable if _is_clip(facts[i], section)]
     repeats = [section.folders[index].repeats for index, *_ in found]
@@ -532,8 +554,8 @@ def examine(
             "shown": sum(n * len(cut.get(name, [1])) for n, name in zip(repeats, names, strict=True)),
             **_count_captions(texts.values()),
         },
-        resolution=resolution,
-        step=step,
+        resolution=target.resolution,
+        step=target.bucket_step,
     )
 
 
@@ -722,7 +744,7 @@ def _look_at_edits(section: settings.Dataset, found: list[Any], names: list[str]
 
 
 def _look_at_captions(
-    section: settings.Dataset, found: list[Any], names: list[str], own: set[str], told: _Told, family: str
+    section: settings.Dataset, found: list[Any], names: list[str], own: set[str], told: _Told, limit: int
 ) -> dict[str, str]:
     """Read all captions and report problems with them.
 
@@ -732,7 +754,7 @@ def _look_at_captions(
         names: the image of each entry.
         own: names that no other entry of the same file has; only these count as repeated captions.
         told: takes the findings.
-        family: as in `examine`.
+        limit: `caption_tokens` of the target.
 
     Returns:
         {image: caption} for the captions that can be read and are not empty.
@@ -761,7 +783,7 @@ def _look_at_captions(
             told("trigger_missing", name, repr(trigger))
         if not section.wildcards and (choice := images.choice_in(text)):
             told("choice_unused", name, choice)
-        if family in CLIP_FAMILIES and (tokens := rough_tokens(images.with_trigger(text, trigger))) > CLIP_TOKENS:
+        if limit and (tokens := rough_tokens(images.with_trigger(text, trigger))) > limit:
             told("caption_long", name, str(tokens))
     times = Counter(text for name, text in texts.items() if name in own)
     for name, text in texts.items():

@@ -152,9 +152,21 @@ class ExportFacts:
 # -- writing and reading
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """A trained adapter.
+
+    Attributes:
+        state: tensors in internal naming (see `layouts`).
+        scaling: alpha / rank, one for all modules or `{module path: scaling}`.
+    """
+
+    state: Mapping[str, Tensor]
+    scaling: Mapping[str, float] | float = 1.0
+
+
 def write(
-    state: Mapping[str, Tensor],
-    scaling: Mapping[str, float] | float,
+    adapter: Adapter,
     family: Any,
     denoiser_config: Mapping[str, Any],
     section: settings.Export,
@@ -164,8 +176,7 @@ def write(
     """Write the trained adapter, one file per layout in `section.formats`.
 
     Args:
-        state: tensors in internal naming (see `layouts`).
-        scaling: alpha / rank, one for all modules or `{module path: scaling}`.
+        adapter: the adapter.
         family: the ModelFamily or its class (its naming and identifiers are read).
         denoiser_config: the denoiser's diffusers config.
         section: the job's `[export]` table.
@@ -179,11 +190,11 @@ def write(
         RunFailure: the adapter holds NaN or infinity, was never trained (B is zero), or does not fit fp16.
         UserError: the kohya layout has no name for a trained module.
     """
-    _refuse_broken(state, "the trained adapter")
+    _refuse_broken(adapter.state, "the trained adapter")
     make_folder(folder)
     contents = {}
     for layout in dict.fromkeys(section.formats):  # all layouts are prepared before any is written
-        tensors = to_layout(state, scaling, family, denoiser_config, layout)
+        tensors = to_layout(adapter.state, adapter.scaling, family, denoiser_config, layout)
         dtype = DTYPES[section.dtype]
         contents[layout] = {k: v if k.endswith(KEPT_WIDE) else v.to(dtype) for k, v in tensors.items()}
         _refuse_broken(contents[layout], f"the {layout} file in {section.dtype}")

@@ -126,7 +126,7 @@ def fill_(
                 misshapen.append(f"{name} {list(tensor.shape)}, expected {list(shape)}")
             else:
                 try:
-                    _set(denoiser, module, attribute, name, tensor, dtype, device)
+                    _set(denoiser, module, attribute, name, tensor.to(device), dtype)
                 except ValueError as error:
                     raise UserError(f"the base model's weights are broken: {error}; get the file anew") from None
         del tensor  # otherwise it would stay in memory while the stream reads the next one
@@ -214,9 +214,7 @@ def _set(
     name: str,
     tensor: Weight,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> None:
-    tensor = tensor.to(device)
     if isinstance(module, FrozenLinear) and attribute == "weight":
         module.compute_dtype = dtype
         module.set_weight_(tensor, name.removesuffix(".weight"))

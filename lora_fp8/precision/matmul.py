@@ -54,7 +54,7 @@ class UpcastLinear(torch.autograd.Function):
     # The parts are named one by one: with `*parts`, torch.compile (torch 2.13) believes that `ctx` was left out if the
     # number of arguments equals the number of parameters, which is so for two parts.
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  # autograd takes each tensor by itself
         ctx: Any,
         x: Tensor,
         bias_N: Tensor | None,
@@ -105,7 +105,7 @@ class Fp8Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  # autograd takes each tensor by itself
         ctx: Any,
         x: Tensor,
         values_MK: Tensor,
@@ -123,7 +123,7 @@ class Fp8Linear(torch.autograd.Function):
         ctx.save_for_backward(qweight_NK, scale)
         ctx.precise_backward, ctx.recipe, ctx.history, ctx.newest = precise_backward, recipe, history, newest
         qweight_NK, scale = here((qweight_NK, scale))
-        y_MN = _multiply(values_MK, x_scale, qweight_NK, scale, x.dtype, recipe, fast_accum)
+        y_MN = _multiply((values_MK, x_scale), qweight_NK, scale, x.dtype, recipe, fast_accum)
         if bias_N is not None:
             y_MN = y_MN + bias_N
         return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
@@ -143,11 +143,9 @@ class Fp8Linear(torch.autograd.Function):
                     folded_MN, transposed_scale = grad_MN, scale.t().contiguous()
                 else:
                     folded_MN, transposed_scale = grad_MN * scale.view(1, -1), None  # in float32
-                values_MN, grad_scale = quantize(folded_MN, ctx.recipe, ctx.history, ctx.newest)
+                quantized = quantize(folded_MN, ctx.recipe, ctx.history, ctx.newest)
                 # Fast accumulation is for the forward only: it drops small terms, which gradients need.
-                grad_MK = _multiply(
-                    values_MN, grad_scale, transpose(qweight_NK), transposed_scale, grad.dtype, ctx.recipe, False
-                )
+                grad_MK = _multiply(quantized, transpose(qweight_NK), transposed_scale, grad.dtype, ctx.recipe, False)
             grad_x = grad_MK.view(*grad.shape[:-1], qweight_NK.shape[1])
         if ctx.needs_input_grad[3]:
             grad_bias_N = grad.sum(dim=tuple(range(grad.ndim - 1)))
@@ -199,15 +197,15 @@ def transpose(qweight_NK: Tensor) -> Tensor:
 
 
 def _multiply(
-    a_MK: Tensor,
-    a_scale: Tensor,
+    quantized: tuple[Tensor, Tensor],
     qweight_NK: Tensor,
     scale: Tensor | None,
     dtype: torch.dtype,
     recipe: str,
     fast_accum: bool,
 ) -> Tensor:
-    """Compute `(a * a_scale) @ (W * scale).T` of e4m3 values. Returns (M, N) in `dtype`."""
+    """Compute `(a * a_scale) @ (W * scale).T` of e4m3 values; `quantized` is (a, a_scale). Returns (M, N)."""
+    a_MK, a_scale = quantized
     if recipe == "block":
         if scale is None:
             raise ValueError("the recipe 'block' needs the weight's scales")

@@ -81,9 +81,8 @@ def write_files(session: Session, state: dict[str, Tensor], step: int, folder: P
     """Write the LoRA files of an adapter's state at this step, and log them."""
     job, family, run, placed = session.job, session.family, session.run, session.plan.images
     facts = _make_facts(job, family, placed.examples, placed.buckets, step)
-    files = export.write(
-        state, _compute_scaling(job, state), family, family.denoiser_config(), job.export, facts, folder
-    )
+    adapter = export.Adapter(state, _compute_scaling(job, state))
+    files = export.write(adapter, family, family.denoiser_config(), job.export, facts, folder)
     for path in files:
         run.log_event("export", path=str(path.relative_to(run.path)), bytes=path.stat().st_size)
     return files
@@ -141,19 +140,12 @@ def verify_files(
     redrawn = None
     if drawn and device == family.device:
         redrawn = verify.Previews(drawn, partial(_redraw, job, family, data))
+    adapter = export.Adapter(state, _compute_scaling(job, state))
+    reference = verify.Reference(adapter, probe, redrawn, base_tensors)
     reports = []
     for path in files:
-        report = verify.check(
-            path,
-            family,
-            state=state,
-            scaling=_compute_scaling(job, state),
-            probe=probe,
-            previews=redrawn,
-            base=base_tensors,
-            device=device,
-            merged=path == files[0],  # all files hold the same adapter, so the effect of merging is measured once
-        )
+        # All files hold the same adapter, so the effect of merging is measured once.
+        report = verify.check(path, family, reference, device=device, merged=path == files[0])
         run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
         reports.append(report)
     content = {report.file: report.to_json() for report in reports}
@@ -221,9 +213,8 @@ def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, ta
     """
     job, family, facts = _resolve_run(job, step)
     try:
-        return export.write(
-            adapter, _compute_scaling(job, adapter), family, family.denoiser_config(), job.export, facts, target
-        )
+        trained = export.Adapter(adapter, _compute_scaling(job, adapter))
+        return export.write(trained, family, family.denoiser_config(), job.export, facts, target)
     except OSError as error:
         raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
 

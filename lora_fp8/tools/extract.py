@@ -67,50 +67,73 @@ class Report:
         return {"layers": [vars(row) for row in self.rows], "left_out": self.left_out, "outside": self.outside}
 
 
-def extract(
-    base: str,
-    tuned: str,
-    output: Path,
-    *,
-    family_name: str,
-    components: str = "",
-    rank: int = 0,
-    energy: float = 0.0,
-    layers: Sequence[str] = (),
-    layout: str = "",
-    dtype: str = "bf16",
-    progress: Callable[[str], None] = lambda line: None,
-) -> Report:
-    """Write the LoRA that turns `base` into `tuned`.
+@dataclass(frozen=True)
+class Models:
+    """The two models to compare.
 
-    Args:
+    Attributes:
         base, tuned: as `model.path`: diffusers folders, single files or hub ids, in any combination.
-        output: the file to write.
-        family_name: the architecture of both.
+        family: the architecture of both.
         components: as `model.components`, for single files.
+    """
+
+    base: str
+    tuned: str
+    family: str
+    components: str = ""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the LoRA is to hold, and how it is stored.
+
+    Attributes:
         rank: maximum rank of a layer; 0: only `energy` decides.
         energy: share of each layer's difference to keep; 0: only `rank` decides.
         layers: suffixes of the denoiser's layers; empty: the family's targets; ("all",): every layer. With the last
             two, CLIP text encoders that differ are included too.
         layout: layout of the file; empty: the family's first.
         dtype: dtype of the file.
+    """
+
+    rank: int = 0
+    energy: float = 0.0
+    layers: Sequence[str] = ()
+    layout: str = ""
+    dtype: str = "bf16"
+
+
+def extract(
+    given: Models, output: Path, options: Options, progress: Callable[[str], None] = lambda line: None
+) -> Report:
+    """Write the LoRA that turns the base into the tuned model.
+
+    Args:
+        given: the two models.
+        output: the file to write.
+        options: what the LoRA is to hold.
         progress: called with a line for each layer.
 
     Raises:
         UserError: the architectures or shapes differ, there is no difference, or the output exists.
     """
-    pairs.check_size(rank, energy)
-    held = pairs.dtype_of(dtype, torch.bfloat16)
+    base, tuned, layers = given.base, given.tuned, list(options.layers)
+    pairs.check_size(options.rank, options.energy)
+    held = pairs.dtype_of(options.dtype, torch.bfloat16)
     if output.exists():
         raise UserError(f"{output}: exists already; choose another name with --output")
-    Family = families.get(family_name)
+    Family = families.get(given.family)
     models = [
-        Family(settings.Model(family=family_name, path=path, components=components), device="cpu", dtype=torch.float32)
+        Family(
+            settings.Model(family=given.family, path=path, components=given.components),
+            device="cpu",
+            dtype=torch.float32,
+        )
         for path in (base, tuned)
     ]
     denoiser = _same_denoiser(models, base, tuned)
-    wanted = {f"{name}.weight": name for name in _target_names(Family, denoiser, list(layers))}
-    with_text = not layers or list(layers) == ["all"]
+    wanted = {f"{name}.weight": name for name in _target_names(Family, denoiser, layers)}
+    with_text = not layers or layers == ["all"]
 
     state: dict[str, Tensor] = {}
     rows: list[Row] = []
@@ -124,14 +147,14 @@ def extract(
             left_out[name] = size
             continue
         module = wanted[name]
-        pair, row = _factorize(module, difference, size, rank, energy)
+        pair, row = _factorize(module, difference, size, options.rank, options.energy)
         state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"] = pair.a, pair.b
         rows.append(row)
         progress(f"{len(rows)} of {len(wanted)}: {module}, rank {row.rank}, {row.kept:.2%}")
     if not state:
         raise UserError(f"{base} and {tuned} do not differ in the layers asked for: there is nothing to extract")
 
-    layout = layout or Family.layouts[0]
+    layout = options.layout or Family.layouts[0]
     tensors = layouts.to_layout(state, 1.0, models[0], models[0].denoiser_config(), layout)
     _write(tensors, output, held, models[0], layout, f"extract {export.basename(tuned)} - {export.basename(base)}")
     total = sum(left_out.values()) + sum(row.energy for row in rows)
@@ -153,7 +176,7 @@ def _same_denoiser(models: Sequence[ModelFamily], base: str, tuned: str) -> torc
 
 
 def _target_names(Family: type[ModelFamily], denoiser: torch.nn.Module, layers: list[str]) -> list[str]:
-    """Return the names of the denoiser's layers that `layers` (see `extract`) stands for."""
+    """Return the names of the denoiser's layers that `layers` (see `Options`) stands for."""
     if layers == ["all"]:
         modules = denoiser.named_modules()
         return [name for name, module in modules if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
@@ -186,7 +209,7 @@ def _factorize(module: str, difference: Tensor, size: float, rank: int, energy: 
         module: the layer's name.
         difference: after minus before.
         size: energy of the difference.
-        rank, energy: as in `extract`.
+        rank, energy: as in `Options`.
     """
     found = spectrum(difference, rank)
     number = found.rank_for(energy, size) if energy else len(found.values)

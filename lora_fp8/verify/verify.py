@@ -231,6 +231,24 @@ class Previews:
     render: Callable[[Any], Sequence[Any]]
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What training leaves to compare a file with. What is None is not compared.
+
+    Attributes:
+        adapter: the trained adapter, for `delta`.
+        probe: stored inputs and the training model's prediction, for `prediction`.
+        previews: previews of the training model, for `preview`.
+        base: the weights that training used, dequantized (FP8 storage). None: training used the published weights in
+            the family's dtype, so these are judged and there is no second measurement.
+    """
+
+    adapter: export.Adapter | None = None
+    probe: Probe | None = None
+    previews: Previews | None = None
+    base: Base | None = None
+
+
 def psnr(image: Any, other: Any) -> float:
     """Return the peak signal-to-noise ratio of two 8-bit images in dB; infinity if they are identical.
 
@@ -490,12 +508,8 @@ def relative_error(tensor: Tensor, reference: Tensor) -> float:
 def check(
     file: Path,
     family: Any,
+    reference: Reference | None = None,
     *,
-    state: Mapping[str, Tensor] | None = None,
-    scaling: Mapping[str, float] | float = 1.0,
-    probe: Probe | None = None,
-    previews: Previews | None = None,
-    base: Base | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     merged: bool = False,
@@ -507,12 +521,7 @@ def check(
     Args:
         file: the LoRA file.
         family: the ModelFamily instance, with its device and dtype. The VAE is loaded if previews are compared.
-        state: the trained adapter (internal naming); without it, `delta` is skipped.
-        scaling: alpha / rank of `state`.
-        probe: stored inputs and the training model's prediction; without it, `prediction` is skipped.
-        previews: previews of the training model; without them, `preview` is skipped.
-        base: the weights that training used, dequantized (FP8 storage). None: training used the published weights in
-            the family's dtype, so these are judged and there is no second measurement.
+        reference: what the file is compared with; None: nothing, it only has to load.
         dtype: compute dtype of the clean denoiser; None: the family's.
         device: device of the clean denoiser; None: the family's. On another one (the CPU, if the GPU has no room for
             the unquantized model) previews cannot be compared.
@@ -522,6 +531,8 @@ def check(
         ValueError: previews are to be compared on another device than the family's.
         RunFailure: see `clean_pipeline`.
     """
+    reference = reference or Reference()
+    probe, previews, base = reference.probe, reference.previews, reference.base
     if previews is not None and device not in (None, family.device):
         raise ValueError(f"previews are drawn on {family.device}; they cannot be compared on {device}")
     report = Report(file.name)
@@ -534,11 +545,12 @@ def check(
     if not _check_load(pipeline, file, family, tensors, report):
         return report
     denoiser = getattr(pipeline, family.denoiser_name)
-    if state is not None:
-        _check_delta(all_loaded(pipeline, family), state, scaling, tensors, report)
+    if reference.adapter is not None:
+        _check_delta(all_loaded(pipeline, family), reference.adapter, tensors, report)
     where = "on the base that training saw (decoded)" if base is not None else "on the base"
     # peft computes an adapter in the adapter's own dtype, so the trained one's dtype counts as well
-    step = max(ROUNDING.get(d, 0.0) for d in {dtype} | _dtypes(tensors) | _dtypes(state or {}))
+    trained = reference.adapter.state if reference.adapter else {}
+    step = max(ROUNDING.get(d, 0.0) for d in {dtype} | _dtypes(tensors) | _dtypes(trained))
     if probe is not None and probe.captions:
         _check_text(pipeline, family, probe, step, report)
     if probe is not None:
@@ -549,7 +561,9 @@ def check(
     del pipeline, denoiser
     gc.collect()
     if base is not None and (probe is not None or previews is not None):
-        _measure_plain(file, family, probe, previews, dtype, device, report)
+        pipeline = clean_pipeline(family, None, dtype, device, text=text)
+        load(pipeline, file, family)
+        _measure_plain(pipeline, family, reference, report)
     if merged:
         _measure_merged(family, tensors, report)
     return report
@@ -696,12 +710,11 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
 
 def _check_delta(
     loaded: Mapping[str, Loaded],
-    state: Mapping[str, Tensor],
-    scaling: Mapping[str, float] | float,
+    adapter: export.Adapter,
     tensors: Mapping[str, Tensor],
     report: Report,
 ) -> None:
-    trained = kinds.grouped(state)
+    trained, scaling = kinds.grouped(adapter.state), adapter.scaling
     missing = sorted(set(trained) - set(loaded))
     if missing:
         report.add("delta", False, f"{len(missing)} trained layers are not in the file, as {first_few(missing)}")
@@ -865,17 +878,9 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
     return {tensor.dtype for name, tensor in tensors.items() if not name.endswith(export.KEPT_WIDE)}
 
 
-def _measure_plain(
-    file: Path,
-    family: Any,
-    probe: Probe | None,
-    previews: Previews | None,
-    dtype: torch.dtype,
-    device: Any,
-    report: Report,
-) -> None:
-    pipeline = clean_pipeline(family, None, dtype, device, text=layouts.has_text(export.read(file)[0], family))
-    load(pipeline, file, family)
+def _measure_plain(pipeline: Any, family: Any, reference: Reference, report: Report) -> None:
+    """Measure what the file gives in a pipeline of the published base, which it is loaded into."""
+    probe, previews = reference.probe, reference.previews
     if probe is not None:
         answer = predict(family, getattr(pipeline, family.denoiser_name), probe)
         error = report.measure("plain_prediction_error", relative_error(answer, probe.prediction_BCHW))
