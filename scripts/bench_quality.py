@@ -48,10 +48,8 @@ from lora_fp8 import (
     train,
 )
 from lora_fp8.data import images
-from lora_fp8.data.cache import (
-    Cache,
-    dataset_captions,
-)
+from lora_fp8.data.cache import Cache
+from lora_fp8.data.caption_variants import dataset_captions
 from lora_fp8.data.loader import Loader
 from lora_fp8.demo import (
     measure,

@@ -13,7 +13,7 @@ import safetensors
 import torch
 from PIL import Image
 
-from lora_fp8.data import buckets, images
+from lora_fp8.data import buckets, cache_cleanup, caption_variants, images
 from lora_fp8.data import cache as caching
 from lora_fp8.data.cache import Cache
 from lora_fp8.errors import RunFailure, UserError
@@ -85,7 +85,7 @@ def make(folder, family, **settings):
     section = Dataset.model_validate({"folders": [{"path": str(folder / "set")}], **settings})
     examples = images.scan(section).require()
     placed = buckets.assign(examples, section, resolution=64, step=8)
-    captions = caching.dataset_captions(examples, section, seed=0)
+    captions = caption_variants.dataset_captions(examples, section, seed=0)
     return Cache(folder / "cache", family, section, dtype), placed, captions
 
 
@@ -143,7 +143,7 @@ def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
         (line,) = report.warnings()
         assert line.startswith("2 of 4 captions and prompts are longer than the 3 tokens") and "up to 30" in line
         assert "'four' of 'one two three four'" in line and "\n" not in line and len(line) < 500
-        (line,) = caching.truncation_warnings(report.truncated, 4, most=1)
+        (line,) = caption_variants.truncation_warnings(report.truncated, 4, most=1)
         assert line.endswith("'four' of 'one two three four' and 1 more")
     (folder / "set" / "1.txt").write_text("one", encoding="utf-8")
     (folder / "set" / "2.txt").write_text("two", encoding="utf-8")
@@ -380,19 +380,19 @@ def test_prune_deletes_what_no_run_used_and_nothing_else(folder):
         (folder / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "cache" / name).write_bytes(b"mine")
         os.utime(folder / "cache" / name, (0, 0))
-    listed = caching.stored(folder / "cache")
+    listed = cache_cleanup.stored(folder / "cache")
     assert len(listed) == 7 and listed[0].path == unused and listed[0].bytes == unused.stat().st_size
     assert listed[0].used < listed[1].used - 39 * 86400
-    assert caching.prune(folder / "cache", 41) == []
-    assert [entry.path for entry in caching.prune(folder / "cache", 30)] == [unused] and not unused.exists()
+    assert cache_cleanup.prune(folder / "cache", 41) == []
+    assert [entry.path for entry in cache_cleanup.prune(folder / "cache", 30)] == [unused] and not unused.exists()
     assert all((folder / "cache" / name).exists() for name in others)
     family = Family()
     fill(folder, family)
     assert family.calls == (0, 0), "all that is used is still there"
     with pytest.raises(UserError, match="at least 1"):
-        caching.prune(folder / "cache", 0.5)
+        cache_cleanup.prune(folder / "cache", 0.5)
     with pytest.raises(UserError, match="nowhere: no such folder"):
-        caching.prune(folder / "nowhere", 30)
+        cache_cleanup.prune(folder / "nowhere", 30)
 
 
 def test_reading_an_entry_is_use_and_is_noted_once_an_hour(folder):
@@ -401,7 +401,7 @@ def test_reading_an_entry_is_use_and_is_noted_once_an_hour(folder):
     training = Cache(filled.root, Family(), filled.section)
     training.latents(placed[1])
     training.cond(placed[2].example.caption)
-    old = {entry.path for entry in caching.stored(filled.root) if entry.used < time.time() - 86400}
+    old = {entry.path for entry in cache_cleanup.stored(filled.root) if entry.used < time.time() - 86400}
     used = {filled.path("latents", filled.image_key(placed[1], False))}
     used |= {filled.path("conds", filled.caption_key(placed[2].example.caption))}
     assert len(old) == 4 and not old & used
@@ -446,14 +446,14 @@ def test_variants_keep_the_first_tags_and_all_tags():
     section = tag_section(keep_tokens=2, caption_variants=6)
     caption = "sks, cat,  sitting , red sofa,, indoors"
     tags = ["sks", "cat", "sitting", "red sofa", "indoors"]
-    variants = [caching.caption_variant(caption, v, section, 5) for v in range(6)]
+    variants = [caption_variants.caption_variant(caption, v, section, 5) for v in range(6)]
     for text in variants:
         assert text.split(", ")[:2] == tags[:2] and sorted(text.split(", ")) == sorted(tags)
     assert len(set(variants)) > 1
-    assert variants == [caching.caption_variant(caption, v, section, 5) for v in range(6)]
-    assert variants != [caching.caption_variant(caption, v, section, 6) for v in range(6)]
-    assert caching.caption_variant("a b c", 0, tag_section(tag_separator=" ", keep_tokens=3), 0) == "a b c"
-    assert caching.caption_variant("", 0, section, 0) == ""
+    assert variants == [caption_variants.caption_variant(caption, v, section, 5) for v in range(6)]
+    assert variants != [caption_variants.caption_variant(caption, v, section, 6) for v in range(6)]
+    assert caption_variants.caption_variant("a b c", 0, tag_section(tag_separator=" ", keep_tokens=3), 0) == "a b c"
+    assert caption_variants.caption_variant("", 0, section, 0) == ""
 
 
 def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
@@ -463,7 +463,7 @@ def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
     words = {"red": 0, "blue": 0, "": 0}
     seen = Counter()
     for variant in range(3000):
-        text = caching.caption_variant(caption, variant, section, 5)
+        text = caption_variants.caption_variant(caption, variant, section, 5)
         tags = text.split(", ")
         sofa = [tag for tag in tags if tag.endswith("sofa")]
         seen.update("sofa" if tag in sofa else tag for tag in tags)
@@ -476,10 +476,10 @@ def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
     assert all(abs(count / seen["sofa"] - 1 / 3) < 5 * (2 / 9 / seen["sofa"]) ** 0.5 for count in words.values())
     sentence = "A house,by the {lake|sea} , at night"
     plain = section.model_copy(update={"tag_dropout": 0.0})
-    found = {caching.caption_variant(sentence, v, plain, 0) for v in range(8)}
+    found = {caption_variants.caption_variant(sentence, v, plain, 0) for v in range(8)}
     assert found == {sentence.replace("{lake|sea}", word) for word in ("lake", "sea")}  # a sentence is not taken apart
-    held_out = caching.caption_variant(sentence, 0, caching.plain_captions(section), 0)
-    assert held_out in found and held_out in caching.dataset_captions(
+    held_out = caption_variants.caption_variant(sentence, 0, caption_variants.plain_captions(section), 0)
+    assert held_out in found and held_out in caption_variants.dataset_captions(
         [SimpleNamespace(caption=sentence)], section.model_copy(update={"tag_dropout": 0.9}), 0
     )
 
@@ -488,7 +488,7 @@ def test_all_orders_are_equally_likely():
     section = tag_section(keep_tokens=0)
     counts = {}
     for seed in range(1200):
-        text = caching.caption_variant("a, b, c", 0, section, seed)
+        text = caption_variants.caption_variant("a, b, c", 0, section, seed)
         counts[text] = counts.get(text, 0) + 1
     assert len(counts) == 6 and all(140 < count < 260 for count in counts.values()), counts
 
@@ -497,11 +497,11 @@ def test_dataset_captions(folder):
     section = Dataset(folders=[Folder(path=str(folder / "set"))])
     examples = images.scan(section).examples
     plain = [f"one, two, three, picture {i}" for i in range(3)]
-    assert caching.dataset_captions(examples + examples, section, 0) == plain
+    assert caption_variants.dataset_captions(examples + examples, section, 0) == plain
     section = section.model_copy(update={"shuffle_tags": True, "caption_variants": 4, "caption_dropout": 0.5})
-    texts = caching.dataset_captions(examples, section, 0)
+    texts = caption_variants.dataset_captions(examples, section, 0)
     assert len(texts) == len(set(texts)) and set(plain) <= set(texts) and "" in texts
-    assert {caching.caption_variant(plain[1], v, section, 0) for v in range(4)} <= set(texts)
+    assert {caption_variants.caption_variant(plain[1], v, section, 0) for v in range(4)} <= set(texts)
 
 
 def test_permutation_is_the_one_written_down_in_the_documentation():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lora_fp8.data import caption_journal, images
+from lora_fp8.data import caption_journal, caption_operations, caption_text
 from lora_fp8.data import captions as room
 from lora_fp8.errors import UserError
 
@@ -44,57 +44,57 @@ def raws(folder: Path) -> dict[str, bytes]:
     }
 
 
-def edited(folder: Path, *operations: room.Operation, only: list[str] | None = None) -> room.Entry:
+def edited(folder: Path, *operations: caption_operations.Operation, only: list[str] | None = None) -> room.Entry:
     return room.apply(folder, room.preview(folder, operations, only))
 
 
 @pytest.mark.parametrize(
     ("operation", "before", "after"),
     [
-        (room.SetText("new\nlines"), "old\r\ntext", "new\r\nlines"),
-        (room.SetText("same\ntext\n"), "same\r\ntext", "same\r\ntext"),
-        (room.Replace("cat", "dog"), "cat, catalogue", "dog, dogalogue"),
-        (room.Replace("(", "\\1"), "a (b", "a \\1b"),
-        (room.AddTag("x"), "a,b", "a,b, x"),
-        (room.AddTag("x"), "a, b, ", "a, b, x"),
-        (room.AddTag("x", first=True), "a,b", "x, a,b"),
-        (room.AddTag("x", first=True), "", "x"),
-        (room.AddTag("b"), "a\nb, c", "a\nb, c"),
-        (room.AddTag("x", separator="|"), "a|b", "a|b| x"),
-        (room.RemoveTag("b"), "a,  b,c", "a,c"),
-        (room.RemoveTag("a"), "a, b,  c", "b,  c"),
-        (room.RemoveTag("b"), "ab, a b, bb", "ab, a b, bb"),
-        (room.RemoveTag("a"), "a\r\nb, a", "\r\nb"),
-        (room.RenameTag("a", "z"), " a ,b,  a", " z ,b"),
-        (room.RenameTag("a", "b"), "a, b, c", "b, c"),
-        (room.RenameTag("a", "b"), "aa, c", "aa, c"),
-        (room.Prepend("x "), "a", "x a"),
-        (room.Append("."), "a", "a."),
-        (room.Trigger("zibo"), "a zibot", "zibo, a zibot"),
-        (room.Trigger("zibo"), "the zibo sits", "the zibo sits"),
-        (room.SortTags(), "b,A, c", "A, b, c"),
-        (room.SortTags(), "a ,b", "a ,b"),
-        (room.SortTags(keep=1), "z, c, b", "z, b, c"),
-        (room.DedupeTags(), "a, b, a\nb, c", "a, b\nc"),
-        (room.DedupeTags(), "a ,  b", "a ,  b"),
+        (caption_operations.SetText("new\nlines"), "old\r\ntext", "new\r\nlines"),
+        (caption_operations.SetText("same\ntext\n"), "same\r\ntext", "same\r\ntext"),
+        (caption_operations.Replace("cat", "dog"), "cat, catalogue", "dog, dogalogue"),
+        (caption_operations.Replace("(", "\\1"), "a (b", "a \\1b"),
+        (caption_operations.AddTag("x"), "a,b", "a,b, x"),
+        (caption_operations.AddTag("x"), "a, b, ", "a, b, x"),
+        (caption_operations.AddTag("x", first=True), "a,b", "x, a,b"),
+        (caption_operations.AddTag("x", first=True), "", "x"),
+        (caption_operations.AddTag("b"), "a\nb, c", "a\nb, c"),
+        (caption_operations.AddTag("x", separator="|"), "a|b", "a|b| x"),
+        (caption_operations.RemoveTag("b"), "a,  b,c", "a,c"),
+        (caption_operations.RemoveTag("a"), "a, b,  c", "b,  c"),
+        (caption_operations.RemoveTag("b"), "ab, a b, bb", "ab, a b, bb"),
+        (caption_operations.RemoveTag("a"), "a\r\nb, a", "\r\nb"),
+        (caption_operations.RenameTag("a", "z"), " a ,b,  a", " z ,b"),
+        (caption_operations.RenameTag("a", "b"), "a, b, c", "b, c"),
+        (caption_operations.RenameTag("a", "b"), "aa, c", "aa, c"),
+        (caption_operations.Prepend("x "), "a", "x a"),
+        (caption_operations.Append("."), "a", "a."),
+        (caption_operations.Trigger("zibo"), "a zibot", "zibo, a zibot"),
+        (caption_operations.Trigger("zibo"), "the zibo sits", "the zibo sits"),
+        (caption_operations.SortTags(), "b,A, c", "A, b, c"),
+        (caption_operations.SortTags(), "a ,b", "a ,b"),
+        (caption_operations.SortTags(keep=1), "z, c, b", "z, b, c"),
+        (caption_operations.DedupeTags(), "a, b, a\nb, c", "a, b\nc"),
+        (caption_operations.DedupeTags(), "a ,  b", "a ,  b"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.title(),
 )
 def test_what_an_operation_makes_of_a_caption(operation, before, after) -> None:
     assert operation(before) == after
-    assert operation(after) == after or isinstance(operation, room.Prepend | room.Append)
+    assert operation(after) == after or isinstance(operation, caption_operations.Prepend | caption_operations.Append)
 
 
 def test_a_trigger_is_put_where_training_puts_it(folder: Path) -> None:
-    trained = {name: images.with_trigger(images.read_caption(folder / name), "girl") for name in CAPTIONS}
-    edited(folder, room.Trigger("girl"))
-    assert {name: images.read_caption(folder / name) for name in CAPTIONS} == trained
+    trained = {name: caption_text.with_trigger(caption_text.read_caption(folder / name), "girl") for name in CAPTIONS}
+    edited(folder, caption_operations.Trigger("girl"))
+    assert {name: caption_text.read_caption(folder / name) for name in CAPTIONS} == trained
     assert (folder / "f.txt").read_bytes() == b"girl"
 
 
 def test_encodings_marks_line_ends_and_pictures_stay(folder: Path) -> None:
     before = raws(folder)
-    entry = edited(folder, room.RenameTag("girl", "woman"))
+    entry = edited(folder, caption_operations.RenameTag("girl", "woman"))
     assert entry.files == 3 and entry.done
     assert raws(folder) == before | {
         "a.txt": b"a girl, red hair, woman, smile",
@@ -106,10 +106,14 @@ def test_encodings_marks_line_ends_and_pictures_stay(folder: Path) -> None:
 def test_undo_and_redo_give_every_byte_back(folder: Path) -> None:
     states = [raws(folder)]
     for operations in (
-        [room.AddTag("zibo", first=True)],
-        [room.Replace("red hair", "红发"), room.SortTags(), room.DedupeTags()],
-        [room.SetText("everything else")],
-        [room.ReplacePattern(r"(\w+) (\w+)", r"\2 \1")],
+        [caption_operations.AddTag("zibo", first=True)],
+        [
+            caption_operations.Replace("red hair", "红发"),
+            caption_operations.SortTags(),
+            caption_operations.DedupeTags(),
+        ],
+        [caption_operations.SetText("everything else")],
+        [caption_operations.ReplacePattern(r"(\w+) (\w+)", r"\2 \1")],
     ):
         edited(folder, *operations)
         states.append(raws(folder))
@@ -125,7 +129,7 @@ def test_undo_and_redo_give_every_byte_back(folder: Path) -> None:
     with pytest.raises(UserError, match="no caption edit to redo"):
         room.redo(folder)
     room.undo(folder)
-    edited(folder, room.Append("!"))
+    edited(folder, caption_operations.Append("!"))
     with pytest.raises(UserError, match="no caption edit to redo"):
         room.redo(folder)
     assert [entry.done for entry in room.history(folder)] == [True] * 4
@@ -135,7 +139,7 @@ def test_a_preview_writes_nothing_and_tells_all(folder: Path) -> None:
     before = raws(folder)
     (folder / "g.txt").write_bytes("红发".encode("gb18030"))
     Image.new("RGB", (8, 8)).save(folder / "g.png")
-    edit = room.preview(folder, [room.AddTag("x")], only=["a.png", "f.png", "g.png"])
+    edit = room.preview(folder, [caption_operations.AddTag("x")], only=["a.png", "f.png", "g.png"])
     assert [(change.file, *change.texts()) for change in edit.changes] == [
         ("a.txt", "a girl, red hair, girl, smile", "a girl, red hair, girl, smile, x"),
         ("f.txt", "", "x"),
@@ -147,7 +151,7 @@ def test_a_preview_writes_nothing_and_tells_all(folder: Path) -> None:
 
 def test_other_encodings_become_utf8_when_named(folder: Path) -> None:
     (folder / "a.txt").write_bytes("红发, 女孩\r\n".encode("gb18030"))
-    edit = room.preview(folder, [room.Recode("gb18030")])
+    edit = room.preview(folder, [caption_operations.Recode("gb18030")])
     assert [change.file for change in edit.changes] == ["a.txt"] and not edit.problems
     room.apply(folder, edit)
     assert (folder / "a.txt").read_bytes() == "红发, 女孩\r\n".encode()
@@ -156,13 +160,13 @@ def test_other_encodings_become_utf8_when_named(folder: Path) -> None:
 
 
 def test_what_somebody_else_changed_is_never_overwritten(folder: Path) -> None:
-    edit = room.preview(folder, [room.Append("!")])
+    edit = room.preview(folder, [caption_operations.Append("!")])
     (folder / "a.txt").write_bytes(b"mine")
     before = raws(folder)
     with pytest.raises(UserError, match="a.txt was changed by somebody else since the preview"):
         room.apply(folder, edit)
     assert raws(folder) == before
-    edited(folder, room.Append("!"))
+    edited(folder, caption_operations.Append("!"))
     (folder / "deep/d.txt").unlink()
     (folder / "f.txt").write_bytes(b"also mine")
     before = raws(folder)
@@ -174,10 +178,10 @@ def test_what_somebody_else_changed_is_never_overwritten(folder: Path) -> None:
 
 def test_a_torn_journal_line_is_an_edit_that_never_began(folder: Path) -> None:
     before = raws(folder)
-    edited(folder, room.Append("!"))
+    edited(folder, caption_operations.Append("!"))
     with open(folder / room.JOURNAL, "ab") as file:
         file.write(b'{"edit": 2, "title": "half')
-    edited(folder, room.Append("?"))
+    edited(folder, caption_operations.Append("?"))
     room.undo(folder)
     room.undo(folder)
     assert raws(folder) == before
@@ -193,7 +197,7 @@ def test_the_journal_stays_small_and_undoes_the_newest(folder: Path, monkeypatch
     monkeypatch.setattr(caption_journal, "JOURNAL_BYTES", 4000)
     for number in range(30):
         before = raws(folder)
-        edited(folder, room.SetText(f"caption {number}"))
+        edited(folder, caption_operations.SetText(f"caption {number}"))
         assert (folder / room.JOURNAL).stat().st_size <= 4000
     room.undo(folder)
     assert raws(folder) == before
@@ -209,10 +213,12 @@ def test_the_journal_stays_small_and_undoes_the_newest(folder: Path, monkeypatch
 
 def test_edits_of_a_group_are_undone_together(folder: Path) -> None:
     before = raws(folder)
-    edited(folder, room.Append("!"), only=["a.png"])
+    edited(folder, caption_operations.Append("!"), only=["a.png"])
     middle = raws(folder)
     for name in ("b.png", "c.png", "f.png"):
-        room.apply(folder, room.preview(folder, [room.SetText(f"of {name}")], [name]), group="captioning 1")
+        room.apply(
+            folder, room.preview(folder, [caption_operations.SetText(f"of {name}")], [name]), group="captioning 1"
+        )
     after = raws(folder)
     assert [(entry.files, entry.done) for entry in room.history(folder)] == [(1, True), (3, True)]
     room.undo(folder)
@@ -230,7 +236,7 @@ def test_nothing_outside_of_the_folder_is_read_or_written(folder: Path, tmp_path
     outside.write_bytes(b"secret")
     (folder / "a.txt").unlink()
     (folder / "a.txt").symlink_to(outside)
-    edit = room.preview(folder, [room.AddTag("x")])
+    edit = room.preview(folder, [caption_operations.AddTag("x")])
     assert edit.problems == ["a.txt is a link to outside of the folder; edit what it points to"]
     assert "a.txt" not in [change.file for change in edit.changes]
     # A journal may come with a dataset from anywhere.
@@ -243,14 +249,14 @@ def test_nothing_outside_of_the_folder_is_read_or_written(folder: Path, tmp_path
     (folder / room.JOURNAL).unlink()
     (folder / room.JOURNAL).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a link"):
-        edited(folder, room.AddTag("x"), only=["b.png"])
+        edited(folder, caption_operations.AddTag("x"), only=["b.png"])
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_link_inside_is_followed_and_modes_stay(folder: Path) -> None:
     (folder / "f.txt").symlink_to("a.txt")
     (folder / "a.txt").chmod(0o640)
-    edited(folder, room.Append("!"), only=["f.png"])
+    edited(folder, caption_operations.Append("!"), only=["f.png"])
     assert (folder / "f.txt").is_symlink() and (folder / "a.txt").read_bytes().endswith(b"smile!")
     assert (folder / "a.txt").stat().st_mode & 0o777 == 0o640
 
@@ -259,7 +265,7 @@ def test_two_names_of_one_file_are_one_caption(folder: Path) -> None:
     """f.txt is a link to a.txt: written twice, it could not be undone."""
     (folder / "f.txt").symlink_to("a.txt")
     before = raws(folder)
-    assert edited(folder, room.AddTag("x"), only=["a.png", "f.png"]).files == 1
+    assert edited(folder, caption_operations.AddTag("x"), only=["a.png", "f.png"]).files == 1
     assert (folder / "f.txt").is_symlink() and (folder / "a.txt").read_bytes() == CAPTIONS["a.txt"] + b", x"
     room.undo(folder)
     assert raws(folder) == before
@@ -270,7 +276,7 @@ def test_two_names_of_one_file_are_one_caption(folder: Path) -> None:
 
 def test_a_pipe_is_no_caption_to_wait_for(folder: Path) -> None:
     os.mkfifo(folder / "f.txt")
-    assert room.preview(folder, [room.AddTag("x")]).problems == ["f.txt is not a regular file"]
+    assert room.preview(folder, [caption_operations.AddTag("x")]).problems == ["f.txt is not a regular file"]
     (folder / room.JOURNAL).unlink(missing_ok=True)
     os.mkfifo(folder / room.JOURNAL)
     with pytest.raises(UserError, match="is no journal of caption edits"):
@@ -279,38 +285,40 @@ def test_a_pipe_is_no_caption_to_wait_for(folder: Path) -> None:
 
 def test_patterns_have_limits(folder: Path) -> None:
     (folder / "a.txt").write_bytes(b"a" * 40 + b"!")
-    monkey = room.REGEX_SECONDS
+    monkey = caption_operations.REGEX_SECONDS
     try:
-        room.REGEX_SECONDS = 1
+        caption_operations.REGEX_SECONDS = 1
         with pytest.raises(UserError, match="takes longer than 1 s"):
-            room.preview(folder, [room.ReplacePattern(r"(a+)+$", "b")])
+            room.preview(folder, [caption_operations.ReplacePattern(r"(a+)+$", "b")])
     finally:
-        room.REGEX_SECONDS = monkey
+        caption_operations.REGEX_SECONDS = monkey
     for find, by, why in (("(", "", "unterminated"), ("a", r"\7", "group"), ("a", "b" * 9999, "at most 65,536")):
         with pytest.raises(UserError, match=why):
-            room.preview(folder, [room.ReplacePattern(find, by)])
+            room.preview(folder, [caption_operations.ReplacePattern(find, by)])
     with pytest.raises(UserError, match="at most 300"):
-        room.preview(folder, [room.ReplacePattern("a" * 301, "")])
-    edit = room.preview(folder, [room.ReplacePattern(r"^(a)\1+", r"\1"), room.Append("é")], ["a.png"])
+        room.preview(folder, [caption_operations.ReplacePattern("a" * 301, "")])
+    edit = room.preview(
+        folder, [caption_operations.ReplacePattern(r"^(a)\1+", r"\1"), caption_operations.Append("é")], ["a.png"]
+    )
     assert edit.changes[0].after == "a!é".encode()
 
 
 @pytest.mark.parametrize(
     "operation",
     [
-        room.AddTag("a, b"),
-        room.AddTag(" "),
-        room.AddTag("two\nlines"),
-        room.RenameTag("a", ""),
-        room.Replace("", "x"),
-        room.Trigger(""),
-        room.Recode("klingon"),
-        room.Recode("base64"),
-        room.SetText("\0"),
-        room.RemoveTag("a", separator=""),
+        caption_operations.AddTag("a, b"),
+        caption_operations.AddTag(" "),
+        caption_operations.AddTag("two\nlines"),
+        caption_operations.RenameTag("a", ""),
+        caption_operations.Replace("", "x"),
+        caption_operations.Trigger(""),
+        caption_operations.Recode("klingon"),
+        caption_operations.Recode("base64"),
+        caption_operations.SetText("\0"),
+        caption_operations.RemoveTag("a", separator=""),
     ],
 )
-def test_what_means_nothing_is_refused(folder: Path, operation: room.Operation) -> None:
+def test_what_means_nothing_is_refused(folder: Path, operation: caption_operations.Operation) -> None:
     with pytest.raises(UserError):
         room.preview(folder, [operation])
 
@@ -320,7 +328,7 @@ def test_selections(folder: Path) -> None:
     assert room.select(folder, having=["girl"], lacking=["red hair"]) == ["deep/e.png"]
     assert room.select(folder, glob="deep/*") == ["deep/d.png", "deep/e.png"]
     with pytest.raises(UserError, match="no picture 'z.png' here"):
-        room.preview(folder, [room.AddTag("x")], only=["z.png"])
+        room.preview(folder, [caption_operations.AddTag("x")], only=["z.png"])
     with pytest.raises(UserError, match="does not exist"):
         room.listed(folder / "none")
 
@@ -328,11 +336,11 @@ def test_selections(folder: Path) -> None:
 EDITOR = """
 import sys
 from pathlib import Path
-from lora_fp8.data import captions
+from lora_fp8.data import caption_operations, captions
 folder, word = Path(sys.argv[1]), sys.argv[2]
 for number in range(10):
     try:
-        captions.apply(folder, captions.preview(folder, [captions.AddTag(f"{word}{number}")]))
+        captions.apply(folder, captions.preview(folder, [caption_operations.AddTag(f"{word}{number}")]))
     except captions.UserError as error:
         assert "since the preview" in str(error), error
 """
@@ -347,7 +355,7 @@ def test_two_editors_at_once_lose_nothing(folder: Path) -> None:
     made = [entry.title for entry in room.history(folder)]
     assert len(made) >= 10
     for name in CAPTIONS:
-        tags = room.split_tags(images.read_caption(folder / name))
+        tags = caption_operations.split_tags(caption_text.read_caption(folder / name))
         assert [tag for tag in tags if tag[0] in "xy" and tag[1:].isdigit()] == [title.split("'")[1] for title in made]
     for _ in made:
         room.undo(folder)

@@ -18,7 +18,7 @@ import gradio as gr
 import pytest
 from PIL import Image
 
-from lora_fp8.data import caption_journal
+from lora_fp8.data import caption_journal, caption_operations
 from lora_fp8.data import captions as room
 from lora_fp8.errors import UserError
 from webui.context import Place, Ui
@@ -94,7 +94,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def edit(folder: Path, word: str, only: list[str] | None = None) -> None:
-    room.apply(folder, room.preview(folder, [room.AddTag(word)], only))
+    room.apply(folder, room.preview(folder, [caption_operations.AddTag(word)], only))
 
 
 def follow(folder: Path, states: list[State]) -> None:

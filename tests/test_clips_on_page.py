@@ -12,7 +12,7 @@ from PIL import Image
 from waiting import wait_until
 
 from lora_fp8 import config, settings
-from lora_fp8.data import captions, clips, images
+from lora_fp8.data import caption_operations, captions, clips, images
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView, Sentence
 from webui import dataset_folder, decoder, estimate_panel, image_folders, run_monitor, translations
@@ -156,7 +156,7 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     )
 
     # Their captions are edited as those of pictures.
-    edit = captions.preview(folder, [captions.Trigger("new")], ["walk.mp4", "brief.mkv"])
+    edit = captions.preview(folder, [caption_operations.Trigger("new")], ["walk.mp4", "brief.mkv"])
     captions.apply(folder, edit)
     assert (folder / "walk.txt").read_text() == "new, zibo, a ball" and (folder / "brief.txt").read_text() == "new"
     captions.undo(folder)

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, bfl_tensors, load_denoiser, make
 
 from lora_fp8 import config, families, importing
-from lora_fp8.data import buckets, images
+from lora_fp8.data import buckets, control_files, images
 from lora_fp8.data.cache import Cache, preview_pictures
+from lora_fp8.data.examples import Example
 from lora_fp8.data.loader import Loader
 from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.plan import estimate, placement
@@ -225,7 +226,7 @@ def test_a_control_picture_of_its_pictures_shape_is_cut_as_the_picture_is():
     picture = Image.fromarray(np.stack([ramp] * 3, -1))
     control = picture.resize((192, 100), Image.Resampling.BICUBIC)
     section = Dataset(folders=[Folder(path="set")], max_aspect=1.5)
-    example = images.Example("x.png", "", 0, "x.png", 1, 96, 50, "")
+    example = Example("x.png", "", 0, "x.png", 1, 96, 50, "")
     (placed,) = buckets.assign([example], section, resolution=48, step=8)
     box = buckets.control_box(placed.placement, control.size)
     assert box[0] > 10 and box[1] == 0 and box[3] == 100
@@ -427,7 +428,7 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
         (tmp_path / str(number) / "._control.png").write_bytes(b"resource fork")
     given = {"prompts": PROMPTS[:1] * 2, "controls": [str(tmp_path / str(number)) for number in range(2)]}
     section = Preview(**given, steps=2, width=32, height=16)
-    shown, problems = images.preview_controls(section, Dataset(), it.family.controls)
+    shown, problems = control_files.preview_controls(section, Dataset(), it.family.controls)
     assert not problems
     cache = Cache(tmp_path / "cache", it.family, Dataset())
     drawn, away = placement.make_preview_prompts(SimpleNamespace(preview=section, dataset=Dataset()), cache)

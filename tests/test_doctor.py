@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from lora_fp8 import cli, config, families
-from lora_fp8.data import buckets, captions, decoding, doctor
+from lora_fp8.data import buckets, caption_operations, captions, decoding, diagnosis, doctor, measurements
 from lora_fp8.settings import Dataset
 
 
@@ -40,14 +40,14 @@ def put(image: Image.Image, path: Path, caption: str | bytes | None = None, **op
     path.with_suffix(".txt").write_bytes(caption.encode() if isinstance(caption, str) else caption)
 
 
-def examined(folder: Path, *, family: str = "sd15", remember: Path | None = None, **settings) -> doctor.Diagnosis:
+def examined(folder: Path, *, family: str = "sd15", remember: Path | None = None, **settings) -> diagnosis.Diagnosis:
     settings = {"folders": [{"path": str(folder)}], "trigger": "zibo", **settings}
     section = Dataset.model_validate(settings)
     target = doctor.Target(512, 64, caption_tokens=75 if family == "sd15" else 0)
     return doctor.examine(section, target, remember=remember)
 
 
-def by_kind(found: doctor.Diagnosis) -> dict[str, list[tuple[str, str]]]:
+def by_kind(found: diagnosis.Diagnosis) -> dict[str, list[tuple[str, str]]]:
     return {finding.kind: finding.files for finding in found.findings}
 
 
@@ -76,7 +76,7 @@ def planted(kind: str, root: Path) -> str | None:
         return "odd.txt"
     if kind in ("caption_damaged", "caption_half_done"):
         put(odd, path)
-        captions.apply(root, captions.preview(root, [captions.Append("!")], ["odd.png"]))
+        captions.apply(root, captions.preview(root, [caption_operations.Append("!")], ["odd.png"]))
         if kind == "caption_damaged":
             path.with_suffix(".txt").write_bytes(b"")
             return "odd.txt"
@@ -168,7 +168,7 @@ NAMES = {
 
 
 # Those of clips are in tests/test_video_clips.py, those of masks in tests/test_masks.py.
-@pytest.mark.parametrize("kind", [kind for kind in doctor.KINDS if not kind.startswith(("clip_", "mask"))])
+@pytest.mark.parametrize("kind", [kind for kind in diagnosis.KINDS if not kind.startswith(("clip_", "mask"))])
 def test_each_kind_is_found_in_its_file_alone(folder: Path, kind: str) -> None:
     detail = planted(kind, folder)
     settings = {"sentences_shuffled": {"shuffle_tags": True}, "sentences_cut": {"tag_dropout": 0.1}}.get(kind, {})
@@ -247,8 +247,8 @@ def test_folders_of_a_config_are_weighed_with_their_repeats(folder: Path, tmp_pa
 
 def test_what_is_remembered_is_measured_again_when_the_file_changes(folder: Path, tmp_path: Path, monkeypatch) -> None:
     measured = []
-    measure = doctor._measure
-    monkeypatch.setattr(doctor, "_measure", lambda image, rgb: measured.append(rgb.size) or measure(image, rgb))
+    measure = measurements.measure_pixels
+    monkeypatch.setattr(doctor, "measure_pixels", lambda image, rgb: measured.append(rgb.size) or measure(image, rgb))
     looked_at = []
     look = decoding.light_of
     monkeypatch.setattr(decoding, "light_of", lambda image, rgb: looked_at.append(rgb.size) or look(image, rgb))

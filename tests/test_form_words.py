@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lora_fp8 import families, importing, settings
 from lora_fp8.config import loading, relations, validation
-from lora_fp8.data import images
+from lora_fp8.data import scan_notes
 from lora_fp8.data.caption_style import warn_of_sentences
 from webui import form, translations
 
@@ -197,7 +197,7 @@ WARNERS = (
 
 
 def test_what_the_trainer_warns_of_has_its_chinese() -> None:
-    found = {f"{note.format(n=3)}: a.png" for note in images._NOTES.values()}
+    found = {f"{note.format(n=3)}: a.png" for note in scan_notes._NOTES.values()}
     prose = ["A dog runs over the wet grass, and a cat looks on."]
     for section in (settings.Dataset(shuffle_tags=True), settings.Dataset(tag_dropout=0.5)):
         (line,) = warn_of_sentences(prose, section)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageFile, ImageOps
 
-from lora_fp8.data import decoding, doctor, images
+from lora_fp8.data import caption_text, decoding, doctor, images
 from lora_fp8.errors import UserErrors
 from lora_fp8.settings import Dataset, Folder
 from webui import translations
@@ -567,13 +567,13 @@ def test_nothing_left_after_skipping_is_a_problem(tmp_path):
     ],
 )
 def test_trigger_is_put_in_front_once(caption, expected):
-    assert images.with_trigger(caption, "sks") == expected
-    assert images.with_trigger(expected, "sks") == expected
+    assert caption_text.with_trigger(caption, "sks") == expected
+    assert caption_text.with_trigger(expected, "sks") == expected
 
 
 def test_a_trigger_in_a_script_without_spaces_is_found_inside_a_sentence():
-    assert images.with_trigger("一只小狐狸坐在雪地里", "小狐狸") == "一只小狐狸坐在雪地里"
-    assert images.with_trigger("一只小猫坐在雪地里", "小狐狸") == "小狐狸, 一只小猫坐在雪地里"
+    assert caption_text.with_trigger("一只小狐狸坐在雪地里", "小狐狸") == "一只小狐狸坐在雪地里"
+    assert caption_text.with_trigger("一只小猫坐在雪地里", "小狐狸") == "小狐狸, 一只小猫坐在雪地里"
 
 
 def test_folder_trigger_wins_over_the_datasets(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lora_fp8.data import buckets
-from lora_fp8.data.cache import caption_variant, dataset_captions
+from lora_fp8.data.caption_variants import caption_variant, dataset_captions
 from lora_fp8.data.loader import Loader, epoch_batches, generator
 from lora_fp8.errors import UserError
 from lora_fp8.settings import Dataset, Folder

@@ -14,8 +14,9 @@ from torch.nn.functional import mse_loss
 from typer.testing import CliRunner
 
 from lora_fp8 import cli, config, jobs
-from lora_fp8.data import buckets, decoding, images
+from lora_fp8.data import buckets, decoding, images, mask_files
 from lora_fp8.data.cache import Cache
+from lora_fp8.data.examples import Example, Mask
 from lora_fp8.data.loader import Batch
 from lora_fp8.errors import UserErrors
 from lora_fp8.objectives import Diffusion, FlowMatching
@@ -210,7 +211,7 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
     again = Cache(tmp_path / "cache", Family(), section)
     assert (report := again.fill([placed], ["a"])).encoded == 0 and report.reused == 5
     torch.testing.assert_close(again.mask(placed, True), cache.mask(placed, True), atol=0, rtol=0)
-    assert images.outside_masks([placed]) == []
+    assert mask_files.outside_masks([placed]) == []
     # Of a mask that is white to the left of the crop, or to its right, nothing is left; of a black one that is no news.
     for white, left in (((0, 0, 16, 80), 0), ((144, 0, 160, 80), 0), ((0, 0, 32, 80), 1), (None, 0)):
         mask = drawn((160, 80), white)
@@ -223,7 +224,7 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
         (placed,) = buckets.assign(scanned(folder, where, max_aspect=1.5)[0].require(), section, resolution=48, step=8)
         greys = decoding.open_mask(placed.example.mask.path, kind == "alpha")
         assert any(buckets.fit_mask(greys, placed.placement).getextrema()) == left
-        lines = images.outside_masks([placed])
+        lines = mask_files.outside_masks([placed])
         assert bool(lines) == (not left and white is not None)
         if lines:
             assert told(lines) == f"1 image(s) whose mask is white only where the crop cuts it off: {folder / 'a.png'}"
@@ -235,10 +236,10 @@ def test_entries_without_masks_keep_the_keys_that_they_had():
         name="fake", dtype=torch.float32, prompts_see_controls=False, encoder_identity=lambda what: what
     )
     section = Dataset(folders=[Folder(path="x")])
-    still = images.Example(Path("a.png"), "a cat", 0, "a.png", 1, 160, 80, "0" * 64)
-    clip = images.Example(Path("a.mp4"), "a cat", 0, "a.mp4", 1, 160, 80, "0" * 64, frames=(0, 1, 2))
-    masked = images.Example(*vars(still).values())
-    object.__setattr__(masked, "mask", images.Mask(Path("m.png"), "1" * 64))
+    still = Example(Path("a.png"), "a cat", 0, "a.png", 1, 160, 80, "0" * 64)
+    clip = Example(Path("a.mp4"), "a cat", 0, "a.mp4", 1, 160, 80, "0" * 64, frames=(0, 1, 2))
+    masked = Example(*vars(still).values())
+    object.__setattr__(masked, "mask", Mask(Path("m.png"), "1" * 64))
     placed, moving, covered = buckets.assign([still, clip, masked], section, resolution=48, step=8)
     cache = Cache("nowhere", family, section)
     assert (cache.image_key(placed, False), cache.image_key(placed, True)) == (
@@ -249,7 +250,7 @@ def test_entries_without_masks_keep_the_keys_that_they_had():
     assert cache.caption_key("a cat") == "9db46675eecbe85570626f3ffab14c29bd3581502f7b9c6e7d08a3773928ec3d"
     assert cache.image_key(covered, True) == cache.image_key(placed, True), "the picture is not encoded anew"
     greys = cache.mask_key(covered, False)
-    object.__setattr__(masked, "mask", images.Mask(Path("m.png"), "1" * 64, alpha=True))
+    object.__setattr__(masked, "mask", Mask(Path("m.png"), "1" * 64, alpha=True))
     assert greys != cache.mask_key(covered, False), "of one file either the greys are meant or the transparency"
 
 

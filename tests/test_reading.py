@@ -20,7 +20,7 @@ from PIL import Image
 
 from lora_fp8 import cli, config, importing, jobs, settings
 from lora_fp8.common import reading
-from lora_fp8.data import captions, clips, decoding, images
+from lora_fp8.data import caption_text, captions, clips, decoding, images
 from lora_fp8.errors import UserError
 from lora_fp8.families import _files
 from lora_fp8.jobs import job_state, worker
@@ -84,7 +84,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "image in a folder": ("a.png", scan),
     "clip": ("a.mp4", lambda path: clips.look(path, 1000)),
     "animation": ("a.gif", lambda path: decoding.read_clip(path, [0], "#ffffff")),
-    "caption": ("a.txt", images.read_caption),
+    "caption": ("a.txt", caption_text.read_caption),
     "caption to edit": ("a.txt", lambda path: captions.read(path.parent, path.name)),
     "LoRA": ("a.safetensors", export.read_adapter),
     "LoRA to look at": ("a.safetensors", files.inspect),

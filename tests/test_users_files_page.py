@@ -25,7 +25,7 @@ from test_users_files import LORA, SETTINGS, P, R, compare, queued, snapshot, wo
 from typer.testing import CliRunner
 
 from lora_fp8 import cli, jobs
-from lora_fp8.data import captions
+from lora_fp8.data import caption_operations, captions
 from lora_fp8.data.caption_journal import JOURNAL
 from lora_fp8.errors import UserError
 from lora_fp8.run import ownership
@@ -171,7 +171,7 @@ def held(part: gr.State, number: int, place: Path) -> Any:
         at |= {"mask": "", "finding": "", "unsaved": {}, "cut": CUT, "tags": []}
         return at | {"do": "delete", "id": (*newest, str(place / P), str(place / R))[number % 4]}
     if part.value is None:
-        return captions.preview(place / P / "photos", [captions.AddTag("new")])
+        return captions.preview(place / P / "photos", [caption_operations.AddTag("new")])
     return part.value
 
 

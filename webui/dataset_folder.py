@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import families, jobs
-from lora_fp8.data import captions, clips, images
+from lora_fp8.data import caption_operations, captions, clips, image_files
 from lora_fp8.errors import UserError
 
 from . import image_folders
@@ -72,7 +72,7 @@ class DatasetFolder:
         """Count the captions that have each tag."""
         counted: Counter[str] = Counter()
         for name in self.files if names is None else names:
-            counted.update(set(captions.split_tags(" ".join(self.texts[name].splitlines()))))
+            counted.update(set(caption_operations.split_tags(" ".join(self.texts[name].splitlines()))))
         return counted
 
     def reread_caption(self, name: str) -> str:
@@ -91,7 +91,7 @@ class DatasetFolder:
         self.mask = self.given or (image_folders.LABEL if self.masks else "")
         self.mask = self.mask or image_folders.find_likely_masks(listed, lambda name: listed[name].exists())[0]
         if self.mask != image_folders.LABEL:  # masks of this name are never listed
-            masks = {name for name in listed if images.masked_stem(self.mask, posixpath.basename(name))}
+            masks = {name for name in listed if image_files.masked_stem(self.mask, posixpath.basename(name))}
             listed, self.masks = {name: path for name, path in listed.items() if name not in masks}, len(masks)
         self.inside = "" if self.given else _find_mask_folder(listed)
         files = {name: path.relative_to(root).as_posix() for name, path in listed.items()}

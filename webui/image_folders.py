@@ -14,8 +14,9 @@ from pathlib import Path
 
 from lora_fp8.common.writing import make_folder, sync_folder, write_synced
 from lora_fp8.data import clips
+from lora_fp8.data.caption_text import CAPTIONS
 from lora_fp8.data.decoding import EXTENSIONS
-from lora_fp8.data.images import CAPTIONS, OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
+from lora_fp8.data.image_files import OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
 from lora_fp8.errors import UserError
 
 from . import sanitize

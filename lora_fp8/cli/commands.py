@@ -552,10 +552,10 @@ def cache(
     as_json: bool = JSON,
 ) -> None:
     """Show size and last use of the image cache. Delete entries that no run uses any more."""
-    from ..data import cache as data_cache
+    from ..data import cache_cleanup
 
-    deleted = data_cache.prune(folder, prune_unused_days) if prune_unused_days is not None else []
-    entries = data_cache.stored(folder)
+    deleted = cache_cleanup.prune(folder, prune_unused_days) if prune_unused_days is not None else []
+    entries = cache_cleanup.stored(folder)
     held_bytes, deleted_bytes = (sum(entry.bytes for entry in each) for each in (entries, deleted))
     content = {
         "folder": str(folder),

@@ -48,9 +48,9 @@ def look(
 ) -> None:
     """List facts and problems of a dataset. It covers sizes, buckets, crops, duplicates, tags and anything unusual."""
     from .. import config, errors, families, settings
-    from ..data import doctor
+    from ..data import doctor, measurements
 
-    if remember and remember.exists() and not doctor.is_remembered(remember):
+    if remember and remember.exists() and not measurements.is_remembered(remember):
         raise errors.UserError(f"--remember: {remember} exists already and holds no measurements. Name another file")
     if target.is_dir():
         if unknown := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
@@ -112,9 +112,9 @@ def edit(
     as_json: bool = JSON,
 ) -> None:
     """Edit captions. Options apply in the order of this list; `dataset undo` restores every byte."""
-    from ..data import captions
+    from ..data import caption_operations, captions
 
-    options = captions.EditOptions(
+    options = caption_operations.EditOptions(
         recode=recode, text=text, replace=replace, pattern=pattern, rename_tag=rename_tag, remove_tag=remove_tag,
         add_tag=add_tag, first=first, dedupe=dedupe, sort=sort, keep=keep, prepend=prepend, append=append,
         trigger=trigger, separator=separator,

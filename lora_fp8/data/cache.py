@@ -32,13 +32,12 @@ import hashlib
 import io
 import json
 import os
-import random
 import re
 import tempfile
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,14 +55,15 @@ from .. import settings
 from ..common.reading import open_regular, read_bytes
 from ..common.writing import write_synced
 from ..errors import RunFailure, UserError
-from . import clips, keyed_seed, permutation
-from .buckets import Placed, Size, control_box, fit, fit_mask
-from .captions import split_tags
+from . import clips
+from .buckets import Placed, control_box, fit, fit_mask
 from .decoding import ImageError, open_image, open_mask, read_clip
-from .images import CHOICE, Control, Example, with_trigger
+from .examples import Control, Example
 
 if TYPE_CHECKING:
     from ..families._prompts import Overlong
+from .caption_variants import dataset_captions, truncation_warnings
+from .prompts import Prompt, Shown, text_of
 
 PREPROCESSING_VERSION = 2
 """Increase it when the same file or text reaches the encoders as other pixels or tokens: it is part of every key."""
@@ -87,119 +87,6 @@ def pixels(image: Image.Image) -> Tensor:
     """Convert an RGB image to (1, 3, H, W) float32 in [-1, 1]."""
     values_HWC = torch.from_numpy(np.array(image, dtype=np.uint8))
     return values_HWC.permute(2, 0, 1)[None].to(torch.float32) / 127.5 - 1
-
-
-# ------------------------------------------------------------------------------------------------------------ captions
-
-
-def shorten(text: str, most: int = 60) -> str:
-    """Return the text on one line, cut to at most `most` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int = 3) -> list[str]:
-    """Return one warning about all texts that are truncated, with what the first few lose; [] if there are none."""
-    if not truncated:
-        return []
-    lost = [cut.num_lost for cut in truncated]
-    limit = min(cut.limit for cut in truncated)
-    shown = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in truncated[:most])
-    more = f" and {len(lost) - most} more" if len(lost) > most else ""
-    return [
-        f"{len(lost)} of {num_texts} captions and prompts are longer than the {limit} tokens that the text "
-        f"encoder reads: up to {max(lost)} tokens at the end have no effect; shorten them, or put what matters "
-        f"first. Lost: {shown}{more}"
-    ]
-
-
-def caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:
-    """Return variant number `variant` of a caption.
-
-    With `wildcards`, one alternative is drawn for each `{a|b}`. The first `keep_tokens` tags stay in place; of the
-    others, `tag_dropout` leaves some out (never one that contains a trigger word), and `shuffle_tags` shuffles the
-    rest.
-
-    The result depends on the arguments alone, so that the loader asks for exactly the texts that were encoded.
-    """
-    text = caption
-    if section.wildcards:
-        draw = random.Random(keyed_seed("wildcards", seed, caption, variant)).random
-
-        def one_of(found: re.Match[str]) -> str:
-            words = found[1].split("|")
-            return words[int(draw() * len(words))]
-
-        text = CHOICE.sub(one_of, text)
-    if not section.shuffle_tags and not section.tag_dropout:
-        return text
-    separator = section.tag_separator
-    tags = split_tags(text, separator)
-    kept, rest = tags[: section.keep_tokens], tags[section.keep_tokens :]
-    if section.tag_dropout:
-        draw = random.Random(keyed_seed("tag_dropout", seed, caption, variant)).random
-        kept_out = [draw() < section.tag_dropout for _ in rest]  # one draw per tag, whichever stay
-        bound = [any(with_trigger(tag, word) == tag for word in section.triggers) for tag in rest]
-        rest = [tag for tag, out, stays in zip(rest, kept_out, bound, strict=True) if stays or not out]
-    if section.shuffle_tags:
-        rest = [rest[i] for i in permutation(len(rest), "shuffle", seed, caption, variant)]
-    return (separator if separator[-1].isspace() else separator + " ").join(kept + rest)
-
-
-def plain_captions(section: settings.Dataset) -> settings.Dataset:
-    """Return the section without caption augmentation, for validation: one variant, with a fixed choice of `{a|b}`."""
-    off = {"caption_dropout": 0.0, "shuffle_tags": False, "tag_dropout": 0.0, "caption_variants": 1}
-    return section.model_copy(update=off)
-
-
-def dataset_captions(examples: Iterable[Example], section: settings.Dataset, seed: int) -> list[str]:
-    """Return all texts that training and validation may ask for.
-
-    These are the captions for validation, their variants, and "" if captions are dropped.
-    """
-    texts: dict[str, None] = {}
-    plain = plain_captions(section)
-    for caption in dict.fromkeys(example.caption for example in examples):
-        texts[caption_variant(caption, 0, plain, seed)] = None
-        if section.varies_captions:
-            texts.update((caption_variant(caption, v, section, seed), None) for v in range(section.caption_variants))
-    if section.caption_dropout > 0:
-        texts[""] = None
-    return list(texts)
-
-
-# ------------------------------------------------------------------------------------------------------------- control
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A control image as the denoiser gets it: the part inside `box` (left, top, right, bottom), resized to `size`."""
-
-    control: Control
-    box: tuple[int, int, int, int]
-    size: Size
-
-
-def whole(controls: Sequence[Control]) -> tuple[Shown, ...]:
-    """Return the control images of a preview, uncropped and at their own size: the pipeline resizes them."""
-    return tuple(Shown(one, (0, 0, one.width, one.height), (one.width, one.height)) for one in controls)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text with the control images that its encoder sees, mirrored or not: see `Cache.prompt`."""
-
-    text: str
-    seen: tuple[Shown, ...]
-    flipped: bool
-
-
-def text_of(prompt: str | Prompt) -> str:
-    """Return the text of a prompt without its control images."""
-    return prompt if isinstance(prompt, str) else prompt.text
-
-
-# --------------------------------------------------------------------------------------------------------------- cache
 
 
 class BadEntry(Exception):
@@ -739,60 +626,7 @@ def _hash(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------------- clean up
-
 _TEMPORARY = re.compile(r"(latents|conds)/[0-9a-f]{2}/\.[0-9a-f]{32}\.tmp")
-_ENTRY = re.compile(r"(latents|conds)/([0-9a-f]{2})/\2[0-9a-f]{62}\.safetensors")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One entry on disk.
-
-    Attributes:
-        path: the file.
-        bytes: its size.
-        used: time of last use, in seconds since 1970.
-    """
-
-    path: Path
-    bytes: int
-    used: float
-
-
-def stored(root: Path) -> list[Stored]:
-    """Return all entries of a cache folder, least recently used first; other files in it are left out.
-
-    Raises:
-        UserError: the folder does not exist.
-    """
-    if not root.is_dir():
-        raise UserError(f"{root}: no such folder; give the cache folder (dataset.cache_dir) of your runs")
-    found = []
-    for path in root.glob("*/*/*.safetensors"):
-        if _ENTRY.fullmatch(path.relative_to(root).as_posix()):
-            with contextlib.suppress(FileNotFoundError):  # another prune may delete it now
-                status = path.stat()
-                found.append(Stored(path, status.st_size, status.st_mtime))
-    return sorted(found, key=lambda entry: (entry.used, entry.path))
-
-
-def prune(root: Path, days: float) -> list[Stored]:
-    """Delete the entries that have not been used for this many days, and return them.
-
-    This is safe while others use the cache: the entries that a run needs were used when it started, and are used again
-    whenever they do not fit into its RAM. The next run encodes an entry again that was deleted too early.
-
-    Raises:
-        UserError: the folder does not exist, or `days` is less than 1, which a run that is training could notice.
-    """
-    if days < 1:
-        raise UserError(f"{days:g} days: entries may be in use by a run that is training; give at least 1")
-    before = time.time() - days * 86400
-    old = [entry for entry in stored(root) if entry.used < before]
-    for entry in old:
-        entry.path.unlink(missing_ok=True)
-    return old
 
 
 def _size(tensors: dict[str, Tensor]) -> int:

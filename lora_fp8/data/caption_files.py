@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..common.writing import sync_files, sync_folder
 from ..errors import UserError
-from . import images
+from . import caption_text
 
 TOLD_EVERY = 50
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,10})(\.old)?\.tmp", re.DOTALL)
@@ -38,7 +38,10 @@ def find_target(folder: Path, name: str) -> Path:
     """
     root = os.path.realpath(os.path.expanduser(folder))
     real = Path(os.path.realpath(os.path.join(root, name)))
-    if os.path.splitext(name)[1].lower() not in images.CAPTIONS or real.suffix.lower() not in images.CAPTIONS:
+    if (
+        os.path.splitext(name)[1].lower() not in caption_text.CAPTIONS
+        or real.suffix.lower() not in caption_text.CAPTIONS
+    ):
         raise UserError("is not named as a caption")
     if not real.is_relative_to(root):
         raise UserError("is a link to outside of the folder; edit what it points to")
@@ -203,7 +206,7 @@ def _temporaries(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _is_ours(name: str, names: tuple[str, ...]) -> bool:
-    return os.path.splitext(name)[1].lower() in images.CAPTIONS or name in names
+    return os.path.splitext(name)[1].lower() in caption_text.CAPTIONS or name in names
 
 
 def _is_alive(pid: int) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..common.writing import atomic_write, sync_folder
 from ..errors import UserError
-from . import images
+from . import caption_text
 from .caption_files import write_all
 
 JOURNAL = ".lora_fp8_captions.jsonl"
@@ -53,7 +53,7 @@ class Change:
 
 def _shown(raw: bytes | None) -> str:
     try:
-        return images.decode_caption(raw or b"")[0]
+        return caption_text.decode_caption(raw or b"")[0]
     except ValueError:
         return (raw or b"").decode("utf-8", errors="replace")
 

@@ -41,7 +41,7 @@ from ..errors import Stopped, UserError, UserErrors
 from ..precision.dtypes import DTYPES
 from ..run import StopSignal
 from ..settings import Dataset
-from . import captions, decoding, images
+from . import caption_text, captions, decoding
 
 PROMPTS = {
     "text": "Describe this image in one paragraph. Say what is seen, not what it may mean.",
@@ -177,7 +177,7 @@ def _waiting(folder: Path, settings: Settings, pictures: dict[str, Path], result
 def _has_text(path: Path) -> bool:
     """Return True if there is a caption; one in an unknown encoding counts, as it must not be lost."""
     try:
-        return bool(images.read_caption(path))
+        return bool(caption_text.read_caption(path))
     except FileNotFoundError:
         return False
     except (OSError, ValueError):
@@ -206,7 +206,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
             if not settings.overwrite and _has_text(root / file):
                 result.kept += 1  # somebody wrote a caption while the model was running
                 continue
-            caption = images.with_trigger(caption, settings.trigger)
+            caption = caption_text.with_trigger(caption, settings.trigger)
             edit = captions.assign(folder, {file: caption}, f"captions by {settings.model}")
             result.problems += edit.problems
             if edit.changes:

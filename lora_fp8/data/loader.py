@@ -33,7 +33,8 @@ from .. import settings
 from ..errors import UserError
 from . import keyed_seed, permutation
 from .buckets import Bucket, Placed, Size
-from .cache import Cache, caption_variant
+from .cache import Cache
+from .caption_variants import caption_variant
 
 
 def generator(seed: int, purpose: str, when: int, uid: str) -> torch.Generator:

@@ -13,8 +13,9 @@ from typing import Any, NoReturn, get_args
 
 from .. import families
 from ..config.relations import LEAST_FACTOR
+from ..data.caption_text import CAPTIONS
 from ..data.decoding import EXTENSIONS
-from ..data.images import CAPTIONS, labelled, masked_stem
+from ..data.image_files import labelled, masked_stem
 from ..errors import UserError
 from ..settings import MAX_SEED, MOST_LR, Job, Quantize
 from .base import Draft, Folder, Unfit, flag, listed, number, text, whole

@@ -11,6 +11,7 @@ from typing import Any
 from .. import families
 from ..config import find_unused_settings
 from ..data import buckets, images
+from ..data.examples import ScanReport
 from ..errors import UserError
 from ..families import _files
 from ..run import disk_space, ownership
@@ -67,7 +68,7 @@ def check(job: Job) -> Check:
     return result
 
 
-def _check_sizes(job: Job, report: images.ScanReport, result: Check) -> None:
+def _check_sizes(job: Job, report: ScanReport, result: Check) -> None:
     """Check what the family alone decides: sizes, layouts, buckets and images to hold out."""
     from . import placement, resolve
 
@@ -83,9 +84,9 @@ def _check_sizes(job: Job, report: images.ScanReport, result: Check) -> None:
     result.warnings += [*report.warnings, *find_unused_settings(job)]
 
 
-def _check_with_base(job: Job, report: images.ScanReport, result: Check) -> None:
+def _check_with_base(job: Job, report: ScanReport, result: Check) -> None:
     """Make the job's Plan, then check how the tokenizers cut the captions and whether the disks have room."""
-    from ..data.cache import dataset_captions, truncation_warnings
+    from ..data.caption_variants import dataset_captions, truncation_warnings
     from . import plan as planning
 
     plan, problems = planning.attempt(job, report)
@@ -108,7 +109,7 @@ def _check_with_base(job: Job, report: images.ScanReport, result: Check) -> None
     result.warnings = [*plan.images.warnings, *plan.warnings, *result.warnings]
 
 
-def _add_buckets(job: Job, report: images.ScanReport, result: Check) -> None:
+def _add_buckets(job: Job, report: ScanReport, result: Check) -> None:
     """Add the size and the number of images of each bucket, if the sizes are known."""
     resolution, step = job.dataset.resolution, job.dataset.bucket_step
     if resolution == "auto" or step == "auto":
@@ -119,7 +120,7 @@ def _add_buckets(job: Job, report: images.ScanReport, result: Check) -> None:
         result.facts.append("buckets " + ", ".join(f"{size}: {count}" for size, count in sizes.items()))
 
 
-def _scan(job: Job) -> images.ScanReport:
+def _scan(job: Job) -> ScanReport:
     family = families.get(job.model.family)
     controls, (_, clip_rate) = family.controls, family.clips
     return images.scan(job.dataset, controls, job.preview, clip_rate, job.objective.unmasked_weight)

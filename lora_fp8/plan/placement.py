@@ -4,8 +4,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..data import buckets as bucketing
-from ..data import images, permutation
-from ..data.cache import Cache, Prompt, whole
+from ..data import control_files, images, mask_files, permutation
+from ..data.cache import Cache
+from ..data.examples import Example, ScanReport
+from ..data.prompts import Prompt, whole
 from ..errors import UserError
 from ..families.base import ModelFamily
 from ..settings import Job
@@ -18,9 +20,9 @@ Buckets = dict[bucketing.Bucket, list[bucketing.Placed]]
 class PlacedImages:
     """The images of a job, each in its bucket, and those that validation keeps out of training."""
 
-    examples: list[images.Example]
+    examples: list[Example]
     """those to train on"""
-    held_out: list[images.Example]
+    held_out: list[Example]
     """those to measure the held-out loss on, each once"""
     buckets: Buckets
     """`examples` by bucket"""
@@ -36,7 +38,7 @@ class PlacedImages:
         return [placed for buckets in both for members in buckets.values() for placed in members]
 
 
-def place_images(job: Job, report: images.ScanReport) -> PlacedImages:
+def place_images(job: Job, report: ScanReport) -> PlacedImages:
     """Keep some images out for validation and put all into buckets.
 
     Args:
@@ -48,16 +50,16 @@ def place_images(job: Job, report: images.ScanReport) -> PlacedImages:
     """
     examples, held_out = split(job, report.examples)
     placed_images = PlacedImages(examples, held_out, place(job, examples), place(job, held_out))
-    placed_images.warnings.extend(images.outside_masks(placed_images.placed))
+    placed_images.warnings.extend(mask_files.outside_masks(placed_images.placed))
     return placed_images
 
 
-def scan(job: Job, Family: type[ModelFamily]) -> images.ScanReport:
+def scan(job: Job, Family: type[ModelFamily]) -> ScanReport:
     """Find the images and clips of a job with captions, masks and controls, and the control images of the previews."""
     return images.scan(job.dataset, Family.controls, job.preview, Family.clips[1], job.objective.unmasked_weight)
 
 
-def place(job: Job, examples: list[images.Example]) -> Buckets:
+def place(job: Job, examples: list[Example]) -> Buckets:
     """Put every image and clip into its bucket. The job's "auto" sizes must be resolved."""
     section, step = job.dataset, job.dataset.bucket_step
     if step == "auto":
@@ -66,7 +68,7 @@ def place(job: Job, examples: list[images.Example]) -> Buckets:
     return bucketing.group(placed)
 
 
-def find_holdout_candidates(job: Job, examples: list[images.Example]) -> list[str]:
+def find_holdout_candidates(job: Job, examples: list[Example]) -> list[str]:
     """Return the hashes of the files that validation may keep out of training: all but regularization images."""
     # Held-out images are chosen by content, not by example. A clip may be cut into pieces, an image may be in two
     # folders, and a folder may be named twice: no copy of a held-out file may be trained on.
@@ -74,7 +76,7 @@ def find_holdout_candidates(job: Job, examples: list[images.Example]) -> list[st
     return list(dict.fromkeys(example.image_sha256 for example in subject_examples))
 
 
-def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example], list[images.Example]]:
+def split(job: Job, examples: list[Example]) -> tuple[list[Example], list[Example]]:
     """Split the examples into those to train on and those held out for validation (each once), drawn by the seed.
 
     Raises:
@@ -88,7 +90,7 @@ def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example
         )
     held_out = {files[number] for number in permutation(len(files), "held out", job.seed)[:num_held_out]}
     trained = [example for example in examples if example.image_sha256 not in held_out]
-    measured: dict[tuple[str, tuple[int, ...]], images.Example] = {}
+    measured: dict[tuple[str, tuple[int, ...]], Example] = {}
     for example in examples:
         if example.image_sha256 in held_out:
             measured.setdefault((example.image_sha256, example.frames), replace(example, repeats=1))
@@ -98,7 +100,7 @@ def split(job: Job, examples: list[images.Example]) -> tuple[list[images.Example
 def make_preview_prompts(job: Job, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
     """Return the prompts of the previews, and the negative prompt of each, with their control images."""
     prompts, negative = job.preview.prompts, store.family.negative_text(job.preview.negative)
-    controls = images.preview_controls(job.preview, job.dataset, store.family.controls)[0]
+    controls = control_files.preview_controls(job.preview, job.dataset, store.family.controls)[0]
     control_sets = [whole(control_set) for control_set in controls] or [()] * len(prompts)
     encoded_prompts = [
         store.prompt(prompt, control_set) for prompt, control_set in zip(prompts, control_sets, strict=True)

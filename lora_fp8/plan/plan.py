@@ -17,7 +17,10 @@ from .. import families, precision
 from ..adapters import kinds
 from ..config import find_unused_settings
 from ..data import images
-from ..data.cache import Cache, Prompt, dataset_captions
+from ..data.cache import Cache
+from ..data.caption_variants import dataset_captions
+from ..data.examples import ScanReport
+from ..data.prompts import Prompt
 from ..errors import UserError, UserErrors
 from ..families.base import ModelFamily
 from ..lora_files.layouts import text_encoder_of
@@ -140,7 +143,7 @@ def make(job: Job, device: torch.device | None = None, *, world: int = 1, resume
 
 def attempt(
     job: Job,
-    report: images.ScanReport,
+    report: ScanReport,
     device: torch.device | None = None,
     *,
     world: int = 1,

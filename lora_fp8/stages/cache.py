@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..data import buckets as bucketing
-from ..data import images
-from ..data.cache import Cache, plain_captions, preview_pictures, text_of, truncation_warnings
+from ..data import control_files
+from ..data.cache import Cache, preview_pictures
+from ..data.caption_variants import plain_captions, truncation_warnings
+from ..data.examples import Example
 from ..data.loader import Item, Loader
+from ..data.prompts import text_of
 from ..errors import Stopped
 from ..families.base import Cond
 from ..plan.disk_budget import count_pixels
@@ -113,7 +116,7 @@ def cache(session: Session) -> Data:
 def _read_preview_prompts(plan: Plan) -> PreviewPrompts:
     """Read the conditioning of the previews from the cache: prompts with control images, and negative prompts."""
     job, family, store = plan.job, plan.family, plan.cache
-    controls = images.preview_controls(job.preview, job.dataset, family.controls)[0]
+    controls = control_files.preview_controls(job.preview, job.dataset, family.controls)[0]
     prompts, negative_prompts = plan.preview_prompts
     control_sets = [preview_pictures(paths, job.dataset.background) for paths in controls] or [{}] * len(prompts)
     negatives = [store.cond(prompt) for prompt in negative_prompts]
@@ -138,7 +141,7 @@ def _make_progress_log(run: Run) -> Callable[[int, int], None]:
     return log_progress
 
 
-def make_manifest(examples: Sequence[images.Example]) -> dict[str, str]:
+def make_manifest(examples: Sequence[Example]) -> dict[str, str]:
     """Describe each file by the first 12 hex digits of the hashes of image and caption. Returns file name -> both."""
     return {
         example.file_uid: f"{example.image_sha256[:12]} {hashlib.sha256(example.caption.encode()).hexdigest()[:12]}"

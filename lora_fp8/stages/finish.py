@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import adapters, config, precision, settings, verify
 from ..adapters import kinds
 from ..common.writing import atomic_write
-from ..data import images
 from ..data.buckets import Bucket, Placed
+from ..data.examples import Example
 from ..errors import RunFailure, UserError
 from ..families.base import ModelFamily
 from ..lora_files import export
@@ -286,7 +286,7 @@ def _make_kind_settings(section: settings.Adapter) -> dict[str, str]:
 
 
 def _make_facts(
-    job: Job, family: ModelFamily, examples: list[images.Example], buckets: dict[Bucket, list[Placed]], step: int
+    job: Job, family: ModelFamily, examples: list[Example], buckets: dict[Bucket, list[Placed]], step: int
 ) -> export.ExportFacts:
     """Collect the facts about a run for the metadata of its files."""
     folders = []

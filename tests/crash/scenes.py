@@ -78,17 +78,17 @@ class Captions(Scene):
                 (place / f"{number}.txt").write_text(text, encoding="utf-8")
 
     def acts(self) -> list[Act]:
-        from lora_fp8.data import captions
+        from lora_fp8.data import caption_operations, captions
 
         def apply(*operations: Any) -> Callable[[Path], Any]:
             return lambda place: captions.apply(place, captions.preview(place, list(operations)))
 
         return [
-            ("apply", apply(captions.SetText("a long caption, of many words " * 20))),
+            ("apply", apply(caption_operations.SetText("a long caption, of many words " * 20))),
             ("undo", captions.undo),
             ("redo", captions.redo),
             ("undo again", captions.undo),
-            ("apply another", apply(captions.Trigger("zibo"), captions.Replace("a ", "the "))),
+            ("apply another", apply(caption_operations.Trigger("zibo"), caption_operations.Replace("a ", "the "))),
             ("undo the other", captions.undo),
         ]
 

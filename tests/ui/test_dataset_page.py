@@ -14,7 +14,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from lora_fp8 import jobs
-from lora_fp8.data import buckets, captions, doctor
+from lora_fp8.data import buckets, captions, diagnosis
 from tests.ui.conftest import Site
 from webui import translations
 
@@ -200,9 +200,9 @@ def test_folders_outside_of_the_roots_are_refused(where: str, visit: Callable[..
 
 def test_every_kind_of_finding_has_its_sentences() -> None:
     for language in translations.LANGUAGES:
-        for kind in doctor.KINDS:
+        for kind in diagnosis.KINDS:
             assert translations.say(language, f"dataset.kind.{kind}") and translations.say(
                 language, f"dataset.advice.{kind}"
             )
-        for level in doctor.LEVELS:
+        for level in diagnosis.LEVELS:
             assert translations.say(language, f"dataset.level.{level}")

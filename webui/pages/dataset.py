@@ -19,7 +19,7 @@ import gradio as gr
 from gradio.blocks import Block
 
 from lora_fp8 import families
-from lora_fp8.data import buckets, captions, clips
+from lora_fp8.data import buckets, caption_operations, captions, clips
 from lora_fp8.errors import UserError
 from lora_fp8.settings import names_a_folder_of_masks
 
@@ -31,20 +31,20 @@ from ..sanitize import escape
 PER_PAGE = 60
 MOST_TAGS, MOST_FILES, MOST_CHANGES = 300, 200, 40
 STYLE = (Path(__file__).parent.parent / "dataset.css").read_text(encoding="utf-8")
-OPERATIONS: dict[str, tuple[int, Callable[..., captions.Operation]]] = {
+OPERATIONS: dict[str, tuple[int, Callable[..., caption_operations.Operation]]] = {
     # name: number of text fields, operation
-    "add_last": (1, captions.AddTag),
-    "add_first": (1, partial(captions.AddTag, first=True)),
-    "remove": (1, captions.RemoveTag),
-    "rename": (2, captions.RenameTag),
-    "replace": (2, captions.Replace),
-    "pattern": (2, captions.ReplacePattern),
-    "trigger": (1, captions.Trigger),
-    "prepend": (1, captions.Prepend),
-    "append": (1, captions.Append),
-    "dedupe": (0, captions.DedupeTags),
-    "sort": (0, captions.SortTags),
-    "recode": (1, captions.Recode),
+    "add_last": (1, caption_operations.AddTag),
+    "add_first": (1, partial(caption_operations.AddTag, first=True)),
+    "remove": (1, caption_operations.RemoveTag),
+    "rename": (2, caption_operations.RenameTag),
+    "replace": (2, caption_operations.Replace),
+    "pattern": (2, caption_operations.ReplacePattern),
+    "trigger": (1, caption_operations.Trigger),
+    "prepend": (1, caption_operations.Prepend),
+    "append": (1, caption_operations.Append),
+    "dedupe": (0, caption_operations.DedupeTags),
+    "sort": (0, caption_operations.SortTags),
+    "recode": (1, caption_operations.Recode),
 }
 PROGRESS = gr.Progress()  # Gradio recognizes it as a parameter's default
 SHOWING = ("all", "uncaptioned", "chosen")
@@ -493,7 +493,7 @@ class _Page:
             elif do in ("remove", "rename"):
                 edit = None
                 if do == "remove":
-                    edit = captions.preview(dataset.folder, [captions.RemoveTag(name)], mask=dataset.mask)
+                    edit = captions.preview(dataset.folder, [caption_operations.RemoveTag(name)], mask=dataset.mask)
                 note = self._show_note(self.say("dataset.prepared"))
                 rest = [do, name, "", edit, self._render_changes(edit) if edit else ""]
         except (UserError, ValueError) as error:
@@ -745,7 +745,9 @@ class _Page:
             names = [name for name in names if name in at["chosen"]]
         if match := re.fullmatch(r"\[(.+)\]", query):
             return [
-                name for name in names if match[1] in captions.split_tags(" ".join(dataset.texts[name].splitlines()))
+                name
+                for name in names
+                if match[1] in caption_operations.split_tags(" ".join(dataset.texts[name].splitlines()))
             ]
         wanted = query.casefold().split()
         return [name for name in names if all(w in f"{name} {dataset.texts[name]}".casefold() for w in wanted)]

@@ -1,0 +1,67 @@
+"""Lists the entries of a cache folder with their last use, and deletes unused ones."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+_ENTRY = re.compile(r"(latents|conds)/([0-9a-f]{2})/\2[0-9a-f]{62}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One entry on disk.
+
+    Attributes:
+        path: the file.
+        bytes: its size.
+        used: time of last use, in seconds since 1970.
+    """
+
+    path: Path
+    bytes: int
+    used: float
+
+
+def stored(root: Path) -> list[Stored]:
+    """Return all entries of a cache folder, least recently used first; other files in it are left out.
+
+    Raises:
+        UserError: the folder does not exist.
+    """
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; give the cache folder (dataset.cache_dir) of your runs")
+    found = []
+    for path in root.glob("*/*/*.safetensors"):
+        if _ENTRY.fullmatch(path.relative_to(root).as_posix()):
+            with contextlib.suppress(FileNotFoundError):  # another prune may delete it now
+                status = path.stat()
+                found.append(Stored(path, status.st_size, status.st_mtime))
+    return sorted(found, key=lambda entry: (entry.used, entry.path))
+
+
+def prune(root: Path, days: float) -> list[Stored]:
+    """Delete the entries that have not been used for this many days, and return them.
+
+    This is safe while others use the cache: the entries that a run needs were used when it started, and are used again
+    whenever they do not fit into its RAM. The next run encodes an entry again that was deleted too early.
+
+    Raises:
+        UserError: the folder does not exist, or `days` is less than 1, which a run that is training could notice.
+    """
+    if days < 1:
+        raise UserError(f"{days:g} days: entries may be in use by a run that is training; give at least 1")
+    before = time.time() - days * 86400
+    old = [entry for entry in stored(root) if entry.used < before]
+    for entry in old:
+        entry.path.unlink(missing_ok=True)
+    return old

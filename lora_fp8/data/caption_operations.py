@@ -1,0 +1,412 @@
+"""Operations that change the text of a caption, such as renaming a tag.
+
+Tags are the parts of one line between separators; a line that an operation does not change keeps its exact bytes,
+spaces included."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError, UserErrors
+from . import caption_text
+
+MAX_CAPTION = 65536
+"""Characters; a longer text is a mistake, not a caption."""
+MAX_PATTERN = 300
+REGEX_SECONDS = 10
+
+
+def split_tags(caption: str, separator: str = ",") -> list[str]:
+    """Split a caption into its tags, stripped, without empty ones."""
+    return [tag.strip() for tag in caption.split(separator) if tag.strip()]
+
+
+def _by_line(text: str, change: Callable[[str], str]) -> str:
+    """Apply `change` to each line of the text; line ends stay as they are."""
+    return "".join(part if i % 2 else change(part) for i, part in enumerate(re.split(r"(\r\n|\r|\n)", text)))
+
+
+def _glue(separator: str) -> str:
+    return separator if separator[-1].isspace() else separator + " "
+
+
+@dataclass(frozen=True)
+class SetText:
+    """Replace the whole caption, with line ends converted to those of the old one."""
+
+    text: str
+    creates = True
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        ends = re.search(r"\r\n|\r|\n", text)
+        wanted = re.sub(r"\r\n|\r", "\n", self.text).strip("\n")
+        return text if re.sub(r"\r\n|\r", "\n", text) == wanted else wanted.replace("\n", ends[0] if ends else "\n")
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return "set the caption"
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Replace every occurrence of a text; case matters."""
+
+    find: str
+    by: str
+    creates = False
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        return text.replace(self.find, self.by)
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"replace {self.find!r} by {self.by!r}"
+
+
+@dataclass(frozen=True)
+class ReplacePattern:
+    """Replace all matches of a (Python) regular expression; "\\1" in `by` is its first group.
+
+    Anybody who can open the page may give a pattern, and some patterns never finish. It therefore runs in a process of
+    its own, for at most `REGEX_SECONDS` over all captions together.
+    """
+
+    find: str
+    by: str
+    creates = False
+
+    def all(self, texts: list[str]) -> list[str]:
+        """Replace the pattern in all texts.
+
+        Raises:
+            UserError: the pattern is invalid, or takes too long.
+        """
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", str(Path(__file__).with_name("pattern.py"))],
+                input=json.dumps([self.find, self.by, MAX_CAPTION, texts]).encode(),
+                capture_output=True,
+                timeout=REGEX_SECONDS,
+                check=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                f"the pattern {self.find!r} takes longer than {REGEX_SECONDS} s; write it without a repetition in a "
+                "repetition"
+            ) from None
+        answer = json.loads(done.stdout)
+        if isinstance(answer, str):
+            raise UserError(f"the pattern {self.find!r}: {answer}")
+        return answer
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"replace pattern {self.find!r} by {self.by!r}"
+
+
+@dataclass(frozen=True)
+class AddTag:
+    """Add a tag as the first or last one, unless the caption has it."""
+
+    tag: str
+    first: bool = False
+    separator: str = ","
+    creates = True
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        if self.tag in (tag for line in text.splitlines() for tag in split_tags(line, self.separator)):
+            return text
+        if not text.strip():
+            return self.tag
+        glue = _glue(self.separator)
+        if self.first:
+            return self.tag + glue + text.lstrip()
+        return text.rstrip().removesuffix(self.separator.strip() or self.separator).rstrip() + glue + self.tag
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"add tag {self.tag!r} {'first' if self.first else 'last'}"
+
+
+@dataclass(frozen=True)
+class RemoveTag:
+    """Remove a tag."""
+
+    tag: str
+    separator: str = ","
+    creates = False
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        return _by_line(text, self._line)
+
+    def _line(self, line: str) -> str:
+        parts = line.split(self.separator)
+        kept = [part for part in parts if part.strip() != self.tag]
+        if len(kept) == len(parts):
+            return line
+        joined = self.separator.join(kept)
+        return joined.lstrip() if parts[0].strip() == self.tag else joined
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"remove tag {self.tag!r}"
+
+
+@dataclass(frozen=True)
+class RenameTag:
+    """Rename a tag; if a line then has the new tag twice, only one of them stays."""
+
+    old: str
+    new: str
+    separator: str = ","
+    creates = False
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        return _by_line(text, self._line)
+
+    def _line(self, line: str) -> str:
+        parts = line.split(self.separator)
+        there = any(part.strip() == self.new for part in parts)
+        kept = []
+        for part in parts:
+            if part.strip() != self.old:
+                kept.append(part)
+            elif not there:
+                there = True
+                kept.append(part.replace(self.old, self.new))
+        joined = self.separator.join(kept)
+        return joined.lstrip() if kept and kept[0] is not parts[0] and not line[:1].isspace() else joined
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"rename tag {self.old!r} to {self.new!r}"
+
+
+@dataclass(frozen=True)
+class Prepend:
+    """Prepend a text as it is."""
+
+    text: str
+    creates = True
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        return self.text + text
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"prepend {self.text!r}"
+
+
+@dataclass(frozen=True)
+class Append:
+    """Append a text as it is."""
+
+    text: str
+    creates = True
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        return text + self.text
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"append {self.text!r}"
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """Prepend a trigger word, unless the caption contains it as a separate word, exactly as training does."""
+
+    word: str
+    creates = True
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        return caption_text.with_trigger(text, self.word) if text.strip() else self.word.strip()
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"trigger {self.word!r}"
+
+
+@dataclass(frozen=True)
+class SortTags:
+    """Sort each line's tags alphabetically; the first `keep` tags stay in place."""
+
+    keep: int = 0
+    separator: str = ","
+    creates = False
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        return _by_line(text, self._line)
+
+    def _line(self, line: str) -> str:
+        tags = split_tags(line, self.separator)
+        ordered = tags[: self.keep] + sorted(tags[self.keep :], key=lambda tag: (tag.casefold(), tag))
+        return line if ordered == tags else _glue(self.separator).join(ordered)
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return "sort tags"
+
+
+@dataclass(frozen=True)
+class DedupeTags:
+    """Remove repeated tags; the first of each stays."""
+
+    separator: str = ","
+    creates = False
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        seen: set[str] = set()
+
+        def line(line: str) -> str:
+            tags = split_tags(line, self.separator)
+            kept = []
+            for tag in tags:
+                if tag not in seen:
+                    seen.add(tag)
+                    kept.append(tag)
+            return line if kept == tags else _glue(self.separator).join(kept)
+
+        return _by_line(text, line)
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return "remove repeated tags"
+
+
+@dataclass(frozen=True)
+class Recode:
+    """Read captions that are not UTF-8 in a given encoding (such as gb18030), and write them as UTF-8."""
+
+    encoding: str
+    creates = False
+
+    def __call__(self, text: str) -> str:
+        """Return the changed caption."""
+        return text
+
+    def title(self) -> str:
+        """Return the edit's title in the history."""
+        return f"{self.encoding} to UTF-8"
+
+
+Operation = (
+    SetText
+    | Replace
+    | ReplacePattern
+    | AddTag
+    | RemoveTag
+    | RenameTag
+    | Prepend
+    | Append
+    | Trigger
+    | SortTags
+    | DedupeTags
+    | Recode
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditOptions:
+    """What an edit is to do; values left at their defaults do nothing.
+
+    Attributes:
+        recode: encoding to read captions in that are not UTF-8.
+        text: the whole caption.
+        replace, pattern: (text or regular expression to find, what replaces it).
+        rename_tag: (old, new).
+        remove_tag, add_tag: tags.
+        first: put added tags first, not last.
+        dedupe, sort: keep the first of equal tags; sort the tags.
+        keep: number of tags that sorting leaves in front.
+        prepend, append: texts to put in front and behind.
+        trigger: trigger word to put in front where it is missing.
+        separator: what separates tags.
+    """
+
+    recode: str = ""
+    text: str | None = None
+    replace: tuple[str, str] = ("", "")
+    pattern: tuple[str, str] = ("", "")
+    rename_tag: tuple[str, str] = ("", "")
+    remove_tag: Sequence[str] = ()
+    add_tag: Sequence[str] = ()
+    first: bool = False
+    dedupe: bool = False
+    sort: bool = False
+    keep: int = 0
+    prepend: str = ""
+    append: str = ""
+    trigger: str = ""
+    separator: str = ","
+
+    def operations(self) -> list[Operation]:
+        """Return the operations, in the order of the attributes.
+
+        Raises:
+            UserError: `first` without `add_tag`, or `keep` without `sort`.
+        """
+        if self.first and not self.add_tag or self.keep and not self.sort:
+            raise UserError("--first belongs to --add-tag, --keep to --sort")
+
+        def given(value: object, operation: Callable[..., Operation], *arguments: object) -> list[Operation]:
+            return [operation(*arguments)] if value else []
+
+        return [
+            *given(self.recode, Recode, self.recode),
+            *given(self.text is not None, SetText, self.text),
+            *given(any(self.replace), Replace, *self.replace),
+            *given(any(self.pattern), ReplacePattern, *self.pattern),
+            *given(any(self.rename_tag), RenameTag, *self.rename_tag, self.separator),
+            *(RemoveTag(tag, self.separator) for tag in self.remove_tag),
+            *(AddTag(tag, self.first, self.separator) for tag in self.add_tag),
+            *given(self.dedupe, DedupeTags, self.separator),
+            *given(self.sort, SortTags, self.keep, self.separator),
+            *given(self.prepend, Prepend, self.prepend),
+            *given(self.append, Append, self.append),
+            *given(self.trigger, Trigger, self.trigger),
+        ]
+
+
+def check(operations: Sequence[Operation]) -> None:
+    """Raise UserErrors for all invalid operations at once."""
+    problems = []
+    for operation in operations:
+        for name, value in vars(operation).items():
+            if isinstance(value, str) and "\0" in value:
+                problems.append(f"{operation.title()}: {name} has a NUL character")
+            if name in ("find", "old", "separator") and value == "":
+                problems.append(f"{type(operation).__name__}: {name} is empty; say what to look for")
+            if name in ("tag", "new", "word"):
+                separator = getattr(operation, "separator", "\n")
+                if not value.strip() or "\n" in value or separator in value:
+                    problems.append(f"{operation.title()}: {value!r} is not one tag; give one, without {separator!r}")
+                elif value != value.strip() and not isinstance(operation, Trigger):
+                    problems.append(f"{operation.title()}: {value!r} has spaces around it")
+        if isinstance(operation, ReplacePattern) and len(operation.find) > MAX_PATTERN:
+            problems.append(f"the pattern has {len(operation.find)} characters; at most {MAX_PATTERN}")
+        if isinstance(operation, Recode):
+            try:
+                "a".encode(operation.encoding).decode(operation.encoding)
+            except (LookupError, ValueError):
+                problems.append(f"{operation.encoding!r} is no text encoding; such as gb18030, big5, shift_jis, cp1252")
+    if not operations:
+        problems.append("nothing to do is given")
+    if problems:
+        raise UserErrors(problems, "caption edit")

@@ -1,0 +1,75 @@
+"""The text of a caption file: its encoding, its trigger word and its wildcards.
+
+The caption of `name.png` is `name.txt`, else `name.caption`, in the same folder. Lines are joined by spaces. If there
+is a trigger word (`Dataset.trigger_of`) and the caption does not contain it as a separate word (case matters), it is
+prepended: "trigger, caption".
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..common.reading import MOST_TEXT, read_bytes
+
+CAPTIONS = (".txt", ".caption")
+"""Caption files in the order of preference."""
+
+
+_MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
+"""Byte-order mark -> Python's name of the encoding that follows it."""
+
+
+def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
+    """Decode the bytes of a caption file.
+
+    Returns:
+        The text with its line ends, the byte-order mark (b"" if there is none), and Python's name of the encoding.
+
+    Raises:
+        ValueError: as for `read_caption`.
+    """
+    mark = next((mark for mark in _MARKS if raw.startswith(mark)), b"")
+    codec = _MARKS.get(mark, "utf-8")
+    try:
+        text = raw[len(mark) :].decode(codec)
+    except UnicodeDecodeError as error:
+        at = error.start + len(mark)
+        shown = f" (0x{raw[at]:02x})" if at < len(raw) else ""
+        raise ValueError(f"is not {codec[:6].upper()} at byte {at}{shown}; save it as UTF-8") from None
+    # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
+    if "\0" in text:
+        raise ValueError(f"has a NUL character at byte {raw.index(0)}; save it as UTF-8")
+    return text, mark, codec
+
+
+def read_caption(path: Path) -> str:
+    """Read a caption file as one line: UTF-8 (with or without a mark), or UTF-16 with a byte-order mark.
+
+    Raises:
+        ValueError: the bytes are in another encoding; the message has the offset of the first invalid byte.
+    """
+    text = decode_caption(read_bytes(path, MOST_TEXT))[0]
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+CHOICE = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")
+"""A choice in a caption, such as `{red|blue}`: with dataset.wildcards one of the alternatives is drawn at random."""
+
+
+def choice_in(caption: str) -> str:
+    """Return the first `{a|b}` of a caption that contains a letter or digit (emoticons do not); "" if there is none."""
+    return next((found[0] for found in CHOICE.finditer(caption) if re.search(r"\w", found[1])), "")
+
+
+# Characters that join with their neighbours into one word. Thai, kana, ideographs and hangul are left out: they are
+# written next to other words without a space.
+_LETTER = r"[^\W\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]"
+
+
+def with_trigger(caption: str, trigger: str) -> str:
+    """Prepend the trigger word to the caption, unless the caption already contains it as a separate word."""
+    trigger = trigger.strip()
+    if not trigger or re.search(rf"(?<!{_LETTER}){re.escape(trigger)}(?!{_LETTER})", caption):
+        return caption
+    return f"{trigger}, {caption}" if caption else trigger

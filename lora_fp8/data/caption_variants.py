@@ -1,0 +1,93 @@
+"""The captions as they are trained (tags shuffled and dropped, wildcards chosen), and what is cut off of them."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from .. import settings
+from . import keyed_seed, permutation
+from .caption_operations import split_tags
+from .caption_text import CHOICE, with_trigger
+from .examples import Example
+
+if TYPE_CHECKING:
+    from ..families._prompts import Overlong
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """Return the text on one line, cut to at most `most` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int = 3) -> list[str]:
+    """Return one warning about all texts that are truncated, with what the first few lose; [] if there are none."""
+    if not truncated:
+        return []
+    lost = [cut.num_lost for cut in truncated]
+    limit = min(cut.limit for cut in truncated)
+    shown = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in truncated[:most])
+    more = f" and {len(lost) - most} more" if len(lost) > most else ""
+    return [
+        f"{len(lost)} of {num_texts} captions and prompts are longer than the {limit} tokens that the text "
+        f"encoder reads: up to {max(lost)} tokens at the end have no effect; shorten them, or put what matters "
+        f"first. Lost: {shown}{more}"
+    ]
+
+
+def caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:
+    """Return variant number `variant` of a caption.
+
+    With `wildcards`, one alternative is drawn for each `{a|b}`. The first `keep_tokens` tags stay in place; of the
+    others, `tag_dropout` leaves some out (never one that contains a trigger word), and `shuffle_tags` shuffles the
+    rest.
+
+    The result depends on the arguments alone, so that the loader asks for exactly the texts that were encoded.
+    """
+    text = caption
+    if section.wildcards:
+        draw = random.Random(keyed_seed("wildcards", seed, caption, variant)).random
+
+        def one_of(found: re.Match[str]) -> str:
+            words = found[1].split("|")
+            return words[int(draw() * len(words))]
+
+        text = CHOICE.sub(one_of, text)
+    if not section.shuffle_tags and not section.tag_dropout:
+        return text
+    separator = section.tag_separator
+    tags = split_tags(text, separator)
+    kept, rest = tags[: section.keep_tokens], tags[section.keep_tokens :]
+    if section.tag_dropout:
+        draw = random.Random(keyed_seed("tag_dropout", seed, caption, variant)).random
+        kept_out = [draw() < section.tag_dropout for _ in rest]  # one draw per tag, whichever stay
+        bound = [any(with_trigger(tag, word) == tag for word in section.triggers) for tag in rest]
+        rest = [tag for tag, out, stays in zip(rest, kept_out, bound, strict=True) if stays or not out]
+    if section.shuffle_tags:
+        rest = [rest[i] for i in permutation(len(rest), "shuffle", seed, caption, variant)]
+    return (separator if separator[-1].isspace() else separator + " ").join(kept + rest)
+
+
+def plain_captions(section: settings.Dataset) -> settings.Dataset:
+    """Return the section without caption augmentation, for validation: one variant, with a fixed choice of `{a|b}`."""
+    off = {"caption_dropout": 0.0, "shuffle_tags": False, "tag_dropout": 0.0, "caption_variants": 1}
+    return section.model_copy(update=off)
+
+
+def dataset_captions(examples: Iterable[Example], section: settings.Dataset, seed: int) -> list[str]:
+    """Return all texts that training and validation may ask for.
+
+    These are the captions for validation, their variants, and "" if captions are dropped.
+    """
+    texts: dict[str, None] = {}
+    plain = plain_captions(section)
+    for caption in dict.fromkeys(example.caption for example in examples):
+        texts[caption_variant(caption, 0, plain, seed)] = None
+        if section.varies_captions:
+            texts.update((caption_variant(caption, v, section, seed), None) for v in range(section.caption_variants))
+    if section.caption_dropout > 0:
+        texts[""] = None
+    return list(texts)

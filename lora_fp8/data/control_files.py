@@ -1,0 +1,128 @@
+"""Finds the control images of editing models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from .. import settings
+from .decoding import EXTENSIONS, look_all
+from .examples import Control, ScanReport
+from .image_files import list_beside
+from .scan_notes import as_text, list_names
+
+
+def find_controls(
+    section: settings.Dataset,
+    found: list[tuple[int, Path, Path, Path | None]],
+    num_controls: tuple[int, int] | None,
+    report: ScanReport,
+) -> list[tuple[Control, ...] | None]:
+    """Return the control images of each found image; None where they have a problem, which is added to the report."""
+    answers: list[tuple[Control, ...] | None] = []
+    for index, folder in enumerate(section.folders):
+        pictures = {
+            path: path.relative_to(root).with_suffix("").as_posix()
+            for number, root, path, _ in found
+            if number == index
+        }
+        answers += _controls_in(folder.control, pictures, section, num_controls, report)
+    return answers
+
+
+def _controls_in(
+    control: str,
+    pictures: dict[Path, str],
+    section: settings.Dataset,
+    num_controls: tuple[int, int] | None,
+    report: ScanReport,
+) -> Iterable[tuple[Control, ...] | None]:
+    """Return the control images of each image of one folder entry, as `find_controls` does.
+
+    Args:
+        control: the entry's folder of control images; "" if there is none.
+        pictures: the entry's images, and their paths in its folder without extension.
+        section, num_controls: as in `scan`.
+        report: takes the problems and warnings.
+    """
+    if not control:
+        return [()] * len(pictures)
+    files = list_beside("control", Path(os.path.expanduser(control)), section, report)
+    stems = set(pictures.values())
+    named = {stem: _controls_of(stem, stems, files) for stem in stems}
+    used = sorted({path for members in named.values() for candidates in members for path in candidates})
+    looks = dict(zip(used, look_all(used, section), strict=True))
+    for path, look in looks.items():
+        if look.error:
+            report.problems.append(f"control picture {path} {look.error}")
+    if files is None:
+        return [None] * len(pictures)
+    answers: list[tuple[Control, ...] | None] = []
+    for path, stem in pictures.items():
+        members = named[stem]
+        if text := _wrong_controls(members, control, path.stem, num_controls):
+            report.problems.append(f"{path} {text}")
+        if text or any(looks[member[0]].error for member in members):
+            answers.append(None)
+        else:
+            paths = [member[0] for member in members]
+            answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256) for p in paths))
+    if lonely := sorted(str(path) for members in files.values() for path in members if path not in looks):
+        report.warnings.append(f"{len(lonely)} control picture(s) belong to no picture: {list_names(lonely)}")
+    return answers
+
+
+def _controls_of(stem: str, stems: set[str], files: dict[str, list[Path]] | None) -> list[list[Path]]:
+    """Return the candidate files for each control image of the image `stem`: `name`, else `name_1`, `name_2`, ..."""
+    if not files:
+        return []
+    if stem in files:
+        return [files[stem]]
+    numbered: list[list[Path]] = []
+    # An image called name_1 takes the control image of that name for itself.
+    while (name := f"{stem}_{len(numbered) + 1}") in files and name not in stems:
+        numbered.append(files[name])
+    return numbered
+
+
+def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_controls: tuple[int, int] | None) -> str:
+    """Return what is wrong with the names or the number of an image's control images; "" if nothing is."""
+    if not members:
+        return f"has no control picture {stem}.png (or another extension) in {folder}"
+    for candidates in members:
+        if len(candidates) > 1:
+            names = ", ".join(path.name for path in candidates)
+            return f"has several candidates for one control picture, {names}; keep one of them"
+    if num_controls is not None and len(members) > num_controls[1]:
+        return f"has {len(members)} control pictures, and this model takes at most {num_controls[1]}"
+    return ""
+
+
+def preview_controls(
+    section: settings.Preview, dataset: settings.Dataset, num_controls: tuple[int, int] | None
+) -> tuple[list[tuple[Control, ...]], list[str]]:
+    """Find the control images of each preview.
+
+    Each entry of `preview.controls` is a file (one control image) or a folder (all images in it, sorted by name).
+
+    Returns:
+        The control images of each preview, and the problems with them.
+    """
+    found, problems = [], []
+    for i, given in enumerate(section.controls):
+        path = Path(os.path.expanduser(given))
+        names = [path]
+        if path.is_dir():
+            seen = (name for name in path.iterdir() if not name.name.startswith("."))  # as `walk` does
+            names = sorted(name for name in seen if name.suffix.lower() in EXTENSIONS)
+        controls = []
+        for name, look in zip(names, look_all(names, dataset), strict=True):
+            if look.error:
+                problems.append(f"preview.controls.{i}: {as_text(name)} {look.error}")
+            controls.append(Control(name, look.width, look.height, look.sha256))
+        if num_controls is not None and not num_controls[0] <= len(controls) <= num_controls[1]:
+            between = " to ".join(str(number) for number in dict.fromkeys(num_controls))
+            problems.append(f"preview.controls.{i}: {path} has {len(controls)} pictures; this model takes {between}")
+        found.append(tuple(controls))
+    return found, problems

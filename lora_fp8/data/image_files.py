@@ -1,0 +1,264 @@
+"""Lists the files of a dataset folder: images, clips and captions, and what else lies there."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import settings
+from ..common.text import is_utf8
+from . import clips
+from .caption_text import CAPTIONS
+from .decoding import EXTENSIONS
+from .examples import ScanReport
+from .scan_notes import as_text, list_names
+
+OTHER_IMAGES = {
+    **dict.fromkeys((".heic", ".heif", ".hif"), "HEIC"),
+    ".jxl": "JPEG XL",
+    **dict.fromkeys((".jp2", ".j2k", ".jpf", ".jpx"), "JPEG 2000"),
+    **dict.fromkeys((".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"), "camera raw"),
+    **dict.fromkeys((".psd", ".psb"), "Photoshop"),
+    **dict.fromkeys((".tga", ".exr", ".svg"), ""),
+}
+"""Extensions of image formats that are not read -> the name that people know them by; "" shows the extension."""
+OTHER_VIDEOS = (".avi", ".m4v", ".mts", ".m2ts", ".wmv", ".flv", ".mpg", ".mpeg", ".3gp", ".ogv", ".vob")
+
+
+def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield (folder, sorted file names) for the root and all folders below it, in sorted order, without hidden names.
+
+    Links to folders are followed; a folder that was already visited, as in a loop of links, is not visited again.
+    """
+    visited = set()
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in visited:
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        entries = sorted(entry for entry in os.listdir(folder) if not entry.startswith("."))
+        folders = [folder / entry for entry in entries if (folder / entry).is_dir()]
+        waiting.extend(reversed(folders))
+        yield folder, [entry for entry in entries if not (folder / entry).is_dir()]
+
+
+def warn_of_nested(section: settings.Dataset, report: ScanReport) -> None:
+    """Warn about folders that are listed twice or are inside another one: their images count for each entry."""
+    real = [Path(os.path.realpath(os.path.expanduser(folder.path))) for folder in section.folders]
+    for later, path in enumerate(real):
+        for earlier, other in enumerate(real[:later]):
+            if path == other:
+                report.warnings.append(
+                    f"folder {section.folders[later].path} is named twice, as dataset.folders {earlier + 1} and "
+                    f"{later + 1}; its images count for each"
+                )
+            elif path in other.parents or other in path.parents:
+                inner, outer = (other, path) if path in other.parents else (path, other)
+                report.warnings.append(f"folder {inner} is inside folder {outer}; its images count for each")
+
+
+@dataclass
+class _Listing:
+    """The files of one folder entry.
+
+    Attributes:
+        root: the folder.
+        mask: the entry's `mask`, see `masked_stem`.
+        accepted: extensions of the files that are trained on.
+        images: (image, its caption file or None).
+        others: names of the files that are not accepted.
+        labels: paths of the files that are left out for being named as OneTrainer's masks and conditioning images.
+    """
+
+    root: Path
+    mask: str
+    accepted: tuple[str, ...]
+    images: list[tuple[Path, Path | None]] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+
+    def add(self, folder: Path, names: list[str], report: ScanReport) -> None:
+        """Add the files `names` of a folder inside the root, each image with its caption."""
+        parts = {name: os.path.splitext(name) for name in names}
+        captions = {(stem, kind.lower()): name for name, (stem, kind) in parts.items() if kind.lower() in CAPTIONS}
+        labels = labelled(names)
+        users: dict[str, str] = {}  # stem of a caption -> the last file that has it
+        for name, (stem, suffix) in parts.items():
+            suffix, path = suffix.lower(), folder / name
+            if suffix in CAPTIONS or masked_stem(self.mask, name):
+                continue
+            if name in labels:
+                self.labels.append(str(path))
+            elif suffix not in self.accepted:
+                self.others.append(name)
+                if suffix in (*OTHER_IMAGES, *OTHER_VIDEOS):
+                    users.setdefault(stem, name)  # its caption does not count as left over
+            elif not is_utf8(str(path.relative_to(self.root))):
+                report.problems.append(f"{os.fsencode(path)!r} has a file name that is not UTF-8; rename it")
+            else:
+                own = [captions[stem, kind] for kind in CAPTIONS if (stem, kind) in captions]
+                _warn_of_captions(path, own, users.get(stem), report)
+                users[stem] = name
+                self.images.append((path, folder / own[0] if own else None))
+        lonely = sorted(name for (stem, _), name in captions.items() if stem not in users)
+        if lonely:
+            report.warnings.append(
+                f"{len(lonely)} caption file(s) in {as_text(folder)} have no image: {list_names(lonely)}"
+            )
+
+
+def _warn_of_captions(path: Path, captions: list[str], sharing: str | None, report: ScanReport) -> None:
+    """Warn of an image with two captions, and of one that shares its caption with the image `sharing`."""
+    if len(captions) > 1:
+        report.warnings.append(f"{path} has two captions; {captions[0]} is used, {captions[1]} is not")
+    if captions and sharing is not None:
+        report.warnings.append(f"{path} shares its caption {captions[0]} with {sharing}")
+
+
+def list_folder(
+    index: int, section: settings.Dataset, report: ScanReport, clip_rate: int | None = None, videos: bool = False
+) -> list[tuple[int, Path, Path, Path | None]]:
+    """List the image files of one folder entry as (folder index, root, image, caption file or None).
+
+    Masks beside the images are left out. Videos are included if the section takes clips and PyAV is installed, or
+    always with `videos`. `clip_rate` is as in `scan`.
+    """
+    taken = videos or (section.frames and clips.can_read_videos())
+    root = Path(os.path.expanduser(section.folders[index].path))
+    if not root.exists():
+        report.problems.append(f"folder {root} does not exist (looked in {Path.cwd()})")
+        return []
+    if not root.is_dir():
+        report.problems.append(f"folder {root} is a file, not a folder")
+        return []
+    accepted = (*EXTENSIONS, *clips.VIDEOS) if taken else tuple(EXTENSIONS)
+    listing = _Listing(root, section.folders[index].mask, accepted)
+    try:
+        for folder, names in walk(root):
+            listing.add(folder, names, report)
+    except OSError as error:
+        report.problems.append(f"folder {as_text(error.filename)} cannot be read: {error.strerror}")
+    if left_out := listing.labels:
+        report.warnings.append(
+            f"{len(left_out)} file(s) named as OneTrainer's masks and conditioning pictures are not trained on as "
+            f"images; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {list_names(left_out)}"
+        )
+    _report_others(listing, section, clip_rate, report)
+    return [(index, root, path, caption) for path, caption in listing.images]
+
+
+def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int | None, report: ScanReport) -> None:
+    """Report the files of a folder that are not accepted, and a folder without images."""
+    root, images = listing.root, [path for path, _ in listing.images]
+    suffixes = {name: os.path.splitext(name)[1].lower() for name in listing.others}
+    unreadable = _describe_unreadable(root, listing.others, images)
+    report.problems += unreadable
+    others = [name for name in listing.others if suffixes[name] not in (*OTHER_IMAGES, *OTHER_VIDEOS)]
+    left = [name for name in others if suffixes[name] in clips.VIDEOS]
+    if left and (section.frames or clip_rate is not None):
+        problems = _advise_on_videos(section, clip_rate)
+        report.problems.append(f"folder {root} has {len(left)} video clip(s), {problems}: {list_names(sorted(left))}")
+        others = [name for name in others if name not in left]
+    elif not images and not unreadable:
+        what = f"only {list_names(sorted(others))}" if others else "no image files"
+        accepted = " ".join(listing.accepted)
+        report.problems.append(f"folder {root} has no images, {what}; accepted are {accepted}")
+    if images and others:
+        report.warnings.append(f"{len(others)} other file(s) in {root} are not read: {list_names(sorted(others))}")
+
+
+def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> str:
+    """Return what to do about video files that are not accepted."""
+    if section.frames:
+        return "which PyAV reads; install it: pip install 'lora-fp8[video]'"
+    if clip_rate:
+        return "set dataset.frames to the lengths that they are to be trained at, or take them out"
+    return "and this model is trained on pictures; take them out"
+
+
+def _describe_unreadable(root: Path, others: list[str], found: list[Path]) -> list[str]:
+    """Return one message about the images, and one about the videos, whose formats cannot be read.
+
+    Args:
+        root: the folder that the messages name.
+        others: names of the files that are not accepted.
+        found: the files that are.
+    """
+    problems = []
+    suffixes = {name: os.path.splitext(name)[1].lower() for name in others}
+    videos = sum(path.suffix.lower() in clips.VIDEOS for path in found)
+    videos += sum(suffix in clips.VIDEOS for suffix in suffixes.values())
+    for what, known, there, into in (
+        ("images", OTHER_IMAGES, sum(path.suffix.lower() in EXTENSIONS for path in found), "JPEG or PNG"),
+        ("videos", dict.fromkeys(OTHER_VIDEOS, ""), videos, "MP4"),
+    ):
+        names = sorted(name for name, suffix in suffixes.items() if suffix in known)
+        if names:
+            kinds = sorted({known[suffixes[name]] or suffixes[name] for name in names})
+            kind = ", ".join(kinds[:-1]) + (" and " if kinds[1:] else "") + kinds[-1]
+            problems.append(
+                f"folder {root}: {len(names)} of {there + len(names)} {what} are {kind} and cannot be read; convert "
+                f"them to {into}, or take them out: {list_names(names)}"
+            )
+    return problems
+
+
+def list_beside(kind: str, root: Path, section: settings.Dataset, report: ScanReport) -> dict[str, list[Path]] | None:
+    """List the images of a control or mask folder by path inside it, without extension.
+
+    Returns:
+        None if the folder cannot be used; the reason is added to the report.
+    """
+    if not root.is_dir():
+        what = "is a file, not a folder" if root.exists() else f"does not exist (looked in {Path.cwd()})"
+        report.problems.append(f"{kind} folder {root} {what}")
+        return None
+    for other in section.folders:
+        trained = Path(os.path.realpath(os.path.expanduser(other.path)))
+        if trained in (real := Path(os.path.realpath(root)), *real.parents):
+            report.problems.append(
+                f"{kind} folder {root} is in the picture folder {other.path}, all of which is trained on; "
+                "move it beside that folder"
+            )
+            return None
+    files: dict[str, list[Path]] = defaultdict(list)
+    try:
+        for folder, names in walk(root):
+            for name in names:
+                if Path(name).suffix.lower() in EXTENSIONS:
+                    files[(folder / name).relative_to(root).with_suffix("").as_posix()].append(folder / name)
+    except OSError as error:
+        report.problems.append(f"{kind} folder {as_text(error.filename)} cannot be read: {error.strerror}")
+        return None
+    return files
+
+
+def masked_stem(mask: str, name: str) -> str:
+    """Return the stem of the image that a file is the mask of, or "" if it is no mask.
+
+    Args:
+        mask: the folder's `mask`, a pattern such as `*_mask`; without a * no file matches.
+        name: the file's name.
+    """
+    stem, suffix = os.path.splitext(name)
+    if "*" not in mask or suffix.lower() not in EXTENSIONS:
+        return ""
+    stem = name if os.path.splitext(mask)[1].lower() in EXTENSIONS else stem
+    front, _, behind = mask.partition("*")
+    fits = stem.startswith(front) and stem.endswith(behind) and len(stem) > len(front) + len(behind)
+    return stem[len(front) : len(stem) - len(behind)] if fits else ""
+
+
+def labelled(names: Iterable[str]) -> set[str]:
+    """Return those of a folder's file names that are OneTrainer's masks and conditioning images.
+
+    These are NAME-masklabel.png and NAME-condlabel.png beside an image or clip NAME.*
+    """
+    stems = {stem for stem, suffix in map(os.path.splitext, names) if suffix.lower() in (*EXTENSIONS, *clips.VIDEOS)}
+    ends = ("-masklabel", "-condlabel")
+    return {f"{stem}{end}.png" for end in ends for stem in stems if f"{stem}{end}" in stems}

@@ -1,0 +1,183 @@
+"""Finds the mask of each image: in a separate folder, beside the images, or in their own transparency."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import settings
+from .buckets import Placed, same_shape
+from .decoding import BLACK, Light, Looked, light_of, look_all
+from .examples import Mask, ScanReport
+from .image_files import list_beside, masked_stem, walk
+from .scan_notes import list_names, to_warnings
+
+
+def outside_masks(placed: Sequence[Placed]) -> list[str]:
+    """Return a warning about images whose mask has white only where the crop removes it; [] if there are none.
+
+    Masks that are black all over are not counted: they have a warning of their own.
+    """
+    names = [
+        str(one.example.path)
+        for one in placed
+        if (mask := one.example.mask) and mask.white and any(mask.white) and not one.placement.shows(mask.white)
+    ]
+    return to_warnings({"outside": list(dict.fromkeys(names))})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The properties of an image that its mask is checked against.
+
+    Attributes:
+        size: width and height of the upright image.
+        sha256: of the file's bytes.
+        clip: the file is a clip.
+        opacity: range of its opacity; None if it has no transparency, or if transparency was not asked for.
+    """
+
+    size: tuple[int, int]
+    sha256: str
+    clip: bool
+    opacity: Light | None = None
+
+
+def from_look(look: Looked) -> Seen | None:
+    """Return what is known of an image that was decoded; None if it could not be."""
+    if look.error:
+        return None
+    return Seen((look.width, look.height), look.sha256, look.timeline is not None, look.measured)
+
+
+def look_at_masks(paths: Sequence[Path], section: settings.Dataset) -> list[Looked]:
+    """Decode the masks; `measured` of each is a `Light`."""
+    return list(look_all(paths, section, light_of))
+
+
+def find_masks(
+    section: settings.Dataset,
+    unmasked_weight: float,
+    found: Sequence[tuple[int, Path, Path, Path | None]],
+    seen: Sequence[Seen | None],
+    report: ScanReport,
+    look: Callable[[Sequence[Path], settings.Dataset], Sequence[Looked]] = look_at_masks,
+) -> list[Mask | None]:
+    """Find the mask of each image; problems and warnings are added to the report.
+
+    Args:
+        section: the `[dataset]` section.
+        unmasked_weight: as in `scan`.
+        found: from `list_folder`, folder by folder.
+        seen: properties of each found image; None for one that cannot be used.
+        report: takes the problems and warnings.
+        look: decodes the mask files.
+
+    Returns:
+        One entry per found image; None if it has no mask.
+    """
+    answers: list[Mask | None] = []
+    notes: dict[str, list[str]] = defaultdict(list)
+    for index, folder in enumerate(section.folders):
+        images = [
+            (root, path, one) for (number, root, path, _), one in zip(found, seen, strict=True) if number == index
+        ]
+        if not folder.mask:
+            answers += [None] * len(images)
+        elif folder.mask == "alpha":
+            answers += _masks_by_opacity(images, folder.path, index, notes, report)
+        else:
+            answers += _masks_by_file(images, section, index, notes, report, look)
+    if not unmasked_weight:
+        report.problems += [
+            f"{path} has a mask that is black all over, and with objective.unmasked_weight = 0 it teaches nothing; "
+            "take it out, or draw what it is to teach in white"
+            for path in notes.pop("black", [])
+        ]
+    report.warnings += to_warnings(notes)
+    return answers
+
+
+def _masks_by_opacity(
+    images: list[tuple[Path, Path, Seen | None]],
+    folder: str,
+    index: int,
+    notes: dict[str, list[str]],
+    report: ScanReport,
+) -> list[Mask | None]:
+    answers: list[Mask | None] = []
+    if moving := [str(path) for _, path, one in images if one is not None and one.clip]:
+        report.problems.append(
+            f"folder {folder} has {len(moving)} clip(s), which have no transparency that could be their mask; set "
+            f"dataset.folders.{index}.mask to a folder of masks: {list_names(moving)}"
+        )
+    for _, path, one in images:
+        answers.append(None)
+        if one is None or one.clip:
+            continue
+        if one.opacity is None or one.opacity.least == 255:
+            notes["unmasked"].append(str(path))
+            continue
+        answers[-1] = Mask(path, one.sha256, alpha=True, white=one.opacity.white)
+        if one.opacity.most <= BLACK:
+            notes["black"].append(str(path))
+    return answers
+
+
+def _masks_by_file(
+    images: list[tuple[Path, Path, Seen | None]],
+    section: settings.Dataset,
+    index: int,
+    notes: dict[str, list[str]],
+    report: ScanReport,
+    look_at: Callable[[Sequence[Path], settings.Dataset], Sequence[Looked]],
+) -> list[Mask | None]:
+    folder = section.folders[index]
+    if folder.mask_folder:
+        files = list_beside("mask", Path(os.path.expanduser(folder.mask)), section, report)
+    else:
+        files = _list_among(Path(os.path.expanduser(folder.path)), folder.mask)
+    if files is None:
+        return [None] * len(images)
+    stems = [path.relative_to(root).with_suffix("").as_posix() for root, path, _ in images]
+    used = sorted({path for stem in stems for path in files.get(stem, [])})
+    looks = dict(zip(used, look_at(used, section), strict=True))
+    report.problems += [f"mask {path} cannot be used: {look.error}" for path, look in looks.items() if look.error]
+    answers: list[Mask | None] = []
+    for stem, (_, path, one) in zip(stems, images, strict=True):
+        candidates = files.get(stem, [])
+        answers.append(None)
+        if not candidates:
+            notes["unmasked"].append(str(path))
+        elif len(candidates) > 1:
+            names = ", ".join(candidate.name for candidate in candidates)
+            report.problems.append(f"{path} has several candidates for its mask, {names}; keep one of them")
+        elif one is not None and not (look := looks[candidates[0]]).error:
+            if not same_shape(one.size, (look.width, look.height)):
+                report.problems.append(
+                    f"mask {candidates[0]} has {look.width} x {look.height} pixels, another shape than its image's "
+                    f"{one.size[0]} x {one.size[1]}; draw it on the image"
+                )
+            if look.measured.most <= BLACK:
+                notes["black"].append(str(path))
+            answers[-1] = Mask(candidates[0], look.sha256, white=look.measured.white)
+    notes["strange"] += sorted(str(path) for members in files.values() for path in members if path not in looks)
+    return answers
+
+
+def _list_among(root: Path, mask: str) -> dict[str, list[Path]]:
+    """List the masks that lie beside the images, by the image's path inside the folder without extension.
+
+    A folder that cannot be read is skipped: `list_folder` has already reported it.
+    """
+    files: dict[str, list[Path]] = defaultdict(list)
+    with contextlib.suppress(OSError):
+        for folder, names in walk(root):
+            for name in names:
+                if stem := masked_stem(mask, name):
+                    files[(folder / stem).relative_to(root).as_posix()].append(folder / name)
+    return files
