@@ -1,4 +1,69 @@
-"""The errors that end a command: what the user gave is wrong, or the run failed or was stopped."""
+"""Messages for people, and the errors that end a command with one of them."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Self
+
+
+class Message(str):
+    """An English sentence that remembers its template and its values, so that it can be translated.
+
+        Message("folder {path} does not exist", path=path)
+
+    It is used like any text. Values may be messages themselves. `lora_fp8.messages` translates; what is built from a
+    message by concatenation or an f-string is plain text and stays English.
+
+    Args:
+        template: as for `str.format`, with named values; it is also the key in the catalogue, so it is written out
+            where it is used.
+        values: what the template names. Errors and paths are kept as their text.
+    """
+
+    template: str
+    values: dict[str, Any]
+
+    def __new__(cls, template: str, /, **values: Any) -> Self:
+        kept = {name: str(value) if isinstance(value, Exception | Path) else value for name, value in values.items()}
+        message = super().__new__(cls, template.format(**kept))
+        message.template, message.values = template, kept
+        return message
+
+    def __str__(self) -> str:
+        return self  # str(error) is the message that the error was raised with, and not a plain copy
+
+    def __reduce__(self) -> Any:
+        return _restore, (self.template, self.values)
+
+    def fill(self, translate: Callable[[str], str]) -> str:
+        """Fill in the translated template. Messages among the values are translated, too."""
+        values = {
+            name: value.fill(translate) if isinstance(value, Message) else value for name, value in self.values.items()
+        }
+        return translate(self.template).format(**values)
+
+
+class Joined(Message):
+    """Several messages in one, each translated by itself: Joined("; ", remarks). Its template is the separator."""
+
+    parts: tuple[str, ...]
+
+    def __new__(cls, separator: str, parts: Iterable[str]) -> Self:
+        parts = tuple(parts)
+        message = str.__new__(cls, separator.join(parts))
+        message.template, message.values, message.parts = separator, {}, parts
+        return message
+
+    def __reduce__(self) -> Any:
+        return Joined, (self.template, self.parts)
+
+    def fill(self, translate: Callable[[str], str]) -> str:
+        """Join the translated parts by the translated separator."""
+        parts = (part.fill(translate) if isinstance(part, Message) else part for part in self.parts)
+        return translate(self.template).join(parts)
+
+
+def _restore(template: str, values: dict[str, Any]) -> Message:
+    return Message(template, **values)
 
 
 class UserError(Exception):
@@ -15,8 +80,14 @@ class UserErrors(UserError):
 
     def __init__(self, problems: list[str], where: str = ""):
         self.problems, self.where = problems, where
-        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        super().__init__("\n".join([f"{where}: {count}" if where else count, *(f"  {p}" for p in problems)]))
+        one = len(problems) == 1
+        if where:
+            heading = Message(
+                "{where}: 1 problem" if one else "{where}: {count} problems", where=where, count=len(problems)
+            )
+        else:
+            heading = Message("1 problem" if one else "{count} problems", count=len(problems))
+        super().__init__(Joined("\n", [heading, *(Message("  {line}", line=problem) for problem in problems)]))
 
 
 class RunFailure(Exception):

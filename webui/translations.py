@@ -9,8 +9,9 @@
 The page is laid out once per language (`/en/`, `/zh-CN/`), so that labels and later answers of the server have the same
 source and never disagree. Placeholders are named: "{step} of {steps}".
 
-Messages of the engine (a wrong setting, how a job ended) are English. `translate` matches them with the patterns of
-`texts/engine.toml`, and leaves a message without a pattern as it is.
+Messages of the engine (a wrong setting, how a job ended) are English; `lora_fp8.messages` has their translations.
+`translate` looks them up by their templates. A message that came as plain text, from a file or another process, is
+recognised by the patterns of the same templates, and one without a pattern is left as it is.
 
 `texts/settings.toml` holds the names of the training settings (`get_label`, `get_help`, `get_choice_label`).
 """
@@ -21,6 +22,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from lora_fp8 import messages
+from lora_fp8.errors import Joined, Message
 
 from . import form
 
@@ -63,21 +67,22 @@ def choose_language(accepted: str) -> str:
 
 
 @cache
-def _compile_patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Compile the patterns of engine messages, each with its key.
+def _compile_patterns(language: str) -> list[tuple[re.Pattern[str], str]]:
+    """Compile a pattern for each template of a language's catalogue, with its translation.
 
-    Patterns that surround another message come first, then those with the most fixed text.
+    Templates that surround another message come first, then those with the most fixed text.
     """
     found = []
-    for key, texts in load_catalogue().items():
-        if key.startswith("engine."):
-            parts = re.split(r"\{(\w+)\}", texts["en"])
-            pattern = "".join(
-                f"(?P<{part}>.+?)" if i % 2 else re.escape(_unescape_braces(part)) for i, part in enumerate(parts)
-            )
-            weight = sum(map(len, parts[::2])) + (1000 if key.startswith("engine.in.") else 0)
-            found.append((weight, re.compile(pattern + r"\Z", re.DOTALL), key))
-    return [(pattern, key) for _, pattern, key in sorted(found, key=lambda one: -one[0])]
+    for entry in messages.read(language):
+        english = str(entry.id)
+        parts = re.split(r"\{(\w+)\}", english)
+        pattern = "".join(
+            f"(?P<{part}>.+?)" if i % 2 else re.escape(_unescape_braces(part)) for i, part in enumerate(parts)
+        )
+        weight = sum(map(len, parts[::2])) + (1000 if "surrounds another message" in entry.auto_comments else 0)
+        if re.search("[A-Za-z]", english):
+            found.append((weight, re.compile(pattern + r"\Z", re.DOTALL), str(entry.string)))
+    return [(pattern, translation) for _, pattern, translation in sorted(found, key=lambda one: -one[0])]
 
 
 def _unescape_braces(part: str) -> str:
@@ -97,17 +102,32 @@ def translate(language: str, line: str) -> str:
     """Translate an engine message, line by line."""
     if language == "en":
         return line
+    if isinstance(line, Message):
+        return _translate_message(language, line)
     if "\n" in line:
         return "\n".join(
             part[: len(part) - len(part.lstrip())] + translate(language, part.lstrip()) for part in line.split("\n")
         )
-    for pattern, key in _compile_patterns():
+    for pattern, translation in _compile_patterns(language):
         if match := pattern.match(line):
-            return _fill_in(language, key, match.groupdict())
+            return _fill_in(language, translation, match.groupdict())
     for pattern, between in ((KEYED, "："), (FILED, " ")):
         if (match := pattern.fullmatch(line)) and (translated := translate(language, match["line"])) != match["line"]:
             return f"{match['key']}{between}{translated}"
     return line
+
+
+def _translate_message(language: str, message: Message) -> str:
+    """Translate by the template. Values that came as plain text are recognised as `translate` does."""
+    catalogue = messages.load(language)
+    if isinstance(message, Joined):
+        return catalogue.get(message.template, message.template).join(translate(language, p) for p in message.parts)
+    values = {
+        name: _translate_message(language, value) if isinstance(value, Message) else value
+        for name, value in message.values.items()
+    }
+    plain = {name: value for name, value in values.items() if type(value) is str}
+    return catalogue.get(message.template, message.template).format(**values | _recognise(language, plain))
 
 
 def translate_joined(language: str, line: str) -> str:
@@ -135,19 +155,24 @@ def translate_joined(language: str, line: str) -> str:
 
 def _translate_alone(language: str, line: str) -> Iterator[str]:
     """Yield the translations of a line in which no value holds a further remark."""
-    for pattern, key in _compile_patterns():
+    for pattern, translation in _compile_patterns(language):
         if (match := pattern.match(line)) and not any("; " in value for value in match.groupdict().values()):
-            yield _fill_in(language, key, match.groupdict())
+            yield _fill_in(language, translation, match.groupdict())
 
 
-def _fill_in(language: str, key: str, parts: dict[str, str]) -> str:
-    """Fill in the text of this key. Messages and descriptions of settings among its values are translated too."""
-    parts |= {name: translate(language, parts[name]) for name in ("line", "why", "where") if name in parts}
+def _fill_in(language: str, translation: str, parts: dict[str, str]) -> str:
+    """Fill in a translation. Messages and descriptions of settings among its values are translated too."""
+    return translation.format(**parts | _recognise(language, parts))
+
+
+def _recognise(language: str, parts: dict[str, str]) -> dict[str, str]:
+    """Translate those of these plain values whose names say that they are messages."""
+    known = {name: translate(language, parts[name]) for name in ("line", "why", "where") if name in parts}
     if "lines" in parts:
-        parts["lines"] = translate_joined(language, parts["lines"])
+        known["lines"] = translate_joined(language, parts["lines"])
     if "what" in parts:
-        parts["what"] = _map_descriptions(language).get(parts["what"], parts["what"])
-    return load_catalogue()[key][language].format(**parts)
+        known["what"] = _map_descriptions(language).get(parts["what"], parts["what"])
+    return known
 
 
 # ---------------------------------------------------------------------------------------------------------------------
