@@ -1,6 +1,7 @@
 """Messages for people, and the errors that end a command with one of them."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,12 +11,12 @@ class Message(str):
 
         Message("folder {path} does not exist", path=path)
 
-    It is used like any text. Values may be messages themselves. `lora_fp8.messages` translates; what is built from a
-    message by concatenation or an f-string is plain text and stays English.
+    It is used like any text. Values may be messages themselves. `lora_fp8.common.messages` translates; what is built
+    from a message by concatenation or an f-string is plain text and stays English.
 
     Args:
-        template: as for `str.format`, with named values; it is also the key in the catalogue, so it is written out
-            where it is used.
+        template: as for `str.format`, with named values. It is also the key in the catalogue, which is filled from
+            the source, so it is written out in the call, or in a call of `template`.
         values: what the template names. Errors and paths are kept as their text.
     """
 
@@ -32,7 +33,7 @@ class Message(str):
         return self  # str(error) is the message that the error was raised with, and not a plain copy
 
     def __reduce__(self) -> Any:
-        return _restore, (self.template, self.values)
+        return partial(Message, **self.values), (self.template,)
 
     def fill(self, translate: Callable[[str], str]) -> str:
         """Fill in the translated template. Messages among the values are translated, too."""
@@ -62,8 +63,9 @@ class Joined(Message):
         return translate(self.template).join(parts)
 
 
-def _restore(template: str, values: dict[str, Any]) -> Message:
-    return Message(template, **values)
+def template(text: str) -> str:
+    """Mark a text as the template of a message, where it is not written in the call itself but in a table."""
+    return text
 
 
 class UserError(Exception):
@@ -80,14 +82,17 @@ class UserErrors(UserError):
 
     def __init__(self, problems: list[str], where: str = ""):
         self.problems, self.where = problems, where
-        one = len(problems) == 1
-        if where:
-            heading = Message(
-                "{where}: 1 problem" if one else "{where}: {count} problems", where=where, count=len(problems)
-            )
-        else:
-            heading = Message("1 problem" if one else "{count} problems", count=len(problems))
-        super().__init__(Joined("\n", [heading, *(Message("  {line}", line=problem) for problem in problems)]))
+        super().__init__(Joined("\n", [self._heading(), *(Message("  {line}", line=problem) for problem in problems)]))
+
+    def _heading(self) -> Message:
+        count = len(self.problems)
+        if self.where:
+            if count == 1:
+                return Message("{where}: {count} problem", where=self.where, count=count)
+            return Message("{where}: {count} problems", where=self.where, count=count)
+        if count == 1:
+            return Message("{count} problem", count=count)
+        return Message("{count} problems", count=count)
 
 
 class RunFailure(Exception):

@@ -23,7 +23,7 @@ import torch
 
 from . import config
 from .distributed.processes import Elsewhere, Processes
-from .errors import RunFailure, Stopped, UserError
+from .errors import Message, RunFailure, Stopped, UserError
 from .plan import plan as planning
 from .plan.resolve import get_run_folder
 from .run import Run, StopSignal, disk_space, ownership
@@ -110,7 +110,9 @@ def _run_stages(session: Session, resume: bool) -> Result:
         with session.together():
             preflight(session, data, loaded, state)
         fit(session, data, loaded, state, missed)
-    session.stop.at_once = f"all steps are done and saved; `lora-fp8 resume {run.path}` writes the files"
+    session.stop.at_once = Message(
+        "all steps are done and saved; `{command}` writes the files", command=f"lora-fp8 resume {run.path}"
+    )
     return finish(session, data, loaded, state.step)
 
 

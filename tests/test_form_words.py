@@ -1,4 +1,7 @@
-"""What settings are called, and the engine's messages in Chinese: complete, and about nothing that is not there."""
+"""What settings are called, and the engine's messages in Chinese: complete, and about nothing that is not there.
+
+Messages that are data (`errors.Message`) are test_messages.py's; here are those that are plain text still.
+"""
 
 import ast
 import re
@@ -84,7 +87,6 @@ def test_every_message_of_the_check_has_its_chinese() -> None:
     }
     files = (module.__file__ for module in (loading, relations, validation))
     found = sorted({text for file in files for text in messages(Path(file))} - UNTOLD)
-    assert len(found) > 60, "the messages are found no longer"
     untold = []
     for text in found:
         line = re.sub(r"\{((?:[^{}]|\{[^{}]*\})+)\}", lambda place: samples.get(place[1], "7"), text)
@@ -160,7 +162,6 @@ def test_what_an_import_tells_has_its_chinese() -> None:
                 names = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
                 texts = [node.value] if names in ("told", "note", "why", "notes") else []
             found |= {text for one in texts for text in _texts(one) if re.search("[a-z]{3,}[,;:]? [a-z]", text)}
-    assert len(found) > 300
     untold = []
     for line in found:
         # What stands before a colon may be a setting or a path.
@@ -211,7 +212,6 @@ def test_what_the_trainer_warns_of_has_its_chinese() -> None:
         r"|the disk is .* 7"
     )
     found = {line for line in found if begun.match(line)} | set(settings.FACTS.values())
-    assert len(found) > 10
     assert [line for line in found if not CHINESE.search(translations.translate("zh-CN", line))] == []
 
 
@@ -316,7 +316,7 @@ FOR_PROGRAMMERS = {"dataset.fps = 'auto' needs clip_rate", "--dtype 7: accepted 
 
 def test_what_ends_a_job_has_its_chinese() -> None:
     """The reason in a job's card: every message of these modules that is raised, or listed as a problem."""
-    engine, untold, count = Path(importing.__file__).parent.parent, [], 0
+    engine, untold = Path(importing.__file__).parent.parent, []
     for name in ENDINGS:
         for node in ast.walk(ast.parse((engine / f"{name}.py").read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
@@ -340,10 +340,10 @@ def test_what_ends_a_job_has_its_chinese() -> None:
                 line = re.sub(r"\{((?:[^{}]|\{[^{}]*\})+)\}", lambda place: PARTS.get(place[1], "7"), text)
                 if not re.search("[a-z]{3,}[,;:]? [a-z]", line) or line in FOR_PROGRAMMERS:
                     continue
-                told, count = re.sub("`.*?`|可用：.*", "", translations.translate("zh-CN", line)), count + 1
+                told = re.sub("`.*?`|可用：.*", "", translations.translate("zh-CN", line))
                 if not CHINESE.search(told) or PROSE.search(told):
                     untold.append(f"{name}: {line}")
-    assert count > 120 and untold == []
+    assert untold == []
 
 
 def test_a_reason_of_several_parts_is_told_whole() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
-    "errors common settings",  # up to here and in run, config and jobs: no torch
+    "errors",
+    "common settings",  # up to here and in run, config and jobs: no torch
     "objectives precision run",
     "adapters data distributed",
     "lora_files",

@@ -9,9 +9,9 @@
 The page is laid out once per language (`/en/`, `/zh-CN/`), so that labels and later answers of the server have the same
 source and never disagree. Placeholders are named: "{step} of {steps}".
 
-Messages of the engine (a wrong setting, how a job ended) are English; `lora_fp8.messages` has their translations.
-`translate` looks them up by their templates. A message that came as plain text, from a file or another process, is
-recognised by the patterns of the same templates, and one without a pattern is left as it is.
+Messages of the engine (a wrong setting, how a job ended) are English; `lora_fp8.common.messages` has their
+translations. `translate` looks them up by their templates. A message that came as plain text, from a file or another
+process, is recognised by the patterns of the same templates, and one without a pattern is left as it is.
 
 `texts/settings.toml` holds the names of the training settings (`get_label`, `get_help`, `get_choice_label`).
 """
@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_fp8 import messages
+from lora_fp8.common import messages
 from lora_fp8.errors import Joined, Message
 
 from . import form
@@ -77,10 +77,13 @@ def _compile_patterns(language: str) -> list[tuple[re.Pattern[str], str]]:
         english = str(entry.id)
         parts = re.split(r"\{(\w+)\}", english)
         pattern = "".join(
-            f"(?P<{part}>.+?)" if i % 2 else re.escape(_unescape_braces(part)) for i, part in enumerate(parts)
+            (f"(?P={part})" if part in parts[1:i:2] else f"(?P<{part}>.+?)")
+            if i % 2
+            else re.escape(_unescape_braces(part))
+            for i, part in enumerate(parts)
         )
         weight = sum(map(len, parts[::2])) + (1000 if "surrounds another message" in entry.auto_comments else 0)
-        if re.search("[A-Za-z]", english):
+        if re.search("[A-Za-z]", "".join(parts[::2])):
             found.append((weight, re.compile(pattern + r"\Z", re.DOTALL), str(entry.string)))
     return [(pattern, translation) for _, pattern, translation in sorted(found, key=lambda one: -one[0])]
 
@@ -167,7 +170,9 @@ def _fill_in(language: str, translation: str, parts: dict[str, str]) -> str:
 
 def _recognise(language: str, parts: dict[str, str]) -> dict[str, str]:
     """Translate those of these plain values whose names say that they are messages."""
-    known = {name: translate(language, parts[name]) for name in ("line", "why", "where") if name in parts}
+    known: dict[str, str] = {
+        name: translate(language, parts[name]) for name in ("line", "why", "where") if name in parts
+    }
     if "lines" in parts:
         known["lines"] = translate_joined(language, parts["lines"])
     if "what" in parts:

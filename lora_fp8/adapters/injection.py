@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..precision import FrozenLinear, frozen_layers
 from ..precision.dtypes import DTYPES
 from ..precision.formats import load_bitsandbytes
@@ -221,8 +221,13 @@ def inject(
             narrow = min(layer.in_features, layer.out_features)
         if section.type != "lora" and isinstance(layer, nn.Conv2d) and layer.groups > 1:
             raise UserError(
-                f"adapter.type = {section.type!r}: {name} is a convolution in {layer.groups} groups, which only 'lora' "
-                "adapts; leave it out of adapter.targets"
+                Message(
+                    "adapter.type = {type}: {name} is a convolution in {count} groups, which only 'lora' adapts; "
+                    "leave it out of adapter.targets",
+                    type=repr(section.type),
+                    name=name,
+                    count=layer.groups,
+                )
             )
         if rank_of[name] > narrow and section.type != "lokr":
             notes.append(f"adapter.rank {rank_of[name]} is more than {name} can use ({narrow})")
@@ -257,7 +262,7 @@ def ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[
     found, notes = by_name("adapter.ranks", section.ranks.items(), names)
     of_all = {name: found.get(name, section.rank) for name in names}
     if names and not any(of_all.values()):
-        raise UserError("adapter.ranks: leaves no layer to train; give one a rank above 0")
+        raise UserError(Message("adapter.ranks: leaves no layer to train; give one a rank above 0"))
     return {name: rank for name, rank in of_all.items() if rank}, notes
 
 
@@ -321,14 +326,27 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
 
 
 def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> list[str]:
-    found = []
+    found: list[str] = []
     if not any(map(kinds.has_rank, layers)):
         found.append(
-            f"adapter.rank = {section.rank} and adapter.alpha have no effect: the rank is at least half of every "
-            f"matrix's side (adapter.factor = {section.factor}), so that all are whole"
+            Message(
+                "{setting} have no effect: {line}",
+                setting=f"adapter.rank = {section.rank} and adapter.alpha",
+                line=Message(
+                    "the rank is at least half of every matrix's side (adapter.factor = {factor}), so that all "
+                    "are whole",
+                    factor=section.factor,
+                ),
+            )
         )
     if section.decompose_both and not any("lokr_w1_a" in parts for parts in layers):
-        found.append("adapter.decompose_both has no effect: no layer's first matrix is larger than twice the rank")
+        found.append(
+            Message(
+                "{setting} has no effect: {line}",
+                setting="adapter.decompose_both",
+                line=Message("no layer's first matrix is larger than twice the rank"),
+            )
+        )
     return found
 
 
@@ -384,7 +402,7 @@ def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
         UserError: names are missing or unknown, or shapes differ, all in one message. Then nothing is changed.
     """
     held = dict(parameters(denoiser))
-    problems = [f"{name} is missing" for name in held if name not in tensors]
+    problems: list[str] = [Message("{name} is missing", name=name) for name in held if name not in tensors]
     problems += [f"{name} is not part of this adapter" for name in tensors if name not in held]
     problems += [
         f"{name} has shape {list(tensors[name].shape)}, expected {list(parameter.shape)}"
@@ -420,13 +438,20 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
     chosen: set[str] = set()
     notes: list[str] = []
     if not targets:
-        raise UserError(f"{setting}: empty, so there is nothing to train; name the layers to adapt, such as 'to_q'")
+        raise UserError(
+            Message("{key}: empty, so there is nothing to train; name the layers to adapt, such as 'to_q'", key=setting)
+        )
     for target in targets:
         matched = {name for name in adaptable if f".{name}".endswith(f".{target}")}
         if not matched:
             raise UserError(f"{setting}: {target!r} matches no layer that can be adapted; {hint(target, adaptable)}")
         if matched <= chosen:
-            notes.append(f"{setting}: {target!r} adds nothing: the targets before it name all of its layers")
+            notes.append(
+                Message(
+                    "{target} adds nothing: the targets before it name all of its layers",
+                    target=f"{setting}: {target!r}",
+                )
+            )
         chosen |= matched
     return [name for name in adaptable if name in chosen], notes
 

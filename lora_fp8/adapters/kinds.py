@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.text import sides
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..precision import FrozenLinear
 from ..precision.formats import decode_rows
 from ..precision.stream import here
@@ -60,7 +60,7 @@ def grouped(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     for name, tensor in state.items():
         part = next((part for part in ALL_PARTS if name.endswith(f".{part}")), None)
         if part is None:
-            raise UserError(f"{name}: not a tensor of LoRA, DoRA, LoKr or LoHa")
+            raise UserError(Message("{name}: not a tensor of LoRA, DoRA, LoKr or LoHa", name=name))
         layers.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
     return dict(sorted(layers.items()))
 
@@ -84,10 +84,19 @@ def kind_of(parts: Parts, layer: str) -> str:
             wanted |= {side} if side in names else {f"{side}_a", f"{side}_b"}
     if names != wanted:
         odd = ", ".join(sorted(names ^ wanted))
-        raise UserError(f"{layer}: not a whole {TITLES[kind]}: {odd} is missing, or one too many")
+        raise UserError(
+            Message(
+                "{layer}: not a whole {kind}: {odd} is missing, or one too many",
+                layer=layer,
+                kind=TITLES[kind],
+                odd=odd,
+            )
+        )
     if not match(parts):
         shapes = ", ".join(f"{name} of {sides(tensor.shape)}" for name, tensor in parts.items())
-        raise UserError(f"{layer}: not a {TITLES[kind]}: {shapes} do not go together")
+        raise UserError(
+            Message("{layer}: not a {kind}: {shapes} do not go together", layer=layer, kind=TITLES[kind], shapes=shapes)
+        )
     return kind
 
 

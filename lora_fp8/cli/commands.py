@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import typer
 
+from ..errors import Message
 from . import dataset, jobs
 from .options import CONFIG, DTYPE, FOLDER, JSON, RUN, SET
 
@@ -114,7 +115,7 @@ def new(
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path.resolve(), config.commented(job.model_copy(update={"preset": []})).encode())
     except OSError as error:
-        raise errors.UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise errors.UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
     print(f"{path} written; put your base model and picture folder in, then: lora-fp8 check {path}")
 
 
@@ -164,14 +165,14 @@ def import_config(
 
     path = output or Path(f"{file.stem}.lora-fp8.toml")
     if os.path.lexists(path):
-        raise errors.UserError(f"{path}: exists already; choose another name with --output")
+        raise errors.UserError(Message("{path}: exists already; choose another name with --output", path=path))
     imported = importing.import_file(file, tool, family)
     importing.relocate(imported, Path.cwd())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, importing.to_toml(imported).encode())
     except OSError as error:
-        raise errors.UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise errors.UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
     if as_json:
         print(json.dumps(importing.to_json(imported) | {"output": str(path)}, ensure_ascii=False, indent=1))
         return

@@ -42,10 +42,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
 
 
+def similar(given: str, names: list[str]) -> str | None:
+    """Return the most similar name; None if none is similar."""
+    near = difflib.get_close_matches(str(given)[:80].lower(), names, n=1, cutoff=0.5)
+    return near[0] if near else None
+
+
 def did_you_mean(given: str, names: list[str]) -> str:
     """Return ", did you mean ...?" with the most similar name; "" if none is similar."""
-    near = difflib.get_close_matches(str(given)[:80].lower(), names, n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else ""
+    near = similar(given, names)
+    return f", did you mean {near!r}?" if near else ""
 
 
 def sides(shape: Iterable[int]) -> str:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from ..common.reading import load_text
 from ..common.text import did_you_mean, shown
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from .relations import KINDS, contradictions, kinds_of
 from .validation import OUT_OF_BOUNDS, Location, accepted, model_at, real_location, said
@@ -47,13 +47,15 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
     try:
         text = load_text(path)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such config file; `lora-fp8 new {path}` writes one") from None
+        raise UserError(Message("{path}: no such config file; `lora-fp8 new {path}` writes one", path=path)) from None
     except IsADirectoryError:
-        raise UserError(f"{path}: this is a folder; give the TOML file in it") from None
+        raise UserError(Message("{path}: this is a folder; give the TOML file in it", path=path)) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+        raise UserError(
+            Message("{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=path, byte=error.start)
+        ) from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror)) from None
     return loads(text, overrides, where=str(path), folder=path.parent)
 
 
@@ -65,7 +67,11 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     data: dict[str, Any] = {}
     names = _preset_names(given, assignments)
     if len(names) > MOST_PRESETS:
-        problems.append(f"preset: at most {MOST_PRESETS} are laid under a config, got {len(names)}")
+        problems.append(
+            Message(
+                "preset: at most {number} are laid under a config, got {given}", number=MOST_PRESETS, given=len(names)
+            )
+        )
     presets = {name: _read_preset(name, folder, problems) for name in names[:MOST_PRESETS]}
     family = _family_of([*presets.values(), given], assignments)
     for name, preset in presets.items():
@@ -211,7 +217,7 @@ def _parse_toml(text: str, where: str) -> dict[str, Any]:
         return read_toml(text)
     # Not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError from int().
     except ValueError as error:
-        raise UserError(f"{where}: not valid TOML: {error}") from None
+        raise UserError(Message("{where}: not valid TOML: {why}", where=where, why=error)) from None
 
 
 def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]) -> list[tuple[list[str], Any]]:
@@ -219,7 +225,7 @@ def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            problems.append(f"--set {text}: expected key=value, such as --set train.steps=500")
+            problems.append(Message("--set {text}: expected key=value, such as --set train.steps=500", text=text))
             continue
         try:
             parsed = read_toml(f"value = {value}")["value"]
@@ -227,7 +233,7 @@ def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]
             parsed = value.strip()  # a bare word: --set model.family=flux
         keys = key.strip().split(".")
         if len(keys) > DEEPEST:
-            problems.append(f"--set {shown(key)}: unknown setting")
+            problems.append(Message("--set {key}: unknown setting", key=shown(key)))
             continue
         assignments.append((keys, parsed))
     return assignments
@@ -252,7 +258,11 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
     if not found:
         hint = did_you_mean(name, preset_names())
         problems.append(
-            f"preset: no preset {shown(name)}{hint}; accepted: {', '.join(preset_names())}, or the path of a .toml file"
+            Message(
+                "preset: no preset {name}; accepted: {names}, or the path of a .toml file",
+                name=f"{shown(name)}{hint}",
+                names=", ".join(preset_names()),
+            )
         )
         return {}
     try:
@@ -261,13 +271,17 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
         problems.append(str(error))
         return {}
     except UnicodeDecodeError as error:
-        problems.append(f"preset {name}: not UTF-8 text (byte {error.start}); save the file as UTF-8")
+        problems.append(
+            Message(
+                "{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=f"preset {name}", byte=error.start
+            )
+        )
         return {}
     except OSError as error:
-        problems.append(f"preset {name}: cannot be read ({error.strerror})")
+        problems.append(Message("{path}: cannot be read ({why})", path=f"preset {name}", why=error.strerror))
         return {}
     if "preset" in data:
-        problems.append(f"preset {name}: a preset cannot name presets; name them in the config")
+        problems.append(Message("preset {name}: a preset cannot name presets; name them in the config", name=name))
         data.pop("preset")
     return data
 
@@ -286,7 +300,12 @@ def _lay_kinds(preset: dict[str, Any], family: str, name: str, problems: list[st
     for kind, table in tables.items() if isinstance(tables, dict) else [("", tables)]:
         if kind not in KINDS or not isinstance(table, dict):
             problems.append(
-                f"preset {name}: for.{kind} is no table of a kind of families; accepted: {' | '.join(KINDS)}"
+                Message(
+                    "preset {name}: for.{kind} is no table of a kind of families; accepted: {kinds}",
+                    name=name,
+                    kind=kind,
+                    kinds=" | ".join(KINDS),
+                )
             )
         elif kind in kinds_of(family):
             _merge(preset, table)
@@ -342,21 +361,34 @@ def _assign(data: dict[str, Any], keys: list[str], value: Any, problems: list[st
     for i, key in enumerate(keys[:-1]):
         if isinstance(node, list):
             if not key.isdecimal() or int(key) >= len(node):
-                problems.append(f"--set {'.'.join(keys)}: {'.'.join(keys[:i])} has {len(node)} entries, counted from 0")
+                problems.append(
+                    Message(
+                        "--set {key}: {part} has {count} entries, counted from 0",
+                        key=".".join(keys),
+                        part=".".join(keys[:i]),
+                        count=len(node),
+                    )
+                )
                 return
             node = node[int(key)]
         else:
             node = node.setdefault(key, {})
         if not isinstance(node, (dict, list)):
-            problems.append(f"--set {'.'.join(keys)}: {'.'.join(keys[: i + 1])} is a value, not a table")
+            problems.append(
+                Message("--set {key}: {part} is a value, not a table", key=".".join(keys), part=".".join(keys[: i + 1]))
+            )
             return
     if isinstance(node, list):
-        problems.append(f"--set {'.'.join(keys)}: give the entry's setting too, such as dataset.folders.0.repeats=2")
+        problems.append(
+            Message(
+                "--set {key}: give the entry's setting too, such as dataset.folders.0.repeats=2", key=".".join(keys)
+            )
+        )
         return
     if keys == ["preset"] and isinstance(value, str):
         value = [value]
     if not keys[-1]:
-        problems.append(f"--set {'.'.join(keys)}: the key is incomplete")
+        problems.append(Message("--set {key}: the key is incomplete", key=".".join(keys)))
         return
     node[keys[-1]] = value
 
@@ -384,7 +416,10 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
                 bounded.add(location)
             if len(lines) == MOST_PROBLEMS and number + 1 < len(items):
                 # Nobody reads more, and each is compared with all settings and with all other problems.
-                return None, [*lines.items(), ((), f"{len(items) - number - 1} more problems are not listed")]
+                return None, [
+                    *lines.items(),
+                    ((), Message("{number} more problems are not listed", number=len(items) - number - 1)),
+                ]
         wrong = list(lines)
         problems += lines.items()
         # Look for contradictions in what remains, to report them at the same time. A rule that reads a wrong setting

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.text import did_you_mean, is_utf8, shown
+from ..errors import Message
 from ..settings import (
     SCALES,
     TORCHAO_LACKS,
@@ -65,15 +66,25 @@ def _check_family(job: Job) -> Problems:
     families = available()
     if job.model.family not in families:
         hint = did_you_mean(job.model.family, families)
-        yield "model.family", f"unknown family {shown(job.model.family)}{hint}; accepted: {' | '.join(families)}"
+        yield (
+            "model.family",
+            Message(
+                "unknown family {name}; accepted: {names}",
+                name=f"{shown(job.model.family)}{hint}",
+                names=" | ".join(families),
+            ),
+        )
 
 
 def _check_sources(job: Job) -> Problems:
     """Yield a problem for a missing base model, and for missing folders."""
     if not job.model.path:
-        yield "model.path", "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'"
+        yield (
+            "model.path",
+            Message("is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'"),
+        )
     if not job.dataset.folders:
-        yield "dataset.folders", "no picture folder given; add a [[dataset.folders]] table with a path"
+        yield "dataset.folders", Message("no picture folder given; add a [[dataset.folders]] table with a path")
 
 
 def _check_folders(job: Job) -> Problems:
@@ -81,14 +92,17 @@ def _check_folders(job: Job) -> Problems:
     for i, folder in enumerate(job.dataset.folders):
         key = f"dataset.folders.{i}"
         if not folder.path:
-            yield f"{key}.path", "is empty"
+            yield f"{key}.path", Message("is empty")
         if folder.regularization and folder.trigger:
-            yield f"{key}.trigger", "a folder for regularization gets no trigger word; leave it out"
+            yield f"{key}.trigger", Message("a folder for regularization gets no trigger word; leave it out")
         if "*" in folder.mask and not _names_masks(folder.mask):
             yield (
                 f"{key}.mask",
-                f"{shown(folder.mask)} is no name for masks beside their images; write one * for the image's name with "
-                "something before or behind it, such as '*_mask', and no folder",
+                Message(
+                    "{given} is no name for masks beside their images; write one * for the image's name with "
+                    "something before or behind it, such as '*_mask', and no folder",
+                    given=shown(folder.mask),
+                ),
             )
 
 
@@ -97,7 +111,7 @@ def _check_missing_caption(job: Job) -> Problems:
     if job.dataset.missing_caption == "trigger" and not job.dataset.trigger:
         # A regularization folder has no trigger: the scan reports each of its images without a caption.
         if any(not folder.trigger and not folder.regularization for folder in job.dataset.folders):
-            yield "dataset.missing_caption", "'trigger' needs dataset.trigger or a trigger in every folder"
+            yield "dataset.missing_caption", Message("'trigger' needs dataset.trigger or a trigger in every folder")
 
 
 def _check_loraplus(job: Job) -> Problems:
@@ -105,7 +119,9 @@ def _check_loraplus(job: Job) -> Problems:
     if job.optimizer.loraplus_lr_ratio != 1 and job.adapter.type not in ("lora", "dora"):
         yield (
             "optimizer.loraplus_lr_ratio",
-            f"is of LoRA's second matrices, and adapter.type is {job.adapter.type!r}; leave it at 1",
+            Message(
+                "is of LoRA's second matrices, and adapter.type is {type}; leave it at 1", type=repr(job.adapter.type)
+            ),
         )
 
 
@@ -113,14 +129,24 @@ def _check_warmup(job: Job) -> Problems:
     """Yield a problem if the warmup is as long as the training."""
     warmup, steps = job.schedule.warmup, job.train.steps
     if isinstance(warmup, int) and warmup >= steps and warmup:
-        yield "schedule.warmup", f"{warmup} steps, but train.steps is {steps}; use fewer, or a fraction"
+        yield (
+            "schedule.warmup",
+            Message("{warmup} steps, but train.steps is {steps}; use fewer, or a fraction", warmup=warmup, steps=steps),
+        )
 
 
 def _check_timesteps(job: Job) -> Problems:
     """Yield a problem if no timestep lies between `objective.t_min` and `objective.t_max`."""
     least, most = job.objective.t_min, job.objective.t_max
     if least >= most:
-        yield "objective.t_min", f"{least:g} leaves nothing below objective.t_max = {most:g}; it must be less"
+        yield (
+            "objective.t_min",
+            Message(
+                "{low} leaves nothing below objective.t_max = {high}; it must be less",
+                low=f"{least:g}",
+                high=f"{most:g}",
+            ),
+        )
 
 
 def _check_validation(job: Job) -> Problems:
@@ -129,30 +155,33 @@ def _check_validation(job: Job) -> Problems:
     if section.every and not section.pictures:
         yield (
             "validation.pictures",
-            "is 0, so that validation.every has nothing to measure on; keep out 2, or a tenth",
+            Message("is 0, so that validation.every has nothing to measure on; keep out 2, or a tenth"),
         )
     if section.pictures and not section.every:
-        yield "validation.every", "is 0, so that validation.pictures would be kept out for nothing; say how often"
+        yield (
+            "validation.every",
+            Message("is 0, so that validation.pictures would be kept out for nothing; say how often"),
+        )
 
 
 def _check_lists(job: Job) -> Problems:
     """Yield the problems of the lists `export.formats` and `preset`: empty, repeated, or auto beside others."""
     formats = job.export.formats
     if not formats:
-        yield "export.formats", "is empty; accepted: auto | diffusers | comfy | kohya"
+        yield "export.formats", Message("is empty; accepted: auto | diffusers | comfy | kohya")
     if "auto" in formats and len(formats) > 1:
-        yield "export.formats", "auto chooses the layouts and cannot stand beside others"
+        yield "export.formats", Message("auto chooses the layouts and cannot stand beside others")
     if len(set(formats)) != len(formats):
-        yield "export.formats", "names a format twice"
+        yield "export.formats", Message("names a format twice")
     if len(set(job.preset)) != len(job.preset):
-        yield "preset", "names a preset twice"
+        yield "preset", Message("names a preset twice")
 
 
 def _check_encoding(job: Job) -> Problems:
     """Yield a problem for each text that cannot be written as UTF-8."""
     for key, text in _texts(job.model_dump()):
         if not is_utf8(text):
-            yield key, f"expected text in UTF-8, got {shown(text)}"
+            yield key, Message("expected text in UTF-8, got {given}", given=shown(text))
 
 
 def _check_paths(job: Job) -> Problems:
@@ -164,9 +193,9 @@ def _check_paths(job: Job) -> Problems:
     paths |= {f"preview.controls.{i}": path for i, path in enumerate(job.preview.controls)}
     for key, path in paths.items():
         if "\0" in path:
-            yield key, f"{shown(path)} cannot be a path"
+            yield key, Message("{path} cannot be a path", path=shown(path))
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
-        yield "name", f"{shown(job.name)} cannot name a folder; use letters, digits, '-' and '_'"
+        yield "name", Message("{name} cannot name a folder; use letters, digits, '-' and '_'", name=shown(job.name))
 
 
 def _check_optimizer(job: Job) -> Problems:
@@ -177,21 +206,30 @@ def _check_optimizer(job: Job) -> Problems:
         if rate is not None and rate >= 1:
             yield (
                 "optimizer.lr",
-                f"must be below 1, got {rate:g}; from 1 on it is a factor for optimizer.name = 'prodigy'",
+                Message(
+                    "must be below 1, got {given}; from 1 on it is a factor for optimizer.name = 'prodigy'",
+                    given=f"{rate:g}",
+                ),
             )
         return
     if rate is not None and rate < LEAST_FACTOR:
         yield (
             "optimizer.lr",
-            f"{rate:g} would train next to nothing: with optimizer.name = 'prodigy' it is a factor on the rate that is "
-            "found; use 'auto', which is 1",
+            Message(
+                "{given} would train next to nothing: with optimizer.name = 'prodigy' it is a factor on the rate "
+                "that is found; use 'auto', which is 1",
+                given=f"{rate:g}",
+            ),
         )
     if section.text_encoder_lr != "auto":
-        yield "optimizer.text_encoder_lr", "'prodigy' finds one rate for all that is trained; leave it at 'auto'"
+        yield (
+            "optimizer.text_encoder_lr",
+            Message("'prodigy' finds one rate for all that is trained; leave it at 'auto'"),
+        )
     if section.lrs:
-        yield "optimizer.lrs", "'prodigy' finds one rate for all that is trained; leave it empty"
+        yield "optimizer.lrs", Message("'prodigy' finds one rate for all that is trained; leave it empty")
     if section.loraplus_lr_ratio != 1:
-        yield "optimizer.loraplus_lr_ratio", "'prodigy' finds one rate for all that is trained; leave it at 1"
+        yield "optimizer.loraplus_lr_ratio", Message("'prodigy' finds one rate for all that is trained; leave it at 1")
 
 
 def _check_objective(job: Job) -> Problems:
@@ -203,13 +241,19 @@ def _check_objective(job: Job) -> Problems:
         return
     diffusion, title = (family := get(job.model.family)).objective == "Diffusion", family.title
     if diffusion and given == "flow":
-        yield "objective.prediction", f"{given!r}: {title} predicts epsilon or v; use 'auto'"
+        yield (
+            "objective.prediction",
+            Message("{given}: {title} predicts epsilon or v; use 'auto'", given=repr(given), title=title),
+        )
     if not diffusion and given in ("epsilon", "v"):
-        yield "objective.prediction", f"{given!r}: {title} is trained with flow matching; use 'auto'"
+        yield (
+            "objective.prediction",
+            Message("{given}: {title} is trained with flow matching; use 'auto'", given=repr(given), title=title),
+        )
     if by_snr and not diffusion:
         yield (
             "objective.huber_schedule",
-            "'snr' needs a diffusion model's signal-to-noise ratio; use 'exponential' or 'constant'",
+            Message("'snr' needs a diffusion model's signal-to-noise ratio; use 'exponential' or 'constant'"),
         )
 
 
@@ -238,13 +282,33 @@ def _check_controls(job: Job) -> Problems:
         key = f"dataset.folders.{i}.control"
         if folder.control and not most:
             editing = " | ".join(name for name in available() if any(get(name).controls))
-            yield key, f"{title} is shown no control pictures; leave it out, or use an editing model: {editing}"
+            yield (
+                key,
+                Message(
+                    "{family} is shown no control pictures; leave it out, or use an editing model: {editing}",
+                    family=title,
+                    editing=editing,
+                ),
+            )
         elif not folder.control and fewest:
-            yield key, f"{title} edits pictures, and needs a control picture for each; name the folder that has them"
+            yield (
+                key,
+                Message(
+                    "{family} edits pictures, and needs a control picture for each; name the folder that has them",
+                    family=title,
+                ),
+            )
     if controls and not most:
-        yield "preview.controls", f"{title} is shown no control pictures; leave it out"
+        yield "preview.controls", Message("{family} is shown no control pictures; leave it out", family=title)
     elif prompts and fewest and not controls or controls and controls != prompts:
-        yield "preview.controls", f"has {controls} entries for {prompts} in preview.prompts; give one for each prompt"
+        yield (
+            "preview.controls",
+            Message(
+                "has {count} entries for {prompts} in preview.prompts; give one for each prompt",
+                count=controls,
+                prompts=prompts,
+            ),
+        )
 
 
 def _check_clips(job: Job) -> Problems:
@@ -258,15 +322,31 @@ def _check_clips(job: Job) -> Problems:
         takers = " | ".join(name for name in available() if any(get(name).clips))
         for key, given in lengths.items():
             if given != ([] if key == "dataset.frames" else [1]):
-                yield key, f"{title} draws pictures; leave it out, or use a family that draws clips: {takers}"
+                yield (
+                    key,
+                    Message(
+                        "{family} draws pictures; leave it out, or use a family that draws clips: {takers}",
+                        family=title,
+                        takers=takers,
+                    ),
+                )
         return
     for key, given in lengths.items():
         for one in given:
             if one < 1 or (one - 1) % step:
                 near = max(1, round((one - 1) / step) * step + 1)
-                yield key, f"{title} takes clips of 1, {step + 1}, {2 * step + 1} ... frames; got {one}, near is {near}"
+                yield (
+                    key,
+                    Message(
+                        "{family} takes clips of {lengths} ... frames; got {given}, near is {near}",
+                        family=title,
+                        lengths=f"1, {step + 1}, {2 * step + 1}",
+                        given=one,
+                        near=near,
+                    ),
+                )
     if len(set(job.dataset.frames)) != len(job.dataset.frames):
-        yield "dataset.frames", "names a length twice"
+        yield "dataset.frames", Message("names a length twice")
 
 
 def _check_quantize(job: Job) -> Problems:
@@ -274,10 +354,23 @@ def _check_quantize(job: Job) -> Problems:
     section, dtype = job.quantize, job.model.dtype
     storage, scale = section.storage, section.scale
     if storage == "bf16" and dtype != "bf16":
-        yield "quantize.storage", f"'bf16' contradicts model.dtype = {dtype!r}; use 'none' to hold it in model.dtype"
+        yield (
+            "quantize.storage",
+            Message(
+                "'bf16' contradicts model.dtype = {dtype}; use 'none' to hold it in model.dtype", dtype=repr(dtype)
+            ),
+        )
     if scale != "auto" and storage in SCALES and scale not in SCALES[storage]:
         accepted_here = " | ".join(("auto", *(one for one in SCALES[storage] if storage != "nf4")))
-        yield "quantize.scale", f"{scale!r} is not known with quantize.storage = {storage!r}; accepted: {accepted_here}"
+        yield (
+            "quantize.scale",
+            Message(
+                "{scale} is not known with quantize.storage = {storage}; accepted: {accepted}",
+                scale=repr(scale),
+                storage=repr(storage),
+                accepted=accepted_here,
+            ),
+        )
     yield from _check_own_layers(section) if section.backend == "own" else _check_other_layers(section)
 
 
@@ -285,21 +378,41 @@ def _check_own_layers(section: Quantize) -> Problems:
     """Yield problems where this project's own layers cannot do what [quantize] asks for."""
     storage, scale, compute, recipe = section.storage, section.scale, section.compute, section.recipe
     if recipe == "mxfp8":
-        yield "quantize.recipe", "'mxfp8' needs quantize.backend = 'te'; or use 'current', 'delayed' or 'block'"
+        yield (
+            "quantize.recipe",
+            Message("'mxfp8' needs quantize.backend = 'te'; or use 'current', 'delayed' or 'block'"),
+        )
     if compute in ("fp8", "fp8_forward"):
         if storage in ("int8", "nf4"):
-            yield "quantize.compute", f"{compute!r} needs quantize.storage = 'fp8', not {storage!r}; or use 'upcast'"
+            yield (
+                "quantize.compute",
+                Message(
+                    "{compute} needs quantize.storage = 'fp8', not {storage}; or use 'upcast'",
+                    compute=repr(compute),
+                    storage=repr(storage),
+                ),
+            )
         fitting = ("128x128",) if recipe == "block" else ("row", "tensor")
         if storage == "fp8" and scale not in ("auto", *fitting):
             yield (
                 "quantize.scale",
-                f"{scale!r} has no FP8 matmul with quantize.recipe = {recipe!r}; "
-                f"use {' or '.join(map(repr, fitting))}, or quantize.compute = 'upcast'",
+                Message(
+                    "{scale} has no FP8 matmul with quantize.recipe = {recipe}; use {fitting}, or "
+                    "quantize.compute = 'upcast'",
+                    scale=repr(scale),
+                    recipe=repr(recipe),
+                    fitting=" or ".join(map(repr, fitting)),
+                ),
             )
     if section.kernels == "triton" and recipe != "current" and compute != "upcast":
-        yield "quantize.kernels", f"'triton' has no recipe {recipe!r}; use quantize.recipe = 'current', or 'torch'"
+        yield (
+            "quantize.kernels",
+            Message(
+                "'triton' has no recipe {recipe}; use quantize.recipe = 'current', or 'torch'", recipe=repr(recipe)
+            ),
+        )
     if recipe == "block" and compute != "upcast" and scale == "auto":
-        yield "quantize.scale", "quantize.recipe = 'block' multiplies weights with scale = '128x128'; set it"
+        yield "quantize.scale", Message("quantize.recipe = 'block' multiplies weights with scale = '128x128'; set it")
 
 
 def _check_other_layers(section: Quantize) -> Problems:
@@ -310,8 +423,11 @@ def _check_other_layers(section: Quantize) -> Problems:
     if section.sensitivity != "off":
         yield (
             "quantize.sensitivity",
-            f"{section.sensitivity!r} needs quantize.backend = 'own'; use 'off', and put what `lora-fp8 precision` "
-            "says into quantize.override",
+            Message(
+                "{given} needs quantize.backend = 'own'; use 'off', and put what `lora-fp8 precision` says into "
+                "quantize.override",
+                given=repr(section.sensitivity),
+            ),
         )
     if section.kernels == "triton":
         yield "quantize.kernels", f"'triton' is for this project's own layers; use 'torch', {own}"
@@ -357,18 +473,26 @@ def _check_memory(job: Job) -> Problems:
     if quantize.backend == "te":
         if section.compile == "blocks":
             # Each block is compiled as one graph, and TransformerEngine's layers are left out of graphs.
-            yield "memory.compile", "'blocks' excludes quantize.backend = 'te'; use 'off', or quantize.backend = 'own'"
+            yield (
+                "memory.compile",
+                Message("'blocks' excludes quantize.backend = 'te'; use 'off', or quantize.backend = 'own'"),
+            )
         if section.gradient_checkpointing and quantize.recipe == "delayed":
             # The history is updated when the forward ends, so the recomputation would multiply with other scales.
             yield (
                 "memory.gradient_checkpointing",
-                "true excludes quantize.recipe = 'delayed' of quantize.backend = 'te'; use false, or another recipe",
+                Message(
+                    "true excludes quantize.recipe = 'delayed' of quantize.backend = 'te'; use false, or another recipe"
+                ),
             )
     elif section.compile == "blocks" and quantize.recipe == "delayed" and quantize.compute != "upcast":
         # The history is written while the gradient is computed, which a compiled backward may reorder or leave out.
         yield (
             "memory.compile",
-            "'blocks' excludes quantize.recipe = 'delayed'; use quantize.recipe = 'current', or memory.compile = 'off'",
+            Message(
+                "'blocks' excludes quantize.recipe = 'delayed'; use quantize.recipe = 'current', or "
+                "memory.compile = 'off'"
+            ),
         )
     if section.offload:
         # Only our own frozen layers can be offloaded, and Python code fetches their bytes.
@@ -380,12 +504,20 @@ def _check_memory(job: Job) -> Problems:
         ):
             if clash:
                 value = getattr(quantize if key.startswith("quantize") else section, key.partition(".")[2])
-                yield "memory.offload", f"{section.offload:g} excludes {key} = {value!r}; use {usual}, or offload = 0"
+                yield (
+                    "memory.offload",
+                    Message(
+                        "{value} excludes {setting}; use {usual}, or offload = 0",
+                        value=f"{section.offload:g}",
+                        setting=f"{key} = {value!r}",
+                        usual=usual,
+                    ),
+                )
     if section.cuda_graphs and section.compile == "off":
-        yield "memory.cuda_graphs", "true records compiled blocks, and memory.compile is 'off'; use 'blocks'"
+        yield "memory.cuda_graphs", Message("true records compiled blocks, and memory.compile is 'off'; use 'blocks'")
     if section.cuda_graphs and section.gradient_checkpointing:
         # The backward would replay the forward's recording while results of its first replay are still needed.
-        yield "memory.cuda_graphs", "true needs memory.gradient_checkpointing = false"
+        yield "memory.cuda_graphs", Message("true needs memory.gradient_checkpointing = false")
 
 
 RULES = (

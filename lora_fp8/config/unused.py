@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, get_args, get_origin
 
 from .. import families
+from ..errors import Message
 from ..settings import FACTS, Except, Folder, Job, Model, Section
 
 Rule = tuple[str, tuple[Any, ...]]
@@ -136,12 +137,14 @@ def _of_family(rule: Rule) -> str:
     key, accepted = rule
     epsilon = accepted == ("FlowMatching",)
     return {
-        "family.objective": "which predicts epsilon or v" if epsilon else "which is trained with flow matching",
-        "family.text_encoder": "which has no text encoder that is trained here",
-        "family.controls": "which takes no control pictures",
-        "family.clips": "which draws no clips",
-        "family.guidance": "which has no guidance embedding",
-        "family.negative": "which draws without a negative prompt",
+        "family.objective": Message("which predicts epsilon or v")
+        if epsilon
+        else Message("which is trained with flow matching"),
+        "family.text_encoder": Message("which has no text encoder that is trained here"),
+        "family.controls": Message("which takes no control pictures"),
+        "family.clips": Message("which draws no clips"),
+        "family.guidance": Message("which has no guidance embedding"),
+        "family.negative": Message("which draws without a negative prompt"),
     }[key]
 
 

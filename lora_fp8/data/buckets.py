@@ -29,7 +29,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..errors import UserError
+from ..errors import Message, UserError
 
 Size = tuple[int, int]
 Bucket = tuple[int, ...]
@@ -118,8 +118,12 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
     """
     if step > resolution:
         raise UserError(
-            f"dataset.resolution = {resolution} is less than the bucket step, {step} pixels; raise the one or lower "
-            "the other"
+            Message(
+                "dataset.resolution = {resolution} is less than the bucket step, {step} pixels; raise the one or "
+                "lower the other",
+                resolution=resolution,
+                step=step,
+            )
         )
     area, limit = resolution**2, Fraction(max_aspect)
     square = resolution // step * step

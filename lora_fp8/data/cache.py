@@ -54,7 +54,7 @@ from torch.nn import functional
 from .. import settings
 from ..common.reading import open_regular, read_bytes
 from ..common.writing import write_synced
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from . import clips
 from .buckets import Placed, control_box, fit, fit_mask
 from .decoding import ImageError, open_image, open_mask, read_clip
@@ -412,10 +412,10 @@ class Cache:
             raw = read_bytes(path)
             # The scan's hash is part of the key; other bytes must not be stored under it.
             if hashlib.sha256(raw).hexdigest() != sha256:
-                raise RunFailure(f"{path} changed while the run was starting; start it again")
+                raise RunFailure(Message("{path} changed while the run was starting; start it again", path=path))
             yield io.BytesIO(raw)
         except (OSError, ImageError) as error:
-            raise RunFailure(f"{path} can no longer be read: {error}") from error
+            raise RunFailure(Message("{path} can no longer be read: {why}", path=path, why=error)) from error
 
     def _clip_in_place(self, placed: Placed) -> list[Image.Image]:
         """Return the frames of a clip, cropped to its bucket. They are kept, as the mirrored version comes next."""
@@ -434,13 +434,15 @@ class Cache:
                 self._leave_video()
                 with open_regular(example.path) as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != example.image_sha256:
-                        raise RunFailure(f"{example.path} changed while the run was starting; start it again")
+                        raise RunFailure(
+                            Message("{path} changed while the run was starting; start it again", path=example.path)
+                        )
                 self._video = about, clips.Reader(example.path)
             if example.path.suffix.lower() in clips.VIDEOS:
                 return self._video[1].read(example.frames, example.begins)
             return read_clip(example.path, example.frames, self.section.background)
         except (OSError, ImageError, clips.ClipError) as error:
-            raise RunFailure(f"{example.path} can no longer be read: {error}") from error
+            raise RunFailure(Message("{path} can no longer be read: {why}", path=example.path, why=error)) from error
 
     def _leave_video(self) -> None:
         """Close the video that pieces were read from, and drop its frames."""
@@ -452,8 +454,11 @@ class Cache:
         latents_BCHW = self.family.encode_images(values)
         if not torch.isfinite(latents_BCHW).all():
             raise RunFailure(
-                f"{path}: the VAE gave values that are not finite; some VAEs overflow in half precision (use "
-                "model.dtype = 'fp32' or a repaired VAE), else the image or the VAE file is damaged"
+                Message(
+                    "{path}: the VAE gave values that are not finite; some VAEs overflow in half precision (use "
+                    "model.dtype = 'fp32' or a repaired VAE), else the image or the VAE file is damaged",
+                    path=path,
+                )
             )
         return latents_BCHW[0]
 
@@ -468,7 +473,13 @@ class Cache:
             (cond,) = self.family.encode_prompts([caption.text], [pictures])
         for name, tensor in cond.items():
             if not torch.isfinite(tensor).all():
-                raise RunFailure(f"caption {text_of(caption)!r}: the text encoder gave {name} that is not finite")
+                raise RunFailure(
+                    Message(
+                        "caption {text}: the text encoder gave {name} that is not finite",
+                        text=repr(text_of(caption)),
+                        name=name,
+                    )
+                )
         return cond
 
     def _store(self, kind: str, key: str, tensors: dict[str, Tensor]) -> int:
@@ -507,8 +518,12 @@ class Cache:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # `train` reports a full disk
                 raise
             raise UserError(
-                f"dataset.cache_dir = {str(self.root)!r}: cannot be written ({error.strerror}), and what has to be "
-                "encoded goes there; name another folder"
+                Message(
+                    "dataset.cache_dir = {path}: cannot be written ({reason}), and what has to be encoded goes "
+                    "there; name another folder",
+                    path=repr(str(self.root)),
+                    reason=error.strerror,
+                )
             ) from None
 
     def _remove_leftovers(self) -> None:
@@ -546,7 +561,7 @@ class Cache:
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise BadEntry(f"{path} is damaged ({error})") from error
         if promised != (key, _hash(tensors)):
-            raise BadEntry(f"{path} does not have the content that its header promises")
+            raise BadEntry(Message("{path} does not have the content that its header promises", path=path))
         _note_use(path)
         return tensors
 
@@ -557,9 +572,13 @@ class Cache:
         try:
             tensors = self._read(kind, key)
         except FileNotFoundError:
-            raise RunFailure(f"{what} is not in the cache {self.root}; was the cache filled?") from None
+            raise RunFailure(
+                Message("{name} is not in the cache {path}; was the cache filled?", name=what, path=self.root)
+            ) from None
         except BadEntry as error:
-            raise RunFailure(f"cache entry of {what}: {error}; resume the run and it is encoded again") from error
+            raise RunFailure(
+                Message("cache entry of {name}: {why}; resume the run and it is encoded again", name=what, why=error)
+            ) from error
         self._ram[key] = tensors
         self._ram_used += _size(tensors)
         while self._ram_used > self.ram_bytes and len(self._ram) > 1:

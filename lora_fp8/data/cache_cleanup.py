@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UserError
+from ..errors import Message, UserError
 
 if TYPE_CHECKING:
     pass
@@ -39,7 +39,9 @@ def stored(root: Path) -> list[Stored]:
         UserError: the folder does not exist.
     """
     if not root.is_dir():
-        raise UserError(f"{root}: no such folder; give the cache folder (dataset.cache_dir) of your runs")
+        raise UserError(
+            Message("{key}: no such folder; give the cache folder (dataset.cache_dir) of your runs", key=root)
+        )
     found = []
     for path in root.glob("*/*/*.safetensors"):
         if _ENTRY.fullmatch(path.relative_to(root).as_posix()):
@@ -59,7 +61,9 @@ def prune(root: Path, days: float) -> list[Stored]:
         UserError: the folder does not exist, or `days` is less than 1, which a run that is training could notice.
     """
     if days < 1:
-        raise UserError(f"{days:g} days: entries may be in use by a run that is training; give at least 1")
+        raise UserError(
+            Message("{days} days: entries may be in use by a run that is training; give at least 1", days=f"{days:g}")
+        )
     before = time.time() - days * 86400
     old = [entry for entry in stored(root) if entry.used < before]
     for entry in old:

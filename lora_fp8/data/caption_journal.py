@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.writing import atomic_write, sync_folder
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import caption_text
 from .caption_files import write_all
 
@@ -134,7 +134,9 @@ def pack(changes: Sequence[Change]) -> str:
              for change in changes]  # fmt: skip
     raw = json.dumps(sides).encode()
     if len(raw) > LARGEST_EDIT:
-        raise UserError(f"{len(changes)} captions are too much text for one edit; edit fewer at once")
+        raise UserError(
+            Message("{count} captions are too much text for one edit; edit fewer at once", count=len(changes))
+        )
     return base64.b64encode(zlib.compress(raw)).decode()
 
 
@@ -215,13 +217,13 @@ class Journal:
             UserError: the journal cannot be read.
         """
         if self.path.is_symlink():
-            raise UserError(f"{self.path}: is a link; remove it, so that edits can be written down")
+            raise UserError(Message("{path}: is a link; remove it, so that edits can be written down", path=self.path))
         try:
             found = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             return self._forget()
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({error.strerror})") from None
+            raise UserError(Message("{path}: cannot be read ({why})", path=self.path, why=error.strerror)) from None
         status = os.fstat(found)
         descriptor = self._descriptor
         same = descriptor is not None and os.path.samestat(os.fstat(descriptor), status)
@@ -233,7 +235,7 @@ class Journal:
             # It is kept open, so that its inode number is not reused and `samestat` can be trusted.
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
             self.close()
-            raise UserError(f"{self.path}: is no journal of caption edits; remove it")
+            raise UserError(Message("{path}: is no journal of caption edits; remove it", path=self.path))
         self._take_lines(os.pread(descriptor, status.st_size - self._size, self._size))
 
     def _take_lines(self, raw: bytes) -> None:
@@ -282,7 +284,11 @@ class Journal:
             try:
                 found += unpack(self.records[number].changes)
             except ValueError:
-                raise UserError(f"{self.path}: edit {number} is damaged and cannot be undone or redone") from None
+                raise UserError(
+                    Message(
+                        "{path}: edit {number} is damaged and cannot be undone or redone", path=self.path, number=number
+                    )
+                ) from None
         return found
 
     def group(self, number: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 from . import caption_text
 
 MAX_CAPTION = 65536
@@ -51,7 +51,7 @@ class SetText:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return "set the caption"
+        return Message("set the caption")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Replace:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"replace {self.find!r} by {self.by!r}"
+        return Message("replace {find} by {by}", find=repr(self.find), by=repr(self.by))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ReplacePattern:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"replace pattern {self.find!r} by {self.by!r}"
+        return Message("replace pattern {find} by {by}", find=repr(self.find), by=repr(self.by))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class RemoveTag:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"remove tag {self.tag!r}"
+        return Message("remove tag {tag}", tag=repr(self.tag))
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class RenameTag:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"rename tag {self.old!r} to {self.new!r}"
+        return Message("rename tag {old} to {new}", old=repr(self.old), new=repr(self.new))
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class SortTags:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return "sort tags"
+        return Message("sort tags")
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class DedupeTags:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return "remove repeated tags"
+        return Message("remove repeated tags")
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class Recode:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"{self.encoding} to UTF-8"
+        return Message("{encoding} to UTF-8", encoding=self.encoding)
 
 
 Operation = (

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .. import settings
+from ..errors import Message
 from . import keyed_seed, permutation
 from .caption_operations import split_tags
 from .caption_text import CHOICE, with_trigger
@@ -32,9 +33,16 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
     shown = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in truncated[:most])
     more = f" and {len(lost) - most} more" if len(lost) > most else ""
     return [
-        f"{len(lost)} of {num_texts} captions and prompts are longer than the {limit} tokens that the text "
-        f"encoder reads: up to {max(lost)} tokens at the end have no effect; shorten them, or put what matters "
-        f"first. Lost: {shown}{more}"
+        Message(
+            "{count} of {total} captions and prompts are longer than the {limit} tokens that the text encoder "
+            "reads: up to {most} tokens at the end have no effect; shorten them, or put what matters first. "
+            "Lost: {what_lost}",
+            count=len(lost),
+            total=num_texts,
+            limit=limit,
+            most=max(lost),
+            what_lost=f"{shown}{more}",
+        )
     ]
 
 

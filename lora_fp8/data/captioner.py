@@ -37,7 +37,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from ..common.reading import MOST_JSON, parse_json, read_bytes
 from ..common.text import first_few
-from ..errors import Stopped, UserError, UserErrors
+from ..errors import Message, Stopped, UserError, UserErrors
 from ..precision.dtypes import DTYPES
 from ..run import StopSignal
 from ..settings import Dataset
@@ -201,7 +201,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
             caption = _cleaned(text, settings)
             if not caption:
                 result.empty += 1
-                session.add_problem(f"{name}: the model had no words for it")
+                session.add_problem(Message("{name}: the model had no words for it", name=name))
                 continue
             if not settings.overwrite and _has_text(root / file):
                 result.kept += 1  # somebody wrote a caption while the model was running
@@ -215,7 +215,14 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
             session.log_event("caption", file=name, text=caption, done=done + len(batch), total=len(waiting))
         done += len(batch)
         if watch.requested:
-            raise Stopped(f"{folder}: stopped after {done} of {len(waiting)} pictures; the same command goes on")
+            raise Stopped(
+                Message(
+                    "{path}: stopped after {done} of {total} pictures; the same command goes on",
+                    path=folder,
+                    done=done,
+                    total=len(waiting),
+                )
+            )
 
 
 def _pixels(path: Path) -> Image.Image:
@@ -253,7 +260,9 @@ def load(settings: Settings) -> Captioner:
         UserError: it is not found, cannot be downloaded, lacks files, or has an architecture that transformers lacks.
     """
     if settings.dtype not in ("", *DTYPES):
-        raise UserError(f"dtype = {settings.dtype!r}: accepted are {', '.join(DTYPES)}")
+        raise UserError(
+            Message("dtype = {dtype}: accepted are {names}", dtype=repr(settings.dtype), names=", ".join(DTYPES))
+        )
     folder = _folder(settings)
     kind = _model_type(folder, settings.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -269,7 +278,12 @@ def load(settings: Settings) -> Captioner:
     except (OSError, ValueError, KeyError, ImportError, AttributeError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{settings.model}: cannot be loaded by transformers {transformers.__version__} ({first})"
+            Message(
+                "{model}: cannot be loaded by transformers {version} ({why})",
+                model=settings.model,
+                version=transformers.__version__,
+                why=first,
+            )
         ) from error
 
 
@@ -278,14 +292,16 @@ def _folder(settings: Settings) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_file() or settings.model.count("/") != 1 or settings.model.startswith(("/", "~", ".")):
-        raise UserError(f"{settings.model}: no such folder, and no Hugging Face id (OWNER/NAME)")
+        raise UserError(Message("{model}: no such folder, and no Hugging Face id (OWNER/NAME)", model=settings.model))
     try:
         fetched = huggingface_hub.snapshot_download(
             settings.model, revision=settings.revision or None, allow_patterns=list(FETCHED)
         )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         first = str(error).strip().splitlines()[0]
-        raise UserError(f"{settings.model}: cannot be fetched from the hub ({first})") from None
+        raise UserError(
+            Message("{model}: cannot be fetched from the hub ({why})", model=settings.model, why=first)
+        ) from None
     return Path(fetched)
 
 
@@ -297,21 +313,32 @@ def _model_type(folder: Path, model: str) -> str:
     try:
         kind = parse_json(read_bytes(folder / "config.json", MOST_JSON)).get("model_type", "")
     except (ValueError, AttributeError) as error:
-        raise UserError(f"{folder / 'config.json'}: cannot be read ({error})") from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=folder / "config.json", why=error)) from None
     writes, ticks = (
         kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     )
     if kind == "timm_wrapper" or not kind:
-        raise UserError(f"{model}: made for timm, which is not used here; choose a model of transformers' own")
+        raise UserError(
+            Message("{model}: made for timm, which is not used here; choose a model of transformers' own", model=model)
+        )
     if kind not in CONFIG_MAPPING_NAMES:
         raise UserError(
-            f"{model}: its architecture {kind!r} is unknown to transformers {transformers.__version__}; code "
-            "that comes with a model is never run"
+            Message(
+                "{model}: its architecture {kind} is unknown to transformers {version}; code that comes with a "
+                "model is never run",
+                model=model,
+                kind=repr(kind),
+                version=transformers.__version__,
+            )
         )
     if not writes and not ticks:
         raise UserError(
-            f"{model}: a {kind} model does not describe pictures; choose a vision-language model or a tagger"
+            Message(
+                "{model}: a {kind} model does not describe pictures; choose a vision-language model or a tagger",
+                model=model,
+                kind=kind,
+            )
         )
     return kind
 
@@ -322,7 +349,7 @@ class _Writer(Captioner):
     def __init__(self, folder: Path, kind: str, settings: Settings, device: str, dtype: torch.dtype):
         self.settings, self.kind, self.device, self.dtype = settings, kind, device, dtype
         if kind == "florence2" and settings.kind == "tags":
-            raise UserError(f"{settings.model}: Florence-2 writes sentences; use --kind text")
+            raise UserError(Message("{model}: Florence-2 writes sentences; use --kind text", model=settings.model))
         self.processor = _processor(folder, kind)
         self.tokenizer = self.processor.tokenizer
         self.model = _whole(transformers.AutoModelForImageTextToText, folder, dtype).to(device)
@@ -368,8 +395,14 @@ def _whole(Model: Any, folder: Path, dtype: torch.dtype) -> Any:
     learned = {name for name, _ in model.named_parameters()}  # not buffers, which each version computes anew
     if lost := sorted(learned.intersection(told["missing_keys"])):
         raise UserError(
-            f"{folder} has not all weights of a {type(model).__name__}: {len(lost)} are missing, {first_few(lost)}; it "
-            "is another model's, or not whole"
+            Message(
+                "{path} has not all weights of a {kind}: {count} are missing, {names}; it is another model's, or "
+                "not whole",
+                path=folder,
+                kind=type(model).__name__,
+                count=len(lost),
+                names=first_few(lost),
+            )
         )
     return model.eval()
 
@@ -394,14 +427,20 @@ class _Tagger(Captioner):
     def __init__(self, folder: Path, settings: Settings, device: str, dtype: torch.dtype):
         self.settings, self.device, self.dtype = settings, device, dtype
         if settings.kind != "tags":
-            raise UserError(f"{settings.model}: a tagger writes tags; use --kind tags")
+            raise UserError(Message("{model}: a tagger writes tags; use --kind tags", model=settings.model))
         if settings.prompt:
-            raise UserError(f"{settings.model}: a tagger is not asked anything; leave out --prompt")
+            raise UserError(
+                Message("{model}: a tagger is not asked anything; leave out --prompt", model=settings.model)
+            )
         config = transformers.AutoConfig.from_pretrained(folder)
         if config.problem_type != "multi_label_classification":
             raise UserError(
-                f"{settings.model}: sorts pictures into one of {config.num_labels} classes, which makes no tags (its "
-                "config has no problem_type = 'multi_label_classification')"
+                Message(
+                    "{model}: sorts pictures into one of {count} classes, which makes no tags (its config has no "
+                    "problem_type = 'multi_label_classification')",
+                    model=settings.model,
+                    count=config.num_labels,
+                )
             )
         self.names = [config.id2label[i] for i in range(config.num_labels)]
         self.processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")

@@ -32,7 +32,7 @@ from typing import Any
 
 from .. import settings
 from ..common.locks import try_lock
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 from . import caption_files, caption_text, image_files
 from .caption_files import find_target, read_bytes
 from .caption_journal import JOURNAL, Change, Entry, Journal, Open, pack
@@ -127,7 +127,12 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
     pictures = listed(folder, mask)
     if unknown := sorted(set(only or ()) - pictures.keys()):
         raise UserError(
-            f"{folder}: no picture {unknown[0]!r} here (and {len(unknown) - 1} more); look at the folder again"
+            Message(
+                "{path}: no picture {name} here (and {count} more); look at the folder again",
+                path=folder,
+                name=repr(unknown[0]),
+                count=len(unknown) - 1,
+            )
         )
     edit = Edit("; ".join(operation.title() for operation in operations))
     recodings = [operation.encoding for operation in operations if isinstance(operation, Recode)]
@@ -255,7 +260,7 @@ def apply(
         UserError: a caption has changed since the preview, or cannot be written; nothing has been changed.
     """
     if not edit.changes:
-        raise UserError(f"{edit.title}: changes no caption")
+        raise UserError(Message("{key}: changes no caption", key=edit.title))
     with _editing(folder, journal) as journal:
         if journal.open:
             _take_back(folder, journal, journal.open)
@@ -427,7 +432,13 @@ def _with_real_names(folder: Path, changes: list[Change]) -> list[Change]:
             problems.append(f"{change.file} {error}")
             continue
         if real.setdefault(name, change).after != change.after:
-            problems.append(f"{change.file} is the same file as {real[name].file}, and would get another caption")
+            problems.append(
+                Message(
+                    "{path} is the same file as {other}, and would get another caption",
+                    path=change.file,
+                    other=real[name].file,
+                )
+            )
     if problems:
         raise UserErrors(problems, str(folder))
     return [replace(change, file=name) for name, change in real.items()]
@@ -461,11 +472,11 @@ def _look(
             problems.append(f"{change.file} {getattr(error, 'strerror', None) or error}")
             continue
         if path in files:
-            problems.append(f"{change.file} is named twice in one edit")
+            problems.append(Message("{path} is named twice in one edit", path=change.file))
         elif now == getattr(change, side) if side else _tell(now, change, torn):
             files[path] = change, now
         else:
-            problems.append(f"{change.file} was changed by somebody else {since}")
+            problems.append(Message("{path} was changed by somebody else {when}", path=change.file, when=since))
     if problems:
         raise UserErrors(problems, str(folder))
     return files
@@ -519,7 +530,11 @@ def _carry_out(
             journal.begin(line, keep=line.get("undo") or line.get("redo") or ())
         except OSError as error:
             raise UserError(
-                f"{journal.path}: cannot be written ({error.strerror}), and captions are not changed without it"
+                Message(
+                    "{path}: cannot be written ({why}), and captions are not changed without it",
+                    path=journal.path,
+                    why=error.strerror,
+                )
             ) from None
     opposite = {"after": "undo", "before": "redo"}[journal.open.side] if journal.open else "repair"
     swap = caption_files.Swap(files)
@@ -537,10 +552,19 @@ def _carry_out(
         where, why = error.filename or journal.folder, error.strerror
         if stuck:
             raise UserError(
-                f"{where}: cannot be written ({why}); {stuck} of {len(files)} captions are changed, and "
-                f"`lora-fp8 dataset {opposite} {journal.folder}` brings them back"
+                Message(
+                    "{key}: cannot be written ({why}); {count} of {total} captions are changed, and {command} "
+                    "brings them back",
+                    key=where,
+                    why=why,
+                    count=stuck,
+                    total=len(files),
+                    command=f"`lora-fp8 dataset {opposite} {journal.folder}`",
+                )
             ) from None
-        raise UserError(f"{where}: cannot be written ({why}); no caption was changed") from None
+        raise UserError(
+            Message("{key}: cannot be written ({why}); no caption was changed", key=where, why=why)
+        ) from None
     finally:
         swap.discard()
 
@@ -689,17 +713,17 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock the folder against all other edits, of this and of other processes."""
     root = Path(os.path.expanduser(folder))
     if os.name == "nt":
-        raise UserError("captions cannot be edited here on Windows: a folder cannot be locked there")
+        raise UserError(Message("captions cannot be edited here on Windows: a folder cannot be locked there"))
     try:
         # The folder itself is locked, as a lock file would be one more file in it.
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be opened ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be opened ({why})", path=folder, why=error.strerror)) from None
     try:
         deadline = time.monotonic() + 10
         while not try_lock(descriptor):
             if time.monotonic() > deadline:
-                raise UserError(f"{folder}: another edit of these captions is at work; try again")
+                raise UserError(Message("{path}: another edit of these captions is at work; try again", path=folder))
             time.sleep(0.05)
         yield
     finally:

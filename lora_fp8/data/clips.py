@@ -25,6 +25,7 @@ from typing import Any
 from PIL import Image
 
 from ..common.reading import open_regular
+from ..errors import Message
 
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm")
 """Extensions of video files. Animations (GIF, WebP, PNG) are image files, which `images` reads."""
@@ -37,7 +38,7 @@ LINES_OF_709 = 720
 MOST_FRAMES = 100_000
 """About an hour. A longer video is a film, and decoding it would take as long before anything is reported."""
 
-NEEDED = "is a video, which PyAV reads; install it: pip install 'lora-fp8[video]'"
+NEEDED = Message("is a video, which PyAV reads; install it: pip install 'lora-fp8[video]'")
 
 # Datasets come from strangers. FFmpeg goes by the contents of a file, whatever its name, and some formats (playlists,
 # concat lists) only name other files to read.
@@ -134,21 +135,26 @@ def look(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
     with contextlib.closing(_decoded(path, max_pixels)) as frames:
         for frame in frames:
             if frame.pts is None:
-                raise ClipError("has frames without a time; encode it again")
+                raise ClipError(Message("has frames without a time; encode it again"))
             if first is None:
                 if frame.color_trc in HDR:
                     raise ClipError(
-                        f"is HDR ({HDR[frame.color_trc]}), whose colours are not those of a picture; convert it to SDR"
+                        Message(
+                            "is HDR ({kind}), whose colours are not those of a picture; convert it to SDR",
+                            kind=HDR[frame.color_trc],
+                        )
                     )
                 first = _picture(frame)
             if len(starts) == MOST_FRAMES:
-                raise ClipError(f"has more than {MOST_FRAMES:,} frames; cut out what is to be learned")
+                raise ClipError(
+                    Message("has more than {count} frames; cut out what is to be learned", count=f"{MOST_FRAMES:,}")
+                )
             starts.append(frame.pts * frame.time_base)
             last = (frame.duration or 0) * frame.time_base
     if first is None:
-        raise ClipError("has no frames")
+        raise ClipError(Message("has no frames"))
     if starts != sorted(starts):
-        raise ClipError("has frames that go back in time; encode it again")
+        raise ClipError(Message("has frames that go back in time; encode it again"))
     if len(starts) > 1:  # many files store no duration for the last frame, or a wrong one
         last = max(last, starts[-1] - starts[-2])
     return Timeline(tuple(starts), starts[-1] + last), first
@@ -163,7 +169,7 @@ def poster(path: Path, max_pixels: int) -> Image.Image:
     with contextlib.closing(_decoded(path, max_pixels)) as frames:
         for frame in frames:
             return _picture(frame)
-    raise ClipError("has no frames")
+    raise ClipError(Message("has no frames"))
 
 
 class Reader:
@@ -261,10 +267,12 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
         try:
             container = av.open(str(path), options=CONTAINERS)
         except av.error.ArgumentError:
-            raise ClipError(f"cannot be decoded: is none of {' '.join(VIDEOS)}, whatever its name says") from None
+            raise ClipError(
+                Message("cannot be decoded: is none of {suffixes}, whatever its name says", suffixes=" ".join(VIDEOS))
+            ) from None
         with container:
             if not container.streams.video:
-                raise ClipError("has no video in it")
+                raise ClipError(Message("has no video in it"))
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             stream.codec_context.thread_count = min(4, os.cpu_count() or 1)  # each thread holds its own frames
@@ -276,10 +284,10 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
             for frame in container.decode(stream):
                 _check_size(frame, max_pixels)
                 if frame.is_corrupt:
-                    raise ClipError("is damaged; save it again")
+                    raise ClipError(Message("is damaged; save it again"))
                 yield frame
     except (av.error.FFmpegError, OSError) as error:
-        raise ClipError(f"cannot be decoded: {getattr(error, 'strerror', None) or error}") from error
+        raise ClipError(Message("cannot be decoded: {why}", why=getattr(error, "strerror", None) or error)) from error
 
 
 def _can_begin_anywhere(container: Any, stream: Any) -> bool:
@@ -300,7 +308,7 @@ def _check_size(picture: Any, max_pixels: int) -> None:
 def _check_shape_of_pixels(ratio: Fraction | None) -> None:
     # Encoders that round sizes write ratios such as 4095:4096.
     if ratio and abs(ratio - 1) > Fraction(1, 100):
-        raise ClipError(f"has pixels that are not square ({ratio}); convert it to square ones")
+        raise ClipError(Message("has pixels that are not square ({ratio}); convert it to square ones", ratio=ratio))
 
 
 def _picture(frame: Any) -> Image.Image:

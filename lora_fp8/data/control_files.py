@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import settings
+from ..errors import Message
 from .decoding import EXTENSIONS, look_all
 from .examples import Control, ScanReport
 from .image_files import list_beside
@@ -55,7 +56,7 @@ def _controls_in(
     looks = dict(zip(used, look_all(used, section), strict=True))
     for path, look in looks.items():
         if look.error:
-            report.problems.append(f"control picture {path} {look.error}")
+            report.problems.append(Message("control picture {line}", line=f"{path} {look.error}"))
     if files is None:
         return [None] * len(pictures)
     answers: list[tuple[Control, ...] | None] = []
@@ -69,7 +70,11 @@ def _controls_in(
             paths = [member[0] for member in members]
             answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256) for p in paths))
     if lonely := sorted(str(path) for members in files.values() for path in members if path not in looks):
-        report.warnings.append(f"{len(lonely)} control picture(s) belong to no picture: {list_names(lonely)}")
+        report.warnings.append(
+            Message(
+                "{count} control picture(s) belong to no picture: {names}", count=len(lonely), names=list_names(lonely)
+            )
+        )
     return answers
 
 
@@ -119,10 +124,20 @@ def preview_controls(
         controls = []
         for name, look in zip(names, look_all(names, dataset), strict=True):
             if look.error:
-                problems.append(f"preview.controls.{i}: {as_text(name)} {look.error}")
+                problems.append(
+                    Message("preview.controls.{number}: {line}", number=i, line=f"{as_text(name)} {look.error}")
+                )
             controls.append(Control(name, look.width, look.height, look.sha256))
         if num_controls is not None and not num_controls[0] <= len(controls) <= num_controls[1]:
             between = " to ".join(str(number) for number in dict.fromkeys(num_controls))
-            problems.append(f"preview.controls.{i}: {path} has {len(controls)} pictures; this model takes {between}")
+            problems.append(
+                Message(
+                    "preview.controls.{number}: {path} has {count} pictures; this model takes {between}",
+                    number=i,
+                    path=path,
+                    count=len(controls),
+                    between=between,
+                )
+            )
         found.append(tuple(controls))
     return found, problems

@@ -36,6 +36,7 @@ from PIL import Image, ImageChops, ImageOps
 
 from .. import settings
 from ..common.reading import open_regular, rest_of
+from ..errors import Message
 from . import clips
 from .colour import ProfileError, to_srgb
 
@@ -330,7 +331,7 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
         raise ImageError("does not fit into memory when decoded") from None
     # Decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError and more for damaged files.
     except Exception as error:
-        raise ImageError(f"cannot be decoded: {str(error) or type(error).__name__}") from error
+        raise ImageError(Message("cannot be decoded: {why}", why=str(error) or type(error).__name__)) from error
 
 
 def _upright_rgb(image: Image.Image, background: str) -> _Decoded:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import Message
 from .examples import ScanReport
 
 KINDS = {
@@ -102,7 +103,11 @@ KINDS = {
     ),
     "animated": ("note", "{detail} frames or pages, of which the first is used", "save the one that you mean"),
     "transparent": ("note", "transparent", "it is laid on dataset.background; choose a colour that fits"),
-    "cmyk": ("note", "made for print (CMYK)", "colours are converted to sRGB; look at the result"),
+    "cmyk": (
+        "note",
+        Message("made for {name}", name="print (CMYK)"),
+        "colours are converted to sRGB; look at the result",
+    ),
     "turned": ("note", "stored turned (EXIF orientation {detail})", "nothing: it is trained upright"),
     "profile": (
         "warning",

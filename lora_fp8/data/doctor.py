@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from .. import settings
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import buckets, caption_operations, caption_text, captions, clips, decoding, image_files, mask_files
 from .caption_style import find_sentences_used_as_tags, shorten
 from .diagnosis import Diagnosis, Findings
@@ -218,13 +218,15 @@ def _look_at_clip(
         raise ValueError("dataset.fps = 'auto' needs clip_rate")
     count = clips.num_resampled(seconds, rate)
     cut = [len(piece) for piece in clips.pieces(range(count), section.frames, section.clip)]
-    detail = f"{count} frames at {rate:g} a second"
+    detail = Message("{count} frames at {rate} a second", count=count, rate=f"{rate:g}")
     if not cut:
         findings.add("clip_short", name, detail)
     elif cut[0] < max(section.frames):
         findings.add("clip_shorter", name, detail)
     if fact.frames < count:
-        findings.add("clip_slower", name, f"{fact.frames} frames for the {count} asked for")
+        findings.add(
+            "clip_slower", name, Message("{count} frames for the {wanted} asked for", count=fact.frames, wanted=count)
+        )
     return cut
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .. import settings
 from ..common.text import is_utf8
+from ..errors import Message
 from . import clips
 from .caption_text import CAPTIONS
 from .decoding import EXTENSIONS
@@ -54,12 +55,20 @@ def warn_of_nested(section: settings.Dataset, report: ScanReport) -> None:
         for earlier, other in enumerate(real[:later]):
             if path == other:
                 report.warnings.append(
-                    f"folder {section.folders[later].path} is named twice, as dataset.folders {earlier + 1} and "
-                    f"{later + 1}; its images count for each"
+                    Message(
+                        "folder {path} is named twice, as dataset.folders {one} and {other}; its images count for each",
+                        path=section.folders[later].path,
+                        one=earlier + 1,
+                        other=later + 1,
+                    )
                 )
             elif path in other.parents or other in path.parents:
                 inner, outer = (other, path) if path in other.parents else (path, other)
-                report.warnings.append(f"folder {inner} is inside folder {outer}; its images count for each")
+                report.warnings.append(
+                    Message(
+                        "folder {path} is inside folder {outer}; its images count for each", path=inner, outer=outer
+                    )
+                )
 
 
 @dataclass
@@ -99,7 +108,9 @@ class _Listing:
                 if suffix in (*OTHER_IMAGES, *OTHER_VIDEOS):
                     users.setdefault(stem, name)  # its caption does not count as left over
             elif not is_utf8(str(path.relative_to(self.root))):
-                report.problems.append(f"{os.fsencode(path)!r} has a file name that is not UTF-8; rename it")
+                report.problems.append(
+                    Message("{path} has a file name that is not UTF-8; rename it", path=repr(os.fsencode(path)))
+                )
             else:
                 own = [captions[stem, kind] for kind in CAPTIONS if (stem, kind) in captions]
                 _warn_of_captions(path, own, users.get(stem), report)
@@ -108,16 +119,30 @@ class _Listing:
         lonely = sorted(name for (stem, _), name in captions.items() if stem not in users)
         if lonely:
             report.warnings.append(
-                f"{len(lonely)} caption file(s) in {as_text(folder)} have no image: {list_names(lonely)}"
+                Message(
+                    "{count} caption file(s) in {folder} have no image: {names}",
+                    count=len(lonely),
+                    folder=as_text(folder),
+                    names=list_names(lonely),
+                )
             )
 
 
 def _warn_of_captions(path: Path, captions: list[str], sharing: str | None, report: ScanReport) -> None:
     """Warn of an image with two captions, and of one that shares its caption with the image `sharing`."""
     if len(captions) > 1:
-        report.warnings.append(f"{path} has two captions; {captions[0]} is used, {captions[1]} is not")
+        report.warnings.append(
+            Message(
+                "{path} has two captions; {used} is used, {other} is not",
+                path=path,
+                used=captions[0],
+                other=captions[1],
+            )
+        )
     if captions and sharing is not None:
-        report.warnings.append(f"{path} shares its caption {captions[0]} with {sharing}")
+        report.warnings.append(
+            Message("{path} shares its caption {caption} with {other}", path=path, caption=captions[0], other=sharing)
+        )
 
 
 def list_folder(
@@ -131,10 +156,10 @@ def list_folder(
     taken = videos or (section.frames and clips.can_read_videos())
     root = Path(os.path.expanduser(section.folders[index].path))
     if not root.exists():
-        report.problems.append(f"folder {root} does not exist (looked in {Path.cwd()})")
+        report.problems.append(Message("folder {path} does not exist (looked in {where})", path=root, where=Path.cwd()))
         return []
     if not root.is_dir():
-        report.problems.append(f"folder {root} is a file, not a folder")
+        report.problems.append(Message("folder {path} is a file, not a folder", path=root))
         return []
     accepted = (*EXTENSIONS, *clips.VIDEOS) if taken else tuple(EXTENSIONS)
     listing = _Listing(root, section.folders[index].mask, accepted)
@@ -142,11 +167,18 @@ def list_folder(
         for folder, names in walk(root):
             listing.add(folder, names, report)
     except OSError as error:
-        report.problems.append(f"folder {as_text(error.filename)} cannot be read: {error.strerror}")
+        report.problems.append(
+            Message("folder {path} cannot be read: {why}", path=as_text(error.filename), why=error.strerror)
+        )
     if left_out := listing.labels:
         report.warnings.append(
-            f"{len(left_out)} file(s) named as OneTrainer's masks and conditioning pictures are not trained on as "
-            f"images; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {list_names(left_out)}"
+            Message(
+                "{count} file(s) named as OneTrainer's masks and conditioning pictures are not trained on as "
+                "images; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {files}",
+                count=len(left_out),
+                index=index,
+                files=list_names(left_out),
+            )
         )
     _report_others(listing, section, clip_rate, report)
     return [(index, root, path, caption) for path, caption in listing.images]
@@ -167,9 +199,20 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
     elif not images and not unreadable:
         what = f"only {list_names(sorted(others))}" if others else "no image files"
         accepted = " ".join(listing.accepted)
-        report.problems.append(f"folder {root} has no images, {what}; accepted are {accepted}")
+        report.problems.append(
+            Message(
+                "folder {path} has no images, {what}; accepted are {suffixes}", path=root, what=what, suffixes=accepted
+            )
+        )
     if images and others:
-        report.warnings.append(f"{len(others)} other file(s) in {root} are not read: {list_names(sorted(others))}")
+        report.warnings.append(
+            Message(
+                "{count} other file(s) in {folder} are not read: {files}",
+                count=len(others),
+                folder=root,
+                files=list_names(sorted(others)),
+            )
+        )
 
 
 def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> str:
@@ -233,7 +276,9 @@ def list_beside(kind: str, root: Path, section: settings.Dataset, report: ScanRe
                 if Path(name).suffix.lower() in EXTENSIONS:
                     files[(folder / name).relative_to(root).with_suffix("").as_posix()].append(folder / name)
     except OSError as error:
-        report.problems.append(f"{kind} folder {as_text(error.filename)} cannot be read: {error.strerror}")
+        report.problems.append(
+            Message("{path} cannot be read: {why}", path=f"{kind} folder {as_text(error.filename)}", why=error.strerror)
+        )
         return None
     return files
 

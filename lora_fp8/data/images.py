@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import settings
+from ..errors import Message
 from . import clips
 from .buckets import same_shape
 from .caption_style import warn_of_sentences
@@ -66,7 +67,9 @@ def scan(
     """
     report = ScanReport()
     if not section.folders:
-        report.problems.append("dataset.folders: no folder is given; add a [[dataset.folders]] table with path = '...'")
+        report.problems.append(
+            Message("dataset.folders: no folder is given; add a [[dataset.folders]] table with path = '...'")
+        )
     warn_of_nested(section, report)
     found: list[tuple[int, Path, Path, Path | None]] = []
     for index in range(len(section.folders)):
@@ -111,9 +114,13 @@ def scan(
     if previews is not None:
         report.problems += preview_controls(previews, section, num_controls)[1]
     if skipped := report.counts["skipped"]:
-        report.warnings.append(f"{skipped} image(s) left out for having no caption (missing_caption = 'skip')")
+        report.warnings.append(
+            Message("{count} image(s) left out for having no caption (missing_caption = 'skip')", count=skipped)
+        )
         if not report.examples and not report.problems:
-            report.problems.append("dataset: every image was left out for having no caption (missing_caption = 'skip')")
+            report.problems.append(
+                Message("dataset: every image was left out for having no caption (missing_caption = 'skip')")
+            )
     return report
 
 
@@ -151,8 +158,14 @@ def _pieces(
     if not found:
         least = min(section.frames)
         report.problems.append(
-            f"{path} has {len(numbers)} frames at {rate:g} a second, and the least of dataset.frames is {least}; add a "
-            "smaller length, or take it out"
+            Message(
+                "{path} has {count} frames at {rate} a second, and the least of dataset.frames is {least}; add a "
+                "smaller length, or take it out",
+                path=path,
+                count=len(numbers),
+                rate=f"{rate:g}",
+                least=least,
+            )
         )
         return []
     if len(found[0]) < max(section.frames):
@@ -218,7 +231,7 @@ def _caption(
         try:
             text = read_caption(caption_path)
         except OSError as error:
-            report.problems.append(f"{caption_path} cannot be read: {error.strerror}")
+            report.problems.append(Message("{path} cannot be read: {why}", path=caption_path, why=error.strerror))
             return None
         except ValueError as error:
             report.problems.append(f"{caption_path} {error}")
@@ -235,9 +248,19 @@ def _caption(
         report.counts["no_caption"] += 1
         return trigger.strip()
     if section.missing_caption == "trigger":
-        report.problems.append(f"{path} has {what}; write one, as this folder has no trigger word to stand for it")
+        report.problems.append(
+            Message(
+                "{path} has {what}; write one, as this folder has no trigger word to stand for it", path=path, what=what
+            )
+        )
     else:
-        report.problems.append(f"{path} has {what}; write one, or set dataset.missing_caption to 'trigger' or 'skip'")
+        report.problems.append(
+            Message(
+                "{path} has {what}; write one, or set dataset.missing_caption to 'trigger' or 'skip'",
+                path=path,
+                what=what,
+            )
+        )
     return None
 
 

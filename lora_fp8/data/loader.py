@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .. import settings
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import keyed_seed, permutation
 from .buckets import Bucket, Placed, Size
 from .cache import Cache
@@ -163,7 +163,7 @@ class Loader:
         self.samples_per_epoch = sum(map(len, self.items.values()))
         self.batches_per_epoch = sum(-(-len(items) // batch_size) for items in self.items.values())
         if not self.samples_per_epoch:
-            raise UserError("dataset: there are no examples to train on")
+            raise UserError(Message("dataset: there are no examples to train on"))
         self._epochs: dict[int, list[list[Item]]] = {}
 
     def position(self, micro_index: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import settings
+from ..errors import Message
 from .buckets import Placed, same_shape
 from .decoding import BLACK, Light, Looked, light_of, look_all
 from .examples import Mask, ScanReport
@@ -94,8 +95,11 @@ def find_masks(
             answers += _masks_by_file(images, section, index, notes, report, look)
     if not unmasked_weight:
         report.problems += [
-            f"{path} has a mask that is black all over, and with objective.unmasked_weight = 0 it teaches nothing; "
-            "take it out, or draw what it is to teach in white"
+            Message(
+                "{path} has a mask that is black all over, and with objective.unmasked_weight = 0 it teaches "
+                "nothing; take it out, or draw what it is to teach in white",
+                path=path,
+            )
             for path in notes.pop("black", [])
         ]
     report.warnings += to_warnings(notes)
@@ -112,8 +116,14 @@ def _masks_by_opacity(
     answers: list[Mask | None] = []
     if moving := [str(path) for _, path, one in images if one is not None and one.clip]:
         report.problems.append(
-            f"folder {folder} has {len(moving)} clip(s), which have no transparency that could be their mask; set "
-            f"dataset.folders.{index}.mask to a folder of masks: {list_names(moving)}"
+            Message(
+                "folder {path} has {count} clip(s), which have no transparency that could be their mask; set "
+                "{key} to a folder of masks: {names}",
+                path=folder,
+                count=len(moving),
+                key=f"dataset.folders.{index}.mask",
+                names=list_names(moving),
+            )
         )
     for _, path, one in images:
         answers.append(None)
@@ -146,7 +156,11 @@ def _masks_by_file(
     stems = [path.relative_to(root).with_suffix("").as_posix() for root, path, _ in images]
     used = sorted({path for stem in stems for path in files.get(stem, [])})
     looks = dict(zip(used, look_at(used, section), strict=True))
-    report.problems += [f"mask {path} cannot be used: {look.error}" for path, look in looks.items() if look.error]
+    report.problems += [
+        Message("mask {path} cannot be used: {line}", path=path, line=look.error)
+        for path, look in looks.items()
+        if look.error
+    ]
     answers: list[Mask | None] = []
     for stem, (_, path, one) in zip(stems, images, strict=True):
         candidates = files.get(stem, [])
@@ -155,12 +169,18 @@ def _masks_by_file(
             notes["unmasked"].append(str(path))
         elif len(candidates) > 1:
             names = ", ".join(candidate.name for candidate in candidates)
-            report.problems.append(f"{path} has several candidates for its mask, {names}; keep one of them")
+            report.problems.append(
+                Message("{path} has several candidates for its mask, {names}; keep one of them", path=path, names=names)
+            )
         elif one is not None and not (look := looks[candidates[0]]).error:
             if not same_shape(one.size, (look.width, look.height)):
                 report.problems.append(
-                    f"mask {candidates[0]} has {look.width} x {look.height} pixels, another shape than its image's "
-                    f"{one.size[0]} x {one.size[1]}; draw it on the image"
+                    Message(
+                        "mask {path} has {size} pixels, another shape than its image's {other}; draw it on the image",
+                        path=candidates[0],
+                        size=f"{look.width} x {look.height}",
+                        other=f"{one.size[0]} x {one.size[1]}",
+                    )
                 )
             if look.measured.most <= BLACK:
                 notes["black"].append(str(path))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import Message
 from ..precision import formats
 from .processes import Gradients, Processes
 
@@ -107,8 +108,11 @@ class Exchange:
         if not tensors:
             return []
         return [
-            f"the residuals of {len(tensors)} processes in the checkpoint are dropped: gradients are not exchanged in "
-            "fp8 any more; what a step's rounding had left out is lost once"
+            Message(
+                "the residuals of {count} processes in the checkpoint are dropped: gradients are not exchanged "
+                "in fp8 any more; what a step's rounding had left out is lost once",
+                count=len(tensors),
+            )
         ]
 
 
@@ -190,8 +194,12 @@ class Fp8Exchange(Exchange):
             for before in range(len(tensors)):
                 flat += tensors[f"residual.{before}"].to(flat.device)
         return [
-            f"the checkpoint is of {len(tensors)} processes, now there are {world}: what rounding had left out of "
-            "their gradients is added up and left to process 0"
+            Message(
+                "the checkpoint is of {count} processes, now there are {now}: what rounding had left out of "
+                "their gradients is added up and left to process 0",
+                count=len(tensors),
+                now=world,
+            )
         ]
 
 

@@ -19,7 +19,7 @@ import torch.distributed
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from ..errors import RunFailure, Stopped, UserError
+from ..errors import Message, RunFailure, Stopped, UserError
 
 T = TypeVar("T")
 
@@ -157,7 +157,13 @@ class Processes:
                 self.all_know = True
                 stopped, text = ending
                 if rank != self.rank:
-                    raise Stopped(text) if stopped else Elsewhere(f"process {rank} of {self.world}: {text}")
+                    raise (
+                        Stopped(text)
+                        if stopped
+                        else Elsewhere(
+                            Message("process {rank} of {world}: {line}", rank=rank, world=self.world, line=text)
+                        )
+                    )
         return [what for what, _ in said]
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ._files import Header, check_kind, count_marks, read_header
 
 if TYPE_CHECKING:
@@ -72,20 +72,20 @@ def traits(name: str) -> dict[str, Any]:
     }
 
 
-UNKNOWN = "not a checkpoint of a kind that is known"
+UNKNOWN = Message("not a checkpoint of a kind that is known")
 
 
 def describe(header: Header) -> tuple[str, str]:
     """Return what a single file with these tensors is, in words, and its family or ""; ("", "") if nothing tells."""
     if any("lora_" in key for key in header):
-        return "a LoRA, not a base model", ""
+        return Message("a LoRA, not a base model"), ""
     fitting = [name for name in available() if get(name).recognises(header)]
     if fitting:  # of two sizes of one structure, the one that states the size is meant
         name = max(fitting, key=lambda name: count_marks(get(name).single_file))
         return get(name).title, name
     if any(k.startswith(("down_blocks.0.", "transformer_blocks.0.")) for k in header):
         place = "unet/ or transformer/ of a diffusers folder, as diffusion_pytorch_model.safetensors"
-        return f"a denoiser in diffusers' naming (it belongs into {place})", ""
+        return Message("a denoiser in diffusers' naming (it belongs into {place})", place=place), ""
     return "", ""
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .. import settings
 from ..common.text import first_few
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 from . import UNKNOWN, _files, available, describe, get
 from ._files import Header
 
@@ -43,15 +43,19 @@ def check_architecture(family: ModelFamily) -> None:
         # The components of a single file may come from the family with the same tensors.
         if found != family.pipeline_class and not (family.checkpoint and relative and found == relative.pipeline_class):
             other = _family_of(family, found)
-            what = f"{other.title} ({found})" if other else f"made for {found}"
+            what = f"{other.title} ({found})" if other else Message("made for {name}", name=found)
             raise UserError(_other_architecture(family, str(family.folder), what, other))
     elif not family.checkpoint:
-        raise UserError(f"{family.folder} is not a diffusers folder (it has no {family.index_name})")
+        raise UserError(
+            Message("{path} is not a diffusers folder (it has no {name})", path=family.folder, name=family.index_name)
+        )
     foreign = _foreign_mark(type(family), family.folder)
     if foreign:
         other = _family_of(family, family.pipeline_class)
         advice = f"; set model.family = {other.name!r} for {other.title}" if other else ""
-        raise UserError(f"{family.folder} is not {family.title}: {foreign}{advice}")
+        raise UserError(
+            Message("{path} is not {title}: {line}", path=family.folder, title=family.title, line=f"{foreign}{advice}")
+        )
 
 
 def _foreign_mark(family: type[ModelFamily], folder: Path) -> str:
@@ -65,7 +69,13 @@ def _foreign_mark(family: type[ModelFamily], folder: Path) -> str:
         for key, value in marks.items():
             # A missing entry was saved by a version without it, so it has its default: "no" or "none".
             if (found.get(key) or None) != (value or None):
-                return f"{part}/config.json says {key} = {found.get(key)!r}, expected {value!r}"
+                return Message(
+                    "{file} says {key} = {value}, expected {expected}",
+                    file=f"{part}/config.json",
+                    key=key,
+                    value=repr(found.get(key)),
+                    expected=repr(value),
+                )
     return ""
 
 
@@ -124,7 +134,13 @@ def _check_scales(family: ModelFamily, weights: Mapping[str, Sequence[Path]]) ->
             if name == family.denoiser_name:
                 family.warnings += file.notes()
             elif file.scaled:  # diffusers and transformers load these parts, and ignore the scales
-                raise UserError(f"{path} is quantized with scales, which is read of the denoiser only; {ADVICE}")
+                raise UserError(
+                    Message(
+                        "{path} is quantized with scales, which is read of the denoiser only; {line}",
+                        path=path,
+                        line=ADVICE,
+                    )
+                )
     if family._file:
         family.warnings += family._file.notes()
 
@@ -142,7 +158,7 @@ def check_denoiser(family: ModelFamily) -> None:
     found: Header = {}
     for path in family._denoiser_files():
         found |= WeightFile(path).header
-    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    wrong = [Message("{name} is missing", name=name) for name in wanted if name not in found]
     wrong += [f"{name} is not part of this model" for name in found if name not in wanted]
     wrong += [
         f"{name} is {list(shape)} and not {list(wanted[name])}"
@@ -151,8 +167,13 @@ def check_denoiser(family: ModelFamily) -> None:
     ]
     if wrong:
         raise UserError(
-            f"{family.folder / family.denoiser_name} has not the weights that its config.json describes: {len(wrong)} "
-            f"differ, {first_few(wrong)}; one of them is another model's"
+            Message(
+                "{path} has not the weights that its config.json describes: {count} differ, {names}; one of them "
+                "is another model's",
+                path=family.folder / family.denoiser_name,
+                count=len(wrong),
+                names=first_few(wrong),
+            )
         )
 
 
@@ -165,7 +186,7 @@ def check_scheduler(family: ModelFamily) -> None:
     class_name = told.get("_class_name")
     scheduler_class = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
     if scheduler_class is None:
-        raise UserError(f"{path}: diffusers has no scheduler named {class_name!r}")
+        raise UserError(Message("{path}: diffusers has no scheduler named {name}", path=path, name=repr(class_name)))
     _files.built(scheduler_class, path, told)
     one_BCHW = torch.ones(1, 1, 1, 1)
     try:
@@ -176,7 +197,9 @@ def check_scheduler(family: ModelFamily) -> None:
             if not torch.isfinite(noised).all():
                 raise ValueError("what is noised is not finite")
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError, NotImplementedError) as error:
-        raise UserError(f"{path} does not describe how pictures are noised ({_files.in_short(error)})") from error
+        raise UserError(
+            Message("{path} does not describe how pictures are noised ({why})", path=path, why=_files.in_short(error))
+        ) from error
 
 
 def check_prediction(family: ModelFamily) -> None:
@@ -188,8 +211,12 @@ def check_prediction(family: ModelFamily) -> None:
         and family.file_is_called(NAMED_V)
     ):
         raise UserError(
-            f"objective.prediction: {family.checkpoint.name} is a v-prediction model by its name, but has no mark of "
-            f"it, and {family.folder / 'scheduler'} says epsilon. Set it to 'v', or to 'epsilon' if the name is wrong"
+            Message(
+                "objective.prediction: {file} is a v-prediction model by its name, but has no mark of it, and "
+                "{place} says epsilon. Set it to 'v', or to 'epsilon' if the name is wrong",
+                file=family.checkpoint.name,
+                place=family.folder / "scheduler",
+            )
         )
 
 
@@ -206,8 +233,13 @@ def check_vae(family: ModelFamily) -> None:
         for model, begin in family.other_vaes.items():
             if len(means) and torch.allclose(means[: len(begin)], torch.tensor(begin), rtol=0, atol=1e-3):
                 raise UserError(
-                    f"{path} is {model}'s VAE, whose normalisation is not that of {family.title}: put the vae/ of "
-                    f"{family.title}'s diffusers folder in its place"
+                    Message(
+                        "{path} is {model}'s VAE, whose normalisation is not that of {title}: put the vae/ of "
+                        "{title}'s diffusers folder in its place",
+                        path=path,
+                        model=model,
+                        title=family.title,
+                    )
                 )
 
 
@@ -269,9 +301,12 @@ def _width_problem(family: ModelFamily, entry: str) -> str:
 
 
 def _parts_differ(family: ModelFamily, part: str, given: str, taken: str) -> str:
-    return (
-        f"{family.folder / part}: the parts are not of one model: {given}, and {taken}. Take all parts from one "
-        f"{family.title} folder"
+    return Message(
+        "{path}: the parts are not of one model: {given}, and {taken}. Take all parts from one {family} folder",
+        path=family.folder / part,
+        given=given,
+        taken=taken,
+        family=family.title,
     )
 
 
@@ -324,7 +359,14 @@ def _check_unquantized(family: ModelFamily) -> None:
             told = section if isinstance(section, dict) else {}
             bits = " (4 bits)" if told.get("load_in_4bit") else " (8 bits)" if told.get("load_in_8bit") else ""
             method = told.get("quant_method") or "a method without a name"
-            problems.append(f"{path.parent} was saved quantized by {method}{bits}, which is not read; {ADVICE}")
+            problems.append(
+                Message(
+                    "{path} was saved quantized by {method}, which is not read; {line}",
+                    path=path.parent,
+                    method=f"{method}{bits}",
+                    line=ADVICE,
+                )
+            )
     if problems:
         raise UserErrors(problems)
 
@@ -383,8 +425,12 @@ def _check_limit(family: ModelFamily, name: str) -> None:
         fits = family.token_limit(name) <= MOST_TOKENS
     if not fits:
         raise UserError(
-            f"{family.folder / name / 'tokenizer_config.json'} does not say how many tokens the text encoder reads "
-            f"(model_max_length is {limit!r}); download it again"
+            Message(
+                "{path} does not say how many tokens the text encoder reads (model_max_length is {limit}); "
+                "download it again",
+                path=family.folder / name / "tokenizer_config.json",
+                limit=repr(limit),
+            )
         )
 
 
@@ -406,4 +452,4 @@ def describe_checkpoint(header: Header) -> tuple[str, type[ModelFamily] | None]:
         kind = infer_diffusers_model_type({key: torch.empty(shape, device="meta") for key, shape in header.items()})
     except (KeyError, IndexError):  # one mark fits, and the next tensors it compares are missing
         kind = "v1"
-    return (UNKNOWN if kind == "v1" else f"{kind!r} (as diffusers calls it)"), None
+    return (UNKNOWN if kind == "v1" else Message("{name} (as diffusers calls it)", name=repr(kind))), None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..common.text import first_few
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import _files
 from ._facts import Facts
 
@@ -87,7 +87,9 @@ class Encoders(Facts):
             try:
                 self._tokenizers[name] = cls.from_pretrained(folder, local_files_only=True)
             except Exception as error:  # transformers and tokenizers raise many types for incomplete files
-                raise UserError(f"{folder} cannot be read ({_files.in_short(error)}); download it again") from error
+                raise UserError(
+                    Message("{path} cannot be read ({why}); download it again", path=folder, why=_files.in_short(error))
+                ) from error
         return self._tokenizers[name]
 
     def in_turn(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
@@ -272,20 +274,36 @@ class Encoders(Facts):
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None):
                 raise  # the machine's fault, not the files'
             raise UserError(
-                f"{self.folder / name} cannot be loaded as a {cls.__name__} ({_files.in_short(error)}); its config.json"
-                " is not whole, or is of another version"
+                Message(
+                    "{path} cannot be loaded as a {kind} ({why}); its config.json is not whole, or is of another "
+                    "version",
+                    path=self.folder / name,
+                    kind=cls.__name__,
+                    why=_files.in_short(error),
+                )
             ) from error
         if other := sorted(str(one if isinstance(one, str) else one[0]) for one in told["mismatched_keys"]):
             raise UserError(
-                f"{self.folder / name} has weights of other sizes than its config.json says: {len(other)} differ, "
-                f"{first_few(other)}; it is another model's, or the config is"
+                Message(
+                    "{path} has weights of other sizes than its config.json says: {count} differ, {names}; it is "
+                    "another model's, or the config is",
+                    path=self.folder / name,
+                    count=len(other),
+                    names=first_few(other),
+                )
             )
         # transformers fills missing weights with random numbers, and logs it where nobody reads it. Files may leave out
         # a language model's head: nothing here predicts the next token.
         if lost := sorted(key for key in told["missing_keys"] if not key.startswith("lm_head.")):
             raise UserError(
-                f"{self.folder / name} has not all weights of a {cls.__name__}: {len(lost)} are missing, "
-                f"{first_few(lost)}; it is another model's, or not whole"
+                Message(
+                    "{path} has not all weights of a {kind}: {count} are missing, {names}; it is another "
+                    "model's, or not whole",
+                    path=self.folder / name,
+                    kind=cls.__name__,
+                    count=len(lost),
+                    names=first_few(lost),
+                )
             )
         return model
 

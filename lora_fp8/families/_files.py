@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ..common.reading import MOST_JSON, open_regular, parse_json, read_bytes
 from ..common.writing import atomic_write
-from ..errors import UserError
+from ..errors import Message, UserError
 
 Header = dict[str, tuple[int, ...]]
 """Tensor name -> shape, as a safetensors file's header gives them."""
@@ -101,9 +101,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(path, MOST_JSON))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error})") from error
+        raise UserError(Message("{path} cannot be read as JSON ({why})", path=path, why=error)) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} should hold a JSON object, but holds a {type(content).__name__}")
+        raise UserError(
+            Message("{path} should hold a JSON object, but holds a {kind}", path=path, kind=type(content).__name__)
+        )
     return content
 
 
@@ -128,13 +130,19 @@ def built(cls: Any, path: Path, told: dict[str, Any] | None = None) -> Any:
     for key, parameter in inspect.signature(cls.__init__).parameters.items():
         # The constructor does not look at all of its arguments.
         if parameter.annotation in (int, float) and isinstance(told.get(key), str | list | dict):
-            raise UserError(f"{path} says {key} = {told[key]!r}, which should be a number")
+            raise UserError(
+                Message(
+                    "{path} says {key} = {value}, which should be a number", path=path, key=key, value=repr(told[key])
+                )
+            )
     try:
         return cls.from_config(told)
     except Exception as error:  # diffusers validates few entries, so many kinds of errors arise
         if isinstance(error, MemoryError):
             raise
-        raise UserError(f"{path} does not describe a {cls.__name__} ({in_short(error)})") from error
+        raise UserError(
+            Message("{path} does not describe a {kind} ({why})", path=path, kind=cls.__name__, why=in_short(error))
+        ) from error
 
 
 def read_header(path: Path) -> Header:
@@ -153,16 +161,32 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= size - 8:
             # A safetensors file starts with its header's length in 8 bytes; any other file has nonsense there.
-            raise UserError(f"{path} is not a whole safetensors file ({size} bytes, its header would take {length})")
+            raise UserError(
+                Message(
+                    "{path} is not a whole safetensors file ({size} bytes, its header would take {length})",
+                    path=path,
+                    size=size,
+                    length=length,
+                )
+            )
         try:
             entries = parse_json(file.read(length))
             metadata = entries.pop("__metadata__", None) or {}
             end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
             header = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not a safetensors file (its header cannot be read)") from error
+            raise UserError(
+                Message("{path} is not a safetensors file (its header cannot be read)", path=path)
+            ) from error
     if end != size:
-        raise UserError(f"{path} is damaged: the file has {size} bytes, its header says {end}; download it again")
+        raise UserError(
+            Message(
+                "{path} is damaged: the file has {size} bytes, its header says {end}; download it again",
+                path=path,
+                size=size,
+                end=end,
+            )
+        )
     return header, metadata
 
 
@@ -188,7 +212,14 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
                 names = sorted({Path(n).name for n in read_json(index).get("weight_map", {}).values()})
                 missing = [n for n in names if not (folder / n).is_file()]
                 if missing:
-                    raise UserError(f"{folder} lacks {', '.join(missing)}, which {index.name} names")
+                    raise UserError(
+                        Message(
+                            "{path} lacks {names}, which {index} names",
+                            path=folder,
+                            names=", ".join(missing),
+                            index=index.name,
+                        )
+                    )
                 return [folder / n for n in names]
         single = folder / f"{stem}{variant}.safetensors"
         if single.is_file():
@@ -196,8 +227,13 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLES)
     if pickles:
         raise UserError(
-            f"{folder} holds only {pickles[0]}: pickles can run code and are not opened; "
-            f"save the model as safetensors ({stem}.safetensors) or choose a revision that has it"
+            Message(
+                "{path} holds only {file}: pickles can run code and are not opened; save the model as "
+                "safetensors ({name}) or choose a revision that has it",
+                path=folder,
+                file=pickles[0],
+                name=f"{stem}.safetensors",
+            )
         )
     return []
 
@@ -226,7 +262,13 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
         bundled = Path(__file__).parent.parent / "demo" / "base"
         if not (bundled / family / "model_index.json").is_file():
             have = sorted(p.parent.name for p in bundled.glob("*/model_index.json"))
-            raise UserError(f"there is no demo base for {family!r}; bundled are: {', '.join(have) or 'none'}")
+            raise UserError(
+                Message(
+                    "there is no demo base for {family}; bundled are: {names}",
+                    family=repr(family),
+                    names=", ".join(have) or "none",
+                )
+            )
         return Place(bundled / family, None)
 
     local = Path(os.path.expanduser(path))  # Path.expanduser raises if there is no such user
@@ -236,18 +278,25 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
         check_kind(path)
         if not components:
             raise UserError(
-                f"model.path = {path!r} is a single file, which holds no tokenizer and no configuration: set "
-                f"model.components to a diffusers folder of a {family} model (it needs no denoiser weights)"
+                Message(
+                    "model.path = {path} is a single file, which holds no tokenizer and no configuration: set "
+                    "model.components to a diffusers folder of a {family} model (it needs no denoiser weights)",
+                    path=repr(path),
+                    family=family,
+                )
             )
         folder = Path(os.path.expanduser(components))
         if not folder.is_dir():
-            raise UserError(f"model.components = {components!r} is not a folder")
+            raise UserError(Message("model.components = {path} is not a folder", path=repr(components)))
         return Place(folder, local)
     if is_hub_id(path):
         return Place(download(path, revision, parts), None)
     raise UserError(
-        f"model.path = {path!r} does not exist; give a diffusers folder, a .safetensors file, "
-        "a Hugging Face id such as 'name/model', or 'demo'"
+        Message(
+            "model.path = {path} does not exist; give a diffusers folder, a .safetensors file, a Hugging Face id "
+            "such as 'name/model', or 'demo'",
+            path=repr(path),
+        )
     )
 
 
@@ -260,11 +309,18 @@ def check_kind(path: str) -> None:
     suffix = Path(path).suffix
     if suffix == ".gguf":
         raise UserError(
-            f"model.path = {path!r}: GGUF is a format for drawing, and its few bits are not read; give the same "
-            "model in bf16, fp16 or fp8 as a .safetensors file or a diffusers folder"
+            Message(
+                "model.path = {path}: GGUF is a format for drawing, and its few bits are not read; give the same "
+                "model in bf16, fp16 or fp8 as a .safetensors file or a diffusers folder",
+                path=repr(path),
+            )
         )
     if suffix != ".safetensors":
-        raise UserError(f"model.path = {path!r}: only .safetensors checkpoints are opened (pickles can run code)")
+        raise UserError(
+            Message(
+                "model.path = {path}: only .safetensors checkpoints are opened (pickles can run code)", path=repr(path)
+            )
+        )
 
 
 def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
@@ -293,21 +349,39 @@ def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
             root = Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed))
     except GatedRepoError as error:
         raise UserError(
-            f"model.path = {repo!r}: the hub wants you to accept this model's licence first; "
-            f"do so on its page, then `hf auth login`"
+            Message(
+                "model.path = {repo}: the hub wants you to accept this model's licence first; do so on its page, "
+                "then `{command}`",
+                repo=repr(repo),
+                command="hf auth login",
+            )
         ) from error
     except RevisionNotFoundError as error:
-        raise UserError(f"model.revision = {revision!r} does not exist in {repo!r} on the hub") from error
+        raise UserError(
+            Message(
+                "model.revision = {revision} does not exist in {repo} on the hub",
+                revision=repr(revision),
+                repo=repr(repo),
+            )
+        ) from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"model.path = {repo!r} is neither a local path nor a model that the hub shows you; check the spelling, "
-            "or log in (`hf auth login`) if it is private"
+            Message(
+                "model.path = {repo} is neither a local path nor a model that the hub shows you; check the "
+                "spelling, or log in (`{command}`) if it is private",
+                repo=repr(repo),
+                command="hf auth login",
+            )
         ) from error
     except Exception as error:  # no network, offline mode, a full disk: huggingface_hub raises many types
         why = next(iter(str(error).splitlines()), "")[:200]
         raise UserError(
-            f"model.path = {repo!r} is not on this machine and could not be fetched from the hub "
-            f"({type(error).__name__}{why and f': {why}'}); connect, or download it elsewhere and give the folder"
+            Message(
+                "model.path = {repo} is not on this machine and could not be fetched from the hub ({why}); "
+                "connect, or download it elsewhere and give the folder",
+                repo=repr(repo),
+                why=f"{type(error).__name__}{why and f': {why}'}",
+            )
         ) from error
     return root
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from ..errors import Message
 from . import _qwen
 from ._files import read_json
 from .base import Cond, ModelFamily
@@ -123,10 +124,21 @@ def caveats(family: ModelFamily) -> list[str]:
     if not family.checkpoint or named == family.name:
         return []
     if named:
-        return [f"{family.checkpoint.name} is another model by its name: set model.family = {named!r} if it is"]
+        return [
+            Message(
+                "{name} is another model by its name: set model.family = {family} if it is",
+                name=family.checkpoint.name,
+                family=repr(named),
+            )
+        ]
     return [
-        f"{family.checkpoint.name} does not have Edit in its name, and nothing in the file tells it from Qwen-Image: "
-        "is it the model that edits pictures?"
+        Message(
+            "{name} does not have {word} in its name, and nothing in the file tells it from {other}: is it the "
+            "model that edits pictures?",
+            name=family.checkpoint.name,
+            word="Edit",
+            other="Qwen-Image",
+        )
     ]
 
 

@@ -26,11 +26,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..common.text import sides
-from ..errors import UserErrors
+from ..errors import Message, UserErrors
 from ..precision import Quantized, Weight
 from . import _files
 
-ADVICE = "give the same model in bf16 or fp16, or in fp8 as ComfyUI or kohya's programs write it"
+ADVICE = Message("give the same model in bf16 or fp16, or in fp8 as ComfyUI or kohya's programs write it")
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -116,10 +116,12 @@ class WeightFile:
             if name in self._scale_of:
                 scale = file.get_tensor(self._scale_of[name]).to(torch.float32).reshape(self._blocks[name])
         if not (scale.isfinite() & (scale >= 0)).all():
-            self._refuse(self._scale_of[name], "holds NaN, infinity or numbers below zero, so the file is damaged")
+            self._refuse(
+                self._scale_of[name], Message("holds NaN, infinity or numbers below zero, so the file is damaged")
+            )
         codes = tensor.view(self._fp8[name])
         if tensor.numel() and _has_nonfinite(codes):
-            self._refuse(name, "holds NaN or infinity, so the file is damaged")
+            self._refuse(name, Message("holds NaN or infinity, so the file is damaged"))
         if codes.ndim == 2:
             return Quantized(codes, scale)
         if not codes.numel():
@@ -151,8 +153,12 @@ class WeightFile:
             taken = [file.get_slice(name)[:rows].view(torch.uint8) for name in names[:: -(-len(names) // num)]]
         zeros = sum(int((one.bitwise_and(0x7F) == 0).sum()) for one in taken) / sum(one.numel() for one in taken)
         return [
-            f"{self.path} is fp8 without scales, which rounds small weights coarsely or to zero: about "
-            f"{100 * zeros:.1f} % of a sample are zero; a bf16, fp16 or scaled fp8 file of this model is more exact"
+            Message(
+                "{path} is fp8 without scales, which rounds small weights coarsely or to zero: about {share} % "
+                "of a sample are zero; a bf16, fp16 or scaled fp8 file of this model is more exact",
+                path=self.path,
+                share=f"{100 * zeros:.1f}",
+            )
         ]
 
     # -- formats that the file states ------------------------------------------------------------------------------
@@ -163,7 +169,7 @@ class WeightFile:
             content = _json(metadata["_quantization_metadata"])
             layers = content.get("layers")
             if not isinstance(layers, dict):
-                self._problem("_quantization_metadata", "cannot be read")
+                self._problem("_quantization_metadata", Message("cannot be read"))
             for layer, description in layers.items() if isinstance(layers, dict) else ():
                 whole = layer if f"{layer}.weight" in self._entries else f"{_DIFFUSION_MODEL}{layer}"
                 described[whole] = description
@@ -178,11 +184,17 @@ class WeightFile:
             kind = description.get("format") if isinstance(description, dict) else None
             odd = sorted(key for key, value in description.items() if value and key not in _HARMLESS) if kind else []
             if kind not in _FORMATS:
-                self._problem(weight, f"is quantized as {kind or 'something without a name'}, which is not read")
+                self._problem(
+                    weight,
+                    Message("is quantized as {kind}, which is not read", kind=kind or "something without a name"),
+                )
             elif odd:
-                self._problem(weight, f"is quantized as {kind} with {', '.join(odd)}, which is not read")
+                self._problem(
+                    weight,
+                    Message("is quantized as {kind} with {odd}, which is not read", kind=kind, odd=", ".join(odd)),
+                )
             elif weight not in self._entries:
-                self._problem(weight, "is described as quantized and is not in the file")
+                self._problem(weight, Message("is described as quantized and is not in the file"))
             else:
                 formats[weight] = _FORMATS[kind]
         return formats
@@ -196,9 +208,9 @@ class WeightFile:
                 continue
             weight = name.removesuffix(suffix) + ".weight"
             if weight not in self._entries:
-                self._problem(name, "is a scale without its weight")
+                self._problem(name, Message("is a scale without its weight"))
             elif weight in found:
-                self._problem(weight, "has two scales")
+                self._problem(weight, Message("has two scales"))
             else:
                 found[weight] = name
         return found
@@ -211,7 +223,7 @@ class WeightFile:
             weight = f"{name.removesuffix(suffix)}.weight" if suffix else ""
             if suffix and weight not in told:
                 told.add(weight)
-                self._problem(weight, f"is quantized as {_FOREIGN[suffix]}, which is not read")
+                self._problem(weight, Message("is quantized as {kind}, which is not read", kind=_FOREIGN[suffix]))
         codes = {}
         for name in self.header:
             kind = self._entries[name].dtype
@@ -222,11 +234,13 @@ class WeightFile:
             elif kind == "U8" and name in formats:  # early files of ComfyUI's newer layout store the codes as bytes
                 codes[name] = formats[name]
             elif name in formats:
-                self._problem(name, f"is {kind}, but is described as {_short(formats[name])}")
+                self._problem(
+                    name, Message("is {kind}, but is described as {told}", kind=kind, told=_short(formats[name]))
+                )
             elif kind not in _PLAIN and name.endswith(".weight"):
-                self._problem(name, f"is held in {kind}, a quantized type that is not read")
+                self._problem(name, Message("is held in {kind}, a quantized type that is not read", kind=kind))
             elif name in self._scale_of:
-                self._problem(name, f"is {kind} and has a scale, which is not read")
+                self._problem(name, Message("is {kind} and has a scale, which is not read", kind=kind))
         return codes
 
     def _block(self, weight: str) -> tuple[int, int]:
@@ -234,7 +248,7 @@ class WeightFile:
         shape, scale = self._entries[weight].shape, self._entries[self._scale_of[weight]]
         size = torch.Size(scale.shape).numel()
         if scale.dtype not in _PLAIN:
-            self._problem(weight, f"has a scale of dtype {scale.dtype} (MXFP8?), which is not read")
+            self._problem(weight, Message("has a scale of dtype {kind} (MXFP8?), which is not read", kind=scale.dtype))
         elif size == 1:
             return 1, 1
         elif shape and scale.shape[:1] == shape[:1] and size == shape[0]:
@@ -243,9 +257,23 @@ class WeightFile:
             rows, columns = scale.shape[:2]
             if rows and columns and shape[0] % rows == 0 and shape[1] % columns == 0:
                 return rows, columns
-            self._problem(weight, f"is {sides(shape)}, which its scale of {sides(scale.shape)} does not divide")
+            self._problem(
+                weight,
+                Message(
+                    "is {shape}, which its scale of {scale} does not divide",
+                    shape=sides(shape),
+                    scale=sides(scale.shape),
+                ),
+            )
         else:
-            self._problem(weight, f"is {sides(shape)} and has a scale of {sides(scale.shape)}, which is not read")
+            self._problem(
+                weight,
+                Message(
+                    "is {shape} and has a scale of {scale}, which is not read",
+                    shape=sides(shape),
+                    scale=sides(scale.shape),
+                ),
+            )
         return 1, 1
 
     def _check_scales(self, markers: set[str], formats: dict[str, torch.dtype]) -> None:
@@ -254,12 +282,14 @@ class WeightFile:
         for marker in markers:
             stored = self._entries[marker].dtype
             if stored not in _MARKERS:
-                self._problem(marker, f"marks scaled fp8 and is {stored}, which is not read")
+                self._problem(marker, Message("marks scaled fp8 and is {kind}, which is not read", kind=stored))
             prefix = marker.removesuffix("scaled_fp8")
             expected |= {name: _MARKERS.get(stored) for name in self._fp8 if name.startswith(prefix)}
         for name, kind in self._fp8.items():
             if (marked := expected.get(name, kind)) not in (kind, None):
-                self._problem(name, f"is {_short(kind)}, but scaled_fp8 says {_short(marked)}")
+                self._problem(
+                    name, Message("is {kind}, but scaled_fp8 says {told}", kind=_short(kind), told=_short(marked))
+                )
             if name not in self._scale_of and (name in expected or name in formats or self._scale_of):
                 why = "that describes it as quantized" if name in formats else "where others have one"
                 why = "whose scaled_fp8 says that it has one" if name in expected else why

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Message
 from ..lora_files import naming
 from . import _files, _qwen
 from ._files import checkpoint_prefix
@@ -65,9 +66,9 @@ class Family(ModelFamily):
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers", "comfy")
     distilled_name = r"anima[^/]*turbo|turbo[^/]*anima"  # anima-turbo-v1.1.safetensors: 8 steps, no guidance
-    distilled_advice = (
-        "this is Anima Turbo by its name: plain training undoes the distillation, and images of 8 steps become soft; "
-        "train on Anima base and draw with Turbo"
+    distilled_advice = Message(
+        "this is Anima Turbo by its name: plain training undoes the distillation, and images of 8 steps become "
+        "soft; train on Anima base and draw with Turbo"
     )
     native_layers = naming.table("""
         blocks.# = transformer_blocks.#

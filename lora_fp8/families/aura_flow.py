@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _files
 from ._files import Header
@@ -107,8 +107,14 @@ class Family(ModelFamily):
         patch = 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])  # 2 x 2 latents
         if max(width, height) > patch * side:  # diffusers would take positions from the wrong end of the table
             raise UserError(
-                f"dataset.resolution: this {self.title} has positions for {patch * side} pixels a side, and a bucket "
-                f"is {width} x {height}; set a smaller one, or dataset.buckets = false"
+                Message(
+                    "dataset.resolution: this {title} has positions for {side} pixels a side, and a bucket is "
+                    "{width} x {height}; set a smaller one, or dataset.buckets = false",
+                    title=self.title,
+                    side=patch * side,
+                    width=width,
+                    height=height,
+                )
             )
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:

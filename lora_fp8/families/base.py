@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from .. import settings
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 from ..lora_files import naming
 from . import _checks, _files
 from ._files import Header, checkpoint_prefix, native_header
@@ -219,7 +219,9 @@ class ModelFamily(Latents, Prompts, ABC):
         The default follows `native_layers`.
         """
         if not self.native_layers:
-            raise UserError(f"{self.title} cannot be read from a single file; give a diffusers folder")
+            raise UserError(
+                Message("{title} cannot be read from a single file; give a diffusers folder", title=self.title)
+            )
         shapes = {name: tuple(tensor.shape) for name, tensor in self.empty_denoiser().state_dict().items()}
         prefix = checkpoint_prefix(header)
         found = naming.conversion(self.native_layers, header, shapes, prefix)
@@ -352,7 +354,9 @@ class ModelFamily(Latents, Prompts, ABC):
         layers = [name for name in layers if name not in left_out]
         matches = [(target, cls._matching(target, layers)) for target in targets or cls.adapter_targets]
         problems = [
-            f"adapter.targets: {target!r} is the ending of no layer of {cls.title}"
+            Message(
+                "{target} is the ending of no layer of {title}", target=f"adapter.targets: {target!r}", title=cls.title
+            )
             for target, matched in matches
             if not matched
         ]
@@ -403,7 +407,14 @@ class ModelFamily(Latents, Prompts, ABC):
         with torch.device("meta"):
             denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
         if empty := [name for name, parameter in denoiser.named_parameters() if not parameter.numel()]:
-            raise UserError(f"{path} does not describe a {self.denoiser_class}: {empty[0]} would have no values")
+            raise UserError(
+                Message(
+                    "{path} does not describe a {kind}: {name} would have no values",
+                    path=path,
+                    kind=self.denoiser_class,
+                    name=empty[0],
+                )
+            )
         for name, arguments in self.computed.items():
             lost = getattr(denoiser, name)
             values = [getattr(lost, argument, denoiser.config.get(argument)) for argument in arguments]
@@ -514,7 +525,13 @@ class ModelFamily(Latents, Prompts, ABC):
         class_name = scheduler.get("_class_name")
         scheduler_class = getattr(diffusers, str(class_name), None)
         if scheduler_class is None:
-            raise UserError(f"{self.folder}/scheduler: diffusers has no scheduler named {class_name!r}")
+            raise UserError(
+                Message(
+                    "{path}: diffusers has no scheduler named {name}",
+                    path=f"{self.folder}/scheduler",
+                    name=repr(class_name),
+                )
+            )
         parts = {"vae": vae, "scheduler": scheduler_class.from_config(scheduler), self.denoiser_name: denoiser}
         parts |= self.trained_text_parts() if text else {}
         pipeline = self._assemble(**parts)

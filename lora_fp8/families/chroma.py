@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Message
 from ..lora_files import naming
 from . import _files, _flux
 from .base import Cond, Inputs, ModelFamily
@@ -74,7 +75,7 @@ class Family(ModelFamily):
         "approximator_layers": 2,
     }
     distilled_name = r"chroma[^/]*flash(?![a-z])"  # its files have the same tensors as the others'
-    distilled_advice = (
+    distilled_advice = Message(
         "this is Chroma1-Flash by its name, made to draw in few steps without guidance, which plain training "
         "undoes: train on Chroma1-HD and draw with Flash"
     )

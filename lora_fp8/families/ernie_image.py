@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Message
 from ..lora_files import naming
 from . import _flux2
 from .base import Cond, Inputs, ModelFamily
@@ -69,7 +70,7 @@ class Family(ModelFamily):
         "text_in_dim": 16,
         "rope_axes_dim": (4, 6, 6),
     }
-    distilled_advice = (
+    distilled_advice = Message(
         "this is ERNIE-Image-Turbo, by its name or an entry of its config.json: plain training undoes the "
         "distillation, and images of 8 steps become soft; train on ERNIE-Image and draw with Turbo"
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import _files, _flux2, _qwen
 from ._files import Header
 from .base import ModelFamily
@@ -61,10 +61,10 @@ class Family(ModelFamily):
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
     tiny_config = {**_flux2.TINY, "guidance_embeds": False}
-    distilled_advice = (
-        "this is a distilled FLUX.2 klein, by the file's name or is_distilled in model_index.json: plain training "
-        "undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the same size "
-        "and draw with this model"
+    distilled_advice = Message(
+        "this is a distilled FLUX.2 klein, by the file's name or is_distilled in model_index.json: plain "
+        "training undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the "
+        "same size and draw with this model"
     )
 
     inputs = _flux2.inputs
@@ -90,8 +90,14 @@ class Family(ModelFamily):
         given = 3 * _files.read_json(self.folder / "text_encoder" / "config.json")["hidden_size"]
         if given != found["joint_attention_dim"]:
             raise UserError(
-                f"{self.checkpoint} takes {found['joint_attention_dim']} features of a token, the text encoder in "
-                f"{self.folder} gives {given}: set model.components to the FLUX.2 klein of the same size"
+                Message(
+                    "{file} takes {features} features of a token, the text encoder in {folder} gives {given}: "
+                    "set model.components to the FLUX.2 klein of the same size",
+                    file=self.checkpoint,
+                    features=found["joint_attention_dim"],
+                    folder=self.folder,
+                    given=given,
+                )
             )
         return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Message
 from . import _files, _flux, flux
 from .base import Cond, Inputs, ModelFamily, control_latents, control_pictures
 
@@ -104,6 +105,11 @@ class Family(ModelFamily):
         if not self.checkpoint or self.file_is_called("kontext"):
             return []
         return [
-            f"{self.checkpoint.name} does not have Kontext in its name, and nothing in the file tells it from FLUX.1: "
-            "is it the model that edits pictures?"
+            Message(
+                "{name} does not have {word} in its name, and nothing in the file tells it from {other}: is it "
+                "the model that edits pictures?",
+                name=self.checkpoint.name,
+                word="Kontext",
+                other="FLUX.1",
+            )
         ]

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _files
 from .base import Cond, Inputs, ModelFamily
@@ -102,9 +102,9 @@ class Family(ModelFamily):
         r"(?<![a-z])e1(?![a-z0-9])": "HiDream-E1 by its name, which edits pictures: it is trained and drawn here "
         "without one to edit; train on HiDream-I1-Full for text-to-image"
     }
-    distilled_advice = (
-        "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes "
-        "bit by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate"
+    distilled_advice = Message(
+        "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes bit "
+        "by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate"
     )
 
     def denoiser_config(self) -> dict[str, Any]:
@@ -148,8 +148,15 @@ class Family(ModelFamily):
         rows, columns = (side // 2 ** (len(vae["block_out_channels"]) - 1) // patch for side in (height, width))
         if rows != columns and rows * columns > most:
             raise UserError(
-                f"dataset.resolution: a bucket that is not square has at most {most} patches in {self.title}, and that "
-                f"of {width} x {height} has {rows} x {columns}; lower it to {self.native_resolution}"
+                Message(
+                    "dataset.resolution: a bucket that is not square has at most {most} patches in {title}, and "
+                    "that of {size} has {patches}; lower it to {native}",
+                    most=most,
+                    title=self.title,
+                    size=f"{width} x {height}",
+                    patches=f"{rows} x {columns}",
+                    native=self.native_resolution,
+                )
             )
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _flux2, _qwen
 from .base import Cond, Inputs, ModelFamily
@@ -99,8 +99,13 @@ class Family(ModelFamily):
         if not plain:
             return []
         return [
-            f"{plain} of {len(written)} captions are not JSON, which {self.title} was trained on: it reads them, but "
-            "they are further from what it knows; configs/ideogram4.toml shows the form"
+            Message(
+                "{count} of {total} captions are not JSON, which {title} was trained on: it reads them, but they "
+                "are further from what it knows; configs/ideogram4.toml shows the form",
+                count=plain,
+                total=len(written),
+                title=self.title,
+            )
         ]
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
@@ -125,8 +130,12 @@ class Family(ModelFamily):
     def guidance_inputs(self, guidance: float) -> dict[str, Any]:
         if guidance != 1.0:
             raise UserError(
-                f"preview.guidance = {guidance}: {self.title} is guided by a second transformer, which is not loaded; "
-                "accepted: 1.0 or 'auto'"
+                Message(
+                    "preview.guidance = {guidance}: {title} is guided by a second transformer, which is not "
+                    "loaded; accepted: 1.0 or 'auto'",
+                    guidance=guidance,
+                    title=self.title,
+                )
             )
         return {"guidance_scale": guidance, "guidance_schedule": None}
 

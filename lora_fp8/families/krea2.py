@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Message
 from ..lora_files import naming
 from . import _qwen
 from ._files import Header
@@ -113,7 +114,7 @@ class Family(ModelFamily):
         "num_refiner_text_blocks": 1,
         "axes_dims_rope": (4, 6, 6),
     }
-    distilled_advice = (
+    distilled_advice = Message(
         "this is Krea 2 Turbo, distilled to 8 steps: plain training undoes that; its makers advise to train on "
         "Krea 2 RAW and to draw with Turbo"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Message
 from ..lora_files import naming
 from . import _qwen, _qwen_edit
 from .base import ModelFamily
@@ -82,8 +83,12 @@ class Family(ModelFamily):
         if not editing:
             return []
         return [
-            f"{self.base_name()} is Qwen-Image-Edit by its name, which edits pictures: it is trained and drawn "
-            f"here without one to edit; set model.family = '{editing}' to give it control pictures"
+            Message(
+                "{name} is Qwen-Image-Edit by its name, which edits pictures: it is trained and drawn here "
+                "without one to edit; set model.family = {family} to give it control pictures",
+                name=self.base_name(),
+                family=f"'{editing}'",
+            )
         ]
 
     @classmethod

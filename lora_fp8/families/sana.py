@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _gemma
 from ._files import Header, blocks_with
@@ -141,8 +141,14 @@ class Family(ModelFamily):
             return found
         if width not in CROSS_HEADS:
             raise UserError(
-                f"{self.checkpoint} is a Sana of width {width}, of which the number of heads is not known: put its "
-                f"{self.denoiser_name}/config.json into {self.folder}"
+                Message(
+                    "{file} is a Sana of width {width}, of which the number of heads is not known: put its "
+                    "{name} into {folder}",
+                    file=self.checkpoint,
+                    width=width,
+                    name=f"{self.denoiser_name}/config.json",
+                    folder=self.folder,
+                )
             )
         heads = CROSS_HEADS[width]
         found |= {"num_cross_attention_heads": heads, "cross_attention_head_dim": width // heads}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Message
 from . import _ldm
 from ._facts import TextEncoder
 from .base import Cond, Inputs, ModelFamily
@@ -74,9 +75,12 @@ class Family(ModelFamily):
         if not self.assumes_prediction():
             return []
         return [
-            f"a single file does not tell what Stable Diffusion 2 predicts: {self.predicts()!r} is taken from "
-            f"{self.folder / 'scheduler'}; the 768-pixel models need objective.prediction = 'v', the -base models "
-            "'epsilon'"
+            Message(
+                "a single file does not tell what Stable Diffusion 2 predicts: {type} is taken from {place}; the "
+                "768-pixel models need objective.prediction = 'v', the -base models 'epsilon'",
+                type=repr(self.predicts()),
+                place=self.folder / "scheduler",
+            )
         ]
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import Message
 from ..lora_files import naming
 from ._facts import TextEncoder
 from ._files import Header, blocks_with
@@ -127,7 +128,7 @@ class Family(ModelFamily):
         "qk_norm": "rms_norm",
     }
     distilled_name = r"3\.?5[-_. ]?large[-_. ]?turbo"  # its files have the same tensors as 3.5 large
-    distilled_advice = (
+    distilled_advice = Message(
         "Stable Diffusion 3.5 large Turbo is distilled to draw in 4 steps, which plain training undoes: train on "
         "3.5 large and draw with Turbo, or train few steps at a low rate"
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _files, _qwen
 from ._files import Header, blocks_with, native_header
@@ -133,9 +133,12 @@ class Family(ModelFamily):
     def caveats(self) -> list[str]:
         if not self.checkpoint and any(self.index().get("transformer_2") or ()):
             raise UserError(
-                f"{self.folder} is Wan 2.2 A14B, two denoisers that draw together, and a job trains one: give the one "
-                "for little or for much noise as a single .safetensors in model.path, and a folder of Wan 2.1 in "
-                "model.components"
+                Message(
+                    "{path} is Wan 2.2 A14B, two denoisers that draw together, and a job trains one: give the "
+                    "one for little or for much noise as a single .safetensors in model.path, and a folder of "
+                    "Wan 2.1 in model.components",
+                    path=self.folder,
+                )
             )
         if self.checkpoint:
             channels = native_header(self._header)["patch_embedding.weight"][1]
@@ -143,8 +146,16 @@ class Family(ModelFamily):
             if channels != given:
                 other = ", as that of Wan 2.2 TI2V-5B" if channels == 48 else ""
                 raise UserError(
-                    f"{self.checkpoint} takes latents of {channels} channels{other}, and the VAE in {self.folder} "
-                    f"gives {given}: {self.title} has 16"
+                    Message(
+                        "{file} takes latents of {channels} channels{more}, and the VAE in {folder} gives "
+                        "{given}: {title} has 16",
+                        file=self.checkpoint,
+                        channels=channels,
+                        more=other,
+                        folder=self.folder,
+                        given=given,
+                        title=self.title,
+                    )
                 )
         return ModelFamily.caveats(self)
 

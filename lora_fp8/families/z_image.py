@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Message
 from ..lora_files import naming
 from . import _qwen
 from .base import Cond, Inputs, ModelFamily
@@ -87,10 +88,10 @@ class Family(ModelFamily):
         "axes_dims": [4, 6, 6],
         "axes_lens": [256, 64, 64],
     }
-    distilled_advice = (
+    distilled_advice = Message(
         "this is Z-Image-Turbo, by the file's name or the scheduler's shift of 3: plain training undoes the "
-        "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and draw "
-        "with Turbo, or train few steps at a low rate"
+        "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and draw with "
+        "Turbo, or train few steps at a low rate"
     )
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

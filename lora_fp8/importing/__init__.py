@@ -17,7 +17,7 @@ This package does not import torch.
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import ai_toolkit, diffusion_pipe, kohya_ss, lora_scripts, musubi, onetrainer, sd_scripts, simpletuner
 from .base import Draft, Import, Source, Tool, Unfit, hide, read_source
 from .render import differences, few, grouped, problems, relocate, report, to_json, to_toml, verdict
@@ -52,10 +52,14 @@ def recognise(source: Source) -> tuple[Tool, str]:
         return found[0]
     if found:
         names = " or ".join(tool.name for tool, _ in found)
-        raise UserError(f"{source.path}: may be of {names}; say which with --from")
+        raise UserError(Message("{path}: may be of {names}; say which with --from", path=source.path, names=names))
     raise UserError(
-        f"{source.path}: not a settings file of a trainer that is known here ({', '.join(TOOLS)}); "
-        "if it is one all the same, say which with --from"
+        Message(
+            "{path}: not a settings file of a trainer that is known here ({names}); if it is one all the same, "
+            "say which with --from",
+            path=source.path,
+            names=", ".join(TOOLS),
+        )
     )
 
 
@@ -72,14 +76,16 @@ def convert(source: Source, tool: Tool, why: str, family: str = "") -> Import:
         UserError: the file has no table of settings, or a value that the tool itself could not use.
     """
     if not isinstance(source.data, dict) and not tool.recognise(source):
-        raise UserError(f"{source.path}: has no table of settings that {tool.name} could read")
+        raise UserError(
+            Message("{path}: has no table of settings that {tool} could read", path=source.path, tool=tool.name)
+        )
     draft = Draft(tool, source, why, family)
     try:
         tool.combine(draft)
     except Unfit as error:
         raise UserError(f"{source.path}: {hide(str(error))}") from None
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=error.filename, why=error.strerror)) from None
     return draft.finish()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import kohya_previews, words
 from .base import (
     JOINT,
@@ -35,17 +35,17 @@ PROCESS = "config.process.0."
 SAMPLE = f"{PROCESS}sample."
 TRAIN = f"{PROCESS}train."
 NO_VIDEO = words.NO_CLIPS
-NO_CONTROL = "control pictures lie in one folder here: dataset.folders.N.control"
-NO_LOSS = "there is one loss here, objective.loss, weighted by min_snr_gamma only"
-NO_RANGE = "counts places in its own list of noise levels; see objective.t_min and t_max"
-NO_PRESERVE = "no prior is preserved here; caption some pictures of the class without the trigger"
+NO_CONTROL = Message("control pictures lie in one folder here: dataset.folders.N.control")
+NO_LOSS = Message("there is one loss here, objective.loss, weighted by min_snr_gamma only")
+NO_RANGE = Message("counts places in its own list of noise levels; see objective.t_min and t_max")
+NO_PRESERVE = Message("no prior is preserved here; caption some pictures of the class without the trigger")
 
 SHORT: dict[str, Rule] = {
     "type": idle("the kind of process"),
-    "training_folder": to("output_dir", text, "a run folder of the job's name is made in it"),
+    "training_folder": to("output_dir", text, Message("a run folder of the job's name is made in it")),
     "sqlite_db_path": idle(),
     "device": idle(),
-    "trigger_word": to("dataset.trigger", text, "put in front of captions that lack it"),
+    "trigger_word": to("dataset.trigger", text, Message("put in front of captions that lack it")),
     "performance_log_every": idle(words.LOGGING),
     "network.type": JOINT,
     "network.linear": JOINT,
@@ -58,14 +58,18 @@ SHORT: dict[str, Rule] = {
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
     **{f"network.network_kwargs.{name}": JOINT for name in ("only_if_contains", "ignore_if_contains")},
-    "network.network_kwargs.**": none("adapter.targets names the layers that are adapted, adapter.ranks their ranks"),
+    "network.network_kwargs.**": none(
+        Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
+    ),
     "network.pretrained_lora_path": to("adapter.init_from", text, words.START),
     "network.transformer_only": idle("only the denoiser is trained here"),
-    "network.old_lokr_format": idle("belongs to LoKr"),
+    "network.old_lokr_format": idle(Message("belongs to LoKr")),
     "save.dtype": to("export.dtype", words.FILE_DTYPE),
     "save.save_every": JOINT,
     "save.max_step_saves_to_keep": JOINT,
-    "save.save_format": none("files are .safetensors in the key names of export.formats", "safetensors", "diffusers"),
+    "save.save_format": none(
+        Message("files are .safetensors in the key names of export.formats"), "safetensors", "diffusers"
+    ),
     "save.push_to_hub": none(words.UPLOAD),
     "save.hf_repo_id": none(words.UPLOAD),
     "save.hf_private": none(words.UPLOAD),
@@ -80,14 +84,14 @@ SHORT: dict[str, Rule] = {
     "datasets.*.shuffle_tokens": JOINT,
     "datasets.*.keep_tokens": JOINT,
     "datasets.*.flip_x": JOINT,
-    "datasets.*.flip_y": none("pictures are mirrored left to right only"),
+    "datasets.*.flip_y": none(Message("pictures are mirrored left to right only")),
     "datasets.*.buckets": JOINT,
     "datasets.*.bucket_tolerance": JOINT,
     "datasets.*.is_reg": JOINT,
     "datasets.*.network_weight": none(words.FULL_STRENGTH, 1, 1.0),
     "datasets.*.loss_multiplier": JOINT,
     "datasets.*.token_dropout_rate": JOINT,
-    "datasets.*.random_triggers": none("a folder has one trigger"),
+    "datasets.*.random_triggers": none(Message("a folder has one trigger")),
     "datasets.*.trigger_word": JOINT,
     "datasets.*.cache_latents": cached(words.ALWAYS_CACHED),
     "datasets.*.cache_latents_to_disk": cached(words.ALWAYS_CACHED),
@@ -95,7 +99,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.mask_path": JOINT,
     "datasets.*.mask_min_value": JOINT,
     "datasets.*.alpha_mask": JOINT,
-    "datasets.*.invert_mask": none("white is what is trained here; invert the masks"),
+    "datasets.*.invert_mask": none(Message("white is what is trained here; invert the masks")),
     "datasets.*.control_path": JOINT,
     "datasets.*.control_path_1": none(NO_CONTROL),
     "datasets.*.control_path_2": none(NO_CONTROL),
@@ -109,36 +113,36 @@ SHORT: dict[str, Rule] = {
     "datasets.*.auto_frame_count": idle(NO_VIDEO),
     "datasets.*.audio_normalize": idle(NO_VIDEO),
     "datasets.*.audio_preserve_pitch": idle(NO_VIDEO),
-    "datasets.*.random_scale": none("pictures are cropped at the middle"),
-    "datasets.*.random_crop": none("pictures are cropped at the middle"),
-    "datasets.*.scale": none("pictures are scaled to their bucket", 1, 1.0),
-    "datasets.*.augments": none("colours are not changed here"),
-    "datasets.*.augmentations": none("colours are not changed here"),
-    "datasets.*.type": none("folders of pictures with captions are read", "image"),
+    "datasets.*.random_scale": none(Message("pictures are cropped at the middle")),
+    "datasets.*.random_crop": none(Message("pictures are cropped at the middle")),
+    "datasets.*.scale": none(Message("pictures are scaled to their bucket"), 1, 1.0),
+    "datasets.*.augments": none(Message("colours are not changed here")),
+    "datasets.*.augmentations": none(Message("colours are not changed here")),
+    "datasets.*.type": none(Message("folders of pictures with captions are read"), "image"),
     "datasets.*.num_workers": idle(),
     "datasets.*.prefetch_factor": idle(),
     "train.batch_size": JOINT,
     "train.steps": to("train.steps", whole),
     "train.gradient_accumulation_steps": JOINT,
     "train.gradient_accumulation": JOINT,
-    "train.train_unet": none("the denoiser is what is trained", True),
+    "train.train_unet": none(Message("the denoiser is what is trained"), True),
     "train.train_text_encoder": JOINT,
     "train.gradient_checkpointing": to("memory.gradient_checkpointing", flag),
-    "train.noise_scheduler": none("the model's scheduler_config.json says how it noises", "flowmatch", "ddpm"),
+    "train.noise_scheduler": none(Message("the model's scheduler_config.json says how it noises"), "flowmatch", "ddpm"),
     "train.optimizer": JOINT,
     "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
     "train.optimizer_params.eps": to("optimizer.eps", number),
     "train.optimizer_params.betas": JOINT,
     **dict.fromkeys((f"train.optimizer_params.{name}" for name in words.OF_PRODIGY), JOINT),
-    "train.optimizer_params.**": none("not known to the optimizers here"),
+    "train.optimizer_params.**": none(Message("not known to the optimizers here")),
     "train.lr": JOINT,
     "train.unet_lr": JOINT,
     "train.text_encoder_lr": JOINT,
-    "train.embedding_lr": none("no embeddings are trained here"),
+    "train.embedding_lr": none(Message("no embeddings are trained here")),
     "train.lr_scheduler": JOINT,
     "train.lr_scheduler_params.num_cycles": JOINT,
     "train.lr_scheduler_params.num_warmup_steps": JOINT,
-    "train.lr_scheduler_params.**": none("not known to the schedules here"),
+    "train.lr_scheduler_params.**": none(Message("not known to the schedules here")),
     "train.max_grad_norm": to("train.max_grad_norm", number),
     "train.dtype": JOINT,
     "train.min_snr_gamma": JOINT,
@@ -146,8 +150,8 @@ SHORT: dict[str, Rule] = {
     "train.timestep_type": JOINT,
     "train.linear_timesteps": JOINT,
     "train.linear_timesteps2": JOINT,
-    "train.content_or_style": none("the whole range of noise is trained alike", "balanced"),
-    "train.content_or_style_reg": none("the whole range of noise is trained alike", "balanced"),
+    "train.content_or_style": none(Message("the whole range of noise is trained alike"), "balanced"),
+    "train.content_or_style_reg": none(Message("the whole range of noise is trained alike"), "balanced"),
     "train.min_denoising_steps": none(NO_RANGE),
     "train.max_denoising_steps": none(NO_RANGE, 1000, 999),
     "train.loss_type": none(words.ONE_LOSS, "mse"),
@@ -159,8 +163,8 @@ SHORT: dict[str, Rule] = {
     "train.force_first_sample": JOINT,
     "train.disable_sampling": JOINT,
     "train.cache_text_embeddings": cached(words.ALWAYS_CACHED),
-    "train.unload_text_encoder": always("text encoders are freed before training"),
-    "train.bypass_guidance_embedding": none("objective.guidance is always shown"),
+    "train.unload_text_encoder": always(Message("text encoders are freed before training")),
+    "train.bypass_guidance_embedding": none(Message("objective.guidance is always shown")),
     "train.xformers": always(words.ATTENTION),
     "train.sdp": always(words.ATTENTION),
     "train.attention_backend": always(words.ATTENTION),
@@ -176,7 +180,7 @@ SHORT: dict[str, Rule] = {
     "train.inverted_mask_prior": none(words.NO_MASK),
     "train.force_consistent_noise": none(words.NO_NOISE),
     "train.start_step": none(words.RESUMES),
-    "train.merge_network_on_save": none("the base is never changed"),
+    "train.merge_network_on_save": none(Message("the base is never changed")),
     "train.compile": JOINT,
     "model.name_or_path": JOINT,
     "model.arch": JOINT,
@@ -190,19 +194,21 @@ SHORT: dict[str, Rule] = {
     "model.qtype": JOINT,
     "model.quantize_te": idle("text encoders are freed before training here"),
     "model.qtype_te": idle("text encoders are freed before training here"),
-    "model.quantize_kwargs.**": none("quantize.keep and quantize.override say which layers are held how"),
+    "model.quantize_kwargs.**": none(Message("quantize.keep and quantize.override say which layers are held how")),
     "model.low_vram": idle(),
     "model.dtype": idle("train.dtype counts"),
-    "model.vae_path": none("the base's own VAE is used, or that of model.components"),
-    "model.te_name_or_path": none("the base's own text encoders are used, or those of model.components"),
-    "model.assistant_lora_path": none("no LoRA is merged into the base while training; train on an undistilled base"),
-    "model.inference_lora_path": none("no LoRA is merged into the base"),
-    "model.lora_path": none("no LoRA is merged into the base"),
+    "model.vae_path": none(Message("the base's own VAE is used, or that of model.components")),
+    "model.te_name_or_path": none(Message("the base's own text encoders are used, or those of model.components")),
+    "model.assistant_lora_path": none(
+        Message("no LoRA is merged into the base while training; train on an undistilled base")
+    ),
+    "model.inference_lora_path": none(Message("no LoRA is merged into the base")),
+    "model.lora_path": none(Message("no LoRA is merged into the base")),
     "model.layer_offloading": JOINT,
     "model.layer_offloading_transformer_percent": JOINT,
     "model.layer_offloading_text_encoder_percent": idle("belongs to layer_offloading"),
     "model.compile": JOINT,
-    "model.use_flux_cfg": none("guidance is shown as one number"),
+    "model.use_flux_cfg": none(Message("guidance is shown as one number")),
     **dict.fromkeys(("model.model_kwargs", "model.model_kwargs.**"), none(words.NOT_HERE)),
     "sample.sampler": none(words.NO_SAMPLER, "flowmatch", "ddpm"),
     "sample.sample_every": JOINT,
@@ -213,7 +219,7 @@ SHORT: dict[str, Rule] = {
     "sample.samples.*.height": JOINT,
     "sample.samples.*.seed": JOINT,
     **{f"sample.samples.*.{name}": JOINT for name in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")},
-    "sample.samples.*.**": none("one value here for all previews"),
+    "sample.samples.*.**": none(Message("one value here for all previews")),
     "sample.width": JOINT,
     "sample.height": JOINT,
     "sample.neg": JOINT,
@@ -221,20 +227,20 @@ SHORT: dict[str, Rule] = {
     "sample.walk_seed": JOINT,
     "sample.guidance_scale": JOINT,
     "sample.sample_steps": JOINT,
-    "sample.guidance_rescale": none("guidance is not rescaled here"),
+    "sample.guidance_rescale": none(Message("guidance is not rescaled here")),
     "sample.num_frames": JOINT,
     "sample.fps": idle(NO_VIDEO),
     "sample.format": idle("previews are .png"),
     "sample.ext": idle("previews are .png"),
-    "sample.network_multiplier": none("previews show the LoRA at full strength", 1, 1.0),
+    "sample.network_multiplier": none(Message("previews show the LoRA at full strength"), 1, 1.0),
     "logging.**": idle(words.LOGGING),
-    "datasets.*.square_crop": none("see dataset.buckets, of all folders"),
+    "datasets.*.square_crop": none(Message("see dataset.buckets, of all folders")),
     "datasets.*.prior_reg": none(NO_PRESERVE),
     "datasets.*.inpaint_path": none(NO_CONTROL),
     "datasets.*.full_size_control_images": none(NO_CONTROL),
     "datasets.*.standardize_images": none(words.NOT_HERE),
-    "datasets.*.use_short_captions": none("one caption of each picture is read here"),
-    "datasets.*.replacements": none("captions are read as they are"),
+    "datasets.*.use_short_captions": none(Message("one caption of each picture is read here")),
+    "datasets.*.replacements": none(Message("captions are read as they are")),
     **{f"train.{name}": none(words.NO_NOISE, 1, 1.0) for name in ("noise_multiplier", "target_noise_multiplier")},
     **{f"train.{name}": none(words.NO_NOISE) for name in ("random_noise_multiplier", "random_noise_shift")},
     **{f"train.{name}": none(words.NO_NOISE) for name in ("optimal_noise_pairing_samples", "blended_blur_noise")},
@@ -245,19 +251,22 @@ SHORT: dict[str, Rule] = {
     **{f"train.{name}": none(NO_LOSS) for name in ("do_cfg", "do_random_cfg", "contrastive_loss", "t0_loss_target")},
     **{f"train.{name}": none(words.NOT_HERE) for name in ("weight_jitter", "free_u", "train_refiner", "train_turbo")},
     **{f"train.ema_config.{name}": idle("belongs to use_ema") for name in ("use_feedback", "param_multiplier")},
-    "train.short_and_long_captions": none("one caption of each picture is read here"),
+    "train.short_and_long_captions": none(Message("one caption of each picture is read here")),
     "train.inverted_mask_prior_multiplier": idle("belongs to inverted_mask_prior"),
-    "train.num_train_timesteps": none("the model's scheduler_config.json says how it noises", 1000),
-    **{f"model.{name}": none("ai-toolkit's other architectures", False) for name in ("is_ssd", "is_vega", "is_pixart")},
-    "model.accuracy_recovery_adapter": none("no LoRA is merged into the base while training"),
-    "model.refiner_name_or_path": none("no refiner is trained here"),
-    "model.split_model_over_gpus": none("each process holds the whole model here"),
+    "train.num_train_timesteps": none(Message("the model's scheduler_config.json says how it noises"), 1000),
+    **{
+        f"model.{name}": none(Message("ai-toolkit's other architectures"), False)
+        for name in ("is_ssd", "is_vega", "is_pixart")
+    },
+    "model.accuracy_recovery_adapter": none(Message("no LoRA is merged into the base while training")),
+    "model.refiner_name_or_path": none(Message("no refiner is trained here")),
+    "model.split_model_over_gpus": none(Message("each process holds the whole model here")),
     "sample.cache_prompts": idle(),
 }
 RULES: dict[str, Rule] = {
     "job": idle("the kind of job"),
     "config.name": JOINT,
-    "meta.**": none("export.title, author, description and license are the text in the file"),
+    "meta.**": none(Message("export.title, author, description and license are the text in the file")),
     **{PROCESS.replace(".0.", ".*.") + key: rule for key, rule in SHORT.items()},
 }
 
@@ -308,15 +317,19 @@ ARCHITECTURES = {
 
 
 OTHER_JOBS = {
-    "generate": "it draws images and trains nothing",
-    "extract": "it extracts a LoRA from two models: `lora-fp8 extract` does",
-    "mod": "it changes a LoRA file: `lora-fp8 resize` and `lora-fp8 merge` do",
+    "generate": Message("it draws images and trains nothing"),
+    "extract": Message("it extracts a LoRA from two models: `lora-fp8 extract` does"),
+    "mod": Message("it changes a LoRA file: `lora-fp8 resize` and `lora-fp8 merge` do"),
 }
 OTHER_PROCESSES = {
-    **dict.fromkeys(("slider", "ultimate_slider_trainer", "concept_slider"), "it trains a slider from prompts"),
-    **dict.fromkeys(("textual_inversion_trainer", "image_reference_slider_trainer"), "it trains no LoRA on images"),
-    "to_folder": "it draws images and trains nothing",
-    "rescale_lora": "it changes a LoRA file: `lora-fp8 resize` and `lora-fp8 merge` do",
+    **dict.fromkeys(
+        ("slider", "ultimate_slider_trainer", "concept_slider"), Message("it trains a slider from prompts")
+    ),
+    **dict.fromkeys(
+        ("textual_inversion_trainer", "image_reference_slider_trainer"), Message("it trains no LoRA on images")
+    ),
+    "to_folder": Message("it draws images and trains nothing"),
+    "rescale_lora": Message("it changes a LoRA file: `lora-fp8 resize` and `lora-fp8 merge` do"),
 }
 """Jobs and processes that do not train a LoRA on images -> what they do."""
 
@@ -334,7 +347,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     if what := OTHER_JOBS.get(str(data.get("job", ""))) or OTHER_PROCESSES.get(kind):
         words.refuse(draft, what)
     if processes[0].get("adapter") and not processes[0].get("network"):
-        words.refuse(draft, "it trains an adapter (IP-Adapter, Redux, ControlNet)")
+        words.refuse(draft, Message("it trains an adapter (IP-Adapter, Redux, ControlNet)"))
     yield from ((key.removeprefix(PROCESS), key, value) for key, value in flattened(data))
 
 
@@ -349,7 +362,9 @@ def combine(draft: Draft) -> None:
         name, _, recovery = str(draft.get(kind) or "qfloat8").partition("|")
         words.set_storage(draft, [quantize, kind], name, "ai-toolkit")
         if recovery:
-            draft.notes.append(f"qtype names an accuracy recovery adapter, which is not used here: {recovery}")
+            draft.notes.append(
+                Message("qtype names an accuracy recovery adapter, which is not used here: {file}", file=recovery)
+            )
     else:
         words.set_storage(draft, [quantize], "bf16", "ai-toolkit")
     draft.none(kind, "not quantized", off=True)
@@ -368,9 +383,9 @@ def _set_model(draft: Draft) -> None:
         why = f"arch = {draft.get(key('arch'))!r}"
     for name, found in (("is_flux", "flux"), ("is_xl", "sdxl"), ("is_v2", "sd2"), ("is_v3", "sd3")):
         if not kind and words.on(draft.get(key(name))):
-            kind, why = found, f"{name} is on"
+            kind, why = found, Message("{name} is on", name=name)
     if not kind and words.on(draft.get(key("is_lumina2"))):
-        kind, why = "lumina2", "is_lumina2 is on"
+        kind, why = "lumina2", Message("{name} is on", name="is_lumina2")
     if not kind and not draft.has(key("arch")):
         kind, why = "sd15", "no arch and no is_...: SD 1.5, as there"
     kind, why = words.refined(kind, why, [draft.get(key("name_or_path"))])
@@ -395,9 +410,9 @@ def _set_network(draft: Draft) -> None:
     if kind in own:
         draft.mapped(key, {"adapter.type": own[kind]})
     else:
-        draft.none(key, f"there is no {kind} here; a LoRA of this rank was written")
+        draft.none(key, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
         draft.set("adapter.type", "lora")
-        draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+        draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
     _set_lokr(draft, kind)
     for ours, names, read in (
         ("adapter.rank", ("network.rank", "network.linear"), whole),
@@ -418,13 +433,15 @@ def _set_lokr(draft: Draft, kind: str) -> None:
     """Set the factor of a LoKr, and its rank if whole matrices are trained; `kind` is the network's type."""
     factor, full = f"{PROCESS}network.lokr_factor", f"{PROCESS}network.lokr_full_rank"
     if kind != "lokr":
-        draft.none([factor, full], "belongs to LoKr", off=True)
+        draft.none([factor, full], Message("belongs to LoKr"), off=True)
         return
     given = draft.get(factor)
-    draft.mapped(factor, {"adapter.factor": words.lokr_factor(-1 if given is None else given)}, "-1 there is 0 here")
+    draft.mapped(
+        factor, {"adapter.factor": words.lokr_factor(-1 if given is None else given)}, Message("-1 there is 0 here")
+    )
     if words.on(draft.get(full)):
         ranks = [f"{PROCESS}network.rank", f"{PROCESS}network.linear"]
-        draft.mapped([full, *ranks], {"adapter.rank": words.WHOLE_RANK}, "whole matrices")
+        draft.mapped([full, *ranks], {"adapter.rank": words.WHOLE_RANK}, Message("whole matrices"))
     draft.none(full, "off", off=True)
 
 
@@ -470,10 +487,12 @@ def _set_folders(draft: Draft) -> None:
     _set_shared(draft, tables)
     for key in [one for table in tables for one in (f"{table}caption_ext", f"{table}caption_type")]:
         if str(draft.get(key) or "txt").lstrip(".").lower() in ("txt", "caption"):
-            draft.mapped(key, {}, ".txt and .caption files are read by themselves")
+            draft.mapped(key, {}, Message(".txt and .caption files are read by themselves"))
         else:
-            draft.none(key, "captions are .txt or .caption files here; rename yours")
-            draft.todo.append(f"captions end in .{draft.get(key)} there; here in .txt or .caption")
+            draft.none(key, Message("captions are .txt or .caption files here; rename yours"))
+            draft.todo.append(
+                Message("captions end in {suffix} there; here in .txt or .caption", suffix=f".{draft.get(key)}")
+            )
 
 
 def _add_folders(draft: Draft, table: str) -> range:
@@ -495,13 +514,13 @@ def _add_folders(draft: Draft, table: str) -> range:
     if words.on(draft.get(f"{table}is_reg")):
         folder.regularization, folder.trigger = True, ""
         draft.differs(f"{table}is_reg", {}, words.SHOWN_ALIKE)
-        draft.none(f"{table}default_caption", "here each of these pictures needs a caption file")
+        draft.none(f"{table}default_caption", Message("here each of these pictures needs a caption file"))
     draft.none(f"{table}is_reg", "off", off=True)
     if caption and not folder.regularization:
         draft.differs(f"{table}default_caption", {}, words.caption_by_trigger(folder, caption))
     sides = sorted({whole(side) for side in draft.get(f"{table}resolution", listed) or []})
     if len(sides) > 1:
-        draft.mapped(f"{table}resolution", {}, "the folder once for each, as there")
+        draft.mapped(f"{table}resolution", {}, Message("the folder once for each, as there"))
         draft.folders += [replace(folder, resolution=side) for side in sides]
     else:
         draft.folders.append(folder)
@@ -526,7 +545,7 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
     keys, values = each("keep_tokens")
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
         words.share(draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole)
-    draft.none(keys, "means nothing without shuffle_tokens", off=True)
+    draft.none(keys, Message("means nothing without {key}", key="shuffle_tokens"), off=True)
 
 
 def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
@@ -547,7 +566,7 @@ def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
             draft.report_default(key.removeprefix(PROCESS), side, f"dataset.folders.{own[0]}.resolution = {side}")
     if top:
         draft.set("dataset.resolution", top, "the largest of theirs, which previews have unless they say another")
-    note = "the largest, and folders that have another say so" if len({largest or top, *sides}) > 1 else ""
+    note = Message("the largest, and folders that have another say so") if len({largest or top, *sides}) > 1 else ""
     draft.mapped([key for key, _ in single], {"dataset.resolution": top} if single else {}, note)
 
 
@@ -569,16 +588,16 @@ def _set_training(draft: Draft) -> None:
     _set_timesteps(draft)
     for key in (f"{TRAIN}compile", f"{PROCESS}model.compile"):
         if words.on(draft.get(key)):
-            draft.differs(key, {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+            draft.differs(key, {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
         draft.none(key, "off", off=True)
     offload = [f"{PROCESS}model.layer_offloading", f"{PROCESS}model.layer_offloading_transformer_percent"]
     share = draft.get(offload[1], number) if draft.has(offload[1]) else 1.0
-    told = "a share of the layers there, drawn by chance; of the frozen weights here"
+    told: str = Message("a share of the layers there, drawn by chance; of the frozen weights here")
     words.set_offload(draft, offload, share if words.on(draft.get(offload[0])) else 0.0, told)
     words.set_every(draft, "checkpoint.every", (f"{PROCESS}save.save_every", ""), None, words.SAVED)
     keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
     if keep:
-        told = "checkpoints, besides the file at the end" if keep >= 2 else "at least 2 here"
+        told = Message("checkpoints, besides the file at the end") if keep >= 2 else "at least 2 here"
         draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": max(2, keep)}, told)
 
 
@@ -602,7 +621,7 @@ def _set_optimizer(draft: Draft) -> None:
     own = encoder if draft.has(encoder) else general
     rates = {"CLIP": draft.get(own, number)} if trains_encoder else {}
     words.set_text_encoders(draft, [f"{TRAIN}train_text_encoder"], [encoder], rates)
-    draft.none([general, denoiser], "unet_lr counts for the denoiser", off=True)
+    draft.none([general, denoiser], Message("{rate_key} counts for the denoiser", rate_key="unet_lr"), off=True)
     name = str(draft.get(f"{TRAIN}optimizer")).lower()
     if not draft.has(f"{TRAIN}optimizer_params.eps") and ("adam" in name or "prodigy" in name):
         draft.set("optimizer.eps", 1e-6, "not in the file: ai-toolkit's own")
@@ -624,11 +643,11 @@ def _set_timesteps(draft: Draft) -> None:
     elif kind == "weighted":
         words.set_timesteps(draft, keys[:1], "uniform", 1.0, "uniform, without the weights by timestep", exact=False)
     elif kind.endswith("shift"):
-        told = "uniform and shifted as the model's own scheduler is"
+        told = Message("uniform and shifted as the model's own scheduler is")
         words.set_timesteps(draft, keys[:1], "uniform", "auto", told, exact=False)
     else:
         words.set_timesteps(draft, keys[:1], "logit_normal", 1.0, f"{kind!r} has no counterpart", exact=False)
-        draft.need("objective.timesteps", f"choose one for {kind!r}")
+        draft.need("objective.timesteps", Message("choose one for {name}", name=repr(kind)))
     draft.none(keys, "off", off=True)
 
 
@@ -636,7 +655,7 @@ def _set_previews(draft: Draft) -> None:
     off_switch = f"{PROCESS}train.disable_sampling"
     starts = [f"{PROCESS}train.skip_first_sample", f"{PROCESS}train.force_first_sample"]
     if words.on(draft.get(off_switch)):
-        draft.mapped(off_switch, {}, "no prompts are written")
+        draft.mapped(off_switch, {}, Message("no prompts are written"))
         draft.none([key for key in draft.given if key.startswith(SAMPLE)], "previews are off", off=True)
         draft.none(starts, "off", off=True)
         return
@@ -645,11 +664,11 @@ def _set_previews(draft: Draft) -> None:
     keys = [key for key in draft.given if key.startswith(SAMPLE) and draft.tool.rule(key) is JOINT]
     if pictures:
         has_trigger = draft.get(f"{PROCESS}trigger_word") or "[trigger]" not in str(prompts)
-        told = [] if has_trigger else ["[trigger] has no word to stand for"]
+        told = [] if has_trigger else [Message("[trigger] has no word to stand for")]
         if unknown_flags:
-            told.append(f"{', '.join(unknown_flags)} mean nothing here")
+            told.append(Message("{names} mean nothing here", names=", ".join(unknown_flags)))
         if _have_one_seed(pictures):
-            told.append("seeds count up here from preview to preview (walk_seed)")
+            told.append(Message("seeds count up here from preview to preview (walk_seed)"))
             first = pictures[0]["seed"]
             pictures = [picture | {"seed": whole(first) + i} for i, picture in enumerate(pictures)]
         words.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)

@@ -16,7 +16,7 @@ from .. import config
 from ..common.reading import MOST_TEXT, read_bytes
 from ..common.text import shown
 from ..config.validation import model_at
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..settings import Job
 
 NOTHING: tuple[Any, ...] = (None, "", (), [], {})
@@ -67,22 +67,24 @@ def same(value: Any) -> Any:
 def text(value: Any) -> str:
     """Return the value as text."""
     if isinstance(value, dict | list):
-        raise Unfit("is not text")
+        raise Unfit(Message("is not text"))
     return str(value)
 
 
 def number(value: Any) -> float:
     """Read a number, which settings pages and YAML (1e-4 without a point) may store as text."""
     if isinstance(value, bool):
-        raise Unfit(f"{value} is not a number")
+        raise Unfit(Message("{value} is not a number", value=value))
     try:
         found = float(value)
     except (TypeError, ValueError):
-        raise Unfit(f"{shown(value)} is not a number") from None
+        raise Unfit(Message("{value} is not a number", value=shown(value))) from None
     except OverflowError:
         found = math.inf
     if not abs(found) <= MOST_NUMBER:  # NaN fails this comparison too
-        raise Unfit("is not a number that can be used" if math.isfinite(found) else "is not a finite number")
+        raise Unfit(
+            Message("is not a number that can be used") if math.isfinite(found) else Message("is not a finite number")
+        )
     return found
 
 
@@ -90,7 +92,7 @@ def whole(value: Any) -> int:
     """Read a whole number, which may be stored as text or with a decimal point."""
     found = number(value)
     if found != int(found):
-        raise Unfit(f"{shown(value)} is not a whole number")
+        raise Unfit(Message("{value} is not a whole number", value=shown(value)))
     return int(found)
 
 
@@ -98,7 +100,7 @@ def positive(value: Any) -> int:
     """Read a whole number of at least 1."""
     found = whole(value)
     if found < 1:
-        raise Unfit(f"{shown(value)} is less than 1")
+        raise Unfit(Message("{value} is less than 1", value=shown(value)))
     return found
 
 
@@ -107,14 +109,14 @@ def flag(value: Any) -> bool:
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     found = words.get(str(value).strip().lower())
     if found is None:
-        raise Unfit(f"{shown(value)} is neither true nor false")
+        raise Unfit(Message("{value} is neither true nor false", value=shown(value)))
     return found
 
 
 def listed(value: Any) -> list[Any]:
     """Return a list; a single value becomes a list of one."""
     if isinstance(value, bool | dict):
-        raise Unfit(f"{shown(value)} is not a list")
+        raise Unfit(Message("{value} is not a list", value=shown(value)))
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -122,7 +124,7 @@ def pair(value: Any) -> tuple[float, float]:
     """Read a list of two numbers."""
     found = listed(value)
     if len(found) != 2:
-        raise Unfit(f"{shown(value)} are not two numbers")
+        raise Unfit(Message("{value} are not two numbers", value=shown(value)))
     return number(found[0]), number(found[1])
 
 
@@ -262,15 +264,17 @@ def decoded(path: Path) -> str:
     try:
         raw = read_bytes(path, MOST_TEXT)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(Message("{path}: no such file", path=path)) from None
     except IsADirectoryError:
-        raise UserError(f"{path}: this is a folder; give the settings file in it") from None
+        raise UserError(Message("{path}: this is a folder; give the settings file in it", path=path)) from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror)) from None
     try:
         return raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+        raise UserError(
+            Message("{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=path, byte=error.start)
+        ) from None
 
 
 def read_source(path: Path) -> Source:
@@ -287,25 +291,51 @@ def read_source(path: Path) -> Source:
             return Source(path, "json", json.loads(content))
         if suffix in (".yaml", ".yml"):
             if len(content) > MOST_YAML:
-                raise UserError(f"{path}: more than {MOST_YAML} characters, too many for a settings file")
+                raise UserError(
+                    Message(
+                        "{path}: more than {number} characters, too many for a settings file",
+                        path=path,
+                        number=MOST_YAML,
+                    )
+                )
             data = yaml.safe_load(content)
             if not _countable([data], MOST_VALUES):
-                raise UserError(f"{path}: more than {MOST_VALUES} values, too many for a settings file")
+                raise UserError(
+                    Message(
+                        "{path}: more than {most} values, too many for a settings file", path=path, most=MOST_VALUES
+                    )
+                )
             return Source(path, "yaml", data)
         if suffix == ".toml":
             return Source(path, "toml", config.read_toml(content))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise UserError(
+            Message(
+                "{where}: not valid JSON: {why}",
+                where=path,
+                why=f"line {error.lineno}, column {error.colno}: {error.msg}",
+            )
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise UserError(f"{path}: not valid YAML: {getattr(error, 'problem', '') or 'cannot be read'}{where}") from None
+        raise UserError(
+            Message(
+                "{where}: not valid YAML: {why}",
+                where=path,
+                why=f"{getattr(error, 'problem', '') or 'cannot be read'}{where}",
+            )
+        ) from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid {suffix[1:].upper()}: {hide(str(error))}") from None
     raise UserError(
-        f"{path}: expected a .toml, .json, .yaml or .yml file, or a script with the command that starts the training"
+        Message(
+            "{path}: expected a .toml, .json, .yaml or .yml file, or a script with the command that starts the "
+            "training",
+            path=path,
+        )
     )
 
 
@@ -358,7 +388,7 @@ def _read_command(path: Path, content: str) -> Source:
         parts = split_commands(line, suffix)
         if parts is None:
             if TRAINING_SCRIPT.search(line):
-                raise UserError(f"{path}: a command cannot be read: a quotation mark is not closed")
+                raise UserError(Message("{path}: a command cannot be read: a quotation mark is not closed", path=path))
             other += 1
             continue
         # Documents print commands over several lines without marking the continuation.
@@ -373,15 +403,25 @@ def _read_command(path: Path, content: str) -> Source:
                 other += 1
     if not commands:
         raise UserError(
-            f"{path}: no command in it runs a training script (...train...py) by its name. Variables and conditions "
-            "of a script are not evaluated: write the command out with its values, or give the TOML that it uses"
+            Message(
+                "{path}: no command in it runs a training script (...train...py) by its name. Variables and "
+                "conditions of a script are not evaluated: write the command out with its values, or give the "
+                "TOML that it uses",
+                path=path,
+            )
         )
     if len(commands) > 1:
         raise UserError(f"{path}: {len(commands)} training commands; give a file with one")
     script, options, unknown = _command_options(commands[0], variables)
-    notes = [f"{path.name} has other commands too ({other}), which were not read"] if other else []
+    notes: list[str] = (
+        [Message("{file} has other commands too ({count}), which were not read", file=path.name, count=other)]
+        if other
+        else []
+    )
     if unknown:
-        notes.append(f"{', '.join(unknown)}: what the script puts in there is not known, and was not read")
+        notes.append(
+            Message("{names}: what the script puts in there is not known, and was not read", names=", ".join(unknown))
+        )
     return Source(path, "command", options, script, notes)
 
 
@@ -593,7 +633,7 @@ class Draft:
             key = tool.aliases.get(key, key)
             if key in self.given:  # a section of kohya's files overrides the one before
                 overridden = self.shown[key]
-                note = f"given again as {label}, which counts"
+                note = Message("given again as {key}, which counts", key=label)
                 self.lists["none"].append(_entry(overridden, self.given[key], note=note))
             self.given[key], self.shown[key] = value, label
 
@@ -627,7 +667,14 @@ class Draft:
                     found = candidate
             # Folders of another machine have other contents here, but a settings file may have been copied along.
             if found is None and name and self.source.reach(beside / name) and (beside / name).is_file():
-                self.notes.append(f"{path} is not here; {name} beside {self.source.path.name} was read instead")
+                self.notes.append(
+                    Message(
+                        "{path} is not here; {name} beside {file} was read instead",
+                        path=path,
+                        name=name,
+                        file=self.source.path.name,
+                    )
+                )
                 found = beside / name
             if found is not None and found.is_file() and found not in self.files:
                 self.files.append(found)
@@ -639,7 +686,14 @@ class Draft:
         """Read a settings file that this one refers to; return None, and add a note, if it does not exist here."""
         found = self.find(path)
         if found is None or not found.is_file():
-            self.notes.append(f"{key} = {path!r} is not here: put it beside {self.source.path.name} and import again")
+            self.notes.append(
+                Message(
+                    "{key} = {path} is not here: put it beside {file} and import again",
+                    key=key,
+                    path=repr(path),
+                    file=self.source.path.name,
+                )
+            )
             return None
         return read_source(found).data
 
@@ -718,7 +772,7 @@ class Draft:
         self._set_defaults()
         if not self.folders:
             self.folders = [Folder("TODO")]
-            self.need("dataset.folders", "the folder of your pictures; the file names none")
+            self.need("dataset.folders", Message("the folder of your pictures; the file names none"))
         self._shorten_warmup()
         self._set_missing_caption()
         lost = self.given.keys() - self.done
@@ -755,7 +809,12 @@ class Draft:
         warmup, steps = self.settings.get("schedule.warmup"), self.settings.get("train.steps")
         if isinstance(warmup, int) and steps is not None and 0 < steps <= warmup:
             self.settings["schedule.warmup"] = steps - 1
-            self.need("schedule.warmup", f"theirs is {warmup} steps, the training {steps}: choose a shorter one")
+            self.need(
+                "schedule.warmup",
+                Message(
+                    "theirs is {warmup} steps, the training {steps}: choose a shorter one", warmup=warmup, steps=steps
+                ),
+            )
 
     def _set_missing_caption(self) -> None:
         """Set dataset.missing_caption if a folder's trigger is the caption of its images."""
@@ -764,7 +823,9 @@ class Draft:
         if all(folder.trigger or folder.regularization for folder in self.folders):
             self.set("dataset.missing_caption", "trigger", "a folder's words are the captions it lacks, as there")
         else:
-            self.need("dataset.folders", "captions, or a trigger for each and dataset.missing_caption = 'trigger'")
+            self.need(
+                "dataset.folders", Message("captions, or a trigger for each and dataset.missing_caption = 'trigger'")
+            )
 
     def _apply(self, key: str, value: Any) -> None:
         rule = self.tool.rule(key)
@@ -775,20 +836,20 @@ class Draft:
         if not self.has(key):
             self.none(key, "empty", off=True)
         elif rule is JOINT:
-            self.none(key, "says nothing beside the other settings of this file")
+            self.none(key, Message("says nothing beside the other settings of this file"))
         elif rule.kind in ("none", "idle"):
             off = rule.kind == "idle" or is_off(value) or value in rule.off or str(value) in map(str, rule.off)
             self.none(key, rule.note, off=off)
         elif not rule.to:
             if value is False and False not in rule.off:
-                self.differs(key, {}, f"cannot be switched off here: {rule.note}")
+                self.differs(key, {}, Message("cannot be switched off here: {line}", line=rule.note))
             else:
                 self.mapped(key, {}, rule.note)
         else:
             try:
                 ours = rule.read(value)
             except Unfit as error:
-                self.none(key, f"{rule.to} was not written: {error}")
+                self.none(key, Message("{setting} was not written: {line}", setting=rule.to, line=error))
                 self.todo.append(f"{rule.to}: {error}")
                 return
             self._account(rule.kind, key, {rule.to: ours}, rule.note)

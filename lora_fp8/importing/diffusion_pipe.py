@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import PureWindowsPath
 from typing import Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import words
 from .base import (
     JOINT,
@@ -30,14 +30,14 @@ from .base import (
     whole,
 )
 
-NO_EVAL = "say validation.every and validation.pictures, which are kept out of the folders"
-PARTS = "model.components takes a diffusers folder, not single files of its parts"
+NO_EVAL = Message("say validation.every and validation.pictures, which are kept out of the folders")
+PARTS = Message("model.components takes a diffusers folder, not single files of its parts")
 DENOISER_FILES = ["model.transformer_path", "model.diffusion_model", "model.checkpoint_path", "model.single_file_path"]
 """The keys that name the denoiser's file, in several versions."""
 CLIP_PARTS = {"single_beginning": "head", "single_middle": "middle"}
 
 RULES: dict[str, Rule] = {
-    "output_dir": to("output_dir", text, "a run folder of the job's name is made in it"),
+    "output_dir": to("output_dir", text, Message("a run folder of the job's name is made in it")),
     "dataset": JOINT,
     "epochs": JOINT,
     "max_steps": JOINT,
@@ -47,10 +47,10 @@ RULES: dict[str, Rule] = {
     "gradient_clipping": to("train.max_grad_norm", number),
     "warmup_steps": JOINT,
     "lr_scheduler": JOINT,
-    "force_constant_lr": none("the schedule is schedule.name"),
-    "pipeline_stages": none("each process holds the whole model here", 1),
+    "force_constant_lr": none(Message("the schedule is schedule.name")),
+    "pipeline_stages": none(Message("each process holds the whole model here"), 1),
     "partition_method": idle(),
-    "partition_split": none("each process holds the whole model here"),
+    "partition_split": none(Message("each process holds the whole model here")),
     "blocks_to_swap": JOINT,
     "disable_block_swap_for_eval": idle(),
     "pseudo_huber_c": JOINT,
@@ -63,9 +63,9 @@ RULES: dict[str, Rule] = {
     "eval_datasets.**": none(NO_EVAL),
     "save_every_n_epochs": JOINT,
     "save_every_n_steps": JOINT,
-    "save_every_n_examples": none("checkpoint.every counts steps"),
-    "checkpoint_every_n_epochs": none("checkpoint.every counts steps"),
-    "checkpoint_every_n_minutes": none("checkpoint.every counts steps"),
+    "save_every_n_examples": none(Message("checkpoint.every counts steps")),
+    "checkpoint_every_n_epochs": none(Message("checkpoint.every counts steps")),
+    "checkpoint_every_n_minutes": none(Message("checkpoint.every counts steps")),
     "activation_checkpointing": JOINT,
     "reentrant_activation_checkpointing": idle(),
     "upload_hf_from_epoch": none(words.UPLOAD),
@@ -88,7 +88,9 @@ RULES: dict[str, Rule] = {
     "model.ckpt_path": JOINT,
     "model.single_file_path": JOINT,
     **dict.fromkeys(("model.diffusion_model", "model.diffusion_model_dtype"), JOINT),
-    **dict.fromkeys(("model.merge_adapters", "model.merge_adapters.**"), none("no LoRA is merged into the base")),
+    **dict.fromkeys(
+        ("model.merge_adapters", "model.merge_adapters.**"), none(Message("no LoRA is merged into the base"))
+    ),
     **dict.fromkeys(("model.vae", "model.text_encoders", "model.text_encoders.**"), none(PARTS)),
     **dict.fromkeys(
         ("model.vae_path", "model.llm_path", "model.clip_path", "model.text_encoder_path", "model.t5_path")
@@ -96,8 +98,8 @@ RULES: dict[str, Rule] = {
         none(PARTS),
     ),
     "model.llama3_4bit": idle(),
-    "model.max_llama3_sequence_length": none("the pipeline's own length is used"),
-    "model.max_sequence_length": none("the pipeline's own length is used"),
+    "model.max_llama3_sequence_length": none(Message("the pipeline's own length is used")),
+    "model.max_sequence_length": none(Message("the pipeline's own length is used")),
     "model.dtype": JOINT,
     "model.transformer_dtype": JOINT,
     "model.timestep_sample_method": JOINT,
@@ -106,42 +108,42 @@ RULES: dict[str, Rule] = {
     "model.flux_shift": JOINT,
     "model.lumina_shift": JOINT,
     "model.guidance": to("objective.guidance", number),
-    "model.bypass_guidance_embedding": none("objective.guidance is always shown"),
+    "model.bypass_guidance_embedding": none(Message("objective.guidance is always shown")),
     "model.v_pred": JOINT,
     "model.min_snr_gamma": JOINT,
-    "model.debiased_estimation_loss": none("min_snr_gamma is the only weight here"),
+    "model.debiased_estimation_loss": none(Message("min_snr_gamma is the only weight here")),
     "model.unet_lr": JOINT,
     "model.text_encoder_1_lr": JOINT,
     "model.text_encoder_2_lr": JOINT,
     "model.min_t": to("objective.t_min", number),
     "model.max_t": to("objective.t_max", number),
-    "model.first_frame_conditioning_p": none("no clip is begun with a picture here"),
+    "model.first_frame_conditioning_p": none(Message("no clip is begun with a picture here")),
     "adapter.type": JOINT,
     "adapter.rank": to("adapter.rank", whole),
-    "adapter.alpha": none("theirs refuses it: alpha is the rank"),
+    "adapter.alpha": none(Message("theirs refuses it: alpha is the rank")),
     "adapter.dropout": to("adapter.dropout", number),
     "adapter.dtype": to("adapter.dtype", words.choice({"bfloat16": "bf16", "float32": "fp32"}, "bf16 and fp32")),
     "adapter.decompose_factor": JOINT,
-    "adapter.init_from_existing": none("name the .safetensors file in that folder in adapter.init_from"),
-    "adapter.fuse_adapters": none("no LoRA is merged into the base; merge it beforehand"),
-    "adapter.fuse_adapters.**": none("no LoRA is merged into the base; merge it beforehand"),
+    "adapter.init_from_existing": none(Message("name the .safetensors file in that folder in adapter.init_from")),
+    "adapter.fuse_adapters": none(Message("no LoRA is merged into the base; merge it beforehand")),
+    "adapter.fuse_adapters.**": none(Message("no LoRA is merged into the base; merge it beforehand")),
     "optimizer.type": JOINT,
     "optimizer.lr": JOINT,
     "optimizer.betas": JOINT,
     **dict.fromkeys((f"optimizer.{name}" for name in words.OF_PRODIGY), JOINT),
     "optimizer.weight_decay": to("optimizer.weight_decay", number),
     "optimizer.eps": to("optimizer.eps", number),
-    "optimizer.beta3": none("not known to the optimizers here"),
+    "optimizer.beta3": none(Message("not known to the optimizers here")),
     "optimizer.min_8bit_size": idle(),
-    "optimizer.stabilize": none("updates are not stabilized beyond Adam's"),
-    "optimizer.gradient_release": none("gradients are summed in float32 and stepped together here"),
+    "optimizer.stabilize": none(Message("updates are not stabilized beyond Adam's")),
+    "optimizer.gradient_release": none(Message("gradients are summed in float32 and stepped together here")),
     "data.resolutions": JOINT,
     "data.enable_ar_bucket": JOINT,
     "data.min_ar": JOINT,
     "data.max_ar": JOINT,
     "data.num_ar_buckets": JOINT,
-    "data.ar_buckets": none("buckets are made from the resolution and max_aspect"),
-    "data.size_buckets": none("buckets are made from the resolution and max_aspect"),
+    "data.ar_buckets": none(Message("buckets are made from the resolution and max_aspect")),
+    "data.size_buckets": none(Message("buckets are made from the resolution and max_aspect")),
     "data.frame_buckets": JOINT,
     "data.shuffle_tags": JOINT,
     "data.cache_shuffle_num": JOINT,
@@ -154,16 +156,16 @@ RULES: dict[str, Rule] = {
     "data.directory.*.control_path": JOINT,
     "data.directory.*.caption_prefix": JOINT,
     "data.directory.*.resolutions": JOINT,
-    "data.directory.*.ar_buckets": none("buckets are made from the resolution and max_aspect"),
-    "data.directory.*.size_buckets": none("buckets are made from the resolution and max_aspect"),
+    "data.directory.*.ar_buckets": none(Message("buckets are made from the resolution and max_aspect")),
+    "data.directory.*.size_buckets": none(Message("buckets are made from the resolution and max_aspect")),
     "data.directory.*.frame_buckets": JOINT,
-    "data.directory.*.min_ar": none("one aspect ratio here for all folders: dataset.max_aspect"),
-    "data.directory.*.max_ar": none("one aspect ratio here for all folders: dataset.max_aspect"),
+    "data.directory.*.min_ar": none(Message("one aspect ratio here for all folders: dataset.max_aspect")),
+    "data.directory.*.max_ar": none(Message("one aspect ratio here for all folders: dataset.max_aspect")),
     **{
-        f"data.directory.*.{name}": none("one value here for all folders")
+        f"data.directory.*.{name}": none(Message("one value here for all folders"))
         for name in ("shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter")
     },
-    "data.directory.*.num_ar_buckets": none("buckets are multiples of dataset.bucket_step"),
+    "data.directory.*.num_ar_buckets": none(Message("buckets are multiples of dataset.bucket_step")),
 }
 
 MODELS = {
@@ -209,14 +211,16 @@ def combine(draft: Draft) -> None:
     """Convert all settings of a job."""
     if "directory" in draft.source.data:
         draft.defaults = {"data.enable_ar_bucket": False}
-        words.set_family(draft, (), "", "the file holds only the pictures: import the main file with this beside it")
+        words.set_family(
+            draft, (), "", Message("the file holds only the pictures: import the main file with this beside it")
+        )
         words.set_model_path(draft, "model.diffusers_path")
         _set_folders(draft)
         return
     kind = str(draft.get("model.type") or "")
     paths = [draft.get(key) for key in (*DENOISER_FILES, "model.diffusers_path", "model.ckpt_path")]
     controls = any(draft.has(key) for key in draft.keys("data.directory.*.control_path"))
-    why = f"model.type = {kind!r}" if kind else "the file has no [model] type"
+    why = f"model.type = {kind!r}" if kind else Message("the file has no [model] type")
     words.set_family(draft, "model.type", *words.refined(MODELS.get(kind, kind), why, paths, controls))
     _set_path(draft)
     words.set_prediction(draft, "model.v_pred", "v" if words.on(draft.get("model.v_pred")) else "")
@@ -232,12 +236,12 @@ def combine(draft: Draft) -> None:
     words.set_min_snr(draft, "model.min_snr_gamma")
     checkpointing = draft.get("activation_checkpointing")
     if checkpointing == "unsloth":
-        told = "activations are recomputed, not moved to main memory"
+        told = Message("activations are recomputed, not moved to main memory")
         draft.differs("activation_checkpointing", {"memory.gradient_checkpointing": True}, told)
     else:
         draft.mapped("activation_checkpointing", {"memory.gradient_checkpointing": bool(checkpointing)})
     if draft.get("compile"):
-        draft.differs("compile", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+        draft.differs("compile", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
     draft.none("compile", "off", off=True)
     words.set_swap(draft, "blocks_to_swap")
     name = PureWindowsPath(str(draft.get("output_dir") or "")).name
@@ -262,7 +266,7 @@ def _set_path(draft: Draft) -> None:
 def _set_adapter(draft: Draft) -> None:
     kind = words.plain(draft.get("adapter.type") or "")
     if kind != "lokr":
-        draft.none("adapter.decompose_factor", "belongs to LoKr", off=True)
+        draft.none("adapter.decompose_factor", Message("belongs to LoKr"), off=True)
     own = {words.plain(name): name for name in words.accepted("adapter.type")}
     if kind in own:
         draft.mapped("adapter.type", {"adapter.type": own[kind]})
@@ -270,21 +274,21 @@ def _set_adapter(draft: Draft) -> None:
         if kind == "lokr":
             factor = draft.get("adapter.decompose_factor")
             settings = {"adapter.factor": words.lokr_factor(-1 if factor is None else factor)}
-            draft.mapped("adapter.decompose_factor", settings, "-1 there is 0 here")
+            draft.mapped("adapter.decompose_factor", settings, Message("-1 there is 0 here"))
             if rank and rank > words.WHOLE_RANK:
                 rank = words.WHOLE_RANK
-                draft.mapped("adapter.rank", {"adapter.rank": rank}, "whole matrices")
+                draft.mapped("adapter.rank", {"adapter.rank": rank}, Message("whole matrices"))
         if rank:
             draft.set("adapter.alpha", float(rank), "theirs forces alpha = rank")
     elif kind:
-        draft.none("adapter.type", f"there is no {kind} here; a LoRA was written")
+        draft.none("adapter.type", Message("there is no {kind} here; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")
-        draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+        draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
         rank = draft.get("adapter.rank", whole) or 0
         if rank > 1024:  # a LoKr's way to say "whole matrices"
-            draft.none("adapter.rank", "belongs to LoKr")
+            draft.none("adapter.rank", Message("belongs to LoKr"))
             draft.set("adapter.rank", 16)
-            draft.need("adapter.rank", "choose one for a LoRA")
+            draft.need("adapter.rank", Message("choose one for a LoRA"))
     elif draft.has("model.type"):
         words.set_whole_model(draft, "the file has no [adapter]: theirs trains the whole model then")
 
@@ -294,11 +298,11 @@ def _set_folders(draft: Draft) -> None:
     resolutions = [value for table in tables for value in _add_folders(draft, table)]
     words.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
-    draft.differs(keys, {}, "the folder's trigger: put in front only where it is missing")
-    draft.mapped("dataset", {}, "read as well" if tables else "not here")
+    draft.differs(keys, {}, Message("the folder's trigger: put in front only where it is missing"))
+    draft.mapped("dataset", {}, Message("read as well") if tables else Message("not here"))
     if draft.has("dataset") and not tables:
         draft.folders = [Folder("TODO")]
-        draft.need("dataset.folders", f"the folders of {draft.get('dataset')}, which is not here")
+        draft.need("dataset.folders", Message("the folders of {file}, which is not here", file=draft.get("dataset")))
     if any(resolutions):
         sizes = ["data.resolutions", *draft.keys("data.directory.*.resolutions")]
         words.set_resolutions(draft, sizes, resolutions)
@@ -319,7 +323,11 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
     if repeats == folder.repeats:
         draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
     else:
-        draft.differs(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
+        draft.differs(
+            f"{table}num_repeats",
+            {},
+            Message("{at}.repeats = {repeats}: whole numbers here", at=at, repeats=folder.repeats),
+        )
     words.set_control(draft, f"{table}control_path", folder, at)
     words.set_mask_folder(draft, f"{table}mask_path", folder, at)
     prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
@@ -328,7 +336,7 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
     own = f"{table}resolutions" if draft.has(f"{table}resolutions") else "data.resolutions"
     resolutions = draft.get(own, listed) or [None]
     if len(resolutions) > 1:
-        draft.mapped(own, {}, "the folder once for each, as there")
+        draft.mapped(own, {}, Message("the folder once for each, as there"))
     draft.folders += [replace(folder) for _ in resolutions]
     return resolutions
 
@@ -359,9 +367,11 @@ def _set_buckets(draft: Draft, has_folders: bool) -> None:
         draft.differs(
             keys,
             {"dataset.max_aspect": min(8.0, max(1.0, *widest))},
-            "the wider of both; sides are multiples of dataset.bucket_step here, not a number of aspect ratios",
+            Message(
+                "the wider of both; sides are multiples of dataset.bucket_step here, not a number of aspect ratios"
+            ),
         )
-    draft.none(keys, "means nothing without aspect ratio buckets", off=True)
+    draft.none(keys, Message("means nothing without {key}", key="aspect ratio buckets"), off=True)
 
 
 def _set_captions(draft: Draft) -> None:
@@ -379,14 +389,16 @@ def _set_captions(draft: Draft) -> None:
         if flag(draft.given["data.skip_empty_caption"]):
             draft.mapped("data.skip_empty_caption", {"dataset.missing_caption": "skip"})
         else:
-            note = "an empty caption is an error here; 'skip' leaves such pictures out, 'trigger' captions them"
+            note = Message(
+                "an empty caption is an error here; 'skip' leaves such pictures out, 'trigger' captions them"
+            )
             draft.none("data.skip_empty_caption", note)
 
 
 def _set_length_and_rate(draft: Draft) -> None:
     batch, told = _batch(draft)
     keys = ["micro_batch_size_per_gpu", "image_micro_batch_size_per_gpu"]
-    told.append("over all processes together here; multiply by the number of GPUs that you used")
+    told.append(Message("over all processes together here; multiply by the number of GPUs that you used"))
     draft.differs(keys, {"train.batch_size": batch}, "; ".join(told))
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
     per_epoch = _steps_per_epoch(draft, batch * accumulate)
@@ -399,16 +411,18 @@ def _set_length_and_rate(draft: Draft) -> None:
     words.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
     if draft.has("pseudo_huber_c"):
         ours = {"objective.loss": "pseudo_smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
-        draft.differs("pseudo_huber_c", ours, "the same loss, twice as large here")
+        draft.differs("pseudo_huber_c", ours, Message("the same loss, twice as large here"))
     words.set_prodigy(draft, {name: f"optimizer.{name}" for name in words.OF_PRODIGY})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
     general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # it trains text encoders of SDXL only
     own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}
     rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
-    why = "theirs trains SDXL's text encoders too, unless their rates are 0" if not draft.has(keys[0]) else ""
+    why = Message("theirs trains SDXL's text encoders too, unless their rates are 0") if not draft.has(keys[0]) else ""
     left_out = [name for name in ("CLIP-L", "CLIP-G") if name not in rates]
     words.set_text_encoders(draft, keys, keys, rates, why, left_out)
-    draft.none(["optimizer.lr", "model.unet_lr"], f"{rate} counts for the denoiser", off=True)
+    draft.none(
+        ["optimizer.lr", "model.unet_lr"], Message("{rate_key} counts for the denoiser", rate_key=rate), off=True
+    )
     betas = draft.get("optimizer.betas", pair)
     if betas:
         draft.mapped("optimizer.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
@@ -442,7 +456,9 @@ def _batch(draft: Draft) -> tuple[int, list[str]]:
     value = draft.get("image_micro_batch_size_per_gpu") or draft.get("micro_batch_size_per_gpu") or 1
     if not isinstance(value, list):
         return positive(value), []
-    return positive(max(pair(one) for one in value)[1]), ["one batch size here, that of the largest resolution"]
+    return positive(max(pair(one) for one in value)[1]), [
+        Message("one batch size here, that of the largest resolution")
+    ]
 
 
 def _set_timesteps(draft: Draft) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from ..errors import Message
 from . import words
 from .base import Draft, Unfit, number, whole
 from .kohya_table import NO_RATIO
@@ -90,7 +91,7 @@ def _numbers(said: str, total: int) -> set[int]:
         first, dash, last = part.partition("-")
         found |= set(range(whole(first), whole(last if dash else first) + 1))
     if not found <= set(range(total)):
-        raise Unfit("another number of blocks")
+        raise Unfit(Message("another number of blocks"))
     return found
 
 
@@ -126,7 +127,7 @@ def _block_settings(draft: Draft, source: dict[str, str]) -> tuple[dict[str, Any
     ranks, told = _ranks(draft, source, weights)
     rates = {name: float(f"{weight:.10g}") for name, weight in weights.items() if weight not in (0, 1)}
     if rates and _finds_its_rate(draft):
-        raise Unfit("the optimizer finds its learning rate")
+        raise Unfit(Message("the optimizer finds its learning rate"))
     tables: dict[str, Any] = {"adapter.ranks": ranks, "optimizer.lrs": rates}
     return {setting: entries for setting, entries in tables.items() if entries}, told
 
@@ -139,18 +140,18 @@ def _ranks(draft: Draft, source: dict[str, str], weights: dict[str, float]) -> t
     alphas = [number(one) for one in source.get("block_alphas", "").split(",") if one.strip()]
     alphas = alphas or [alpha] * number_of
     if len(dims) != number_of or len(alphas) != number_of:
-        raise Unfit("another number of blocks")
+        raise Unfit(Message("another number of blocks"))
     used = {name: dims[place] if weights.get(name, 1.0) else 0 for place, name in blocks.items()}
     if not any(used.values()):
-        raise Unfit("no block is trained")
+        raise Unfit(Message("no block is trained"))
     entries = {name: dim for name, dim in used.items() if dim != rank}
     scales = {alphas[place] / dims[place] for place, name in blocks.items() if used[name]}
     if all(math.isclose(scale, alpha / rank) for scale in scales):
         return entries, ""
     if len(scales) == 1:  # the scale of all blocks; text encoders have network_dim
         draft.set("adapter.alpha", scales.pop() * rank)
-        return entries, "text encoders are scaled as the blocks are"
-    return entries, "alpha goes with the rank here: all layers are scaled by alpha / rank"
+        return entries, Message("text encoders are scaled as the blocks are")
+    return entries, Message("alpha goes with the rank here: all layers are scaled by alpha / rank")
 
 
 def _weights(source: dict[str, str], family: str) -> dict[str, float]:
@@ -176,7 +177,7 @@ def _weights(source: dict[str, str], family: str) -> dict[str, float]:
             falling = {"cosine": rising["sine"][::-1], "reverse_linear": steps[::-1]}
             found = [one + number(lift or 0.0) for one in (rising | falling).get(shape.strip()) or ()]
             if not found:
-                raise Unfit(f"{said!r} is no shape of rates")
+                raise Unfit(Message("{word} is no shape of rates", word=repr(said)))
         else:
             found = [number(one) if one.strip() else 0.0 for one in said.split(",")][:length]
             found += [1.0] * (length - len(found))
@@ -200,7 +201,7 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
         return
     keys = [name for name in source if name not in given] + _spend(given, LORAPLUS)
     if own != ratio and draft.family in words.TRAINED_TEXT:
-        told = f"{own or 1:g} for text encoders there; one ratio here for all that is trained"
+        told = Message("{ratio} for text encoders there; one ratio here for all that is trained", ratio=f"{own or 1:g}")
         draft.differs(keys, {"optimizer.loraplus_lr_ratio": ratio}, told)
     else:
         draft.mapped(keys, {"optimizer.loraplus_lr_ratio": ratio})

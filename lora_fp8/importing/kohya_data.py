@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import PureWindowsPath
 from typing import Any
 
+from ..errors import Message
 from . import words
 from .base import Draft, Folder, flag, flattened, number, positive, same, text, whole
 
@@ -81,15 +82,20 @@ def set_absent_dataset(draft: Draft) -> None:
     for key in SAID_BY_DATASET:
         draft.defaults.pop(key, None)
     draft.folders = [Folder("TODO")]
-    draft.need("dataset.folders", f"the folders of {file}, which is not here")
-    draft.need("dataset.resolution", f"it stands in {file}, which is not here, and buckets and the batch size with it")
+    draft.need("dataset.folders", Message("the folders of {file}, which is not here", file=file))
+    draft.need(
+        "dataset.resolution",
+        Message("it stands in {file}, which is not here, and buckets and the batch size with it", file=file),
+    )
 
 
 def set_only_pictures(draft: Draft, places: list[str]) -> None:
     """Convert a dataset file alone, except for its folders and sizes."""
     kept = ("keep_tokens", "enable_bucket", "resolution")
     draft.defaults = {name: value for name, value in draft.defaults.items() if name in kept}
-    words.set_family(draft, (), "", "the file holds only the pictures: import the training's file with this beside it")
+    words.set_family(
+        draft, (), "", Message("the file holds only the pictures: import the training's file with this beside it")
+    )
     words.set_model_path(draft, "pretrained_model_name_or_path")
     words.share(draft, *each(draft, "batch_size", places), "train.batch_size", whole)
 
@@ -103,11 +109,11 @@ def set_folders(draft: Draft) -> None:
     draft.differs(used, {}, words.SHOWN_ALIKE)
     draft.none(everywhere(draft, "is_reg"), "off", off=True)
     draft.differs(
-        everywhere(draft, "caption_prefix"), {}, "the folder's trigger: put in front only where it is missing"
+        everywhere(draft, "caption_prefix"), {}, Message("the folder's trigger: put in front only where it is missing")
     )
     for name in ("num_repeats", "class_tokens", "dataset_repeats"):
-        draft.mapped(everywhere(draft, name), {}, "in each of the folders")
-    draft.mapped("dataset_config", {}, "read as well" if found else "not here")
+        draft.mapped(everywhere(draft, name), {}, Message("in each of the folders"))
+    draft.mapped("dataset_config", {}, Message("read as well") if found else Message("not here"))
     _set_root_folders(draft, bool(found))
     words.balance_regularization(draft)
     words.weigh_regularization(draft, "prior_loss_weight")
@@ -116,7 +122,7 @@ def set_folders(draft: Draft) -> None:
             folder.mask = _mask_of(draft, "", number)
     words.set_unmasked(draft)
     if any(folder.mask for folder in draft.folders):
-        draft.mapped("masked_loss", {}, "folders with a mask")
+        draft.mapped("masked_loss", {}, Message("folders with a mask"))
     draft.none([*everywhere(draft, "alpha_mask"), "masked_loss"], "off, or it names no masks", off=True)
 
 
@@ -124,7 +130,7 @@ def _add_folder(draft: Draft, subset: str) -> None:
     """Add a folder of the dataset file to the draft, and report the folder's own keys."""
     path = draft.get(f"{subset}image_dir", text)
     if not path:
-        draft.none(f"{subset}metadata_file", "captions are .txt or .caption files beside the pictures here")
+        draft.none(f"{subset}metadata_file", Message("captions are .txt or .caption files beside the pictures here"))
         return
     folder = Folder(path, positive(effective(draft, subset, "num_repeats") or 1))
     words.look_into(draft, folder, deep=False)
@@ -146,14 +152,14 @@ def _set_root_folders(draft: Draft, has_subsets: bool) -> None:
     """Set folders from train_data_dir and reg_data_dir, which count only without a dataset file's folders."""
     root = draft.get("train_data_dir", text)
     if root and has_subsets:
-        draft.none("train_data_dir", "dataset_config counts", off=True)
+        draft.none("train_data_dir", Message("dataset_config counts"), off=True)
     elif root:
         _folders_by_name(draft, root)
     elif draft.get("dataset_config") and not has_subsets:
         set_absent_dataset(draft)
     others = draft.get("reg_data_dir", text)
     if others and has_subsets:
-        draft.none("reg_data_dir", "dataset_config counts", off=True)
+        draft.none("reg_data_dir", Message("dataset_config counts"), off=True)
     elif others:
         _folders_by_name(draft, others, "reg_data_dir")
 
@@ -165,7 +171,7 @@ def _mask_of(draft: Draft, subset: str, number: int) -> str:
         draft.mapped(masks, {}, f"dataset.folders.{number}.mask")
         return words.as_mask_folder(path)
     if words.on(draft.get(alpha)):
-        draft.mapped(alpha, {}, "mask = 'alpha' in each of these folders")
+        draft.mapped(alpha, {}, Message("mask = 'alpha' in each of these folders"))
         return "alpha"
     return ""
 
@@ -175,7 +181,15 @@ def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:
     folder.regularization = True
     if folder.captionless:
         given = f" ({words_of_it!r} there)" if words_of_it else ""
-        draft.need("dataset.folders", f"{folder.path}: {folder.captionless} pictures need a caption file{given}")
+        draft.need(
+            "dataset.folders",
+            Message(
+                "{folder}: {count} pictures need a caption file{given}",
+                folder=folder.path,
+                count=folder.captionless,
+                given=given,
+            ),
+        )
 
 
 def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> None:
@@ -185,15 +199,22 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
     others = key == "reg_data_dir"
     if place is None or not place.is_dir():
         draft.folders.append(Folder(root, regularization=others))
-        note = "kohya reads repeats from the names of its subfolders (10_name), and the folder is not here"
+        note = Message("kohya reads repeats from the names of its subfolders (10_name), and the folder is not here")
         draft.differs(key, {}, note)
-        draft.need("dataset.folders", "one [[dataset.folders]] for each subfolder: 10_name becomes repeats = 10")
+        draft.need(
+            "dataset.folders", Message("one [[dataset.folders]] for each subfolder: 10_name becomes repeats = 10")
+        )
         return
     told = []
     for inner in sorted(p for p in place.iterdir() if p.is_dir()):
         match = re.match(r"(\d+)_(.*)$", inner.name)
         if not match:
-            draft.notes.append(f"{root}{separator}{inner.name}: no number in front of its name, so kohya skips it too")
+            draft.notes.append(
+                Message(
+                    "{path}: no number in front of its name, so kohya skips it too",
+                    path=f"{root}{separator}{inner.name}",
+                )
+            )
             continue
         folder = Folder(f"{root.rstrip('/' + chr(92))}{separator}{inner.name}", max(1, int(match[1])))
         words.look_into(draft, folder, deep=False)
@@ -205,20 +226,23 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
         draft.folders.append(folder)
     if not told:
         draft.folders.append(Folder(root, regularization=others))
-        draft.differs(key, {}, "no subfolder is named 10_name there, so kohya would find no pictures")
-        draft.need("dataset.folders", "check the folder and its repeats")
+        draft.differs(key, {}, Message("no subfolder is named 10_name there, so kohya would find no pictures"))
+        draft.need("dataset.folders", Message("check the folder and its repeats"))
         return
     if others:
         draft.differs(key, {}, words.SHOWN_ALIKE)
         return
     if not any(folder.captionless for folder in draft.folders):
-        draft.mapped(key, {}, f"repeats are written out here: {'; '.join(told)}")
+        draft.mapped(key, {}, Message("repeats are written out here: {told}", told="; ".join(told)))
         return
     draft.differs(
         key,
         {},
-        f"repeats are written out here: {'; '.join(told)}. The words behind the number caption pictures without a "
-        "caption there; here `check` asks for a caption or a trigger",
+        Message(
+            "repeats are written out here: {told}. The words behind the number caption pictures without a "
+            "caption there; here `check` asks for a caption or a trigger",
+            told="; ".join(told),
+        ),
     )
 
 
@@ -241,20 +265,22 @@ def set_pictures(draft: Draft) -> None:
     for name, setting, read in shared:
         tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
         if name == "keep_tokens" and not tags:
-            draft.none(everywhere(draft, name), "means nothing without shuffle_caption", off=True)
+            draft.none(everywhere(draft, name), Message("means nothing without {key}", key="shuffle_caption"), off=True)
             continue
         words.share(draft, *each(draft, name, places), setting, read)
     words.set_bucket_step(draft, *each(draft, "bucket_reso_steps", places))
-    note = "theirs also draws one line of a caption with several"
+    note = Message("theirs also draws one line of a caption with several")
     words.share(draft, *each(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
     _set_aspect(draft)
     for name in ("caption_extension", "caption_extention"):
         keys = everywhere(draft, name)
         if all(_reads_captions(draft.given[key]) for key in keys):
-            draft.mapped(keys, {}, ".txt and .caption files are read by themselves")
+            draft.mapped(keys, {}, Message(".txt and .caption files are read by themselves"))
         else:
-            draft.none(keys, "captions are .txt or .caption files here; rename yours")
-            draft.todo.append(f"captions end in {draft.given[keys[0]]} there; here in .txt or .caption")
+            draft.none(keys, Message("captions are .txt or .caption files here; rename yours"))
+            draft.todo.append(
+                Message("captions end in {suffix} there; here in .txt or .caption", suffix=draft.given[keys[0]])
+            )
 
 
 def _reads_captions(value: Any) -> bool:
@@ -266,10 +292,10 @@ def _set_aspect(draft: Draft) -> None:
     small, large = everywhere(draft, "min_bucket_reso"), everywhere(draft, "max_bucket_reso")
     side = draft.settings.get("dataset.resolution")
     if not draft.settings.get("dataset.buckets") or not side:
-        draft.none([*small, *large], "means nothing without buckets", off=True)
+        draft.none([*small, *large], Message("means nothing without {key}", key="buckets"), off=True)
         return
     if draft.settings.get("dataset.upscale") is False:
-        draft.none([*small, *large], "means nothing with bucket_no_upscale", off=True)
+        draft.none([*small, *large], Message("means nothing with {key}", key="bucket_no_upscale"), off=True)
         return
     first = (subsets(draft) or [""])[0]
     narrow = effective(draft, first, "min_bucket_reso", positive) or 256
@@ -279,5 +305,9 @@ def _set_aspect(draft: Draft) -> None:
     draft.differs(
         [*small, *large] or ["min_bucket_reso", "max_bucket_reso"],
         {"dataset.max_aspect": min(8.0, max(1.0, tall / narrow))},
-        f"the widest bucket there is {tall} x {narrow}; here buckets keep the whole area, and 8 is the limit",
+        Message(
+            "the widest bucket there is {wide} x {high}; here buckets keep the whole area, and 8 is the limit",
+            wide=tall,
+            high=narrow,
+        ),
     )

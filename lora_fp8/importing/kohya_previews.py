@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import Message
 from . import words
 from .base import Draft, decoded, read_source
 
@@ -21,7 +22,7 @@ def set_previews(draft: Draft) -> None:
     pictures: list[dict[str, Any]] = []
     told: list[str] = []
     off = draft.has("enable_preview") and not words.on(draft.given["enable_preview"])
-    draft.mapped("enable_preview", {}, "preview.prompts says it")
+    draft.mapped("enable_preview", {}, Message("preview.prompts says it"))
     if draft.has("sample_prompts"):
         pictures, told = read_prompts(draft, str(draft.given["sample_prompts"]))
     elif draft.has("positive_prompts"):
@@ -41,7 +42,7 @@ def set_previews(draft: Draft) -> None:
         if not draft.has("sample_at_first"):
             draft.set("preview.at_start", False, f"not in the file: the default of {draft.tool.name}")
     elif keys:
-        draft.none(keys, "the prompts are not here")
+        draft.none(keys, Message("the prompts are not here"))
     draft.none([*fields, "sample_prompts", "sample_at_first"], "no prompts", off=True)
     if not pictures or off:
         draft.settings.pop("preview.every", None)
@@ -53,7 +54,14 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
     if len(lines) == 1 and re.search(r"\.(txt|json|toml)$", given.strip(), re.IGNORECASE):
         place = draft.find(given.strip())
         if place is None:
-            draft.notes.append(f"sample_prompts = {given!r} is not here: put it beside {draft.source.path.name}")
+            draft.notes.append(
+                Message(
+                    "{key} = {path} is not here: put it beside {file}",
+                    key="sample_prompts",
+                    path=repr(given),
+                    file=draft.source.path.name,
+                )
+            )
             return [], []
         if place.suffix.lower() == ".txt":
             lines = decoded(place).splitlines()
@@ -65,7 +73,7 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
             picture, unknown = parse_prompt(line)
             pictures.append(picture)
             left += unknown
-    return pictures, [f"{', '.join(dict.fromkeys(left))} mean nothing here"] if left else []
+    return pictures, [Message("{names} mean nothing here", names=", ".join(dict.fromkeys(left)))] if left else []
 
 
 def parse_prompt(line: str, known: Mapping[str, str] = PROMPT_FLAGS) -> tuple[dict[str, Any], list[str]]:
@@ -106,5 +114,5 @@ def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
         scale, inner = picture.pop("scale", None), picture.pop("guide", None)
         picture["guidance"] = inner if embedded else scale
         if embedded and scale not in (None, "1", "1.0", 1, 1.0):
-            told = "--l (classifier-free guidance) is not used for this model here, only --g"
+            told = Message("--l (classifier-free guidance) is not used for this model here, only --g")
     return told

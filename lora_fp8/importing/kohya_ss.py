@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..errors import Message
 from . import sd_scripts, words
 from .base import JOINT, Draft, Rule, Source, Tool, flattened, idle, none, parse_options
 from .kohya_data import datasets_of
@@ -23,14 +24,14 @@ PAGE_RULES: dict[str, Rule] = {
     "save_as_bool": idle("the page's own"),
     "train_on_input": idle("the page's own"),
     f"{OF_OTHERS}**": idle("belongs to another architecture, which is not chosen"),
-    "unit": none("belongs to DyLoRA", 1),
-    "stop_text_encoder_training": none("text encoders are trained to the end"),
-    "stop_text_encoder_training_pct": none("text encoders are trained to the end"),
+    "unit": none(Message("belongs to DyLoRA"), 1),
+    "stop_text_encoder_training": none(Message("text encoders are trained to the end")),
+    "stop_text_encoder_training_pct": none(Message("text encoders are trained to the end")),
     "noise_offset_type": idle("says which of the noise keys counts"),
-    "no_token_padding": none("captions are padded as the pipeline does"),
+    "no_token_padding": none(Message("captions are padded as the pipeline does")),
     "LyCORIS_preset": JOINT,
     "use_wandb": idle(words.LOGGING),
-    "extra_accelerate_launch_args": none("give them to `accelerate launch train_lora.py` yourself"),
+    "extra_accelerate_launch_args": none(Message("give them to `accelerate launch train_lora.py` yourself")),
     **dict.fromkeys(("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"), JOINT),
     **dict.fromkeys(
         ("bypass_mode", "constrain", "decompose_both", "dora_wd", "factor", "full_matrix", "rescaled", "train_norm")
@@ -101,11 +102,11 @@ def recognise(source: Source) -> str:
 def combine(draft: Draft) -> None:
     """Convert as for sd-scripts, whose command the page writes."""
     if draft.has("num_vectors_per_token") or draft.has("token_string"):
-        words.refuse(draft, "it trains an embedding (textual inversion)")
+        words.refuse(draft, Message("it trains an embedding (textual inversion)"))
     if not draft.has("LoRA_type") and not draft.has("network_dim"):
         words.set_whole_model(draft, "the file has no LoRA_type, so the page trains the whole model with it")
     sd_scripts.combine(draft)
-    draft.mapped("additional_parameters", {}, "read as options of sd-scripts")
+    draft.mapped("additional_parameters", {}, Message("read as options of sd-scripts"))
 
 
 TOOL = Tool(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from ..errors import Message
 from . import words
 from .base import JOINT, Rule, always, cached, flag, idle, none, number, text, to, whole
 
 NO_CONV = words.NO_CONV
-NO_PART = "adapter.targets names the layers that are adapted, adapter.ranks their ranks"
-NO_RATIO = "both matrices of an adapter have the same rate here"
-NO_DROPOUT = "adapter.dropout drops inputs of the adapter"
-NO_LYCORIS = "belongs to LyCORIS"
+NO_PART = Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
+NO_RATIO = Message("both matrices of an adapter have the same rate here")
+NO_DROPOUT = Message("adapter.dropout drops inputs of the adapter")
+NO_LYCORIS = Message("belongs to LyCORIS")
 NO_MODULE = "the file names no network_module: theirs trains the whole model then, unless the command names one"
-NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
+NO_VALIDATION = Message("say validation.every and validation.pictures, which are kept out of the folders")
 
 SD_SCRIPTS_RULES: dict[str, Rule] = {
     # Model
@@ -25,9 +26,9 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "gemma2": JOINT,
     "text_encoder": JOINT,
     "byt5": JOINT,
-    "vae": none("the base's own VAE is used, or that of model.components"),
+    "vae": none(Message("the base's own VAE is used, or that of model.components")),
     "v_parameterization": JOINT,
-    "no_half_vae": always("the VAE never runs in float16"),
+    "no_half_vae": always(Message("the VAE never runs in float16")),
     "tokenizer_cache_dir": idle(),
     "disable_mmap_load_safetensors": idle(),
     # Precision
@@ -36,8 +37,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "fp8_base_unet": JOINT,
     "fp8_scaled": JOINT,
     "fp8_vl": idle("text encoders are freed before training here"),
-    "full_bf16": none("adapters are bf16 with float32 masters here; optimizer.rounding = 'nearest' has none"),
-    "full_fp16": none("float16 is not used here"),
+    "full_bf16": none(Message("adapters are bf16 with float32 masters here; optimizer.rounding = 'nearest' has none")),
+    "full_fp16": none(Message("float16 is not used here")),
     # Adapter
     "network_module": JOINT,
     "network_args": JOINT,
@@ -46,12 +47,14 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "network_alpha": to("adapter.alpha", number),
     "network_dropout": to("adapter.dropout", number),
     "network_train_unet_only": JOINT,
-    "network_train_text_encoder_only": none("the denoiser is always trained here"),
+    "network_train_text_encoder_only": none(Message("the denoiser is always trained here")),
     "network_weights": to("adapter.init_from", text, words.START),
-    "dim_from_weights": none("set adapter.rank and adapter.alpha to those of the file: `lora-fp8 inspect` tells them"),
-    "base_weights": none("no LoRA is merged into the base; merge it beforehand"),
-    "base_weights_multiplier": none("belongs to base_weights"),
-    "scale_weight_norms": none("weights are not rescaled here"),
+    "dim_from_weights": none(
+        Message("set adapter.rank and adapter.alpha to those of the file: `lora-fp8 inspect` tells them")
+    ),
+    "base_weights": none(Message("no LoRA is merged into the base; merge it beforehand")),
+    "base_weights_multiplier": none(Message("belongs to base_weights")),
+    "scale_weight_norms": none(Message("weights are not rescaled here")),
     "conv_dim": none(NO_CONV),
     "conv_alpha": none(NO_CONV),
     # Learning rate
@@ -68,12 +71,12 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "lr_restart_cycles": JOINT,
     "lr_scheduler_power": JOINT,
     "lr_scheduler_min_lr_ratio": JOINT,
-    "lr_scheduler_type": none("schedules of other packages are not loaded"),
-    "lr_scheduler_args": none("schedules of other packages are not loaded"),
-    "lr_scheduler_timescale": none("belongs to inverse_sqrt"),
-    "lr_decay_steps": none("belongs to warmup_stable_decay"),
+    "lr_scheduler_type": none(Message("schedules of other packages are not loaded")),
+    "lr_scheduler_args": none(Message("schedules of other packages are not loaded")),
+    "lr_scheduler_timescale": none(Message("belongs to inverse_sqrt")),
+    "lr_decay_steps": none(Message("belongs to warmup_stable_decay")),
     "max_grad_norm": to("train.max_grad_norm", number),
-    "fused_backward_pass": none("gradients are summed in float32 and stepped together here"),
+    "fused_backward_pass": none(Message("gradients are summed in float32 and stepped together here")),
     # Length
     "max_train_steps": JOINT,
     "max_train_epochs": JOINT,
@@ -97,10 +100,12 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "is_reg": JOINT,
     "reg_data_dir": JOINT,
     "prior_loss_weight": JOINT,
-    "in_json": none("captions are .txt or .caption files beside the pictures here"),
-    "metadata_file": none("captions are .txt or .caption files beside the pictures here"),
-    "conditioning_data_dir": none("is for ControlNets, which are not trained here; with masked_loss it has masks"),
-    "dataset_class": none("no code of other packages is loaded"),
+    "in_json": none(Message("captions are .txt or .caption files beside the pictures here")),
+    "metadata_file": none(Message("captions are .txt or .caption files beside the pictures here")),
+    "conditioning_data_dir": none(
+        Message("is for ControlNets, which are not trained here; with masked_loss it has masks")
+    ),
+    "dataset_class": none(Message("no code of other packages is loaded")),
     "cache_info": idle(),
     "resolution": JOINT,
     "enable_bucket": JOINT,
@@ -108,7 +113,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "max_bucket_reso": JOINT,
     "bucket_reso_steps": JOINT,
     "bucket_no_upscale": JOINT,
-    "resize_interpolation": none("pictures are resized with Lanczos"),
+    "resize_interpolation": none(Message("pictures are resized with Lanczos")),
     "network_multiplier": none(words.FULL_STRENGTH, 1, 1.0),
     "shuffle_caption": JOINT,
     "keep_tokens": JOINT,
@@ -118,27 +123,27 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "caption_extension": JOINT,
     "caption_extention": JOINT,
     "caption_prefix": JOINT,
-    "caption_suffix": none("nothing is put behind captions here"),
-    "keep_tokens_separator": none("dataset.keep_tokens counts the tags that stay"),
-    "secondary_separator": none("tags have one separator here"),
+    "caption_suffix": none(Message("nothing is put behind captions here")),
+    "keep_tokens_separator": none(Message("dataset.keep_tokens counts the tags that stay")),
+    "secondary_separator": none(Message("tags have one separator here")),
     "enable_wildcard": JOINT,
-    "caption_dropout_every_n_epochs": none("captions are dropped by chance only: dataset.caption_dropout"),
+    "caption_dropout_every_n_epochs": none(Message("captions are dropped by chance only: dataset.caption_dropout")),
     "caption_tag_dropout_rate": JOINT,
-    "token_warmup_min": none("all tags are shown from the start", 1),
-    "token_warmup_step": none("all tags are shown from the start"),
-    "weighted_captions": none("brackets in captions are text here"),
+    "token_warmup_min": none(Message("all tags are shown from the start"), 1),
+    "token_warmup_step": none(Message("all tags are shown from the start")),
+    "weighted_captions": none(Message("brackets in captions are text here")),
     "custom_attributes": none(words.NOT_HERE),
-    "color_aug": none("colours are not changed here"),
-    "random_crop": none("pictures are cropped at the middle"),
-    "face_crop_aug_range": none("pictures are cropped at the middle"),
+    "color_aug": none(Message("colours are not changed here")),
+    "random_crop": none(Message("pictures are cropped at the middle")),
+    "face_crop_aug_range": none(Message("pictures are cropped at the middle")),
     "alpha_mask": JOINT,
     "masked_loss": JOINT,
     "max_token_length": none(
-        "captions are cut where the text encoder ends: at 75 tokens for CLIP; `check` tells which", 75
+        Message("captions are cut where the text encoder ends: at 75 tokens for CLIP; `check` tells which"), 75
     ),
-    "clip_skip": none("the text encoder's layer is the one the pipeline uses", 1),
-    "t5xxl_max_token_length": none("the pipeline's own length is used", 512),
-    "apply_t5_attn_mask": none("the pipeline's own attention is used"),
+    "clip_skip": none(Message("the text encoder's layer is the one the pipeline uses"), 1),
+    "t5xxl_max_token_length": none(Message("the pipeline's own length is used"), 512),
+    "apply_t5_attn_mask": none(Message("the pipeline's own attention is used")),
     "cache_latents": cached(words.ALWAYS_CACHED),
     "cache_latents_to_disk": cached(words.ALWAYS_CACHED),
     "cache_text_encoder_outputs": cached(words.ALWAYS_CACHED),
@@ -157,10 +162,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "noise_offset_random_strength": none(words.NO_NOISE),
     "adaptive_noise_scale": none(words.NO_NOISE),
     "multires_noise_iterations": none(words.NO_NOISE),
-    "multires_noise_discount": none("belongs to multires_noise_iterations", 0.3),
+    "multires_noise_discount": none(Message("belongs to multires_noise_iterations"), 0.3),
     "ip_noise_gamma": none(words.NO_NOISE),
     "ip_noise_gamma_random_strength": none(words.NO_NOISE),
-    "zero_terminal_snr": none("the model's scheduler_config.json says how it noises"),
+    "zero_terminal_snr": none(Message("the model's scheduler_config.json says how it noises")),
     "min_timestep": to("objective.t_min", words.thousandths),
     "max_timestep": to("objective.t_max", words.thousandths),
     "min_snr_gamma": JOINT,
@@ -168,9 +173,9 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "huber_schedule": JOINT,
     "huber_c": JOINT,
     "huber_scale": JOINT,
-    "debiased_estimation_loss": none("min_snr_gamma is the only weight here"),
-    "scale_v_pred_loss_like_noise_pred": none("min_snr_gamma is the only weight here"),
-    "v_pred_like_loss": none("min_snr_gamma is the only weight here"),
+    "debiased_estimation_loss": none(Message("min_snr_gamma is the only weight here")),
+    "scale_v_pred_loss_like_noise_pred": none(Message("min_snr_gamma is the only weight here")),
+    "v_pred_like_loss": none(Message("min_snr_gamma is the only weight here")),
     "timestep_sampling": JOINT,
     "sigmoid_scale": JOINT,
     "discrete_flow_shift": JOINT,
@@ -178,14 +183,14 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "weighting_scheme": JOINT,
     "logit_mean": JOINT,
     "logit_std": JOINT,
-    "mode_scale": none("belongs to weighting_scheme = mode", 1.29),
+    "mode_scale": none(Message("belongs to weighting_scheme = mode"), 1.29),
     "model_prediction_type": JOINT,
     "guidance_scale": JOINT,
     # Memory and speed
     "blocks_to_swap": JOINT,
     "block_swap_h2d_only": idle("belongs to blocks_to_swap"),
-    "cpu_offload_checkpointing": none("activations are recomputed, not moved to main memory"),
-    "split_mode": none("deprecated there; FP8 storage takes its place"),
+    "cpu_offload_checkpointing": none(Message("activations are recomputed, not moved to main memory")),
+    "split_mode": none(Message("deprecated there; FP8 storage takes its place")),
     "train_blocks": none(NO_PART, "all"),
     "torch_compile": JOINT,
     "dynamo_backend": JOINT,
@@ -195,30 +200,30 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "attn_mode": always(words.ATTENTION),
     "split_attn": idle(),
     # Saving
-    "output_dir": to("output_dir", text, "a run folder of the job's name is made in it"),
+    "output_dir": to("output_dir", text, Message("a run folder of the job's name is made in it")),
     "output_name": JOINT,
-    "save_model_as": none("files are always .safetensors", "safetensors"),
+    "save_model_as": none(Message("files are always .safetensors"), "safetensors"),
     "save_precision": to("export.dtype", words.FILE_DTYPE),
     "save_every_n_steps": JOINT,
     "save_every_n_epochs": JOINT,
-    "save_n_epoch_ratio": none("checkpoint.every counts steps"),
-    "save_last_n_steps": none("checkpoint.keep counts checkpoints"),
-    "save_last_n_steps_state": none("checkpoint.keep counts checkpoints"),
-    "save_last_n_epochs": none("checkpoint.keep counts checkpoints"),
-    "save_last_n_epochs_state": none("checkpoint.keep counts checkpoints"),
-    "save_state": always("every checkpoint holds the whole state"),
-    "save_state_on_train_end": always("every checkpoint holds the whole state"),
+    "save_n_epoch_ratio": none(Message("checkpoint.every counts steps")),
+    "save_last_n_steps": none(Message("checkpoint.keep counts checkpoints")),
+    "save_last_n_steps_state": none(Message("checkpoint.keep counts checkpoints")),
+    "save_last_n_epochs": none(Message("checkpoint.keep counts checkpoints")),
+    "save_last_n_epochs_state": none(Message("checkpoint.keep counts checkpoints")),
+    "save_state": always(Message("every checkpoint holds the whole state")),
+    "save_state_on_train_end": always(Message("every checkpoint holds the whole state")),
     "resume": none(words.RESUMES),
-    "no_metadata": none("metadata is always written"),
-    "training_comment": none("export.description is the text in the file"),
+    "no_metadata": none(Message("metadata is always written")),
+    "training_comment": none(Message("export.description is the text in the file")),
     "metadata_title": to("export.title", text),
     "metadata_author": to("export.author", text),
     "metadata_description": to("export.description", text),
     "metadata_license": to("export.license", text),
-    "metadata_tags": none("no tags are written into the file"),
-    "metadata_usage_hint": none("export.description is the text in the file"),
-    "metadata_thumbnail": none("no picture is written into the file"),
-    "metadata_trigger_phrase": none("the trigger word is written into the file by itself"),
+    "metadata_tags": none(Message("no tags are written into the file")),
+    "metadata_usage_hint": none(Message("export.description is the text in the file")),
+    "metadata_thumbnail": none(Message("no picture is written into the file")),
+    "metadata_trigger_phrase": none(Message("the trigger word is written into the file by itself")),
     # Previews
     "sample_prompts": JOINT,
     "sample_every_n_steps": JOINT,
@@ -245,7 +250,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         + ("console_log_simple", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "rdzv_backend"),
         idle(),
     ),
-    "deepspeed": none("processes hold the whole model each; see `accelerate launch`"),
+    "deepspeed": none(Message("processes hold the whole model each; see `accelerate launch`")),
     **dict.fromkeys(
         ("zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device")
         + ("offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model")
@@ -255,17 +260,17 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     # Single architectures
     **dict.fromkeys(
         ("qwen3", "llm_adapter_path", "t5_tokenizer_path"),
-        none("model.components takes a diffusers folder, not single files of its parts"),
+        none(Message("model.components takes a diffusers folder, not single files of its parts")),
     ),
     **dict.fromkeys(
         ("gemma2_max_token_length", "qwen3_max_token_length", "t5_max_token_length"),
-        none("the pipeline's own length is used"),
+        none(Message("the pipeline's own length is used")),
     ),
-    "apply_lg_attn_mask": none("the pipeline's own attention is used"),
-    "system_prompt": none("the pipeline's own is put in front of captions"),
+    "apply_lg_attn_mask": none(Message("the pipeline's own attention is used")),
+    "system_prompt": none(Message("the pipeline's own is put in front of captions")),
     **dict.fromkeys(
         ("clip_l_dropout_rate", "clip_g_dropout_rate", "t5_dropout_rate"),
-        none("dataset.caption_dropout drops captions for all text encoders together"),
+        none(Message("dataset.caption_dropout drops captions for all text encoders together")),
     ),
     **dict.fromkeys(("pos_emb_random_crop_rate", "enable_scaled_pos_embed"), none(words.NOT_HERE)),
     **dict.fromkeys(("use_flash_attn", "use_sage_attn"), always(words.ATTENTION)),
@@ -274,7 +279,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         + ("vae_disable_cache", "fused_optimizer_groups"),
         idle(),
     ),
-    "blockwise_fused_optimizers": none("gradients are summed in float32 and stepped together here"),
-    "controlnet_model_name_or_path": none("ControlNets are not trained here"),
-    "unsloth_offload_checkpointing": none("activations are recomputed, not moved to main memory"),
+    "blockwise_fused_optimizers": none(Message("gradients are summed in float32 and stepped together here")),
+    "controlnet_model_name_or_path": none(Message("ControlNets are not trained here")),
+    "unsloth_offload_checkpointing": none(Message("activations are recomputed, not moved to main memory")),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import PureWindowsPath
 
+from ..errors import Message
 from . import kohya_blocks, words
 from .base import Draft, is_off, listed, number, positive, text, whole
 from .kohya_data import each, subsets
@@ -32,9 +33,9 @@ WHOLE_MODEL = {
 }
 """Scripts that train the whole model."""
 OTHER_JOBS = {
-    "textual_inversion": "it trains an embedding (textual inversion)",
-    "control_?net": "it trains a ControlNet",
-    "leco": "it trains a slider from prompts (LECO)",
+    "textual_inversion": Message("it trains an embedding (textual inversion)"),
+    "control_?net": Message("it trains a ControlNet"),
+    "leco": Message("it trains a slider from prompts (LECO)"),
 }
 """Parts of the names of scripts that cannot be converted -> what these scripts train."""
 MODULES = {"lora_flux": "flux", "oft_flux": "flux", "lora_sd3": "sd3", "lora_lumina": "lumina2"} | {
@@ -61,14 +62,18 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
     if draft.get("model_train_type"):
         name = draft.get("model_train_type", text)
         kind = TRAIN_TYPES.get(re.sub("finetune|dreambooth", "lora", words.plain(name)), "")
-        why = f"model_train_type = {name!r}" if kind else f"{name!r} trains no LoRA that is known here"
+        why = (
+            f"model_train_type = {name!r}"
+            if kind
+            else Message("{name} trains no LoRA that is known here", name=repr(name))
+        )
         return kind, why, "model_train_type"
     module = str(draft.get("network_module") or "").split(".")[-1]
     if module in MODULES:
         return MODULES[module], f"network_module = {module!r}", ""
     for key, kind in (("flux1_checkbox", "flux"), ("flux_checkbox", "flux"), ("sd3_checkbox", "sd3"), ("sdxl", "sdxl")):
         if words.on(draft.get(key)):
-            return kind, f"{key} is on", key
+            return kind, Message("{name} is on", name=key), key
     v2 = words.on(draft.get("v2"))
     script = draft.source.script
     if script in WHOLE_MODEL and not (v2 and WHOLE_MODEL[script] == "sd15"):
@@ -76,13 +81,13 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
     if script in SCRIPTS and not (v2 and SCRIPTS[script] == "sd15"):
         return SCRIPTS[script], script, ""
     if v2:
-        return "sd2", "v2 is on", "v2"
+        return "sd2", Message("{name} is on", name="v2"), "v2"
     if draft.has("t5xxl") and draft.has("ae"):
         flux = draft.has("clip_l")
         return ("flux", "t5xxl, ae and clip_l are FLUX's", "") if flux else ("chroma", "t5xxl and ae, no clip_l", "")
     if draft.has("sdxl"):
         return "sd15", "sdxl, v2 and the other families are off", "sdxl"
-    return "", "the file does not say: sd-scripts takes it from the script that is run", ""
+    return "", Message("the file does not say: sd-scripts takes it from the script that is run"), ""
 
 
 def set_model(draft: Draft) -> None:
@@ -92,15 +97,22 @@ def set_model(draft: Draft) -> None:
     kind, why = words.refined(kind, why, [path])
     named = words.family_of_name(path)
     if not kind and named and not draft.family:
-        words.set_family(draft, (), named, "read from the name of the base model")
-        draft.need("model.family", f"{draft.family} was read from the name {PureWindowsPath(path).name!r}: check it")
+        words.set_family(draft, (), named, Message("read from the name of the base model"))
+        draft.need(
+            "model.family",
+            Message(
+                "{family} was read from the name {file}: check it",
+                family=draft.family,
+                file=repr(PureWindowsPath(path).name),
+            ),
+        )
     else:
         words.set_family(draft, key or (), kind, why)
     keys = ["model_train_type", "model_type", "flux1_checkbox", "flux_checkbox", "sd3_checkbox", "sdxl", "v2"]
     draft.none(keys, "another family, or another key that says it", off=True)
     words.set_model_path(draft, "pretrained_model_name_or_path")
     for key in ("clip_l", "clip_g", "t5xxl", "ae", "gemma2", "text_encoder", "byt5"):
-        draft.none(key, "model.components takes a diffusers folder, not single files of its parts")
+        draft.none(key, Message("model.components takes a diffusers folder, not single files of its parts"))
 
 
 def other_job(script: str) -> str:
@@ -152,9 +164,14 @@ def _set_type(draft: Draft, algorithm: str) -> None:
         draft.mapped(keys, {"adapter.type": own[algorithm]})
         draft.set("adapter.type", own[algorithm])
     else:
-        draft.none(keys, f"there is no {algorithm} here; a LoRA of this rank was written")
+        draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=algorithm))
         draft.set("adapter.type", "lora")
-        draft.need("adapter.type", f"{algorithm} has no counterpart: a LoRA learns otherwise; check rank and alpha")
+        draft.need(
+            "adapter.type",
+            Message(
+                "{algorithm} has no counterpart: a LoRA learns otherwise; check rank and alpha", algorithm=algorithm
+            ),
+        )
 
 
 def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
@@ -165,7 +182,7 @@ def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
             reasons = dict.fromkeys(_no_argument(name) for name in left)
             draft.none(key, f"{parts}: {'; '.join(reasons)}")
         else:
-            draft.mapped(key, {}, "says only what [adapter] says")
+            draft.mapped(key, {}, Message("says only what [adapter] says"))
 
 
 PAGE_KEYS: tuple[str, ...]
@@ -185,9 +202,9 @@ def _report_page_keys(draft: Draft, plain: bool) -> None:
         elif key in ("conv_dim", "conv_alpha"):
             # The page stores them for every type of LoRA; only LoCon and LyCORIS use them.
             page = plain and draft.tool.name != "sd-scripts"
-            draft.none(key, "not used by this kind of LoRA" if page else NO_CONV, off=page or not used)
+            draft.none(key, Message("not used by this kind of LoRA") if page else NO_CONV, off=page or not used)
         else:
-            draft.none(key, "not used by this kind of LoRA" if plain else NO_LYCORIS, off=plain or not used)
+            draft.none(key, Message("not used by this kind of LoRA") if plain else NO_LYCORIS, off=plain or not used)
 
 
 def _no_argument(name: str) -> str:
@@ -205,14 +222,14 @@ def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
     """Set what belongs to LoKr alone, and remove it from the network's arguments."""
     keys = [key for key in ("lokr_factor", "factor") if draft.has(key)]
     factor = given.pop("factor", None) or (draft.get(keys[0]) if keys else -1)
-    draft.mapped(keys, {"adapter.factor": words.lokr_factor(factor)}, "-1 there is 0 here")
+    draft.mapped(keys, {"adapter.factor": words.lokr_factor(factor)}, Message("-1 there is 0 here"))
     both = given.pop("decompose_both", "").lower() == "true" or words.on(draft.get("decompose_both"))
     draft.mapped("decompose_both", {"adapter.decompose_both": both})
     full = given.pop("full_matrix", "").lower() == "true" or words.on(draft.get("full_matrix"))
     rank = draft.get("network_dim", whole)
     if full or (rank or 0) > words.WHOLE_RANK:
         settings = {"adapter.rank": words.lokr_rank(rank or 1, full)}
-        draft.mapped(["network_dim", "full_matrix"], settings, "whole matrices")
+        draft.mapped(["network_dim", "full_matrix"], settings, Message("whole matrices"))
 
 
 def set_precision(draft: Draft) -> None:
@@ -220,7 +237,7 @@ def set_precision(draft: Draft) -> None:
     words.set_dtype(draft, "mixed_precision")
     if not draft.get("mixed_precision"):
         draft.notes.append(
-            "the file has no mixed_precision: theirs computes in float32 then, here in bf16 (model.dtype)"
+            Message("the file has no mixed_precision: theirs computes in float32 then, here in bf16 (model.dtype)")
         )
     scaled = words.on(draft.get("fp8_scaled"))
     cast = [key for key in ("fp8_base", "fp8_base_unet") if words.on(draft.get(key))]
@@ -228,15 +245,19 @@ def set_precision(draft: Draft) -> None:
         draft.mapped(
             ["fp8_scaled", *cast],
             {"quantize.storage": "fp8", "quantize.scale": "1x64"},
-            "a scale for each 64 weights of a row, as there; modulation is held in int8 (quantize.modulation), and "
-            "scale = 'auto', one for each row, takes less and is nearly as exact",
+            Message(
+                "a scale for each 64 weights of a row, as there; modulation is held in int8 "
+                "(quantize.modulation), and scale = 'auto', one for each row, takes less and is nearly as exact"
+            ),
         )
     elif cast:
         draft.differs(
             cast,
             {"quantize.storage": "fp8"},
-            "kohya casts every weight without a scale, so that small ones become zero; here each row has a scale. "
-            "quantize.scale = 'none' is the exact equivalent",
+            Message(
+                "kohya casts every weight without a scale, so that small ones become zero; here each row has a "
+                "scale. quantize.scale = 'none' is the exact equivalent"
+            ),
         )
     else:
         words.set_storage(draft, (), "bf16", "kohya")
@@ -266,9 +287,13 @@ def _set_batch(draft: Draft) -> tuple[int, int]:
     keys += ["train_batch_size", "num_processes"]
     sizes = {positive(value or outer or 1) for value in inner}
     batch, processes = max(sizes), positive(draft.get("num_processes") or 1)
-    note = f"over all processes together here: {batch} x {processes}" if processes > 1 else ""
+    note = (
+        Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
+        if processes > 1
+        else ""
+    )
     if len(sizes) > 1:
-        note = f"one batch size here, the largest of {sorted(sizes)}"
+        note = Message("one batch size here, the largest of {sizes}", sizes=sorted(sizes))
     (draft.differs if note else draft.mapped)(keys, {"train.batch_size": batch * processes}, note)
     return batch, processes
 
@@ -286,7 +311,7 @@ def _set_steps(draft: Draft, per_epoch: int | None, batch: int) -> None:
         draft.mapped("max_train_steps", {"train.steps": steps})
     elif page_epochs:
         words.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
-    draft.none(["epoch", "max_train_epochs", "max_train_steps"], "another key counts", off=True)
+    draft.none(["epoch", "max_train_epochs", "max_train_steps"], Message("another key counts"), off=True)
 
 
 def _set_optimizer(draft: Draft) -> None:
@@ -302,7 +327,7 @@ def _set_optimizer(draft: Draft) -> None:
     draft.none(["use_8bit_adam", "use_lion_optimizer"], "off", off=True)
     if draft.tool.name != "musubi-tuner":
         _set_text_encoders(draft)
-    draft.none(["learning_rate", "unet_lr"], f"{rate_key} counts for the denoiser", off=True)
+    draft.none(["learning_rate", "unet_lr"], Message("{rate_key} counts for the denoiser", rate_key=rate_key), off=True)
     for key in ("optimizer_args", "optimizer_args_custom"):
         if draft.has(key):
             words.set_optimizer_arguments(draft, key, draft.given[key])
@@ -314,7 +339,7 @@ def _set_schedule(draft: Draft) -> None:
     warmup_key, warmup, told = "lr_warmup_steps", draft.get("lr_warmup_steps", number), ""
     if not warmup and draft.has("lr_warmup"):
         warmup_key, percent = "lr_warmup", number(draft.given["lr_warmup"])
-        warmup, told = percent / 100, f"{percent:g} % of all steps"
+        warmup, told = percent / 100, Message("{percent} % of all steps", percent=f"{percent:g}")
     for key in ("lr_warmup_steps", "lr_warmup"):
         if key != warmup_key:
             draft.none(key, f"{warmup_key} counts", off=True)
@@ -332,7 +357,7 @@ def _set_schedule(draft: Draft) -> None:
         warmup_note=told,
         floor=draft.get("lr_scheduler_min_lr_ratio", number),
     )
-    draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], "another key counts", off=True)
+    draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], Message("another key counts"), off=True)
 
 
 def _set_text_encoders(draft: Draft) -> None:
@@ -346,11 +371,13 @@ def _set_text_encoders(draft: Draft) -> None:
     rates = {name: found[min(i, len(found) - 1)] for i, name in enumerate(names) if found}
     left_out = [name for name, rate in rates.items() if not rate]
     rates = {} if off else {name: rate for name, rate in rates.items() if rate}
-    why = "theirs trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
+    why = Message(
+        "theirs trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
+    )
     words.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
     if draft.settings.get("adapter.text_encoder"):
         cached = ["cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"]
-        draft.mapped(cached, {}, "off where text encoders are trained, there and here")
+        draft.mapped(cached, {}, Message("off where text encoders are trained, there and here"))
 
 
 def set_noise(draft: Draft) -> None:
@@ -359,7 +386,7 @@ def set_noise(draft: Draft) -> None:
     words.set_prediction(draft, "v_parameterization", "v" if words.on(draft.get("v_parameterization")) else "")
     _set_offset(draft)
     if not draft.family:
-        draft.none(FLOW_KEYS, "depends on the family, which the file does not say")
+        draft.none(FLOW_KEYS, Message("depends on the family, which the file does not say"))
     elif draft.family in words.DIFFUSION:
         draft.none(FLOW_KEYS, "means nothing to a model that predicts noise", off=True)
     else:
@@ -380,12 +407,13 @@ def _set_timesteps(draft: Draft) -> None:
     scheme = str(draft.get("weighting_scheme") or "uniform")
     shift_key = "training_shift" if draft.family in ("sd3", "sd35") else "discrete_flow_shift"
     shift = draft.get(shift_key, number) or 1.0
-    keys, told = ["timestep_sampling"], []
+    keys = ["timestep_sampling"]
+    told: list[str] = []
     shape = "logit_normal"
     if method == "sigma":
         shape = "logit_normal" if scheme == "logit_normal" else "uniform"
         if scheme in ("sigma_sqrt", "cosmap", "mode"):
-            told.append(f"weighting_scheme = {scheme} has no counterpart")
+            told.append(Message("weighting_scheme = {scheme} has no counterpart", scheme=scheme))
         keys += ["weighting_scheme", shift_key]
     elif method == "shift":
         keys.append(shift_key)
@@ -404,9 +432,9 @@ def _remarks_on_method(draft: Draft, method: str) -> list[str]:
     if method == "flux_shift":
         return []
     if method.endswith("_shift"):
-        return [f"{method}: the shift of the model's own scheduler here"]
-    draft.need("objective.timesteps", f"choose one for {method!r}")
-    return [f"{method} has no counterpart; logit_normal was written"]
+        return [Message("{keys}: the shift of the model's own scheduler here", keys=method)]
+    draft.need("objective.timesteps", Message("choose one for {name}", name=repr(method)))
+    return [Message("{method} has no counterpart; logit_normal was written", method=method)]
 
 
 def _remarks_on_shape(draft: Draft, method: str, scheme: str, keys: list[str]) -> list[str]:
@@ -428,12 +456,15 @@ def _set_flow_objective(draft: Draft) -> None:
     """Report what the model is trained to predict, and set the guidance during training."""
     prediction = draft.get("model_prediction_type")
     if prediction == "raw":
-        draft.mapped("model_prediction_type", {}, "the velocity as the model gives it")
+        draft.mapped("model_prediction_type", {}, Message("the velocity as the model gives it"))
     elif draft.has("model_prediction_type"):
-        draft.none("model_prediction_type", "the model's velocity is trained as it is, which they call raw")
+        draft.none("model_prediction_type", Message("the model's velocity is trained as it is, which they call raw"))
     elif prediction:
         draft.notes.append(
-            f"theirs is model_prediction_type = {prediction!r} by default; here it is what they call raw"
+            Message(
+                "theirs is model_prediction_type = {type} by default; here it is what they call raw",
+                type=repr(prediction),
+            )
         )
     if draft.get("guidance_scale") is not None:
         draft.mapped("guidance_scale", {"objective.guidance": number(draft.get("guidance_scale"))})
@@ -460,6 +491,8 @@ def set_compile(draft: Draft) -> None:
     named = draft.has("dynamo_backend") and str(backend).lower() not in ("no", "none")
     if compiled or (named and draft.tool.name == "kohya_ss"):
         draft.differs(
-            ["torch_compile", "dynamo_backend"], {"memory.compile": "blocks"}, "each repeated block is compiled, once"
+            ["torch_compile", "dynamo_backend"],
+            {"memory.compile": "blocks"},
+            Message("each repeated block is compiled, once"),
         )
     draft.none(["torch_compile", "dynamo_backend"], "off", off=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .. import config
+from ..errors import Message
 from . import sd_scripts, words
 from .base import JOINT, Draft, Rule, Source, Tool, idle, none, table_in
 from .kohya_data import sections
@@ -18,7 +19,7 @@ LORA_SCRIPTS_RULES: dict[str, Rule] = {
     "metadata.**": idle("tells about the preset"),
     "model_train_type": JOINT,
     "enable_preview": JOINT,
-    "randomly_choice_prompt": none("prompts are drawn in order"),
+    "randomly_choice_prompt": none(Message("prompts are drawn in order")),
     "positive_prompts": JOINT,
     "negative_prompts": JOINT,
     "sample_width": JOINT,
@@ -29,9 +30,9 @@ LORA_SCRIPTS_RULES: dict[str, Rule] = {
     "network_args_custom": JOINT,
     "optimizer_args_custom": JOINT,
     "ui_custom_params": JOINT,
-    "enable_base_weight": none("no LoRA is merged into the base; merge it beforehand"),
+    "enable_base_weight": none(Message("no LoRA is merged into the base; merge it beforehand")),
     "enable_block_weights": JOINT,
-    "dylora_unit": none("belongs to DyLoRA"),
+    "dylora_unit": none(Message("belongs to DyLoRA")),
     "lokr_factor": JOINT,
     "train_norm": JOINT,
     "dropout": JOINT,
@@ -55,7 +56,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
         try:
             parsed = config.read_toml(str(custom))
         except ValueError:
-            draft.notes.append("ui_custom_params is not TOML and was not read")
+            draft.notes.append(Message("ui_custom_params is not TOML and was not read"))
         else:
             yield from ((f"ui_custom_params: {shown}", key, value) for shown, key, value in sections(parsed))
 
@@ -83,7 +84,7 @@ def combine(draft: Draft) -> None:
         words.set_whole_model(draft, f"{draft.get('model_train_type')} trains the whole model there")
     sd_scripts.combine(draft)
     words.set_prodigy(draft, {"d_coef": "prodigy_d_coef", "d0": "prodigy_d0"})
-    draft.mapped("ui_custom_params", {}, "read as settings")
+    draft.mapped("ui_custom_params", {}, Message("read as settings"))
 
 
 TOOL = Tool(

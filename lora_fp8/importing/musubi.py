@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import PureWindowsPath
 from typing import Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import kohya_data, kohya_previews, kohya_table, kohya_training, sd_scripts, words
 from .base import (
     JOINT,
@@ -29,10 +29,10 @@ from .base import (
     whole,
 )
 
-NO_VIDEO = "no clip is begun with a picture here"
-FRAMES_OF_PARTS = "belongs to the other ways of cutting; here a clip's head, middle or chunks: dataset.clip"
-SQUEEZED = "there squeezed into the range, unless preserve_distribution_shape is set; here cut off"
-NO_CONTROL = "control pictures are shown as the model's pipeline shows them, or see dataset.control_resolution"
+NO_VIDEO = Message("no clip is begun with a picture here")
+FRAMES_OF_PARTS = Message("belongs to the other ways of cutting; here a clip's head, middle or chunks: dataset.clip")
+SQUEEZED = Message("there squeezed into the range, unless preserve_distribution_shape is set; here cut off")
+NO_CONTROL = Message("control pictures are shown as the model's pipeline shows them, or see dataset.control_resolution")
 
 RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "dit": JOINT,
@@ -40,7 +40,7 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "model_version": JOINT,
     "edit": JOINT,
     "edit_plus": JOINT,
-    "dit_high_noise": none("a job trains one of Wan 2.2's experts: objective.t_min and t_max"),
+    "dit_high_noise": none(Message("a job trains one of Wan 2.2's experts: objective.t_min and t_max")),
     "text_encoder1": JOINT,
     "text_encoder2": JOINT,
     "t5": JOINT,
@@ -55,18 +55,20 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "vae_chunk_size": idle(),
     "vae_spatial_tile_sample_min_size": idle(),
     "vae_cache_cpu": idle(),
-    "dit_dtype": none("model.dtype is the dtype of what is not quantized", "bfloat16"),
+    "dit_dtype": none(Message("model.dtype is the dtype of what is not quantized"), "bfloat16"),
     "flash_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "flash3": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "sage_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "block_swap_ring_size": idle("belongs to blocks_to_swap"),
     "use_pinned_memory_for_block_swap": idle("belongs to blocks_to_swap"),
-    "gradient_checkpointing_cpu_offload": none("activations are recomputed, not moved to main memory"),
+    "gradient_checkpointing_cpu_offload": none(Message("activations are recomputed, not moved to main memory")),
     "img_in_txt_in_offloading": none(words.NO_SWAP),
-    "num_timestep_buckets": none("every timestep is drawn by itself"),
+    "num_timestep_buckets": none(Message("every timestep is drawn by itself")),
     "min_timestep": near("objective.t_min", words.thousandths, SQUEEZED),
     "max_timestep": near("objective.t_max", words.thousandths, SQUEEZED),
-    "preserve_distribution_shape": always("objective.t_min and t_max cut the distribution off, as this has it"),
+    "preserve_distribution_shape": always(
+        Message("objective.t_min and t_max cut the distribution off, as this has it")
+    ),
     "show_timesteps": idle("shows, and trains nothing"),
     "compile": JOINT,
     "compile_backend": idle("torch.compile uses inductor"),
@@ -74,7 +76,7 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "compile_dynamic": idle(),
     "compile_fullgraph": idle(),
     "image_directory": JOINT,
-    "image_jsonl_file": none("captions are .txt or .caption files beside the pictures here"),
+    "image_jsonl_file": none(Message("captions are .txt or .caption files beside the pictures here")),
     "cache_directory": none(words.OTHER_CACHE),
     "multiple_target": none(words.NOT_HERE),
     **dict.fromkeys(
@@ -83,8 +85,8 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     ),
     **dict.fromkeys(("video_directory", "target_frames", "frame_extraction"), JOINT),
     **dict.fromkeys(("frame_stride", "frame_sample", "max_frames"), none(FRAMES_OF_PARTS)),
-    "video_jsonl_file": none("captions are .txt or .caption files beside the clips here"),
-    "source_fps": always("a clip's own times tell its rate, and dataset.fps the one that it is brought to"),
+    "video_jsonl_file": none(Message("captions are .txt or .caption files beside the clips here")),
+    "source_fps": always(Message("a clip's own times tell its rate, and dataset.fps the one that it is brought to")),
     "control_directory": JOINT,
     **dict.fromkeys(
         ("control_resolution", "no_resize_control", "flux_kontext_no_resize_control")
@@ -99,8 +101,10 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
         idle(),
     ),
     **dict.fromkeys(("metadata_reso", "metadata_arch"), idle("the file tells its own size and architecture")),
-    **dict.fromkeys(("offload_inactive_dit", "timestep_boundary"), none("a job trains one of Wan 2.2's experts")),
-    "base_weights": none("no LoRA is merged into the base; merge it beforehand"),
+    **dict.fromkeys(
+        ("offload_inactive_dit", "timestep_boundary"), none(Message("a job trains one of Wan 2.2's experts"))
+    ),
+    "base_weights": none(Message("no LoRA is merged into the base; merge it beforehand")),
 }
 
 SCRIPTS = {
@@ -175,7 +179,7 @@ def combine(draft: Draft) -> None:
     compiled = words.on(draft.get("compile")) or str(draft.get("dynamo_backend") or "no").lower() not in ("no", "none")
     keys = ["compile", "dynamo_backend", "torch_compile"]
     if compiled:
-        draft.differs(keys, {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+        draft.differs(keys, {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
     draft.none(keys, "off", off=True)
     words.set_swap(draft, "blocks_to_swap")
 
@@ -196,9 +200,9 @@ def _set_model(draft: Draft) -> None:
     unsaid = "the file does not say: musubi-tuner takes it from the script that is run"
     words.set_family(draft, keys, kind, why if kind else unsaid)
     draft.none(keys, "family is told by model.family", off=True)
-    words.set_model_path(draft, "dit", "the denoiser's own file")
+    words.set_model_path(draft, "dit", Message("the denoiser's own file"))
     for key in ("vae", "text_encoder", "text_encoder1", "text_encoder2", "t5", "clip", "image_encoder"):
-        draft.none(key, "model.components takes a diffusers folder, not single files of its parts")
+        draft.none(key, Message("model.components takes a diffusers folder, not single files of its parts"))
 
 
 def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
@@ -213,7 +217,7 @@ def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
         kind, why = f"{kind}_i2v", f"task = {task!r}"
     for key, edited in (("edit", "qwen_image_edit"), ("edit_plus", "qwen_image_edit_plus")):
         if kind == "qwen_image" and words.on(draft.get(key)):
-            kind, why = edited, f"{key} is on"
+            kind, why = edited, Message("{name} is on", name=key)
     return kind, why
 
 
@@ -235,8 +239,8 @@ def _set_folders(draft: Draft) -> None:
         draft.mapped(f"{table}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
         words.set_control(draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}")
         draft.folders.append(folder)
-    draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, "in each of the folders")
-    draft.mapped("dataset_config", {}, "read as well" if tables(draft) else "not here")
+    draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, Message("in each of the folders"))
+    draft.mapped("dataset_config", {}, Message("read as well") if tables(draft) else Message("not here"))
     if draft.has("dataset_config") and not tables(draft):
         kohya_data.set_absent_dataset(draft)
 
@@ -261,14 +265,16 @@ def _set_pictures(draft: Draft) -> None:
         [whole(one) for value in given if value for one in listed(value)],
         parts,
         {"head": "head", "chunk": "chunks"}.get(named_ways.pop()) if len(named_ways) == 1 else None,
-        "of every folder; there a clip gives a piece of each length, here of the longest that fits",
+        Message("of every folder; there a clip gives a piece of each length, here of the longest that fits"),
     )
     keys = kohya_data.everywhere(draft, "caption_extension")
     if keys and all(str(draft.given[key]).lstrip(".").lower() in ("txt", "caption", "") for key in keys):
-        draft.mapped(keys, {}, ".txt and .caption files are read by themselves")
+        draft.mapped(keys, {}, Message(".txt and .caption files are read by themselves"))
     elif keys:
-        draft.none(keys, "captions are .txt or .caption files here; rename yours")
-        draft.todo.append(f"captions end in {draft.given[keys[0]]} there; here in .txt or .caption")
+        draft.none(keys, Message("captions are .txt or .caption files here; rename yours"))
+        draft.todo.append(
+            Message("captions end in {suffix} there; here in .txt or .caption", suffix=draft.given[keys[0]])
+        )
 
 
 def recognise(source: Source) -> str:

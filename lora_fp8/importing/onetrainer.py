@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .. import families
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import words
 from .base import (
     JOINT,
@@ -34,14 +34,14 @@ from .base import (
     whole,
 )
 
-NO_PART = "adapter.targets names the layers that are adapted, adapter.ranks their ranks"
-NO_EMBEDDING = "no embeddings are trained here"
+NO_PART = Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
+NO_EMBEDDING = Message("no embeddings are trained here")
 NO_OFT = "belongs to OFT"
-NO_LOKR = "belongs to LoKr"
-NO_LOSS = "there is one loss here, objective.loss, weighted by min_snr_gamma only"
+NO_LOKR = Message("belongs to LoKr")
+NO_LOSS = Message("there is one loss here, objective.loss, weighted by min_snr_gamma only")
 CONCEPT_OFF = "the concept is off"
-NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
-NO_COLOUR = "colours are not changed here"
+NO_VALIDATION = Message("say validation.every and validation.pictures, which are kept out of the folders")
+NO_COLOUR = Message("colours are not changed here")
 NO_VIDEO = words.NO_CLIPS
 PARTS = ("unet", "prior", "transformer")
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
@@ -54,7 +54,7 @@ RULES: dict[str, Rule] = {
     "training_method": JOINT,
     "model_type": JOINT,
     "base_model_name": JOINT,
-    "extra_model_name": none("model.components takes a diffusers folder"),
+    "extra_model_name": none(Message("model.components takes a diffusers folder")),
     "debug_mode": idle(),
     "debug_dir": idle(),
     "workspace_dir": idle("the run folder holds everything"),
@@ -67,7 +67,7 @@ RULES: dict[str, Rule] = {
     "validate_after": idle(NO_VALIDATION),
     "validate_after_unit": idle(NO_VALIDATION),
     "continue_last_backup": none(words.RESUMES),
-    "prevent_overwrites": always("a run folder is never overwritten"),
+    "prevent_overwrites": always(Message("a run folder is never overwritten")),
     "include_train_config": idle("the resolved config is in the run folder"),
     "multi_gpu": JOINT,
     "device_indexes": JOINT,
@@ -76,18 +76,20 @@ RULES: dict[str, Rule] = {
         idle("train.gradient_exchange says how gradients travel"),
     ),
     "output_dtype": to("export.dtype", words.FILE_DTYPE),
-    "output_model_format": none("files are .safetensors in the key names of export.formats", "SAFETENSORS", "KOHYA"),
+    "output_model_format": none(
+        Message("files are .safetensors in the key names of export.formats"), "SAFETENSORS", "KOHYA"
+    ),
     "output_model_destination": JOINT,
     "async_offloading": idle(),
     "enable_async_offloading": idle(),
-    "enable_activation_offloading": none("activations are recomputed, not moved to main memory"),
+    "enable_activation_offloading": none(Message("activations are recomputed, not moved to main memory")),
     "layer_offload_fraction": JOINT,
     "force_circular_padding": none(words.NOT_HERE),
     "compile": JOINT,
     "gradient_checkpointing": JOINT,
     "concept_file_name": JOINT,
     "circular_mask_generation": none(words.NO_MASK),
-    "random_rotate_and_crop": none("pictures are cropped at the middle"),
+    "random_rotate_and_crop": none(Message("pictures are cropped at the middle")),
     "aspect_ratio_bucketing": to("dataset.buckets", flag),
     "latent_caching": cached(words.ALWAYS_CACHED),
     "image_caching": cached(words.ALWAYS_CACHED),
@@ -96,9 +98,9 @@ RULES: dict[str, Rule] = {
     "clear_cache_before_training": idle("the cache is kept by content; what changed is encoded again"),
     "learning_rate": JOINT,
     "learning_rate_scheduler": JOINT,
-    "custom_learning_rate_scheduler": none("schedules of other packages are not loaded"),
-    "scheduler_params": none("belongs to custom schedules"),
-    "scheduler_params.**": none("belongs to custom schedules"),
+    "custom_learning_rate_scheduler": none(Message("schedules of other packages are not loaded")),
+    "scheduler_params": none(Message("belongs to custom schedules")),
+    "scheduler_params.**": none(Message("belongs to custom schedules")),
     "learning_rate_warmup_steps": JOINT,
     "learning_rate_cycles": JOINT,
     "learning_rate_min_factor": JOINT,
@@ -131,7 +133,7 @@ RULES: dict[str, Rule] = {
     "loss_weight_fn": JOINT,
     "loss_weight_strength": JOINT,
     "min_snr_gamma": JOINT,
-    "loss_scaler": none("the loss is not scaled by the batch", "NONE"),
+    "loss_scaler": none(Message("the loss is not scaled by the batch"), "NONE"),
     "dropout_probability": to("adapter.dropout", number),
     "layer_filter": JOINT,
     "layer_filter_preset": JOINT,
@@ -141,7 +143,9 @@ RULES: dict[str, Rule] = {
     "offset_noise_weight": JOINT,
     "generalized_offset_noise": none(words.NO_NOISE),
     "perturbation_noise_weight": none(words.NO_NOISE),
-    "rescale_noise_scheduler_to_zero_terminal_snr": none("the model's scheduler_config.json says how it noises"),
+    "rescale_noise_scheduler_to_zero_terminal_snr": none(
+        Message("the model's scheduler_config.json says how it noises")
+    ),
     "force_v_prediction": JOINT,
     "force_epsilon_prediction": JOINT,
     "timestep_distribution": JOINT,
@@ -153,45 +157,49 @@ RULES: dict[str, Rule] = {
     "dynamic_timestep_shifting": JOINT,
     "cep_gamma": none(words.NOT_HERE),
     "k_noise_sampling": none(words.NO_NOISE, 1),
-    "svd_dtype": none("layers are quantized without a low-rank part here", "NONE"),
+    "svd_dtype": none(Message("layers are quantized without a low-rank part here"), "NONE"),
     "svd_rank": idle("belongs to svd_dtype"),
-    "quantization.layer_filter": none("quantize.keep and quantize.override say which layers are held how"),
+    "quantization.layer_filter": none(Message("quantize.keep and quantize.override say which layers are held how")),
     "quantization.layer_filter_preset": none(
-        "quantize.keep and quantize.override say which layers are held how", "full", "blocks"
+        Message("quantize.keep and quantize.override say which layers are held how"), "full", "blocks"
     ),
-    "quantization.**": none("quantize.keep and quantize.override say which layers are held how"),
+    "quantization.**": none(Message("quantize.keep and quantize.override say which layers are held how")),
     **{f"{part}.{name}": JOINT for part in PARTS for name in ("model_name", "train", "learning_rate", "weight_dtype")},
     **{f"{part}.{name}": JOINT for part in PARTS for name in ("gradient_checkpointing", "guidance_scale")},
     **{f"{part}.offload_fraction": JOINT for part in PARTS},
-    **{f"{part}.**": none("one length of training for all: train.steps") for part in PARTS},
+    **{f"{part}.**": none(Message("one length of training for all: train.steps")) for part in PARTS},
     **{f"{part}.{name}": idle() for part in PARTS for name in ("include", "stop_training_after")},
-    **{f"{part}.stop_training_after_unit": none("train.steps is the end", "NEVER", "EPOCH") for part in PARTS},
+    **{f"{part}.stop_training_after_unit": none(Message("train.steps is the end"), "NEVER", "EPOCH") for part in PARTS},
     **{f"{part}.{name}": idle("belongs to text encoders") for part in PARTS for name in ("dropout_probability",)},
-    **{f"{part}.{name}": idle("no embeddings are trained here") for part in PARTS for name in ("train_embedding",)},
-    **{f"{part}.attention_mask": none("the pipeline's own attention is used") for part in PARTS},
+    **{
+        f"{part}.{name}": idle(Message("no embeddings are trained here"))
+        for part in PARTS
+        for name in ("train_embedding",)
+    },
+    **{f"{part}.attention_mask": none(Message("the pipeline's own attention is used")) for part in PARTS},
     **{f"{part}.activation_offloading": none(words.NO_SWAP) for part in PARTS},
     **{f"{part}.{name}": JOINT for part in TEXT_PARTS for name in ("train", "learning_rate")},
-    **{f"{part}.dropout_probability": none("dataset.caption_dropout drops captions") for part in OTHER_PARTS},
+    **{f"{part}.dropout_probability": none(Message("dataset.caption_dropout drops captions")) for part in OTHER_PARTS},
     **{f"{part}.**": idle("text encoders and VAE are used and freed before training") for part in OTHER_PARTS},
     "text_encoder.dropout_probability": JOINT,
     **dict.fromkeys(
         ("text_encoder_layer_skip", "text_encoder_2_layer_skip", "text_encoder_3_layer_skip")
         + ("text_encoder_4_layer_skip",),
-        none("the text encoder's layer is the one the pipeline uses"),
+        none(Message("the text encoder's layer is the one the pipeline uses")),
     ),
     **dict.fromkeys(
         ("text_encoder_sequence_length", "text_encoder_2_sequence_length"),
-        none("the pipeline's own length is used", 77, 512),
+        none(Message("the pipeline's own length is used"), 77, 512),
     ),
     # Flat keys of older files
     "unet_weight_dtype": JOINT,
     "unet_learning_rate": JOINT,
     "prior_weight_dtype": JOINT,
     "prior_learning_rate": JOINT,
-    "train_unet": none("the denoiser is what is trained", True),
-    "train_unet_epochs": idle("train.steps is the end"),
-    "train_prior": none("the denoiser is what is trained", True),
-    "train_prior_epochs": idle("train.steps is the end"),
+    "train_unet": none(Message("the denoiser is what is trained"), True),
+    "train_unet_epochs": idle(Message("train.steps is the end")),
+    "train_prior": none(Message("the denoiser is what is trained"), True),
+    "train_prior_epochs": idle(Message("train.steps is the end")),
     "train_text_encoder": JOINT,
     "train_text_encoder_2": JOINT,
     "text_encoder_learning_rate": JOINT,
@@ -204,8 +212,8 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("masked_training", "unmasked_weight", "normalize_masked_area_loss"), JOINT),
     "unmasked_probability": idle("is for inpainting models, which are not trained here"),
-    "masked_prior_preservation_weight": none("the base's own answers are not trained on here"),
-    "custom_conditioning_image": none("not carried over: see dataset.folders.N.control, for editing models"),
+    "masked_prior_preservation_weight": none(Message("the base's own answers are not trained on here")),
+    "custom_conditioning_image": none(Message("not carried over: see dataset.folders.N.control, for editing models")),
     **dict.fromkeys(
         ("embedding_learning_rate", "preserve_embedding_norm", "embedding.**", "embedding_weight_dtype")
         + ("token_count", "initial_embedding_text", "bundle_additional_embeddings"),
@@ -245,8 +253,8 @@ RULES: dict[str, Rule] = {
     "optimizer.eps": to("optimizer.eps", number),
     **dict.fromkeys((f"optimizer.{name}" for name in words.OF_PRODIGY), JOINT),
     "optimizer.stochastic_rounding": idle("optimizer.rounding says how small updates are kept"),
-    "optimizer.fused_back_pass": none("gradients are summed in float32 and stepped together here"),
-    "optimizer.**": none("not known to the optimizers here"),
+    "optimizer.fused_back_pass": none(Message("gradients are summed in float32 and stepped together here")),
+    "optimizer.**": none(Message("not known to the optimizers here")),
     "optimizer_defaults.**": idle("what the page remembers of other optimizers"),
     "optimizer_defaults": idle("what the page remembers of other optimizers"),
     "optimizer_weight_decay": to("optimizer.weight_decay", number),
@@ -262,10 +270,10 @@ RULES: dict[str, Rule] = {
     "samples.*.cfg_scale": JOINT,
     "samples.*.frames": JOINT,
     "samples.*.enabled": JOINT,
-    "samples.*.random_seed": none("previews keep their seeds"),
+    "samples.*.random_seed": none(Message("previews keep their seeds")),
     "samples.*.noise_scheduler": none(words.NO_SAMPLER, "DDIM", "EULER"),
     "samples.*.**": idle("belongs to other models"),
-    "samples.*.sample_inpainting": none("previews are not inpainted here"),
+    "samples.*.sample_inpainting": none(Message("previews are not inpainted here")),
     "sample_after": JOINT,
     "sample_after_unit": JOINT,
     "sample_skip_first": JOINT,
@@ -279,13 +287,13 @@ RULES: dict[str, Rule] = {
     "backup_after_unit": JOINT,
     "rolling_backup": JOINT,
     "rolling_backup_count": JOINT,
-    "backup_before_save": always("a checkpoint is made before the file"),
+    "backup_before_save": always(Message("a checkpoint is made before the file")),
     "save_every": JOINT,
     "save_every_unit": JOINT,
     "save_after": JOINT,
     "save_after_unit": JOINT,
     "save_skip_first": idle(),
-    "save_filename_prefix": none("files are named after the job"),
+    "save_filename_prefix": none(Message("files are named after the job")),
     "concepts": JOINT,
     "concepts.*.path": JOINT,
     "concepts.*.enabled": JOINT,
@@ -294,7 +302,7 @@ RULES: dict[str, Rule] = {
     "concepts.*.balancing_strategy": JOINT,
     "concepts.*.include_subdirectories": JOINT,
     "concepts.*.text.prompt_source": JOINT,
-    "concepts.*.text.prompt_path": none("captions are .txt or .caption files beside the pictures here"),
+    "concepts.*.text.prompt_path": none(Message("captions are .txt or .caption files beside the pictures here")),
     "concepts.*.text.enable_tag_shuffling": JOINT,
     "concepts.*.text.keep_tags_count": JOINT,
     "concepts.*.text.tag_delimiter": JOINT,
@@ -303,12 +311,12 @@ RULES: dict[str, Rule] = {
     "concepts.*.text.tag_dropout_mode": JOINT,
     "concepts.*.text.tag_dropout_special_tags_mode": JOINT,
     "concepts.*.text.**": idle("belongs to tag dropout and capitals"),
-    "concepts.*.text.caps_randomize_enable": none("captions are not changed to capitals here"),
+    "concepts.*.text.caps_randomize_enable": none(Message("captions are not changed to capitals here")),
     "concepts.*.image.enable_random_flip": JOINT,
-    "concepts.*.image.enable_fixed_flip": none("pictures are mirrored at random or not at all"),
-    "concepts.*.image.enable_crop_jitter": none("pictures are cropped at the middle"),
-    "concepts.*.image.enable_random_rotate": none("pictures are not turned here"),
-    "concepts.*.image.enable_fixed_rotate": none("pictures are not turned here"),
+    "concepts.*.image.enable_fixed_flip": none(Message("pictures are mirrored at random or not at all")),
+    "concepts.*.image.enable_crop_jitter": none(Message("pictures are cropped at the middle")),
+    "concepts.*.image.enable_random_rotate": none(Message("pictures are not turned here")),
+    "concepts.*.image.enable_fixed_rotate": none(Message("pictures are not turned here")),
     "concepts.*.image.enable_resolution_override": JOINT,
     "concepts.*.image.resolution_override": JOINT,
     **{
@@ -322,7 +330,7 @@ RULES: dict[str, Rule] = {
     "concepts.*.validation_concept": none(NO_VALIDATION),
     "concepts.*.type": JOINT,
     "concepts.*.loss_weight": JOINT,
-    "concepts.*.image_variations": none("one crop of each picture is cached", 1),
+    "concepts.*.image_variations": none(Message("one crop of each picture is cached"), 1),
     "concepts.*.text_variations": JOINT,
     "concepts.*.name": idle("the concept's name"),
     "concepts.*.seed": idle("the job's seed counts"),
@@ -355,8 +363,8 @@ MODELS = {
 
 
 OTHER_METHODS = {
-    "EMBEDDING": "it trains an embedding (textual inversion)",
-    "FINE_TUNE_VAE": "it trains the VAE",
+    "EMBEDDING": Message("it trains an embedding (textual inversion)"),
+    "FINE_TUNE_VAE": Message("it trains the VAE"),
 }
 """Training methods that cannot be converted -> what they train."""
 
@@ -385,7 +393,7 @@ def combine(draft: Draft) -> None:
     )
     method = str(draft.get("training_method") or "LORA")
     if method == "LORA":
-        draft.mapped("training_method", {}, "a LoRA is trained")
+        draft.mapped("training_method", {}, Message("a LoRA is trained"))
     elif method in OTHER_METHODS:
         words.refuse(draft, OTHER_METHODS[method])
     else:
@@ -402,7 +410,7 @@ def combine(draft: Draft) -> None:
     _set_previews(draft, per_epoch)
     destination = draft.get("output_model_destination", text)
     if destination:
-        words.set_name(draft, "output_model_destination", words.stem(destination), "the file's name")
+        words.set_name(draft, "output_model_destination", words.stem(destination), Message("the file's name"))
 
 
 def _part(draft: Draft) -> str:
@@ -416,7 +424,7 @@ def _set_path(draft: Draft, part: str) -> None:
     single = f"{part}.model_name"
     if draft.has(single):
         folder = draft.get("base_model_name", text)
-        draft.mapped("base_model_name", {"model.components": folder}, "the denoiser has a file of its own")
+        draft.mapped("base_model_name", {"model.components": folder}, Message("the denoiser has a file of its own"))
         words.set_model_path(draft, single)
     else:
         words.set_model_path(draft, "base_model_name")
@@ -441,7 +449,9 @@ def _set_lokr(draft: Draft, kind: str) -> None:
         return
     rank, both, factor, full = (draft.get(key) for key in keys)
     if factor is not None:
-        draft.mapped("lokr_decompose_factor", {"adapter.factor": words.lokr_factor(factor)}, "-1 there is 0 here")
+        draft.mapped(
+            "lokr_decompose_factor", {"adapter.factor": words.lokr_factor(factor)}, Message("-1 there is 0 here")
+        )
     draft.mapped("lokr_decompose_both", {"adapter.decompose_both": words.on(both)})
     if rank is not None or words.on(full):
         settings = {"adapter.rank": words.lokr_rank(words.said_number("lokr_dim", rank or 1), full)}
@@ -449,7 +459,7 @@ def _set_lokr(draft: Draft, kind: str) -> None:
         draft.none("lora_rank", "lokr_dim counts", off=True)
     draft.none("lokr_full_matrix", "off", off=True)
     for key in more:
-        draft.none(key, "LoKr has no such form here", off=not words.on(draft.get(key)))
+        draft.none(key, Message("LoKr has no such form here"), off=not words.on(draft.get(key)))
 
 
 def _set_adapter(draft: Draft) -> None:
@@ -460,15 +470,15 @@ def _set_adapter(draft: Draft) -> None:
     if kind in own:
         draft.mapped(keys, {"adapter.type": own[kind]})
     else:
-        draft.none(keys, f"there is no {kind} here; a LoRA of this rank was written")
+        draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
         draft.set("adapter.type", "lora")
-        draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+        draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
     draft.none("lora_decompose", "off", off=True)
     _set_lokr(draft, kind)
     for part in PARTS:
         if draft.has(f"{part}.train") and flag(draft.given[f"{part}.train"]):
-            draft.mapped(f"{part}.train", {}, "the denoiser is what is trained")
-        draft.none(f"{part}.train", "the denoiser is what is trained here")
+            draft.mapped(f"{part}.train", {}, Message("the denoiser is what is trained"))
+        draft.none(f"{part}.train", Message("the denoiser is what is trained here"))
     dtype = draft.get("lora_weight_dtype")
     if dtype:
         ours = words.FILE_DTYPE(dtype)
@@ -484,9 +494,9 @@ def _set_adapter(draft: Draft) -> None:
 def _set_masks(draft: Draft) -> None:
     keys = ["unmasked_weight", "normalize_masked_area_loss", "masked_prior_preservation_weight"]
     if words.on(draft.get("masked_training")):
-        draft.mapped("masked_training", {}, "mask = '*-masklabel' in each folder")
+        draft.mapped("masked_training", {}, Message("mask = '*-masklabel' in each folder"))
         weight = draft.get("unmasked_weight", number)
-        note = "greys are shares of the way from this weight to 1; there what is darker than it counts as it"
+        note = Message("greys are shares of the way from this weight to 1; there what is darker than it counts as it")
         draft.differs("unmasked_weight", {"objective.unmasked_weight": 0.1 if weight is None else weight}, note)
         if words.on(draft.get("normalize_masked_area_loss")):
             draft.differs("normalize_masked_area_loss", {}, words.MASK_AREA)
@@ -506,12 +516,14 @@ def _set_folders(draft: Draft) -> None:
         else:
             kept.append(table)
             _add_folder(draft, table)
-    draft.mapped(["concept_file_name"], {}, "read as well" if tables else "not here")
+    draft.mapped(["concept_file_name"], {}, Message("read as well") if tables else Message("not here"))
     _set_masks(draft)
     draft.none("concepts", "empty", off=True)
     if not kept and draft.has("concept_file_name"):
         draft.folders = [Folder("TODO")]
-        draft.need("dataset.folders", f"the folders of {draft.get('concept_file_name')}, which is not here")
+        draft.need(
+            "dataset.folders", Message("the folders of {file}, which is not here", file=draft.get("concept_file_name"))
+        )
     if kept:
         _set_flip_and_tags(draft, kept)
     dropped = draft.get("text_encoder.dropout_probability", number)
@@ -553,16 +565,25 @@ def _add_folder(draft: Draft, table: str) -> None:
     words.look_into(draft, folder, deep=deep)
     draft.mapped(f"{table}path", {}, f"{at}.path")
     if by_samples:
-        draft.none(counted, f"{repeats:g} samples of the concept an epoch there; {at}.repeats counts repeats here")
+        draft.none(
+            counted,
+            Message(
+                "{repeats} samples of the concept an epoch there; {at}.repeats counts repeats here",
+                repeats=f"{repeats:g}",
+                at=at,
+            ),
+        )
     elif repeats == folder.repeats:
         draft.mapped(counted, {}, f"{at}.repeats = {folder.repeats}")
     else:
-        draft.differs(counted, {}, f"{at}.repeats = {folder.repeats}: whole numbers here")
-    draft.none(f"{table}balancing_strategy", "belongs to balancing", off=not by_samples)
+        draft.differs(
+            counted, {}, Message("{at}.repeats = {repeats}: whole numbers here", at=at, repeats=folder.repeats)
+        )
+    draft.none(f"{table}balancing_strategy", Message("belongs to balancing"), off=not by_samples)
     if deep:
-        draft.mapped(f"{table}include_subdirectories", {}, "subfolders are always searched")
+        draft.mapped(f"{table}include_subdirectories", {}, Message("subfolders are always searched"))
     elif draft.has(f"{table}include_subdirectories"):
-        draft.differs(f"{table}include_subdirectories", {}, "subfolders are always searched here")
+        draft.differs(f"{table}include_subdirectories", {}, Message("subfolders are always searched here"))
     _report_caption_source(draft, table, at)
     for name in ("type", "enabled"):
         draft.mapped(f"{table}{name}", {}, "on")
@@ -574,10 +595,18 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
     """Report where a concept's captions come from; `at` is our name of its folder."""
     source = draft.get(f"{table}text.prompt_source") or "sample"
     if source == "sample":
-        draft.mapped(f"{table}text.prompt_source", {}, "captions are files beside the pictures")
+        draft.mapped(f"{table}text.prompt_source", {}, Message("captions are files beside the pictures"))
     else:
-        draft.none(f"{table}text.prompt_source", "captions are .txt or .caption files beside the pictures here")
-        draft.todo.append(f"{at}: captions come from {source!r} there; here from .txt files beside the pictures")
+        draft.none(
+            f"{table}text.prompt_source", Message("captions are .txt or .caption files beside the pictures here")
+        )
+        draft.todo.append(
+            Message(
+                "{key}: captions come from {source} there; here from .txt files beside the pictures",
+                key=at,
+                source=repr(source),
+            )
+        )
 
 
 def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
@@ -600,14 +629,16 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
         keys, values = each(name)
         if tags:
             words.share(draft, keys, values, setting, read)
-        draft.none(keys, "means nothing without tag shuffling", off=True)
+        draft.none(keys, Message("means nothing without {key}", key="tag shuffling"), off=True)
 
 
 def _set_frames(draft: Draft) -> None:
     """Set dataset.frames, if the architecture is trained on clips."""
     lengths = [whole(one) for one in str(draft.get("frames") or "").split(",") if one.strip()]
     if draft.family in families.available() and any(families.get(draft.family).clips):
-        words.set_clips(draft, ["frames"], lengths, [], "head", "of every folder; here a clip's head, see dataset.clip")
+        words.set_clips(
+            draft, ["frames"], lengths, [], "head", Message("of every folder; here a clip's head, see dataset.clip")
+        )
     draft.none("frames", NO_VIDEO, off=True)  # the page writes it for every model
 
 
@@ -638,7 +669,7 @@ def _set_text_encoders(draft: Draft, scale: float) -> None:
         own = [key for key in (f"{part}.learning_rate", f"{part}_learning_rate") if key in draft.given]
         if part not in TEXT_PARTS[:clips]:
             on = any(words.on(draft.given[key]) for key in switches)
-            draft.none([*switches, *own], "T5 and language models are not trained here", off=not on)
+            draft.none([*switches, *own], Message("T5 and language models are not trained here"), off=not on)
             continue
         keys, rate_keys = [*keys, *switches], [*rate_keys, *own]
         used = next((key for key in own if draft.has(key)), "learning_rate")
@@ -648,7 +679,7 @@ def _set_text_encoders(draft: Draft, scale: float) -> None:
             rates[part] = rate * scale
         else:
             left_out.append(part)
-    why = "" if keys else "theirs trains the text encoders too, unless the file says otherwise"
+    why = "" if keys else Message("theirs trains the text encoders too, unless the file says otherwise")
     words.set_text_encoders(draft, keys, rate_keys, rates, why, left_out)
     for part in rates if draft.settings.get("adapter.text_encoder") else ():
         _set_end_of_text_encoder(draft, part)
@@ -664,8 +695,13 @@ def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
     if unit == "NEVER" or end is not None and count >= end:
         draft.none(keys, "trained to the end, there and here", off=True)
         return
-    draft.differs(keys, {}, "text encoders are trained to the end here")
-    what = f"theirs stops training {part} after {count:g} {unit.lower()}s; here it trains to the end: lower its rate"
+    draft.differs(keys, {}, Message("text encoders are trained to the end here"))
+    what = Message(
+        "theirs stops training {part} after {count} {unit}s; here it trains to the end: lower its rate",
+        part=part,
+        count=f"{count:g}",
+        unit=unit.lower(),
+    )
     draft.need("optimizer.text_encoder_lr", what)
 
 
@@ -675,7 +711,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     devices = [one for one in str(draft.get("device_indexes") or "").split(",") if one.strip()]
     processes = len(devices) if words.on(draft.get("multi_gpu")) and devices else 1
     if processes > 1:
-        told = f"over all processes together here: {batch} x {processes}"
+        told = Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
         draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, told)
     else:
         draft.mapped("batch_size", {"train.batch_size": batch})
@@ -692,12 +728,12 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     words.set_optimizer(draft, name, [used], draft.get(used, number), scale)
     words.set_prodigy(draft, {name: f"optimizer.{name}" for name in words.OF_PRODIGY})
     if scale != 1:
-        told = f"the rate times the root of {factors[scaler]}"
+        told = Message("the rate times the root of {number}", number=factors[scaler])
         draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, told)
-    draft.mapped("learning_rate_scaler", {}, "the rate is not scaled")
+    draft.mapped("learning_rate_scaler", {}, Message("the rate is not scaled"))
     _set_text_encoders(draft, scale)
     others = [f"{other}.learning_rate" for other in PARTS] + ["unet_learning_rate", "prior_learning_rate"]
-    draft.none([*rates, *others], f"{used} counts for the denoiser", off=True)
+    draft.none([*rates, *others], Message("{rate_key} counts for the denoiser", rate_key=used), off=True)
     warmup = draft.get("learning_rate_warmup_steps", number)
     words.set_schedule(
         draft,
@@ -715,7 +751,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     _set_every(draft, "checkpoint.every", "backup_after", per_epoch, backup, False)
     done = False
     for key in ("save_every", "save_after"):
-        done = _set_every(draft, "export.every", key, per_epoch, "the LoRA files", done) or done
+        done = _set_every(draft, "export.every", key, per_epoch, Message("the LoRA files"), done) or done
     keep = draft.get("rolling_backup_count", whole)
     if words.on(draft.get("rolling_backup")) and keep:
         draft.mapped(["rolling_backup_count", "rolling_backup"], {"checkpoint.keep": max(2, keep)})
@@ -745,10 +781,15 @@ def _set_every(draft: Draft, setting: str, key: str, per_epoch: int | None, note
         draft.differs([key, unit_key], {setting: max(1, round(count))}, note)
         return True
     if unit == "EPOCH" and per_epoch:
-        told = f"every {count:g} x {per_epoch} steps; steps are counted here, not epochs"
+        told = Message(
+            "every {epochs} x {steps} steps; steps are counted here, not epochs", epochs=f"{count:g}", steps=per_epoch
+        )
         draft.differs([key, unit_key], {setting: max(1, round(count * per_epoch))}, f"{told}; {note}" if note else told)
         return True
-    draft.none([key, unit_key], f"{setting} counts steps, not {unit.lower()}s; its default was left")
+    draft.none(
+        [key, unit_key],
+        Message("{setting} counts steps, not {unit}s; its default was left", setting=setting, unit=unit.lower()),
+    )
     return False
 
 
@@ -766,12 +807,12 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
         if chance
     }
     if modes - {"RANDOM"}:
-        draft.none(keys, "each tag is left out by itself here, as with RANDOM")
+        draft.none(keys, Message("each tag is left out by itself here, as with RANDOM"))
     elif modes:
         words.share(draft, keys, chances, "dataset.tag_dropout", number)
     draft.none(keys, "off", off=True)
     chosen = any(str(draft.get(key) or "NONE") != "NONE" for key in special)
-    draft.none(special, "keep_tokens and the trigger word stay here", off=not (modes and chosen))
+    draft.none(special, Message("keep_tokens and the trigger word stay here"), off=not (modes and chosen))
 
 
 def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
@@ -793,15 +834,15 @@ def _set_loss(draft: Draft) -> None:
         delta = draft.get("huber_delta", number)
         ours = {"objective.loss": "huber", "objective.huber_delta": 1.0 if delta is None else delta}
         keys = ["huber_strength", "huber_delta", "mse_strength"]
-        draft.differs(keys, ours, "the same loss, twice as large here")
+        draft.differs(keys, ours, Message("the same loss, twice as large here"))
     draft.none("huber_delta", "belongs to huber_strength", off=True)
     weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", number)
     if weight == "MIN_SNR_GAMMA":
         words.set_min_snr(draft, "loss_weight_strength", strength or 5.0)
-        draft.mapped("loss_weight_fn", {}, "objective.min_snr_gamma says it")
+        draft.mapped("loss_weight_fn", {}, Message("objective.min_snr_gamma says it"))
     else:
         off = weight in ("CONSTANT", "NONE")
-        draft.none("loss_weight_fn", "min_snr_gamma is the only weight here", off=off)
+        draft.none("loss_weight_fn", Message("min_snr_gamma is the only weight here"), off=off)
         draft.none("loss_weight_strength", f"belongs to {weight}", off=True)
     words.set_min_snr(draft, "min_snr_gamma")
 
@@ -810,19 +851,19 @@ def _set_timesteps(draft: Draft) -> None:
     """Set objective.timesteps, shift, t_min and t_max."""
     keys = ["timestep_distribution", "timestep_shift", "dynamic_timestep_shifting", "noising_weight", "noising_bias"]
     kind = str(draft.get("timestep_distribution") or "UNIFORM")
-    told = []
+    told: list[str] = []
     dynamic = words.on(draft.get("dynamic_timestep_shifting"))
     shift: float | str = "auto" if dynamic else draft.get("timestep_shift", number) or 1.0
     shape = "uniform" if kind == "UNIFORM" else "logit_normal"
     if kind not in ("UNIFORM", "LOGIT_NORMAL"):
-        told.append(f"{kind} has no counterpart; logit_normal was written")
+        told.append(Message("{method} has no counterpart; logit_normal was written", method=kind))
     for key in ("noising_weight", "noising_bias"):
         value = draft.get(key, number)
         if value and kind != "UNIFORM":
             told.append(f"{key} = {value:g} is always 0 here")
     _set_range(draft, kind, shift)
     if draft.family in words.DIFFUSION and (kind != "UNIFORM" or shift != 1):
-        draft.none(keys, "noise levels are drawn uniformly here for a model that predicts noise")
+        draft.none(keys, Message("noise levels are drawn uniformly here for a model that predicts noise"))
     words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
     draft.none(keys, "off", off=True)
 
@@ -837,12 +878,16 @@ def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
         if level is None or level == end:
             draft.none(key, "the whole range", off=True)
         elif kind != "UNIFORM":
-            draft.differs(key, {setting: level}, "there the distribution is squeezed into the range; here cut off")
+            draft.differs(
+                key, {setting: level}, Message("there the distribution is squeezed into the range; here cut off")
+            )
         elif isinstance(shift, str):  # "auto"
-            draft.differs(key, {setting: level}, "there before the shift, which changes with the size; here after it")
+            draft.differs(
+                key, {setting: level}, Message("there before the shift, which changes with the size; here after it")
+            )
         else:
             moved = shift * level / (1 + (shift - 1) * level)
-            draft.mapped(key, {setting: round(moved, 6)}, "" if shift == 1 else "after the shift")
+            draft.mapped(key, {setting: round(moved, 6)}, "" if shift == 1 else Message("after the shift"))
 
 
 def _set_memory(draft: Draft, part: str) -> None:
@@ -851,21 +896,23 @@ def _set_memory(draft: Draft, part: str) -> None:
     if draft.has(used):
         word = str(value).upper()
         if word == "CPU_OFFLOADED":
-            told = "activations are recomputed, not moved to main memory"
+            told = Message("activations are recomputed, not moved to main memory")
             draft.differs(used, {"memory.gradient_checkpointing": True}, told)
         else:
             draft.mapped(used, {"memory.gradient_checkpointing": word in ("ON", "TRUE")})
     keys = ["gradient_checkpointing", *(f"{other}.gradient_checkpointing" for other in PARTS)]
     draft.none(keys, "another part", off=True)
     if words.on(draft.get("compile")):
-        draft.differs("compile", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+        draft.differs("compile", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
     draft.none("compile", "off", off=True)
     shares = ["layer_offload_fraction", *(f"{other}.offload_fraction" for other in PARTS)]
     own = f"{part}.offload_fraction" if draft.has(f"{part}.offload_fraction") else "layer_offload_fraction"
     if own == "layer_offload_fraction" and str(value).upper() != "CPU_OFFLOADED":
         draft.none(own, "used with gradient_checkpointing = CPU_OFFLOADED only", off=True)
     elif draft.has(own):
-        words.set_offload(draft, own, draft.get(own, number), "a share of the layers there, of the frozen weights here")
+        words.set_offload(
+            draft, own, draft.get(own, number), Message("a share of the layers there, of the frozen weights here")
+        )
     draft.none(shares, "another part", off=True)
 
 
@@ -886,7 +933,9 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
         words.set_previews(draft, keys, pictures)
         _set_every(draft, "preview.every", "sample_after", per_epoch, "", False)
         draft.set("preview.at_start", False, "theirs draws after training has begun")
-    draft.mapped("sample_definition_file_name", {}, "read as well" if tables else "not here: no previews")
+    draft.mapped(
+        "sample_definition_file_name", {}, Message("read as well") if tables else Message("not here: no previews")
+    )
     rest = ["sample_after", "sample_after_unit", "sample_skip_first", "samples"]
     draft.none([*rest, *(key for key in draft.given if key.startswith("samples."))], "no previews", off=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import words
 from .base import Entry, Import
 
@@ -226,7 +226,14 @@ def relocate(made: Import, start: Path) -> None:
             if name in folder:
                 folder[name] = seen(folder[name])
     if moved:
-        made.notes.append(f"relative paths begin at {start} here: {few(moved)} stand beside {made.source.name}")
+        made.notes.append(
+            Message(
+                "relative paths begin at {folder} here: {names} stand beside {file}",
+                folder=start,
+                names=few(moved),
+                file=made.source.name,
+            )
+        )
 
 
 PATHS = {"model": ("path", "components"), "adapter": ("init_from",), "preview": ("controls",)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import words
 from .base import Draft, Source, Tool, flattened, read_source
 from .kohya_data import (
@@ -48,7 +48,13 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
         # The command's options override those of the file that it names.
         named = draft.find(inner) or draft.find(f"{inner}.toml")
         if named is None or not named.is_file():
-            draft.notes.append(f"--config_file {inner} is not here: put it beside {source.path.name} and import again")
+            draft.notes.append(
+                Message(
+                    "--config_file {path} is not here: put it beside {file} and import again",
+                    path=inner,
+                    file=source.path.name,
+                )
+            )
         else:
             rows = [(f"{named.name}: {s}", k, v) for s, k, v in sections(read_source(named).data)] + rows
     yield from rows

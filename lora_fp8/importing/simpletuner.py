@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import families
 from ..common.text import shown
+from ..errors import Message
 from . import words
 from .base import (
     JOINT,
@@ -32,9 +33,9 @@ from .base import (
     whole,
 )
 
-NO_VALIDATION = "say validation.every and validation.pictures, which are kept out of the folders"
-NO_CONTROL = "not carried over: for an editing model name the control pictures in dataset.folders.N.control"
-NO_CLOUD = "pictures are read from folders of this machine"
+NO_VALIDATION = Message("say validation.every and validation.pictures, which are kept out of the folders")
+NO_CONTROL = Message("not carried over: for an editing model name the control pictures in dataset.folders.N.control")
+NO_CLOUD = Message("pictures are read from folders of this machine")
 
 RULES: dict[str, Rule] = {
     "model_type": JOINT,
@@ -43,13 +44,13 @@ RULES: dict[str, Rule] = {
     "pretrained_model_name_or_path": JOINT,
     "pretrained_transformer_model_name_or_path": JOINT,
     "pretrained_unet_model_name_or_path": JOINT,
-    "pretrained_vae_model_name_or_path": none("the base's own VAE is used, or that of model.components"),
-    "pretrained_t5_model_name_or_path": none("the base's own encoders are used, or those of model.components"),
+    "pretrained_vae_model_name_or_path": none(Message("the base's own VAE is used, or that of model.components")),
+    "pretrained_t5_model_name_or_path": none(Message("the base's own encoders are used, or those of model.components")),
     "revision": to("model.revision", text),
     "variant": idle("the files of full precision come first"),
     "prediction_type": JOINT,
     "base_model_precision": JOINT,
-    "base_model_default_dtype": idle("model.dtype is the dtype of what is not quantized"),
+    "base_model_default_dtype": idle(Message("model.dtype is the dtype of what is not quantized")),
     "quantize_via": idle(),
     **{f"text_encoder_{i}_precision": idle("text encoders are freed before training here") for i in range(1, 5)},
     "mixed_precision": JOINT,
@@ -57,17 +58,17 @@ RULES: dict[str, Rule] = {
     "lora_rank": JOINT,
     "lora_alpha": JOINT,
     "lora_dropout": to("adapter.dropout", number),
-    "lora_init_type": none("adapters start as peft's LoRA: A at random, B at zero", "default"),
-    "lora_format": none("export.formats says which key names are written", "diffusers"),
+    "lora_init_type": none(Message("adapters start as peft's LoRA: A at random, B at zero"), "default"),
+    "lora_format": none(Message("export.formats says which key names are written"), "diffusers"),
     "init_lora": to("adapter.init_from", text, words.START),
     "use_dora": JOINT,
     "lycoris_config": JOINT,
-    "init_lokr_norm": none("belongs to LoKr"),
+    "init_lokr_norm": none(Message("belongs to LoKr")),
     "peft_lora_mode": none(words.NOT_HERE, "standard"),
-    "flux_lora_target": none("adapter.targets names the layers that are adapted, adapter.ranks their ranks"),
+    "flux_lora_target": none(Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")),
     "fuse_qkv_projections": idle("q, k and v share one quantized input"),
     "controlnet": JOINT,
-    "control": none("ControlNets are not trained here"),
+    "control": none(Message("ControlNets are not trained here")),
     "train_text_encoder": JOINT,
     "text_encoder_lr": JOINT,
     "optimizer": JOINT,
@@ -79,8 +80,8 @@ RULES: dict[str, Rule] = {
     "adam_weight_decay": to("optimizer.weight_decay", number),
     "adam_epsilon": to("optimizer.eps", number),
     "adam_bfloat16": idle("optimizer.rounding says how small updates are kept"),
-    "optimizer_release_gradients": none("gradients are summed in float32 and stepped together here"),
-    "optimizer_cpu_offload_method": none("the optimizer's state stays where the adapters are", "none"),
+    "optimizer_release_gradients": none(Message("gradients are summed in float32 and stepped together here")),
+    "optimizer_cpu_offload_method": none(Message("the optimizer's state stays where the adapters are"), "none"),
     "optimizer_offload_gradients": idle(),
     "fuse_optimizer": idle(),
     "learning_rate": JOINT,
@@ -95,12 +96,12 @@ RULES: dict[str, Rule] = {
     "grad_clip_method": JOINT,
     "max_train_steps": JOINT,
     "num_train_epochs": JOINT,
-    "ignore_final_epochs": idle("train.steps is the end"),
+    "ignore_final_epochs": idle(Message("train.steps is the end")),
     "train_batch_size": JOINT,
     "num_processes": JOINT,
     "gradient_accumulation_steps": to("train.accumulate", whole),
     "gradient_checkpointing": to("memory.gradient_checkpointing", flag),
-    "gradient_checkpointing_interval": none("every block is recomputed", 1),
+    "gradient_checkpointing_interval": none(Message("every block is recomputed"), 1),
     "seed": JOINT,
     "seed_for_each_device": idle("noise belongs to the sample, whatever process draws it"),
     "use_ema": none(words.NO_EMA),
@@ -109,61 +110,61 @@ RULES: dict[str, Rule] = {
         idle("belongs to use_ema"),
     ),
     "snr_gamma": JOINT,
-    "use_soft_min_snr": none("min_snr_gamma is the only weight here"),
+    "use_soft_min_snr": none(Message("min_snr_gamma is the only weight here")),
     **dict.fromkeys(("loss_type", "huber_schedule", "huber_c"), JOINT),
     "noise_offset": none(words.NO_NOISE),
     "noise_offset_probability": idle("belongs to noise_offset"),
-    "offset_noise": none("theirs is for a share of the samples, objective.noise_offset for all of them"),
+    "offset_noise": none(Message("theirs is for a share of the samples, objective.noise_offset for all of them")),
     "conditioning_multidataset_sampling": none(NO_CONTROL, "random", "combined"),
     "input_perturbation": none(words.NO_NOISE),
     "input_perturbation_steps": idle("belongs to input_perturbation"),
-    "rescale_betas_zero_snr": none("the model's scheduler_config.json says how it noises"),
-    "disable_segmented_timestep_sampling": idle("every timestep is drawn by itself"),
+    "rescale_betas_zero_snr": none(Message("the model's scheduler_config.json says how it noises")),
+    "disable_segmented_timestep_sampling": idle(Message("every timestep is drawn by itself")),
     "flow_schedule_shift": JOINT,
     "flow_schedule_auto_shift": JOINT,
     "flow_sigmoid_scale": JOINT,
     "flow_use_uniform_schedule": JOINT,
-    "flow_use_beta_schedule": none("timesteps are uniform or logit-normal here"),
+    "flow_use_beta_schedule": none(Message("timesteps are uniform or logit-normal here")),
     "flow_beta_schedule_alpha": idle("belongs to flow_use_beta_schedule"),
     "flow_beta_schedule_beta": idle("belongs to flow_use_beta_schedule"),
-    "flux_fast_schedule": none("timesteps are uniform or logit-normal here"),
-    "flux_guidance_mode": none("one guidance while training: objective.guidance", "constant"),
+    "flux_fast_schedule": none(Message("timesteps are uniform or logit-normal here")),
+    "flux_guidance_mode": none(Message("one guidance while training: objective.guidance"), "constant"),
     "flux_guidance_value": to("objective.guidance", number),
     "flux_guidance_min": idle("belongs to flux_guidance_mode"),
     "flux_guidance_max": idle("belongs to flux_guidance_mode"),
-    "flux_attention_masked_training": none("the pipeline's own attention is used"),
-    "t5_padding": none("captions are padded as the pipeline does"),
-    "tokenizer_max_length": none("the pipeline's own length is used"),
+    "flux_attention_masked_training": none(Message("the pipeline's own attention is used")),
+    "t5_padding": none(Message("captions are padded as the pipeline does")),
+    "tokenizer_max_length": none(Message("the pipeline's own length is used")),
     "caption_dropout_probability": to("dataset.caption_dropout", number),
     "resolution": JOINT,
     "resolution_type": JOINT,
-    "aspect_bucket_rounding": idle("buckets are multiples of dataset.bucket_step"),
+    "aspect_bucket_rounding": idle(Message("buckets are multiples of dataset.bucket_step")),
     "aspect_bucket_alignment": to("dataset.bucket_step", whole),
-    "minimum_image_size": none("small pictures are enlarged, or get smaller buckets: dataset.upscale"),
-    "maximum_image_size": none("pictures are scaled to their bucket"),
-    "target_downsample_size": none("pictures are scaled to their bucket"),
-    "disable_bucket_pruning": always("no picture is left out of an epoch"),
+    "minimum_image_size": none(Message("small pictures are enlarged, or get smaller buckets: dataset.upscale")),
+    "maximum_image_size": none(Message("pictures are scaled to their bucket")),
+    "target_downsample_size": none(Message("pictures are scaled to their bucket")),
+    "disable_bucket_pruning": always(Message("no picture is left out of an epoch")),
     "caption_strategy": JOINT,
     "instance_prompt": JOINT,
     "data_backend_config": JOINT,
-    "data_backend_sampling": none("folders weigh by their pictures and repeats", "auto-weighting"),
-    "delete_unwanted_images": always("nothing of yours is ever deleted"),
-    "delete_problematic_images": always("nothing of yours is ever deleted"),
+    "data_backend_sampling": none(Message("folders weigh by their pictures and repeats"), "auto-weighting"),
+    "delete_unwanted_images": always(Message("nothing of yours is ever deleted")),
+    "delete_problematic_images": always(Message("nothing of yours is ever deleted")),
     "output_dir": JOINT,
     "tracker_run_name": JOINT,
     "checkpoint_step_interval": JOINT,
     "checkpointing_steps": JOINT,
     "checkpoint_epoch_interval": JOINT,
     "checkpoints_total_limit": JOINT,
-    "resume_from_checkpoint": none("`lora-fp8 resume` goes on with our own runs", "latest"),
+    "resume_from_checkpoint": none(Message("`lora-fp8 resume` goes on with our own runs"), "latest"),
     "validation_prompt": JOINT,
-    "validation_prompt_library": none("prompts are written out here: preview.prompts"),
-    "user_prompt_library": none("prompts are written out here: preview.prompts"),
+    "validation_prompt_library": none(Message("prompts are written out here: preview.prompts")),
+    "user_prompt_library": none(Message("prompts are written out here: preview.prompts")),
     "validation_negative_prompt": JOINT,
     "validation_guidance": JOINT,
-    "validation_guidance_real": none("one guidance for previews: preview.guidance", 1, 1.0),
-    "validation_adapter_strength": none("previews are drawn at a strength of 1", 1.0),
-    "validation_guidance_rescale": none("guidance is not rescaled here"),
+    "validation_guidance_real": none(Message("one guidance for previews: preview.guidance"), 1, 1.0),
+    "validation_adapter_strength": none(Message("previews are drawn at a strength of 1"), 1.0),
+    "validation_guidance_rescale": none(Message("guidance is not rescaled here")),
     "validation_num_inference_steps": JOINT,
     "validation_num_video_frames": JOINT,
     "validation_resolution": JOINT,
@@ -173,7 +174,7 @@ RULES: dict[str, Rule] = {
     "validation_epoch_interval": JOINT,
     "validation_on_startup": JOINT,
     "validation_disable": JOINT,
-    "num_validation_images": none("one preview for each prompt", 1),
+    "num_validation_images": none(Message("one preview for each prompt"), 1),
     **dict.fromkeys(
         ("validation_torch_compile", "validation_torch_compile_mode", "validation_randomize", "validation_seed_source")
         + ("validation_disable_unconditional", "validation_noise_scheduler", "validation_using_datasets")
@@ -246,26 +247,26 @@ RULES: dict[str, Rule] = {
     "data.*.resolution": JOINT,
     "data.*.resolution_type": JOINT,
     "data.*.crop": JOINT,
-    "data.*.crop_style": none("pictures are cropped at the middle", "center", "centre"),
+    "data.*.crop_style": none(Message("pictures are cropped at the middle"), "center", "centre"),
     "data.*.crop_aspect": JOINT,
-    "data.*.crop_aspect_buckets": none("buckets are made from the resolution and max_aspect"),
-    "data.*.minimum_image_size": none("small pictures are enlarged, or get smaller buckets: dataset.upscale"),
-    "data.*.maximum_image_size": none("pictures are scaled to their bucket"),
-    "data.*.target_downsample_size": none("pictures are scaled to their bucket"),
-    "data.*.minimum_aspect_ratio": none("no picture is left out for its shape; dataset.max_aspect crops it"),
-    "data.*.maximum_aspect_ratio": none("no picture is left out for its shape; dataset.max_aspect crops it"),
+    "data.*.crop_aspect_buckets": none(Message("buckets are made from the resolution and max_aspect")),
+    "data.*.minimum_image_size": none(Message("small pictures are enlarged, or get smaller buckets: dataset.upscale")),
+    "data.*.maximum_image_size": none(Message("pictures are scaled to their bucket")),
+    "data.*.target_downsample_size": none(Message("pictures are scaled to their bucket")),
+    "data.*.minimum_aspect_ratio": none(Message("no picture is left out for its shape; dataset.max_aspect crops it")),
+    "data.*.maximum_aspect_ratio": none(Message("no picture is left out for its shape; dataset.max_aspect crops it")),
     "data.*.caption_strategy": JOINT,
     "data.*.instance_prompt": JOINT,
     "data.*.prepend_instance_prompt": JOINT,
     "data.*.only_instance_prompt": JOINT,
-    "data.*.disable_multiline_split": none("lines of a caption are joined"),
+    "data.*.disable_multiline_split": none(Message("lines of a caption are joined")),
     "data.*.caption_shuffle.enable": JOINT,
     "data.*.caption_shuffle.count": JOINT,
     "data.*.caption_shuffle.position_start": JOINT,
     "data.*.caption_shuffle.split_on": JOINT,
     "data.*.caption_shuffle.**": idle("shuffles are drawn from the job's seed"),
-    "data.*.probability": none("folders weigh by their pictures and repeats", 1, 1.0),
-    "data.*.metadata_backend": none("pictures are read themselves", "discovery", "json"),
+    "data.*.probability": none(Message("folders weigh by their pictures and repeats"), 1, 1.0),
+    "data.*.metadata_backend": none(Message("pictures are read themselves"), "discovery", "json"),
     "data.*.is_regularisation_data": none(words.NO_REG),
     "data.*.is_regularization_data": none(words.NO_REG),
     "data.*.conditioning_data": none(NO_CONTROL),
@@ -273,7 +274,7 @@ RULES: dict[str, Rule] = {
     "data.*.conditioning_type": none(NO_CONTROL),
     "data.*.conditioning": none(NO_CONTROL),
     "data.*.video.**": none(words.NO_CLIPS),
-    "data.*.parquet.**": none("captions are .txt or .caption files beside the pictures here"),
+    "data.*.parquet.**": none(Message("captions are .txt or .caption files beside the pictures here")),
     **{
         f"data.*.{name}": idle(words.OTHER_CACHE)
         for name in ("cache_dir", "cache_dir_vae", "vae_cache_clear_each_epoch", "write_batch_size", "text_embeds")
@@ -342,7 +343,9 @@ def combine(draft: Draft) -> None:
         _set_adapter(draft)
         _set_precision(draft)
     else:
-        words.set_family(draft, (), "", "the file holds only the pictures: import config.json beside it")
+        words.set_family(
+            draft, (), "", Message("the file holds only the pictures: import {file} beside it", file="config.json")
+        )
         words.set_model_path(draft, "pretrained_model_name_or_path")
         draft.defaults.clear()
     _set_folders(draft)
@@ -356,18 +359,18 @@ def combine(draft: Draft) -> None:
 
 def _set_model(draft: Draft) -> None:
     if words.on(draft.get("controlnet")):
-        words.refuse(draft, "it trains a ControlNet")
+        words.refuse(draft, Message("it trains a ControlNet"))
     kind = str(draft.get("model_family") or "")
     flavour = str(draft.get("model_flavour") or "")
     known = _variant(FAMILIES.get(kind, kind), flavour)
-    why = f"model_family = {kind!r}" if kind else "the file names none"
+    why = f"model_family = {kind!r}" if kind else Message("the file names none")
     words.set_family(draft, "model_family", *words.refined(known, why, [draft.get("pretrained_model_name_or_path")]))
     if draft.get("model_type") in (None, "lora"):
-        draft.mapped("model_type", {}, "a LoRA is trained")
+        draft.mapped("model_type", {}, Message("a LoRA is trained"))
     else:
         words.set_whole_model(draft, "", "model_type")
     _set_path(draft, kind, flavour)
-    draft.mapped("model_flavour", {}, "model.path says it")
+    draft.mapped("model_flavour", {}, Message("model.path says it"))
     draft.none("controlnet", "off", off=True)
     draft.none(DENOISERS, "another part", off=True)
 
@@ -415,8 +418,8 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     draft.mapped(keys, made)
     known = {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
     if rest := sorted(inner.keys() - known):
-        told = "adapter.targets names the layers, which all have one factor and one rank"
-        draft.notes.append(f"lycoris_config: {', '.join(rest)} is not read; {told}")
+        told = Message("adapter.targets names the layers, which all have one factor and one rank")
+        draft.notes.append(Message("lycoris_config: {names} is not read; {line}", names=", ".join(rest), line=told))
     draft.none(["use_dora", "lora_rank", "lora_alpha"], "lycoris_config counts", off=True)
 
 
@@ -439,9 +442,9 @@ def _set_adapter(draft: Draft) -> None:
     if kind in own:
         draft.mapped(keys, {"adapter.type": own[kind]})
     else:
-        draft.none(keys, f"there is no {kind} here; a LoRA of this rank was written")
+        draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
         draft.set("adapter.type", "lora")
-        draft.need("adapter.type", f"{kind} has no counterpart: check rank and alpha")
+        draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
     draft.none("use_dora", "off", off=True)
     rank = draft.get("lora_rank", whole)
     draft.mapped("lora_rank", {"adapter.rank": rank})
@@ -456,7 +459,7 @@ def _set_precision(draft: Draft) -> None:
     words.set_storage(draft, ["base_model_precision"], draft.get("base_model_precision"), "SimpleTuner")
     backend = str(draft.get("dynamo_backend") or "no").lower()
     if backend not in ("no", "none"):
-        draft.differs("dynamo_backend", {"memory.compile": "blocks"}, "each repeated block is compiled, once")
+        draft.differs("dynamo_backend", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
     draft.none("dynamo_backend", "off", off=True)
     _set_offload(draft)
 
@@ -466,10 +469,10 @@ def _set_offload(draft: Draft) -> None:
     if words.on(draft.get("ramtorch")):
         percent = draft.get("ramtorch_transformer_percent", number)
         share = 1.0 if not draft.has("ramtorch_transformer_percent") else percent / 100
-        told = "a share of the linear layers there, of the frozen weights here"
+        told = Message("a share of the linear layers there, of the frozen weights here")
         words.set_offload(draft, ["ramtorch", "ramtorch_transformer_percent"], share, told)
     elif words.on(draft.get("enable_group_offload")):
-        words.set_offload(draft, "enable_group_offload", 1.0, "all blocks there; here all frozen weights")
+        words.set_offload(draft, "enable_group_offload", 1.0, Message("all blocks there; here all frozen weights"))
     else:
         words.set_swap(draft, "musubi_blocks_to_swap")
     rest = ["ramtorch", "ramtorch_transformer_percent", "enable_group_offload", "musubi_blocks_to_swap"]
@@ -487,10 +490,13 @@ def _set_folders(draft: Draft) -> None:
             kept.append(table)
             _add_folder(draft, table, conditioning)
     words.set_unmasked(draft)
-    draft.mapped("data_backend_config", {}, "read as well" if tables else "not here")
+    draft.mapped("data_backend_config", {}, Message("read as well") if tables else Message("not here"))
     if draft.has("data_backend_config") and not tables:
         draft.folders = [Folder("TODO")]
-        draft.need("dataset.folders", f"the folders of {draft.get('data_backend_config')}, which is not here")
+        draft.need(
+            "dataset.folders",
+            Message("the folders of {file}, which is not here", file=draft.get("data_backend_config")),
+        )
     _set_sizes(draft, kept)
     _set_shuffling(draft, kept)
     draft.none(["caption_strategy", "instance_prompt"], "the backend says it", off=True)
@@ -537,12 +543,14 @@ def _account_for_other(draft: Draft, table: str, conditioning: _Conditioning) ->
     if kind in ("text_embeds", "image_embeds") or disabled:
         draft.none(own, "the backend is off" if disabled else words.OTHER_CACHE, off=True)
     elif used_for == "mask":
-        draft.mapped(own, {}, "the masks of the backends that name it")
+        draft.mapped(own, {}, Message("the masks of the backends that name it"))
     elif used_for == "control":
-        draft.mapped(own, {}, "the control pictures of the backends that name it")
+        draft.mapped(own, {}, Message("the control pictures of the backends that name it"))
     elif kind != "image" or draft.get(f"{table}type") not in (None, "local") or not path:
-        draft.none(own, NO_CLOUD if kind == "image" else "only pictures are trained on here")
-        draft.todo.append(f"dataset.folders: the backend {draft.get(f'{table}id')!r} was left out")
+        draft.none(own, NO_CLOUD if kind == "image" else Message("only pictures are trained on here"))
+        draft.todo.append(
+            Message("dataset.folders: the backend {name} was left out", name=repr(draft.get(f"{table}id")))
+        )
     else:
         return False
     return True
@@ -556,7 +564,11 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     folder = words.look_into(draft, Folder(draft.get(f"{table}instance_data_dir", text), repeats), deep=True)
     draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
     if draft.has(f"{table}repeats"):
-        told = f"{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them"
+        told = Message(
+            "{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them",
+            at=at,
+            repeats=repeats,
+        )
         draft.mapped(f"{table}repeats", {}, told)
     names = draft.get(f"{table}conditioning_data", listed) or []
     named = conditioning.tables.get(str(names[0])) if len(names) == 1 else None
@@ -584,13 +596,13 @@ def _set_shuffling(draft: Draft, tables: list[str]) -> None:
         keys, values = each(name)
         if draft.settings.get("dataset.shuffle_tags"):
             words.share(draft, keys, values, setting, read)
-        draft.none(keys, "means nothing without caption_shuffle", off=True)
+        draft.none(keys, Message("means nothing without {key}", key="caption_shuffle"), off=True)
 
 
 def _separator(value: Any) -> str:
     found = {"comma": ",", "space": " ", "period": "."}.get(str(value))
     if found is None:
-        raise Unfit(f"{shown(value)} is not one of comma, space and period")
+        raise Unfit(Message("{value} is not one of comma, space and period", value=shown(value)))
     return found
 
 
@@ -601,13 +613,28 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
     alone = strategy in ("instanceprompt", "instance_prompt") or words.on(draft.get(f"{table}only_instance_prompt"))
     if alone:
         folder.trigger, folder.trigger_is_caption = prompt, True
-        told = f"{at}.trigger, with missing_caption = 'trigger'; caption files beside the pictures are read too"
+        told: str = Message(
+            "{at}.trigger, with missing_caption = 'trigger'; caption files beside the pictures are read too", at=at
+        )
         draft.differs([key, f"{table}instance_prompt", f"{table}only_instance_prompt"], {}, told)
     elif strategy == "textfile":
-        draft.mapped(key, {}, ".txt files beside the pictures; their lines are joined here, and one caption each there")
+        draft.mapped(
+            key, {}, Message(".txt files beside the pictures; their lines are joined here, and one caption each there")
+        )
     else:
-        draft.none(key, f"captions come from {strategy} there, and from .txt files beside the pictures here")
-        draft.todo.append(f"{at}: write the captions as .txt files beside the pictures ({strategy} there)")
+        draft.none(
+            key,
+            Message(
+                "captions come from {strategy} there, and from .txt files beside the pictures here", strategy=strategy
+            ),
+        )
+        draft.todo.append(
+            Message(
+                "{key}: write the captions as .txt files beside the pictures ({strategy} there)",
+                key=at,
+                strategy=strategy,
+            )
+        )
     if words.on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
         folder.trigger = prompt
         told = f"{at}.trigger: put in front only where it is missing"
@@ -632,7 +659,7 @@ def _set_sizes(draft: Draft, tables: list[str]) -> None:
     if sides:
         words.set_resolutions(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(told)))
     kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
-    draft.mapped(kinds, {}, "dataset.resolution is the side of the square with the training area")
+    draft.mapped(kinds, {}, Message("dataset.resolution is the side of the square with the training area"))
     draft.none("resolution", "the backends say it", off=True)
     _set_buckets(draft, tables)
 
@@ -645,12 +672,12 @@ def _square_side(value: float, kind: Any) -> tuple[int, str]:
         kind: the resolution's type.
     """
     if value < 0:
-        raise Unfit(f"{value:g} is no resolution")
+        raise Unfit(Message("{value} is no resolution", value=f"{value:g}"))
     if kind == "area":
         side = round(math.sqrt(value * 1e6) / 64) * 64
-        return side, f"{value:g} megapixels are the area of a square of {side}"
+        return side, Message("{count} megapixels are the area of a square of {side}", count=f"{value:g}", side=side)
     if kind == "pixel":
-        return round(value), "the shorter side there, the side of a square of the same area here"
+        return round(value), Message("the shorter side there, the side of a square of the same area here")
     return round(value), ""
 
 
@@ -664,15 +691,19 @@ def _set_buckets(draft: Draft, tables: list[str]) -> None:
     if all(square) and square:
         draft.mapped(keys, {"dataset.buckets": False})
     elif any(square):
-        draft.differs(keys, {"dataset.buckets": True}, "one value here for all folders")
+        draft.differs(keys, {"dataset.buckets": True}, Message("one value here for all folders"))
     elif tables:
-        note = "pictures are cropped to their bucket, by less than one bucket_step where the bucket fits"
+        note = Message("pictures are cropped to their bucket, by less than one bucket_step where the bucket fits")
         draft.differs(keys, {"dataset.buckets": True}, note)
 
 
 def _set_length_and_rate(draft: Draft) -> None:
     batch, processes = positive(draft.get("train_batch_size") or 1), positive(draft.get("num_processes") or 1)
-    note = f"over all processes together here: {batch} x {processes}" if processes > 1 else ""
+    note = (
+        Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
+        if processes > 1
+        else ""
+    )
     (draft.differs if note else draft.mapped)(
         ["train_batch_size", "num_processes"], {"train.batch_size": batch * processes}, note
     )
@@ -684,7 +715,7 @@ def _set_length_and_rate(draft: Draft) -> None:
         draft.none("num_train_epochs", "max_train_steps counts", off=True)
     elif epochs > 0:
         words.set_steps_from_epochs(draft, "num_train_epochs", epochs, per_epoch, batch)
-    draft.none(["max_train_steps", "num_train_epochs"], "another key counts", off=True)
+    draft.none(["max_train_steps", "num_train_epochs"], Message("another key counts"), off=True)
     _set_rate(draft, batch, accumulate, processes)
     _set_clipping(draft)
     _set_intervals(draft, per_epoch)
@@ -697,7 +728,12 @@ def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None
         factor = processes * accumulate * batch
         root = words.on(draft.get("lr_scale_sqrt"))
         scale = math.sqrt(factor) if root else float(factor)
-        told = f"{'the root of ' if root else ''}{processes} processes x {accumulate} accumulated x {batch} in a batch"
+        told = Message(
+            "{processes} processes x {accumulate} accumulated x {batch} in a batch",
+            processes=f"{('the root of ' if root else '')}{processes}",
+            accumulate=accumulate,
+            batch=batch,
+        )
     rate = draft.get("learning_rate", number)
     words.set_optimizer(draft, "optimizer", ["learning_rate"], rate, scale)
     own = draft.get("text_encoder_lr", number) or rate
@@ -722,10 +758,12 @@ def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None
 def _set_clipping(draft: Draft) -> None:
     """Set train.max_grad_norm; SimpleTuner clips each gradient by its value unless the file says otherwise."""
     if draft.get("grad_clip_method") == "norm":
-        draft.mapped("grad_clip_method", {}, "gradients are clipped by their norm")
+        draft.mapped("grad_clip_method", {}, Message("gradients are clipped by their norm"))
         draft.mapped("max_grad_norm", {"train.max_grad_norm": draft.get("max_grad_norm", number)})
         return
-    told = "each gradient is cut at this value there; here the norm of all of them together, so the default was left"
+    told = Message(
+        "each gradient is cut at this value there; here the norm of all of them together, so the default was left"
+    )
     draft.none(["grad_clip_method", "max_grad_norm"], told)
 
 
@@ -733,14 +771,14 @@ def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
     """Set how often checkpoints are saved and previews are drawn, and how many checkpoints are kept."""
     key = "checkpoint_step_interval" if draft.has("checkpoint_step_interval") else "checkpointing_steps"
     words.set_every(draft, "checkpoint.every", (key, "checkpoint_epoch_interval"), per_epoch, words.SAVED)
-    draft.none(["checkpoint_step_interval", "checkpointing_steps"], "another key counts", off=True)
+    draft.none(["checkpoint_step_interval", "checkpointing_steps"], Message("another key counts"), off=True)
     keep = draft.get("checkpoints_total_limit", whole)
     if keep:
         told = "" if keep >= 2 else "at least 2 here"
         (draft.differs if told else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": max(2, keep)}, told)
     key = "validation_step_interval" if draft.has("validation_step_interval") else "validation_steps"
     words.set_every(draft, "preview.every", (key, "validation_epoch_interval"), per_epoch)
-    draft.none(["validation_step_interval", "validation_steps"], "another key counts", off=True)
+    draft.none(["validation_step_interval", "validation_steps"], Message("another key counts"), off=True)
 
 
 def _set_timesteps(draft: Draft) -> None:
@@ -766,7 +804,7 @@ def _set_previews(draft: Draft) -> None:
     keys = ["validation_prompt", *fields, "validation_resolution"]
     prompt = draft.get("validation_prompt", text)
     if words.on(draft.get("validation_disable")) or not prompt:
-        draft.mapped("validation_disable", {}, "no prompts are written")
+        draft.mapped("validation_disable", {}, Message("no prompts are written"))
         draft.none([*keys, "validation_on_startup"], "no previews", off=True)
         return
     picture = {"prompt": prompt} | {ours: draft.get(key) for key, ours in fields.items()}
@@ -775,7 +813,7 @@ def _set_previews(draft: Draft) -> None:
         picture |= {"width": size[1] or size[3], "height": size[2] or size[3]}
     told = ""
     if "," in str(draft.get("validation_resolution") or ""):
-        told = "several validation_resolution: one size here, the training resolution"
+        told = Message("several validation_resolution: one size here, the training resolution")
     own = fields | {"validation_prompt": "prompts", "validation_resolution": "width height"}
     words.set_previews(draft, {key: own[key] for key in keys}, [picture], told)
     first = words.on(draft.get("validation_on_startup"))
@@ -788,9 +826,11 @@ def _set_names(draft: Draft) -> None:
     parent, _, last = re.sub(r"[/\\]+$", "", path).replace("\\", "/").rpartition("/")
     if draft.has("tracker_run_name"):
         words.set_name(draft, "tracker_run_name")
-        draft.mapped("output_dir", {"output_dir": path or "runs"}, "a run folder of the job's name is made in it")
+        draft.mapped(
+            "output_dir", {"output_dir": path or "runs"}, Message("a run folder of the job's name is made in it")
+        )
     elif last:
-        words.set_name(draft, "output_dir", last, "the last part of output_dir")
+        words.set_name(draft, "output_dir", last, Message("the last part of output_dir"))
         draft.set("output_dir", parent or ".", "output_dir")
 
 

@@ -16,45 +16,49 @@ from ..config.relations import LEAST_FACTOR
 from ..data.caption_text import CAPTIONS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import labelled, masked_stem
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..settings import MAX_SEED, MOST_LR, Job, Quantize
 from .base import Draft, Folder, Unfit, flag, listed, number, text, whole
 
-NO_TEXT_ENCODER = "no text encoder of this architecture is trained here; only the denoiser is"
+NO_TEXT_ENCODER = Message("no text encoder of this architecture is trained here; only the denoiser is")
 TRAINED_TEXT = ("sd15", "sd2", "sdxl", "sd3", "flux", "flux_kontext")
 """Families whose CLIP text encoders adapter.text_encoder trains; a test compares the list with the families."""
-NOT_HERE = "nothing like it here"
-ALWAYS_CACHED = "pictures and captions are always encoded beforehand, into dataset.cache_dir"
-OTHER_CACHE = "caches of other tools are not read; ours is made anew in dataset.cache_dir"
-ATTENTION = "attention is always torch's scaled_dot_product_attention"
+NOT_HERE = Message("nothing like it here")
+ALWAYS_CACHED = Message("pictures and captions are always encoded beforehand, into dataset.cache_dir")
+OTHER_CACHE = Message("caches of other tools are not read; ours is made anew in dataset.cache_dir")
+ATTENTION = Message("attention is always torch's scaled_dot_product_attention")
 LOGGING = "events.jsonl and log.txt in the run folder hold everything; trackers are not fed"
-UPLOAD = "files are not uploaded"
-RESUMES = "their states cannot be read; `lora-fp8 resume` goes on with our own runs"
-NO_NOISE = "plain Gaussian noise is used here"
-NO_MASK = "masks are used as they are drawn here: dataset.folders.N.mask"
-MASK_AREA = (
+UPLOAD = Message("files are not uploaded")
+RESUMES = Message("their states cannot be read; `lora-fp8 resume` goes on with our own runs")
+NO_NOISE = Message("plain Gaussian noise is used here")
+NO_MASK = Message("masks are used as they are drawn here: dataset.folders.N.mask")
+MASK_AREA = Message(
     "theirs divides the loss by the mask's area, so that a small mask counts as much as a large one; ours does not"
 )
 OUTSIDE = "what is outside of a mask counts nothing there"
-NO_WEIGHT = "a folder's weight is above 0 here: take the folder out instead"
-NO_REG = (
-    "the base's own answers are not trained on here, nor counted in an epoch; pictures with captions of their own can "
-    "be a folder with regularization = true"
+NO_WEIGHT = Message("a folder's weight is above 0 here: take the folder out instead")
+NO_REG = Message(
+    "the base's own answers are not trained on here, nor counted in an epoch; pictures with captions of their "
+    "own can be a folder with regularization = true"
 )
-SHOWN_ALIKE = (
-    "a folder with regularization = true; there they are shown as often as the others, here each `repeats` times an "
-    "epoch, chosen to come to the same where the pictures are here"
+SHOWN_ALIKE = Message(
+    "a folder with regularization = true; there they are shown as often as the others, here each `repeats` times "
+    "an epoch, chosen to come to the same where the pictures are here"
 )
-FULL_STRENGTH = "the LoRA trains at full strength on every folder"
-NO_EMA = "no moving average of the weights is kept here"
-START = "its rank must be adapter.rank"
-NO_SWAP = "here a share of the frozen weights may wait in main memory instead: memory.offload"
-NO_CONV = "convolutions are adapted where adapter.targets names them, such as conv1, with a rank in adapter.ranks"
-NO_CLIPS = "clips are trained of wan, hunyuan_video and ltx_video only: dataset.frames"
-SAVED = "the LoRA files of that step, and a checkpoint to go on from"
-NO_SPREAD = "frames are never spread over a whole clip here, which would make it move faster; see dataset.frames"
-NO_SAMPLER = "previews are drawn with the model's own scheduler"
-COMPONENTS = "a diffusers folder with the VAE, text encoders and tokenizers, which a single file lacks"
+FULL_STRENGTH = Message("the LoRA trains at full strength on every folder")
+NO_EMA = Message("no moving average of the weights is kept here")
+START = Message("its rank must be adapter.rank")
+NO_SWAP = Message("here a share of the frozen weights may wait in main memory instead: memory.offload")
+NO_CONV = Message(
+    "convolutions are adapted where adapter.targets names them, such as conv1, with a rank in adapter.ranks"
+)
+NO_CLIPS = Message("clips are trained of wan, hunyuan_video and ltx_video only: dataset.frames")
+SAVED = Message("the LoRA files of that step, and a checkpoint to go on from")
+NO_SPREAD = Message(
+    "frames are never spread over a whole clip here, which would make it move faster; see dataset.frames"
+)
+NO_SAMPLER = Message("previews are drawn with the model's own scheduler")
+COMPONENTS = Message("a diffusers folder with the VAE, text encoders and tokenizers, which a single file lacks")
 
 FAMILY_NAMES = {
     "sd15": ("sd15",),
@@ -127,7 +131,7 @@ def choice(table: Mapping[str, str], what: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         found = table.get(plain(value))
         if found is None:
-            raise Unfit(f"{value!r} has no counterpart among {what}")
+            raise Unfit(Message("{value} has no counterpart among {names}", value=repr(value), names=what))
         return found
 
     return read
@@ -156,13 +160,20 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
     if draft.family:
         given = draft.family
         draft.set("model.family", given, "--family")
-        draft.mapped(keys, {}, "--family was given")
+        draft.mapped(keys, {}, Message("--family was given"))
         if given not in available:
-            draft.need("model.family", f"{given!r} is not a family of this version; there are {', '.join(available)}")
+            draft.need(
+                "model.family",
+                Message(
+                    "{family} is not a family of this version; there are {names}",
+                    family=repr(given),
+                    names=", ".join(available),
+                ),
+            )
         return
     if not kind:
         draft.set("model.family", "TODO")
-        draft.need("model.family", f"{why}; there are {', '.join(available)}")
+        draft.need("model.family", Message("{line}; there are {names}", line=why, names=", ".join(available)))
         return
     spelled = {plain(name): name for name in available}
     name = next((spelled[plain(n)] for n in (*FAMILY_NAMES.get(kind, ()), kind) if plain(n) in spelled), "")
@@ -171,7 +182,10 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
     draft.comments["model.family"] = [why]
     if not name:
         what = UNLIKE.get(kind, kind)
-        draft.need("model.family", f"this version has no family for {what}; there are {', '.join(available)}")
+        draft.need(
+            "model.family",
+            Message("this version has no family for {kind}; there are {names}", kind=what, names=", ".join(available)),
+        )
 
 
 def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ()) -> None:
@@ -182,12 +196,12 @@ def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ())
         why: what shows it, if no key does.
         keys: the tool's keys that say so.
     """
-    draft.none(keys, "only LoRAs are trained here; a LoRA was written")
+    draft.none(keys, Message("only LoRAs are trained here; a LoRA was written"))
     if why:
-        draft.notes.append(f"{why}; here a LoRA is trained")
+        draft.notes.append(Message("{why}; here a LoRA is trained", why=why))
     if not draft.has("network_dim"):
         draft.settings.setdefault("adapter.rank", 16)
-    draft.need("adapter.rank", "theirs trained the whole model: choose the size of a LoRA")
+    draft.need("adapter.rank", Message("theirs trained the whole model: choose the size of a LoRA"))
 
 
 def refuse(draft: Draft, what: str) -> NoReturn:
@@ -197,8 +211,12 @@ def refuse(draft: Draft, what: str) -> NoReturn:
         UserError: always.
     """
     raise UserError(
-        f"{draft.source.path}: {what}, which has no counterpart here: this trains LoRAs on images with captions. "
-        "Give the settings of a LoRA training"
+        Message(
+            "{path}: {line}, which has no counterpart here: this trains LoRAs on images with captions. Give the "
+            "settings of a LoRA training",
+            path=draft.source.path,
+            line=what,
+        )
     )
 
 
@@ -247,10 +265,20 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
     if not draft.has(key) or not (path := draft.get(key)):
         return
     if draft.family not in families.available() or not any(families.get(draft.family).controls):
-        draft.none(key, f"{draft.family} is shown no control pictures here")
-        draft.need("dataset.folders", f"theirs shows control images ({path}), which {draft.family} is not shown here")
+        draft.none(key, Message("{family} is shown no control pictures here", family=draft.family))
+        draft.need(
+            "dataset.folders",
+            Message(
+                "theirs shows control images ({path}), which {family} is not shown here", path=path, family=draft.family
+            ),
+        )
     elif not isinstance(path, str):
-        draft.none(key, f"one folder here: put several of one picture into it as name_1, name_2, and name it in {at}")
+        draft.none(
+            key,
+            Message(
+                "one folder here: put several of one picture into it as name_1, name_2, and name it in {at}", at=at
+            ),
+        )
     else:
         folder.control = path
         draft.mapped(key, {}, f"{at}.control")
@@ -310,14 +338,19 @@ def set_model_path(draft: Draft, key: str, note: str = "") -> None:
     path = draft.get(key, text)
     if not path:
         draft.set("model.path", "TODO")
-        draft.need("model.path", "the base model: Hugging Face id, diffusers folder or .safetensors file")
+        draft.need("model.path", Message("the base model: Hugging Face id, diffusers folder or .safetensors file"))
         return
     draft.mapped(key, {"model.path": path}, note)
     suffix = PureWindowsPath(path).suffix.lower()
     if suffix in (".ckpt", ".pt", ".pth", ".bin", ".gguf"):
-        draft.need("model.path", f"{suffix} files are not opened here; give the model as .safetensors or a folder")
+        draft.need(
+            "model.path",
+            Message("{suffix} files are not opened here; give the model as .safetensors or a folder", suffix=suffix),
+        )
     if suffix == ".sft":
-        draft.need("model.path", "a .sft file is a .safetensors file, and is opened under that name: rename it")
+        draft.need(
+            "model.path", Message("a .sft file is a .safetensors file, and is opened under that name: rename it")
+        )
     if (suffix in (".safetensors", ".sft", ".ckpt")) and "model.components" not in draft.settings:
         draft.set("model.components", "")
         draft.need("model.components", COMPONENTS)
@@ -334,9 +367,11 @@ def set_dtype(draft: Draft, key: str) -> None:
     elif kind in ("bf16", "bfloat16", "fp8"):
         draft.mapped(key, {"model.dtype": "bf16"})
     elif kind in ("fp16", "float16"):
-        draft.differs(key, {"model.dtype": "bf16"}, "float16 is not used here: bf16, which needs no loss scaling")
+        draft.differs(
+            key, {"model.dtype": "bf16"}, Message("float16 is not used here: bf16, which needs no loss scaling")
+        )
     else:
-        draft.none(key, f"{value!r} is no dtype that is known here")
+        draft.none(key, Message("{value} is no dtype that is known here", value=repr(value)))
 
 
 STORAGES = {
@@ -364,26 +399,38 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
     kind = next((kind for kind, words in STORAGES.items() if plain(word) in words), "")
     if kind == "own":
         plain_storage = "bf16" if draft.settings.get("model.dtype", "bf16") == "bf16" else "none"
-        note = "the base is not quantized; quantize.storage = 'fp8' would halve its memory"
+        note = Message("the base is not quantized; quantize.storage = 'fp8' would halve its memory")
         draft.mapped(keys, {"quantize.storage": plain_storage}, note)
     elif kind == "fp8":
         draft.differs(
             keys,
             {"quantize.storage": "fp8"},
-            f"e4m3 as there; {tool} has scales of its own kind, here each row has one, and modulation is held in int8"
+            Message(
+                "e4m3 as there; {tool} has scales of its own kind, here each row has one, and modulation is held "
+                "in int8",
+                tool=tool,
+            )
             if scaled
-            else f"{tool} casts the weights without a scale, so that small ones become zero; here each row has one. "
-            "quantize.scale = 'none' is the exact equivalent",
+            else Message(
+                "{tool} casts the weights without a scale, so that small ones become zero; here each row has "
+                "one. quantize.scale = 'none' is the exact equivalent",
+                tool=tool,
+            ),
         )
     elif kind == "fp8 matmul":
         draft.differs(
             keys,
             {"quantize.storage": "fp8", "quantize.compute": "fp8"},
-            f"{tool} multiplies in FP8 too, forward and backward; scales are one per row and per token here",
+            Message(
+                "{tool} multiplies in FP8 too, forward and backward; scales are one per row and per token here",
+                tool=tool,
+            ),
         )
     elif kind == "int8":
         draft.differs(
-            keys, {"quantize.storage": "int8"}, f"blocks of 128 share a scale here; {tool} has one per row or tensor"
+            keys,
+            {"quantize.storage": "int8"},
+            Message("blocks of 128 share a scale here; {tool} has one per row or tensor", tool=tool),
         )
     elif kind == "nf4":
         draft.mapped(keys, {"quantize.storage": "nf4"})
@@ -391,12 +438,18 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
         draft.differs(
             keys,
             {"quantize.storage": "nf4"},
-            f"{word!r} is not known here; nf4 (4 bits) is the smallest storage, and may take more memory or less",
+            Message(
+                "{word} is not known here; nf4 (4 bits) is the smallest storage, and may take more memory or less",
+                word=repr(word),
+            ),
         )
     else:
-        draft.none(keys, f"{word!r} is no storage that is known here; quantize.storage = 'fp8' was written")
+        draft.none(
+            keys,
+            Message("{word} is no storage that is known here; quantize.storage = 'fp8' was written", word=repr(word)),
+        )
         draft.set("quantize.storage", "fp8")
-        draft.need("quantize.storage", f"choose one for {word!r}")
+        draft.need("quantize.storage", Message("choose one for {name}", name=repr(word)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,41 +459,53 @@ ALIKE = {
     "pagedadamw8bit": ("adamw8bit", "its state is not paged to main memory here"),
     "bnbadamw8bit": ("adamw8bit", ""),
     "bnbadamw8bitpaged": ("adamw8bit", "its state is not paged to main memory here"),
-    "adamw8bitkahan": ("adamw8bit", "float32 masters (optimizer.rounding) take the place of Kahan summation"),
+    "adamw8bitkahan": (
+        "adamw8bit",
+        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+    ),
     "aoadamw8bit": ("adamw8bit", "bitsandbytes' instead of torchao's"),
     "adamw8": ("adamw8bit", "bitsandbytes' instead of a build of its own"),
-    "adam8bit": ("adamw8bit", "weight decay is decoupled here"),
-    "bnbadam8bit": ("adamw8bit", "weight decay is decoupled here"),
+    "adam8bit": ("adamw8bit", Message("weight decay is decoupled here")),
+    "bnbadam8bit": ("adamw8bit", Message("weight decay is decoupled here")),
     "aoadamw4bit": ("adamw8bit", "8 bits of state instead of 4"),
     "aoadamwfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
     "bnbadamw": ("adamw", ""),
     "pagedadamw": ("adamw", "its state is not paged to main memory here"),
     "pagedadamw32bit": ("adamw", "its state is not paged to main memory here"),
-    "adamwoptimi": ("adamw", "float32 masters (optimizer.rounding) take the place of Kahan summation"),
-    "optimiadamw": ("adamw", "float32 masters (optimizer.rounding) take the place of Kahan summation"),
-    "adamwbf16": ("adamw", "float32 masters (optimizer.rounding) take the place of stochastic rounding"),
-    "adam": ("adamw", "weight decay is decoupled here"),
+    "adamwoptimi": (
+        "adamw",
+        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+    ),
+    "optimiadamw": (
+        "adamw",
+        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+    ),
+    "adamwbf16": (
+        "adamw",
+        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="stochastic rounding"),
+    ),
+    "adam": ("adamw", Message("weight decay is decoupled here")),
     "adamwadv": ("adamw", "its additions are not known here"),
     "torchoptimadamw": ("adamw", ""),
     "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
-    "lion": ("lion8bit", "8 bits of state instead of 32"),
-    "optimilion": ("lion8bit", "8 bits of state instead of 32"),
-    "lionoptimi": ("lion8bit", "8 bits of state instead of 32"),
-    "bnblionpaged": ("lion8bit", "8 bits of state instead of 32"),
+    "lion": ("lion8bit", Message("8 bits of state instead of 32")),
+    "optimilion": ("lion8bit", Message("8 bits of state instead of 32")),
+    "lionoptimi": ("lion8bit", Message("8 bits of state instead of 32")),
+    "bnblionpaged": ("lion8bit", Message("8 bits of state instead of 32")),
     "torchadamw": ("adamw", ""),
-    "stableadamw": ("adamw", "updates are not stabilized beyond Adam's"),
-    "optimistableadamw": ("adamw", "updates are not stabilized beyond Adam's"),
-    "optimiadam": ("adamw", "weight decay is decoupled here"),
-    "bnbadam": ("adamw", "weight decay is decoupled here"),
+    "stableadamw": ("adamw", Message("updates are not stabilized beyond Adam's")),
+    "optimistableadamw": ("adamw", Message("updates are not stabilized beyond Adam's")),
+    "optimiadam": ("adamw", Message("weight decay is decoupled here")),
+    "bnbadam": ("adamw", Message("weight decay is decoupled here")),
     "bnbadamwpaged": ("adamw", "its state is not paged to main memory here"),
     "aoadamfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
-    "bnblion": ("lion8bit", "8 bits of state instead of 32"),
+    "bnblion": ("lion8bit", Message("8 bits of state instead of 32")),
     "bnblion8bit": ("lion8bit", ""),
     "bitsandbytesoptimlion8bit": ("lion8bit", ""),
     "pagedlion8bit": ("lion8bit", "its state is not paged to main memory here"),
     "bnblion8bitpaged": ("lion8bit", "its state is not paged to main memory here"),
     "prodigyoptprodigy": ("prodigy", ""),
-    "prodigy8bit": ("prodigy", "32 bits of state instead of 8"),
+    "prodigy8bit": ("prodigy", Message("32 bits of state instead of 8")),
 }
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "prodigy": {"weight_decay": 0.0, "safeguard_warmup": False, "use_bias_correction": False},
@@ -469,14 +534,16 @@ def set_text_encoders(
         left_out: names of CLIPs that the tool does not train.
     """
     if not rates:
-        draft.mapped(keys, {}, "text encoders are not trained")
-        draft.none(rate_keys, "text encoders are not trained", off=True)
+        draft.mapped(keys, {}, Message("text encoders are not trained"))
+        draft.none(rate_keys, Message("text encoders are not trained"), off=True)
         return
     if draft.family not in TRAINED_TEXT:
         draft.none([*keys, *rate_keys], NO_TEXT_ENCODER)
         return
     if left_out:
-        why = f"theirs leaves {' and '.join(left_out)} as it is; here all of the CLIPs are trained or none"
+        why = Message(
+            "theirs leaves {names} as it is; here all of the CLIPs are trained or none", names=" and ".join(left_out)
+        )
         draft.differs(keys, {"adapter.text_encoder": True}, why)
     else:
         draft.mapped(keys, {"adapter.text_encoder": True}, why)
@@ -485,14 +552,18 @@ def set_text_encoders(
     rate = next(iter(rates.values()))
     if draft.settings.get("optimizer.name") == "prodigy":
         if set(rates.values()) == {draft.settings["optimizer.lr"]}:
-            draft.mapped(rate_keys, {}, "Prodigy finds one rate for all that is trained")
+            draft.mapped(rate_keys, {}, Message("Prodigy finds one rate for all that is trained"))
         else:
-            draft.none(rate_keys, "Prodigy finds one rate for all that is trained")
+            draft.none(rate_keys, Message("Prodigy finds one rate for all that is trained"))
     elif not 0 < rate < 1:  # learning rates for optimizers that find their own
-        draft.none(rate_keys, f"{rate:g} is no rate for AdamW; half of optimizer.lr is taken")
+        draft.none(rate_keys, Message("{rate} is no rate for AdamW; half of optimizer.lr is taken", rate=f"{rate:g}"))
     elif len(set(rates.values())) > 1:
         told = ", ".join(f"{name} {value:g}" for name, value in rates.items())
-        draft.differs(rate_keys, {"optimizer.text_encoder_lr": rate}, f"one rate for all here, the first of {told}")
+        draft.differs(
+            rate_keys,
+            {"optimizer.text_encoder_lr": rate},
+            Message("one rate for all here, the first of {told}", told=told),
+        )
     else:
         draft.mapped(rate_keys, {"optimizer.text_encoder_lr": rate})
 
@@ -513,26 +584,40 @@ def set_optimizer(
     unlike = _set_optimizer_name(draft, name_key)
     finds_rate = any(word in plain(unlike) for word in FINDS_ITS_RATE)
     if unlike and (finds_rate or rate is None or not 0 < rate < 1):
-        draft.none(rate_keys, f"{unlike} finds its rate by itself; AdamW8bit needs one")
+        draft.none(rate_keys, Message("{name} finds its rate by itself; AdamW8bit needs one", name=unlike))
         draft.set("optimizer.lr", 1e-4)
-        draft.need("optimizer.lr", f"a rate for AdamW8bit; {rate if rate is not None else 'the file'} was {unlike}'s")
+        draft.need(
+            "optimizer.lr",
+            Message(
+                "a rate for AdamW8bit; {rate} was {name}'s", rate=rate if rate is not None else "the file", name=unlike
+            ),
+        )
     elif draft.settings.get("optimizer.name") == "prodigy":
         _set_factor(draft, rate_keys, rate, least)
     elif rate is None:
         draft.set("optimizer.lr", 1e-4)
-        draft.need("optimizer.lr", "the file has no learning rate")
+        draft.need("optimizer.lr", Message("the file has no learning rate"))
     else:
-        told = "" if scale == 1 else f"{rate:g} x {scale:g} = {rate * scale:g}, as there"
+        told = (
+            ""
+            if scale == 1
+            else Message(
+                "{rate} x {factor} = {result}, as there",
+                rate=f"{rate:g}",
+                factor=f"{scale:g}",
+                result=f"{rate * scale:g}",
+            )
+        )
         draft.mapped(rate_keys, {"optimizer.lr": rate}, told)
         if unlike:
-            draft.need("optimizer.lr", f"this is {unlike}'s rate; AdamW8bit may need another")
+            draft.need("optimizer.lr", Message("this is {name}'s rate; AdamW8bit may need another", name=unlike))
     # By default, lr_scale would multiply the learning rate on an FP8 base by 1.4; no other tool does.
     draft.set("optimizer.lr_scale", "none" if scale == 1 else float(scale), "the rate is theirs, unscaled")
     if scale != 1:
         draft.comments["optimizer.lr_scale"] = [f"{rate} x {scale:g}: the rate as they scale it"]
     written = draft.settings.get("optimizer.name", "")
     for key, value in OWN_DEFAULTS.get(written, {}).items():
-        draft.assume(f"optimizer.{key}", value, key, "the optimizer's own")
+        draft.assume(f"optimizer.{key}", value, key, Message("the optimizer's own"))
 
 
 def _set_optimizer_name(draft: Draft, key: str) -> str:
@@ -541,14 +626,14 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
     kind = plain(name)
     own = {plain(word): word for word in accepted("optimizer.name")}
     if kind == "prodigy" and draft.tool.name == "simpletuner":
-        draft.differs(key, {"optimizer.name": kind}, "its authors' package instead of a build of its own")
+        draft.differs(key, {"optimizer.name": kind}, Message("its authors' package instead of a build of its own"))
     elif kind in own:
         draft.mapped(key, {"optimizer.name": own[kind]})
     elif kind in ALIKE:
         ours, note = ALIKE[kind]
         (draft.differs if note else draft.mapped)(key, {"optimizer.name": ours}, note)
     elif kind:
-        draft.none(key, f"there is no {name} here; AdamW8bit was written instead")
+        draft.none(key, Message("there is no {name} here; AdamW8bit was written instead", name=name))
         draft.set("optimizer.name", "adamw8bit", f"instead of {name}")
         return name
     return ""
@@ -557,11 +642,18 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
 def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float) -> None:
     """Set optimizer.lr for Prodigy: a factor on the learning rate that it finds."""
     if rate is None:
-        draft.set("optimizer.lr", 1.0, "Prodigy's own factor")
+        draft.set("optimizer.lr", 1.0, Message("Prodigy's own factor"))
     elif rate < least:
-        draft.mapped(rate_keys, {"optimizer.lr": 1.0}, f"theirs takes 1 for rates below {least:g} with Prodigy")
+        draft.mapped(
+            rate_keys,
+            {"optimizer.lr": 1.0},
+            Message("theirs takes 1 for rates below {least} with Prodigy", least=f"{least:g}"),
+        )
     elif not LEAST_FACTOR <= rate <= MOST_LR:
-        told = f"with Prodigy it is a factor on the rate that is found, which {rate:g} is not; 1 was written"
+        told = Message(
+            "with Prodigy it is a factor on the rate that is found, which {rate} is not; 1 was written",
+            rate=f"{rate:g}",
+        )
         draft.differs(rate_keys, {"optimizer.lr": 1.0}, told)
     else:
         draft.mapped(rate_keys, {"optimizer.lr": rate})
@@ -576,7 +668,7 @@ def set_prodigy(draft: Draft, keys: Mapping[str, str]) -> None:
     """Set Prodigy's own settings; `keys` maps our names to the tool's keys."""
     for name, key in keys.items():
         if draft.settings.get("optimizer.name") != "prodigy":
-            draft.none(key, "belongs to Prodigy", off=True)
+            draft.none(key, Message("belongs to Prodigy"), off=True)
         elif draft.has(key):
             draft.mapped(key, {f"optimizer.{name}": draft.get(key, OF_PRODIGY[name])})
 
@@ -618,9 +710,9 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
         except (Unfit, ValueError):
             left.append(str(argument))
     if left and settings:
-        draft.differs(key, settings, f"not known here: {', '.join(left)}")
+        draft.differs(key, settings, Message("not known here: {names}", names=", ".join(left)))
     elif left:
-        draft.none(key, "not known to the optimizers here")
+        draft.none(key, Message("not known to the optimizers here"))
     else:
         draft.mapped(key, settings)
 
@@ -684,26 +776,38 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
     own = {plain(word): word for word in accepted("schedule.name")}
     if kind in ("cosinewithrestarts", "cosinewithhardrestarts"):
         if cycles is None or cycles == 1:
-            draft.mapped([keys.name, keys.cycles], {"schedule.name": "cosine"}, "one cycle of restarts is the cosine")
+            draft.mapped(
+                [keys.name, keys.cycles], {"schedule.name": "cosine"}, Message("one cycle of restarts is the cosine")
+            )
         else:
             settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
             draft.mapped([keys.name, keys.cycles], settings)
         return keys.cycles
     if kind == "polynomial" and kind not in own:
         if power is None or power == 1:
-            draft.mapped([keys.name, keys.power], {"schedule.name": "linear"}, "a polynomial of power 1 is the line")
+            draft.mapped(
+                [keys.name, keys.power], {"schedule.name": "linear"}, Message("a polynomial of power 1 is the line")
+            )
         else:
-            draft.differs([keys.name, keys.power], {"schedule.name": "linear"}, f"a line instead of power {power:g}")
+            draft.differs(
+                [keys.name, keys.power],
+                {"schedule.name": "linear"},
+                Message("a line instead of power {power}", power=f"{power:g}"),
+            )
         return keys.power
     ours = {"constantwithwarmup": "constant", "cosinewithminlr": "cosine"}.get(kind, kind)
     if kind == "sine":
-        draft.differs(keys.name, {"schedule.name": "cosine"}, "a falling cosine instead of a sine that rises again")
+        draft.differs(
+            keys.name, {"schedule.name": "cosine"}, Message("a falling cosine instead of a sine that rises again")
+        )
     elif ours in own:
         draft.mapped(keys.name, {"schedule.name": own[ours]})
     else:
-        draft.none(keys.name, f"there is no schedule {name!r} here; constant was written")
+        draft.none(keys.name, Message("there is no schedule {name} here; constant was written", name=repr(name)))
         draft.set("schedule.name", "constant")
-        draft.need("schedule.name", f"choose one of {', '.join(own.values())} for {name!r}")
+        draft.need(
+            "schedule.name", Message("choose one of {names} for {name}", names=", ".join(own.values()), name=repr(name))
+        )
     return ""
 
 
@@ -728,7 +832,11 @@ def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
     pictures = every if deep else [p for p in every if p.parent == place]
     if len(pictures) < len(every):
         draft.notes.append(
-            f"{folder.path}: {len(every) - len(pictures)} pictures in subfolders, which ours takes and theirs does not"
+            Message(
+                "{path}: {count} pictures in subfolders, which ours takes and theirs does not",
+                path=folder.path,
+                count=len(every) - len(pictures),
+            )
         )
     folder.images = len(pictures)
     folder.captionless = sum(not any(p.with_suffix(end).is_file() for end in CAPTIONS) for p in pictures)
@@ -739,10 +847,12 @@ def caption_by_trigger(folder: Folder, words: str) -> str:
     """Set the trigger to the words that caption images without a caption file; return the remark for the report."""
     if folder.images and folder.captionless == folder.images:
         folder.trigger, folder.trigger_is_caption = words, True
-        return "no picture has a caption file, so it is the folder's trigger, and with missing_caption the caption"
-    return (
-        "the caption of pictures without one there; here dataset.missing_caption = 'trigger' with this as trigger, "
-        "which is put in front of the captions that lack it as well"
+        return Message(
+            "no picture has a caption file, so it is the folder's trigger, and with missing_caption the caption"
+        )
+    return Message(
+        "the caption of pictures without one there; here dataset.missing_caption = 'trigger' with this as "
+        "trigger, which is put in front of the captions that lack it as well"
     )
 
 
@@ -764,8 +874,13 @@ def balance_regularization(draft: Draft) -> None:
             folder.repeats = max(1, round(wanted / 2 / there))
         if there > wanted // 2:
             draft.notes.append(
-                f"there are {there} regularization pictures, of which theirs shows the first {wanted // 2} an epoch; "
-                "here all are shown, so that they count more: take some out, or lower their folders' weight"
+                Message(
+                    "there are {count} regularization pictures, of which theirs shows the first {shown} an "
+                    "epoch; here all are shown, so that they count more: take some out, or lower their folders' "
+                    "weight",
+                    count=there,
+                    shown=wanted // 2,
+                )
             )
 
 
@@ -775,11 +890,11 @@ def weigh_regularization(draft: Draft, key: str) -> None:
     if not others:
         draft.none(key, "there are no regularization pictures", off=True)
     elif weight is not None and weight <= 0:
-        draft.none(key, "here they count, as without it: take their folders out instead")
+        draft.none(key, Message("here they count, as without it: take their folders out instead"))
     elif weight is not None:
         for folder in others:
             folder.weight = weight
-        draft.mapped(key, {}, "the weight of the folders for regularization")
+        draft.mapped(key, {}, Message("the weight of the folders for regularization"))
 
 
 def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
@@ -813,15 +928,25 @@ def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 
 def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | None, batch: int) -> None:
     """Set train.steps from epochs, by counting the images; add a TODO if they are not here."""
     if per_epoch is None:
-        draft.none(key, f"train.steps counts steps; {epochs} epochs are not known without the pictures")
+        draft.none(
+            key, Message("train.steps counts steps; {epochs} epochs are not known without the pictures", epochs=epochs)
+        )
         draft.need(
             "train.steps",
-            f"{epochs} epochs = {epochs} x pictures x repeats / (train.batch_size x train.accumulate); "
-            "import again where the pictures are, or put the number in",
+            Message(
+                "{epochs} epochs = {epochs} x pictures x repeats / (train.batch_size x train.accumulate); import "
+                "again where the pictures are, or put the number in",
+                epochs=epochs,
+            ),
         )
         draft.set("train.steps", 1500)
         return
-    note = f"{epochs} epochs x {per_epoch} steps, from {samples(draft)} samples; steps are counted here, not epochs"
+    note = Message(
+        "{epochs} epochs x {steps} steps, from {samples} samples; steps are counted here, not epochs",
+        epochs=epochs,
+        steps=per_epoch,
+        samples=samples(draft),
+    )
     if batch > 1:
         note += ", and each bucket's last batch may be smaller and add a step"
     draft.differs(key, {"train.steps": epochs * per_epoch}, note)
@@ -860,23 +985,30 @@ def set_every(
         account = draft.differs if note else draft.mapped
         account(steps_key, every(steps), note)
         if epochs > 0:
-            draft.none(epochs_key, f"theirs does both; here one interval, that of {steps_key}")
+            draft.none(epochs_key, Message("theirs does both; here one interval, that of {key}", key=steps_key))
         elif epochs_key:
             draft.none(epochs_key, "off", off=True)
         return
     if steps_key:
         draft.none(steps_key, "off", off=True)
     if epochs > 0 and per_epoch:
-        told = f"every {epochs} x {per_epoch} steps; steps are counted here, not epochs"
+        told = Message(
+            "every {epochs} x {steps} steps; steps are counted here, not epochs", epochs=epochs, steps=per_epoch
+        )
         draft.differs(epochs_key, every(epochs * per_epoch), f"{told}; {note}" if note else told)
     elif epochs > 0:
-        draft.none(epochs_key, f"{setting} counts steps, and an epoch's are not known without the pictures")
-        draft.todo.append(f"{setting}: theirs is every {epochs} epochs; the default was left")
+        draft.none(
+            epochs_key,
+            Message("{setting} counts steps, and an epoch's are not known without the pictures", setting=setting),
+        )
+        draft.todo.append(
+            Message("{key}: theirs is every {epochs} epochs; the default was left", key=setting, epochs=epochs)
+        )
     elif epochs_key:
         draft.none(epochs_key, "off", off=True)
 
 
-ONE_LOSS = "objective.loss knows mse, and huber and smooth_l1 with a sharp or a round corner"
+ONE_LOSS = Message("objective.loss knows mse, and huber and smooth_l1 with a sharp or a round corner")
 
 
 def set_huber(draft: Draft) -> None:
@@ -885,7 +1017,9 @@ def set_huber(draft: Draft) -> None:
     more = ["huber_c", "huber_scale", "huber_schedule"]
     flow = bool(draft.family) and draft.family not in DIFFUSION
     if kind in ("huber", "smoothl1") and flow and draft.tool.name == "simpletuner":
-        draft.none(["loss_type", *more], "theirs trains flow-matching models with the squared error all the same")
+        draft.none(
+            ["loss_type", *more], Message("theirs trains flow-matching models with the squared error all the same")
+        )
     elif kind in ("huber", "smoothl1"):
         schedule = str(draft.get("huber_schedule") or "snr")
         delta = 0.1 if draft.get("huber_c") is None else draft.get("huber_c", number)
@@ -897,14 +1031,17 @@ def set_huber(draft: Draft) -> None:
             ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
             draft.mapped(["loss_type", *more], ours | ({"objective.huber_scale": scale} if scale != 1 else {}))
         elif schedule == "snr" and not flow:
-            draft.none("huber_scale", "means nothing with huber_schedule = snr", off=True)
+            draft.none("huber_scale", Message("means nothing with {key}", key="huber_schedule = snr"), off=True)
             ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
             draft.mapped(["loss_type", *more], ours)
         else:
-            told = f"huber_schedule = {schedule} is for no flow-matching model, there or here; constant was written"
+            told = Message(
+                "huber_schedule = {schedule} is for no flow-matching model, there or here; constant was written",
+                schedule=schedule,
+            )
             draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, told)
     draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
-    draft.none(more, "belongs to the Huber loss", off=True)
+    draft.none(more, Message("belongs to the Huber loss"), off=True)
 
 
 def part_of_name(word: str) -> str:
@@ -913,7 +1050,7 @@ def part_of_name(word: str) -> str:
     begin = "^" if inner != word else "" if word.startswith(".") else "*"
     found = begin + inner.strip(".") + ("" if word.endswith(".") else "*")
     if not inner.strip(".") or re.search(r"[\s=]", found):
-        raise Unfit(f"{word!r} is no part of a name")
+        raise Unfit(Message("{word} is no part of a name", word=repr(word)))
     return found
 
 
@@ -924,9 +1061,9 @@ def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: 
         entries |= {name: rank for name in map(part_of_name, only) if name not in entries}
         entries |= {"*": 0} if only and "*" not in entries else {}
     except Unfit as error:
-        draft.none(keys, f"adapter.ranks was not written: {error}")
+        draft.none(keys, Message("adapter.ranks was not written: {why}", why=error))
         return
-    told = "of the layers that are adapted here; take out what fits none of them, which `check` tells"
+    told = Message("of the layers that are adapted here; take out what fits none of them, which `check` tells")
     draft.differs(keys, {"adapter.ranks": entries}, told)
 
 
@@ -946,7 +1083,7 @@ def share(
     try:
         found = [None if value in (None, "") else read(value) for value in values]
     except Unfit as error:
-        draft.none(keys, f"{setting} was not written: {error}")
+        draft.none(keys, Message("{setting} was not written: {line}", setting=setting, line=error))
         return
     given = [value for value in found if value is not None]
     if not given:
@@ -955,7 +1092,7 @@ def share(
     common = Counter(given).most_common(1)[0][0]
     told = [note] if note else []
     if len(set(found)) > 1:
-        told.append(f"one value here for all folders, the most frequent: {common!r}")
+        told.append(Message("one value here for all folders, the most frequent: {value}", value=repr(common)))
     (draft.differs if told else draft.mapped)(keys, {setting: common}, "; ".join(told))
 
 
@@ -964,12 +1101,17 @@ def side_of(value: Any) -> tuple[int, str]:
     parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
     numbers = [whole(part) for part in parts]
     if not numbers or min(numbers) <= 0 or len(numbers) > 2:
-        raise Unfit(f"{value!r} is no resolution")
+        raise Unfit(Message("{value} is no resolution", value=repr(value)))
     side = math.sqrt(numbers[0] * numbers[-1])
     if side == int(side):
         return int(side), ""
     rounded = max(64, round(side / 64) * 64)
-    return rounded, f"{value} is an area of {side:.1f} squared; here the side of a square, {rounded}"
+    return rounded, Message(
+        "{size} is an area of {side} squared; here the side of a square, {ours}",
+        size=value,
+        side=f"{side:.1f}",
+        ours=rounded,
+    )
 
 
 def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
@@ -984,7 +1126,11 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
     side, rounded = max(found)
     told = [note] if note else []
     if len(set(found)) > 1:
-        told.append(f"one resolution here, the largest; theirs were {', '.join(str(one) for one, _ in found)}")
+        told.append(
+            Message(
+                "one resolution here, the largest; theirs were {sizes}", sizes=", ".join((str(one) for one, _ in found))
+            )
+        )
     told += [rounded] if rounded else []
     account = draft.differs if told else draft.mapped
     account(keys, {"dataset.resolution": side}, "; ".join(told))
@@ -1009,7 +1155,7 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
     rounded = [one[1] for one in found if one and one[1]]
     told = "; ".join(dict.fromkeys([*([note] if note else []), *rounded]))
     account = draft.differs if told else draft.mapped
-    account(keys, {"dataset.resolution": largest}, told or "the largest, and folders that have another say so")
+    account(keys, {"dataset.resolution": largest}, told or Message("the largest, and folders that have another say so"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1074,8 +1220,11 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, told: str
     share = min(1.0, round(share, 2))
     storage = draft.settings.get("quantize.storage", Quantize.model_fields["storage"].default)
     if storage in ("bf16", "none"):
-        draft.none(keys, "memory.offload needs a quantized base: quantize.storage = 'fp8' halves it")
-        what = f"theirs keeps about {share:g} of the base in main memory; with quantize.storage = 'fp8' set this share"
+        draft.none(keys, Message("memory.offload needs a quantized base: quantize.storage = 'fp8' halves it"))
+        what = Message(
+            "theirs keeps about {share} of the base in main memory; with quantize.storage = 'fp8' set this share",
+            share=f"{share:g}",
+        )
         draft.need("memory.offload", what)
         return
     if draft.settings.get("memory.compile", "off") != "off":
@@ -1095,11 +1244,17 @@ def set_swap(draft: Draft, key: str) -> None:
     if draft.family == "wan" and re.search(r"1[._]3b", str(draft.settings.get("model.path")).lower()):
         double = 30
     if number_of > 0 and not double:
-        draft.none(key, "how many blocks this architecture has is not known here; memory.offload is a share")
-        draft.need("memory.offload", f"theirs keeps {number_of} blocks in main memory; choose a share")
+        draft.none(key, Message("how many blocks this architecture has is not known here; memory.offload is a share"))
+        draft.need(
+            "memory.offload", Message("theirs keeps {number} blocks in main memory; choose a share", number=number_of)
+        )
         return
     swapped = number_of if not single else number_of // 2 + 2 * (number_of - number_of // 2)
-    told = f"about {min(swapped, double + single)} of {double + single} blocks; here a share of all frozen weights"
+    told = Message(
+        "about {swapped} of {blocks} blocks; here a share of all frozen weights",
+        swapped=min(swapped, double + single),
+        blocks=double + single,
+    )
     set_offload(draft, key, swapped / (double + single) if number_of > 0 else 0.0, told)
 
 
@@ -1130,7 +1285,7 @@ def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) ->
         keys, values: as for `share`.
     """
     given = [whole(value) for value in values if value not in (None, "")]
-    note = f"{min(given)} there; 8 pixels is the least here" if given and min(given) < 8 else ""
+    note = Message("{number} there; 8 pixels is the least here", number=min(given)) if given and min(given) < 8 else ""
     share(draft, keys, values, "dataset.bucket_step", lambda value: max(8, whole(value)), note)
 
 
@@ -1153,7 +1308,7 @@ def set_clips(
         return
     draft.differs(keys, {"dataset.frames": sorted({max(1, (one - 1) // step * step + 1) for one in lengths})}, note)
     if part is None:
-        draft.none(part_keys, "of a clip its head, its middle or chunks are taken here: dataset.clip")
+        draft.none(part_keys, Message("of a clip its head, its middle or chunks are taken here: dataset.clip"))
     else:
         draft.mapped(part_keys, {"dataset.clip": part})
 
@@ -1176,7 +1331,7 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
     settings |= _preview_values(pictures, told) | _preview_sides(pictures, told)
     if settings.get("preview.seed", 0) < 0:
         del settings["preview.seed"]
-        told.append("a negative seed means a random one there; previews here keep theirs")
+        told.append(Message("a negative seed means a random one there; previews here keep theirs"))
     account = draft.differs if told else draft.mapped
     for key, names in keys.items():
         own = {name: value for name, value in settings.items() if name.removeprefix("preview.") in names.split()}
@@ -1213,7 +1368,7 @@ def _preview_sides(pictures: Sequence[Mapping[str, Any]], told: list[str]) -> di
         if values:
             settings[f"preview.{name}"] = round(values[0] / 16) * 16
             if len(set(values)) > 1 or values[0] % 16:
-                told.append(f"one {name} for all previews here, a multiple of 16")
+                told.append(Message("one {name} for all previews here, a multiple of 16", name=name))
     return settings
 
 
@@ -1223,20 +1378,23 @@ def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], told:
     if not any(given):
         return {}
     if draft.family not in families.available() or not any(families.get(draft.family).controls):
-        told.append("previews are shown no control images here")
+        told.append(Message("previews are shown no control images here"))
         return {}
     if not all(given):
-        told.append("one control image for each prompt here, and some of theirs have none")
-        draft.need("preview.controls", "a control image for each prompt, or none at all")
+        told.append(Message("one control image for each prompt here, and some of theirs have none"))
+        draft.need("preview.controls", Message("a control image for each prompt, or none at all"))
         return {}
     written = [_one_control(draft, [text(image) for image in images]) for images in given]
     if several := [" + ".join(map(text, images)) for images, path in zip(given, written, strict=True) if not path]:
-        told.append("several control images of one prompt are a folder here, and none was written")
+        told.append(Message("several control images of one prompt are a folder here, and none was written"))
         images = ", ".join(several[:3]) + (" ..." if len(several) > 3 else "")
         draft.need(
             "preview.controls",
-            f"prompts with several control images ({images}): put those of each into a folder that holds just them, "
-            "and name the folders here",
+            Message(
+                "prompts with several control images ({images}): put those of each into a folder that holds just "
+                "them, and name the folders here",
+                images=images,
+            ),
         )
         return {}
     return {"preview.controls": written}
@@ -1263,7 +1421,7 @@ def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], told: l
     if not step or max(lengths, default=1) <= 1:
         return {}
     if len(set(lengths)) > 1:
-        told.append("one length for all previews here")
+        told.append(Message("one length for all previews here"))
     return {"preview.frames": (lengths[0] - 1) // step * step + 1}
 
 
@@ -1273,7 +1431,7 @@ def set_seed(draft: Draft, key: str) -> None:
     if seed is None:
         draft.none(key, "empty", off=True)
     elif seed < 0:
-        draft.none(key, "a random seed there; here 0, so that a run can be repeated")
+        draft.none(key, Message("a random seed there; here 0, so that a run can be repeated"))
     elif seed > MAX_SEED:
         draft.differs(key, {"seed": seed % (MAX_SEED + 1)}, f"at most {MAX_SEED} here: the remainder")
     else:
@@ -1288,7 +1446,7 @@ def set_name(draft: Draft, key: str, value: str | None = None, note: str = "") -
         return
     name = "".join("-" if c in "/\\" or not c.isprintable() else c for c in given).strip()[:120]
     name = name if name not in ("", ".", "..") else "my-lora"
-    told = note if name == given else "; ".join(filter(None, (note, "without what cannot name a folder")))
+    told = note if name == given else "; ".join(filter(None, (note, Message("without what cannot name a folder"))))
     (draft.mapped if name == given else draft.differs)(key, {"name": name}, told)
 
 

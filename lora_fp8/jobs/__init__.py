@@ -27,7 +27,7 @@ from typing import Any
 from .. import config, settings
 from ..common.reading import load_text
 from ..common.text import is_utf8
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..run import Run, ownership
 from . import job_state, procs
 from .job_state import ENDED, SENTENCES, JobView, Sentence
@@ -196,11 +196,19 @@ class Queue:
         job = config.loads(text, list(overrides), where=source.name, folder=source.presets or here)
         job = make_paths_absolute(job, here)
         if scheduling.max_attempts < 1:
-            raise UserError(f"max_attempts: must be at least 1, got {scheduling.max_attempts}")
+            raise UserError(
+                Message("max_attempts: must be at least {limit}, got {given}", limit="1", given=scheduling.max_attempts)
+            )
         run = Run(Path(job.output_dir) / job.name)
         for row in self.store.rows("phase <> 'ended'"):
             if row.folder == str(run.path):
-                raise UserError(f"{run.path}: job {row.id} writes there already; choose another name (--set name=...)")
+                raise UserError(
+                    Message(
+                        "{path}: job {id} writes there already; choose another name (--set name=...)",
+                        path=run.path,
+                        id=row.id,
+                    )
+                )
         if not again:
             ownership.require_new(run.path)
         return self._insert(
@@ -232,7 +240,7 @@ class Queue:
         """
         run = Run.open(Path(os.path.abspath(folder)))
         if run.alive():
-            raise UserError(f"{run.path}: is training now")
+            raise UserError(Message("{path}: is training now", path=run.path))
         ownership.require_ours(run.path)
         # The folder may have been moved or renamed since, so its current place counts.
         place = {"name": run.path.name, "output_dir": str(run.path.parent)}
@@ -320,18 +328,24 @@ class Queue:
         run = Run.open(folder)
         row = self._find_row(run.path)
         if row is not None and row.phase != "ended":
-            raise UserError(f"{run.path}: job {row.id} writes there; `lora-fp8 jobs cancel {row.id}` ends it")
+            raise UserError(
+                Message("{path}: job {id} writes there; `lora-fp8 jobs cancel {id}` ends it", path=run.path, id=row.id)
+            )
         if not run.alive():
-            raise UserError(f"{run.path}: nothing is training here")
+            raise UserError(Message("{folder}: nothing is training here", folder=run.path))
         pid = procs.find_holder(run.lock_file)
         if pid is None:
-            raise UserError(f"{run.path}: the process that trains here is another user's, or on another machine")
+            raise UserError(
+                Message("{path}: the process that trains here is another user's, or on another machine", path=run.path)
+            )
         if not hard:
             run.request("stop")  # before the signal, so that the run is seen to be stopping
         try:
             procs.send(procs.find_family(pid) if hard else [pid], signal.SIGKILL if hard else signal.SIGTERM)
         except PermissionError:
-            raise UserError(f"{run.path}: process {pid}, which trains here, is another user's") from None
+            raise UserError(
+                Message("{path}: process {pid}, which trains here, is another user's", path=run.path, pid=pid)
+            ) from None
 
     def requeue(self, id: int) -> None:
         """Queue an ended job again; it continues from its newest checkpoint, if it has one.
@@ -341,13 +355,15 @@ class Queue:
         """
         row = self._require_ended(id)
         if row.state == "done":
-            raise UserError(f"job {id} is done; `lora-fp8 jobs rerun {id}` trains it again in another folder")
+            raise UserError(
+                Message("job {id} is done; `lora-fp8 jobs rerun {id}` trains it again in another folder", id=id)
+            )
         for other in self.store.rows("phase <> 'ended' AND folder = ?", row.folder) if row.folder else []:
-            raise UserError(f"{row.folder}: job {other.id} writes there already")
+            raise UserError(Message("{folder}: job {id} writes there already", folder=row.folder, id=other.id))
         values: dict[str, Any] = {"phase": "queued", "wanted": "run", "crashes": 0, "state": "", "sentence": ""}
         values |= {"ended": 0, "asked": 0, "termed": 0, "killed": 0, "exit_code": None}
         if not self.store.update(id, "phase = 'ended'", **values):
-            raise UserError(f"job {id} is in the queue already")
+            raise UserError(Message("job {id} is in the queue already", id=id))
         self.store.write_record(id)
 
     def move(self, id: int, place: int) -> None:
@@ -367,7 +383,7 @@ class Queue:
         """
         self.store.row(id)
         if not self.store.update(id, "phase = 'queued'", priority=priority):
-            raise UserError(f"job {id} is not waiting in the queue, so that its priority means nothing")
+            raise UserError(Message("job {id} is not waiting in the queue, so that its priority means nothing", id=id))
         self.store.write_record(id)
 
     def delete(self, id: int | str, with_run: bool = False) -> list[str]:
@@ -386,14 +402,14 @@ class Queue:
         if isinstance(id, str):
             run = Run.open(Path(id))
             for other in self.store.rows("phase <> 'ended' AND folder = ?", str(run.path)):
-                raise UserError(f"{run.path}: job {other.id} writes there already")
+                raise UserError(Message("{folder}: job {id} writes there already", folder=run.path, id=other.id))
             return ownership.remove(run.path)
         row = self.store.row(id)
         if row.phase == "launched":
             row = self._require_ended(id)
         left = ownership.remove(Path(row.folder)) if with_run and row.folder and os.path.lexists(row.folder) else []
         if not self.store.delete(id):
-            raise UserError(f"job {id} has just been started; stop it first")
+            raise UserError(Message("job {id} has just been started; stop it first", id=id))
         shutil.rmtree(self.store.folder(id), ignore_errors=True)
         return left
 
@@ -445,7 +461,7 @@ class Queue:
             row = self._find_row(run.path)
             if row is None or row.phase == "ended":
                 if not run.alive():
-                    raise UserError(f"{run.path}: nothing is training here")
+                    raise UserError(Message("{folder}: nothing is training here", folder=run.path))
                 run.request("stop")
                 return
         else:
@@ -458,7 +474,7 @@ class Queue:
         of_row = Run(Path(row.folder)) if row.folder else None
         if not self.store.update(row.id, "phase = 'launched'", wanted=wanted):
             if of_row is None or not of_row.alive():
-                raise UserError(f"job {row.id} is neither running nor waiting")
+                raise UserError(Message("job {id} is neither running nor waiting", id=row.id))
             of_row.request("stop")  # somebody in a shell continues it
             return
         if of_row and of_row.alive():  # ask at once; the worker does the rest
@@ -473,12 +489,12 @@ class Queue:
         """
         row = self.store.row(id)
         if row.phase == "queued":
-            raise UserError(f"job {id} waits in the queue")
+            raise UserError(Message("job {id} waits in the queue", id=id))
         if row.phase == "launched":
             with self._follow:
                 job = self._view(row, [], None)
             if job.state not in ENDED:
-                raise UserError(f"job {id} is {job.state}; stop it first")
+                raise UserError(Message("job {id} is {state}; stop it first", id=id, state=job.state))
             values = {"phase": "ended", "state": job.state, "sentence": json.dumps(job.sentence.to_json())}
             self.store.update(
                 id, "phase = 'launched' AND attempts = ?", row.attempts, ended=now(), exit_code=job.exit_code, **values

@@ -25,7 +25,7 @@ from typing import Any
 from ..common.reading import parse_json
 from ..common.text import is_utf8, shown
 from ..common.writing import atomic_write
-from ..errors import UserError
+from ..errors import Message, UserError
 
 BUSY_SECONDS = 10.0
 """How long a writer waits for another one; each locks the database for about a millisecond."""
@@ -186,7 +186,7 @@ class Store:
         """
         if rows := self.rows("id = ?", id):
             return rows[0]
-        raise UserError(f"{id}: there is no such job; `lora-fp8 jobs` lists them")
+        raise UserError(Message("{id}: there is no such job; `lora-fp8 jobs` lists them", id=id))
 
     def insert(self, **values: Any) -> int:
         """Insert a new job after the others of its priority. Return its id."""
@@ -197,7 +197,9 @@ class Store:
                     tuple(values.values()),
                 )
             except sqlite3.IntegrityError:  # only the unique index on folders can be violated from outside
-                raise UserError(f"{values['folder']}: another job writes there already; choose another name") from None
+                raise UserError(
+                    Message("{path}: another job writes there already; choose another name", path=values["folder"])
+                ) from None
             database.execute("UPDATE jobs SET place = id WHERE id = ?", (cursor.lastrowid,))
             assert cursor.lastrowid is not None
             return cursor.lastrowid
@@ -255,7 +257,7 @@ class Store:
             queued = database.execute(f"SELECT id, priority FROM jobs WHERE phase = 'queued' {ORDER}").fetchall()
             order = [row for row in queued if row[0] != id]
             if len(order) == len(queued):
-                raise UserError(f"job {id} is not waiting in the queue, so it has no place there")
+                raise UserError(Message("job {id} is not waiting in the queue, so it has no place there", id=id))
             at = min(max(place, 1), len(queued)) - 1
             own = next(priority for other, priority in queued if other == id)
             highest = order[at - 1][1] if at else max(own, order[0][1] if order else own)
@@ -313,16 +315,28 @@ class Store:
             yield
         except UnicodeEncodeError as error:  # from a name in a folder's path, or on the command line
             line = next(line for line in error.object.split("\n") if not is_utf8(line))
-            raise UserError(f"{shown(line)}: the queue takes text in UTF-8 only; rename that file or folder") from None
+            raise UserError(
+                Message("{text}: the queue takes text in UTF-8 only; rename that file or folder", text=shown(line))
+            ) from None
         except sqlite3.Error as error:
             if _is_damage(error):
                 raise Damaged(
-                    f"{self.file}: the queue is damaged ({error}). Run `lora-fp8 jobs --rescue` to rebuild it from the "
-                    "settings of its jobs"
+                    Message(
+                        "{file}: the queue is damaged ({error}). Run `lora-fp8 jobs --rescue` to rebuild it from "
+                        "the settings of its jobs",
+                        file=self.file,
+                        error=error,
+                    )
                 ) from error
-            raise StoreError(f"{self.file}: the queue cannot be used ({error})") from error
+            raise StoreError(
+                Message("{file}: the queue cannot be used ({error})", file=self.file, error=error)
+            ) from error
         except OSError as error:
-            raise StoreError(f"{error.filename or self.home}: the queue cannot be used ({error.strerror})") from error
+            raise StoreError(
+                Message(
+                    "{file}: the queue cannot be used ({error})", file=error.filename or self.home, error=error.strerror
+                )
+            ) from error
 
     def _migrate(self) -> None:
         with self._translate_errors():
@@ -333,8 +347,13 @@ class Store:
             version = database.execute("PRAGMA user_version").fetchone()[0]  # another process may have done it
             if version > len(MIGRATIONS):
                 raise StoreError(
-                    f"{self.file}: made by a newer version (schema {version}, this one knows {len(MIGRATIONS)}); "
-                    "update lora-fp8, or set LORA_FP8_HOME to another folder"
+                    Message(
+                        "{file}: made by a newer version (schema {version}, this one knows {known}); update "
+                        "lora-fp8, or set LORA_FP8_HOME to another folder",
+                        file=self.file,
+                        version=version,
+                        known=len(MIGRATIONS),
+                    )
                 )
             for migration in MIGRATIONS[version:]:
                 for statement in filter(str.strip, migration.split(";")):  # executescript would commit each by itself

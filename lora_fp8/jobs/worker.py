@@ -32,7 +32,7 @@ from ..common.reading import load_text
 from ..common.text import without_home
 from ..common.writing import atomic_write
 from ..config import read_toml
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 from ..run import Run, ownership
 from ..settings import Section
 from . import job_state, procs
@@ -83,13 +83,13 @@ def read_settings(home: Path) -> Settings:
     except FileNotFoundError:
         return Settings()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror)) from None
     except ValidationError as error:
         accepted = ", ".join(Settings.model_fields)
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}; accepted: {accepted}" for e in error.errors()]
         raise UserErrors(lines, str(path)) from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+        raise UserError(Message("{where}: not valid TOML: {why}", where=path, why=error)) from None
     parse_groups(settings.gpus)
     return settings
 
@@ -182,7 +182,9 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
                 return worker
             time.sleep(0.02)
     lines = job_state.read_tail(log, 3)
-    raise UserError(f"the worker did not start; {log} ends with: {' / '.join(lines) or 'nothing'}")
+    raise UserError(
+        Message("the worker did not start; {log} ends with: {tail}", log=log, tail=" / ".join(lines) or "nothing")
+    )
 
 
 @contextlib.contextmanager
@@ -192,7 +194,7 @@ def _open_rotated(path: Path) -> Iterator[Any]:
             os.replace(path, path.with_suffix(".1.log"))
         file = open(path, "ab")  # noqa: SIM115 - closed below
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
     with file:
         yield file
 

@@ -31,7 +31,7 @@ from ..adapters import kinds
 from ..common.reading import open_regular
 from ..common.text import first_few, is_utf8, shown
 from ..common.writing import atomic_write, make_folder
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from ..precision.dtypes import DTYPES
 from . import header as adapter_header
 from .layouts import (
@@ -280,7 +280,7 @@ def read_header(path: Path) -> Header:
         found = dict(named)
         if len(found) < len(named):
             twice = next(name for name, count in Counter(name for name, _ in named).items() if count > 1)
-            raise UserError(f"{path}: its header names {shown(twice)} twice")
+            raise UserError(Message("{path}: its header names {name} twice", path=path, name=shown(twice)))
         return found
 
     try:
@@ -288,21 +288,40 @@ def read_header(path: Path) -> Header:
             size = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
             if not 2 <= length <= size - 8:
-                raise UserError(f"{path}: not a whole safetensors file (its header would end outside of the file)")
+                raise UserError(
+                    Message(
+                        "{path}: not a whole safetensors file (its header would end outside of the file)", path=path
+                    )
+                )
             if length > MOST_HEADER:
-                raise UserError(f"{path}: its header takes {length} bytes, and at most {MOST_HEADER} are read")
+                raise UserError(
+                    Message(
+                        "{path}: its header takes {length} bytes, and at most {most} are read",
+                        path=path,
+                        length=length,
+                        most=MOST_HEADER,
+                    )
+                )
             content = json.loads(file.read(length), object_pairs_hook=unique)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror)) from None
     except (ValueError, RecursionError):  # JSON and UTF-8 errors, or brackets nested a thousand deep
-        raise UserError(f"{path}: not a safetensors file (its header is not JSON)") from None
+        raise UserError(Message("{path}: not a safetensors file (its header is not JSON)", path=path)) from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: not a safetensors file (its header is not a JSON object)")
+        raise UserError(Message("{path}: not a safetensors file (its header is not a JSON object)", path=path))
     metadata = _take_metadata(content, path)
     size_by_header = 8 + length + _data_size(content, path)
     if size_by_header != size:
         problem = "is cut short" if size < size_by_header else "has bytes that belong to no tensor"
-        raise UserError(f"{path}: {problem}: {size_by_header} bytes by its header, {size} in the file")
+        raise UserError(
+            Message(
+                "{path}: {problem}: {said} bytes by its header, {size} in the file",
+                path=path,
+                problem=problem,
+                said=size_by_header,
+                size=size,
+            )
+        )
     return Header(metadata, content, 8 + length)
 
 
@@ -314,12 +333,16 @@ def _take_metadata(content: dict[str, Any], path: Path) -> dict[str, str]:
     """
     found = content.pop("__metadata__", None) or {}
     if not isinstance(found, dict):
-        raise UserError(f"{path}: not a safetensors file (its metadata are not a JSON object)")
+        raise UserError(Message("{path}: not a safetensors file (its metadata are not a JSON object)", path=path))
     wrong = [key for key, value in found.items() if not isinstance(value, str)]
     if wrong:
-        raise UserError(f"{path}: metadata that are not text: {', '.join(sorted(wrong))}")
+        raise UserError(
+            Message("{path}: metadata that are not text: {names}", path=path, names=", ".join(sorted(wrong)))
+        )
     if wrong := [text for text in (*found, *found.values(), *content) if not is_utf8(text)]:
-        raise UserError(f"{path}: its header has text that is not UTF-8: {shown(wrong[0])}")
+        raise UserError(
+            Message("{path}: its header has text that is not UTF-8: {name}", path=path, name=shown(wrong[0]))
+        )
     return found
 
 
@@ -333,10 +356,10 @@ def _data_size(entries: dict[str, Any], path: Path) -> int:
     try:
         for begin, stop in sorted(entry["data_offsets"] for entry in entries.values()):
             if begin != end or stop < begin:
-                raise UserError(f"{path}: tensors overlap or leave a gap at byte {end}")
+                raise UserError(Message("{path}: tensors overlap or leave a gap at byte {end}", path=path, end=end))
             end = stop
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path}: not a safetensors file (a tensor has no data_offsets)") from None
+        raise UserError(Message("{path}: not a safetensors file (a tensor has no data_offsets)", path=path)) from None
     return end
 
 
@@ -353,9 +376,9 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         return safetensors.torch.load_file(path), header.metadata
     except (safetensors.SafetensorError, AttributeError, KeyError) as error:  # a dtype that this torch does not have
-        raise UserError(f"{path}: not a safetensors file ({error})") from None
+        raise UserError(Message("{path}: not a safetensors file ({why})", path=path, why=error)) from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror or error)) from None
 
 
 UNREAD = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
@@ -412,10 +435,16 @@ def _check_sound(tensors: Mapping[str, Tensor], path: Path) -> None:
         UserError: it holds NaN or infinity, or alpha is 0 in all layers.
     """
     if wrong := not_finite(tensors):
-        raise UserError(f"{path}: not a LoRA that can be used, it has NaN or infinity: {shown(first_few(wrong))}")
+        raise UserError(
+            Message(
+                "{path}: not a LoRA that can be used, it has NaN or infinity: {names}",
+                path=path,
+                names=shown(first_few(wrong)),
+            )
+        )
     alphas = [tensor for name, tensor in tensors.items() if name.endswith(".alpha")]
     if alphas and not any(map(float, alphas)):
-        raise UserError(f"{path}: alpha is 0 in all layers, so that the file does nothing")
+        raise UserError(Message("{path}: alpha is 0 in all layers, so that the file does nothing", path=path))
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -444,13 +473,21 @@ def slug(name: str) -> str:
 def _refuse_broken(tensors: Mapping[str, Tensor], what: str) -> None:
     if wrong := not_finite(tensors):
         advice = "; write it in bf16 or fp32 (export.dtype)" if what.endswith("fp16") else ""
-        raise RunFailure(f"{what} has NaN or infinity in {first_few(wrong)}{advice}")
+        raise RunFailure(
+            Message("{name} has NaN or infinity in {names}", name=what, names=f"{first_few(wrong)}{advice}")
+        )
     is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))
     wrong = sorted(name for name, tensor in tensors.items() if name.endswith(is_up) and not tensor.any())
     if wrong:
-        raise RunFailure(f"{what} is zero in {first_few(wrong)}: never trained, the file would do nothing there")
+        raise RunFailure(
+            Message(
+                "{name} is zero in {names}: never trained, the file would do nothing there",
+                name=what,
+                names=first_few(wrong),
+            )
+        )
     if not any(name.endswith(is_up) for name in tensors):
-        raise RunFailure(f"{what} is empty: there is nothing to write")
+        raise RunFailure(Message("{name} is empty: there is nothing to write", name=what))
 
 
 # -- metadata
@@ -584,7 +621,9 @@ def config_of(path: Path) -> str:
     """
     found = read_header(path).metadata.get("lora_fp8_config")
     if not found:
-        raise UserError(f"{path}: holds no config (it is another program's, or export.metadata was not public)")
+        raise UserError(
+            Message("{path}: holds no config (it is another program's, or export.metadata was not public)", path=path)
+        )
     return found
 
 

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from ..adapters import kinds
 from ..common.text import first_few, sides
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import naming
 
 LAYOUTS = ("diffusers", "comfy", "kohya")
@@ -83,22 +83,33 @@ def uncarried(
     if kind == "dora":
         if layout == "diffusers":
             return None
-        return (
-            "programs that read it give DoRA's lengths another meaning (A1111: of the weight's columns, ComfyUI: over "
-            "the length without the update)"
+        return Message(
+            "programs that read it give DoRA's lengths another meaning (A1111: of the weight's columns, ComfyUI: "
+            "over the length without the update)"
         )
     title = kinds.TITLES[kind]
     if layout == "diffusers":
         read = family.split_names_in_comfy or (kind == "lokr" and family.lokr_of_diffusers)
-        return None if read else f"nothing reads {title} of {family.title} under these names"
+        return (
+            None
+            if read
+            else Message("nothing reads {kind} of {title} under these names", kind=title, title=family.title)
+        )
     name_of, _ = _rule(family, denoiser_config, layout)
     swapped = _swapped(family, denoiser_config, layout)
     for module in modules:
         name, members = name_of(module)
         if len(members) > 1:
-            return f"it holds {len(members)} layers as one ({name}), whose {title}s are no {title} of the whole"
+            return Message(
+                "it holds {count} layers as one ({name}), whose {kinds}s are no {kinds} of the whole",
+                count=len(members),
+                name=name,
+                kinds=title,
+            )
         if module in swapped:
-            return f"it has the rows of {module} in another order, of which there is no {title}"
+            return Message(
+                "it has the rows of {name} in another order, of which there is no {kind}", name=module, kind=title
+            )
     return None
 
 
@@ -126,16 +137,35 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
     for name in state:
         module, dot, half = name.rpartition(".lora_")
         if not dot or half not in ("A.weight", "B.weight"):
-            raise UserError(f"{name}: not a LoRA tensor (expected <module>.lora_A.weight or .lora_B.weight)")
+            raise UserError(
+                Message("{name}: not a LoRA tensor (expected <module>.lora_A.weight or .lora_B.weight)", name=name)
+            )
         halves.setdefault(module, set()).add(half)
     for module, found in halves.items():
         if len(found) != 2:
-            raise UserError(f"{module}: has lora_{found.pop()[0]} but not the other half of the pair")
+            raise UserError(
+                Message(
+                    "{name}: has {half} but not the other half of the pair", name=module, half=f"lora_{found.pop()[0]}"
+                )
+            )
         a, b = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
         if a.ndim < 2 or b.ndim < 2 or a.shape[0] != b.shape[1]:
-            raise UserError(f"{module}: lora_A of {sides(a.shape)} and lora_B of {sides(b.shape)} are not of one rank")
+            raise UserError(
+                Message(
+                    "{name}: lora_A of {a} and lora_B of {b} are not of one rank",
+                    name=module,
+                    a=sides(a.shape),
+                    b=sides(b.shape),
+                )
+            )
         if any(side != 1 for side in b.shape[2:]):
-            raise UserError(f"{module}: lora_B is {sides(b.shape)}; only kernels of one pixel are known there")
+            raise UserError(
+                Message(
+                    "{module}: lora_B is {shape}; only kernels of one pixel are known there",
+                    module=module,
+                    shape=sides(b.shape),
+                )
+            )
     return sorted(halves)
 
 
@@ -241,13 +271,20 @@ def from_layout(
     if foreign:
         names = first_few(sorted(foreign))
         parts = ", ".join((family.denoiser_name, *family.trained_text))
-        raise UserError(f"{names}: not names that a LoRA of the {parts} has in the {layout} layout")
+        raise UserError(
+            Message(
+                "{names}: not names that a LoRA of the {parts} has in the {layout} layout",
+                names=names,
+                parts=parts,
+                layout=layout,
+            )
+        )
     state: dict[str, Tensor] = {}
     scaling: dict[str, float] = {}
     swapped = _swapped(family, denoiser_config, layout)
     groups = modules(renamed)
     if stray := sorted(alphas.keys() - set(groups)):
-        raise UserError(f"{first_few(stray)}: alpha without weights")
+        raise UserError(Message("{names}: alpha without weights", names=first_few(stray)))
     for group in groups:
         a, b = renamed[f"{group}.lora_A.weight"], renamed[f"{group}.lora_B.weight"]
         members = members_of(group)
@@ -255,7 +292,14 @@ def from_layout(
             b = torch.cat(b.chunk(2)[::-1])
         rows = [b.shape[0]] if len(members) == 1 else _rows(members, {}, family, denoiser_config)
         if sum(rows) != b.shape[0]:
-            raise UserError(f"{group}: the LoRA has {b.shape[0]} rows; this base has {sum(rows)}")
+            raise UserError(
+                Message(
+                    "{group}: the LoRA has {rows} rows; this base has {others}",
+                    group=group,
+                    rows=b.shape[0],
+                    others=sum(rows),
+                )
+            )
         for member, pair in zip(members, split(a, b, rows), strict=True):
             if pair is not None:
                 state[f"{member}.lora_A.weight"], state[f"{member}.lora_B.weight"] = pair
@@ -276,9 +320,19 @@ def _others_to_layout(
     for module, parts in kinds.grouped(state).items():
         kind, scale = kinds.kind_of(parts, module), _scale_of(scaling, module)
         if kind == "lora":
-            raise UserError(f"{module}: LoRA beside another kind of adapter; files hold one kind")
+            raise UserError(
+                Message("{module}: LoRA beside another kind of adapter; files hold one kind", module=module)
+            )
         if reason := uncarried(kind, [module], family, denoiser_config, layout):
-            raise UserError(f"the {layout} layout of {family.title} carries no {kinds.TITLES[kind]}: {reason}")
+            raise UserError(
+                Message(
+                    "the {layout} layout of {title} carries no {kind}: {why}",
+                    layout=layout,
+                    title=family.title,
+                    kind=kinds.TITLES[kind],
+                    why=reason,
+                )
+            )
         name = name_of(module)[0]
         held = dict(parts)
         if layout == "diffusers" and scale != 1:  # multiplied into a factor that every layer of the kind has
@@ -312,16 +366,39 @@ def _others_from_layout(
     alphas = {name.removesuffix(".alpha"): float(t) for name, t in tensors.items() if name.endswith(".alpha")}
     groups = kinds.grouped({name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")})
     if foreign := [group for group in (*groups, *alphas) if not group.startswith(prefix) or group not in groups]:
-        raise UserError(f"{first_few(foreign)}: not part of the {layout} layout ({prefix}...) of {family.title}")
+        raise UserError(
+            Message(
+                "{names}: not part of the {layout} layout ({prefix}...) of {title}",
+                names=first_few(foreign),
+                layout=layout,
+                prefix=prefix,
+                title=family.title,
+            )
+        )
     state: dict[str, Tensor] = {}
     scaling: dict[str, float] = {}
     for group, parts in groups.items():
         kind = kinds.kind_of(parts, group)
         module, *others = members_of(group)
         if others:
-            raise UserError(f"{group}: {kinds.TITLES[kind]} of {1 + len(others)} layers as one cannot be taken apart")
+            raise UserError(
+                Message(
+                    "{group}: {kind} of {count} layers as one cannot be taken apart",
+                    group=group,
+                    kind=kinds.TITLES[kind],
+                    count=1 + len(others),
+                )
+            )
         if reason := uncarried(kind, [module], family, denoiser_config, layout) if layout != "diffusers" else None:
-            raise UserError(f"{group}: {kinds.TITLES[kind]} is not known in the {layout} layout: {reason}")
+            raise UserError(
+                Message(
+                    "{group}: {kind} is not known in the {layout} layout: {why}",
+                    group=group,
+                    kind=kinds.TITLES[kind],
+                    layout=layout,
+                    why=reason,
+                )
+            )
         scaling[module] = alphas[group] / kinds.rank_of(parts) if group in alphas and kinds.has_rank(parts) else 1.0
         for part, tensor in parts.items():
             state[f"{module}.{part}"] = tensor.flatten() if part == "lora_magnitude_vector" else tensor
@@ -349,7 +426,9 @@ def detect_layout(tensors: Iterable[str], family: Any) -> str:
             return layout
     found = names[0] if names else "an empty file"
     expected = " or ".join(f"{_prefix(family, layout)}..." for layout in known)
-    raise UserError(f"{found}: not a LoRA for {family.title} (expected {expected})")
+    raise UserError(
+        Message("{path}: not a LoRA for {title} (expected {names})", path=found, title=family.title, names=expected)
+    )
 
 
 def _has_layout(family: Any, layout: str) -> bool:
@@ -416,7 +495,13 @@ def _text_module(name: str, family: Any, layout: str) -> str:
                 path = re.sub(r"_(?!proj|attn|model)", ".", path)
             module = text_layer(encoder, path)
             if not re.fullmatch(r"[^.]+\.text_model\.encoder\.layers\.\d+\.(self_attn|mlp)\.\w+", module):
-                raise UserError(f"{name}: no layer of CLIP's {encoder} that LoRAs are trained in has that name")
+                raise UserError(
+                    Message(
+                        "{name}: no layer of CLIP's {encoder} that LoRAs are trained in has that name",
+                        name=name,
+                        encoder=encoder,
+                    )
+                )
             return module
     return ""
 
@@ -483,9 +568,14 @@ def split(a: Tensor, b: Tensor, rows: list[int]) -> list[tuple[Tensor, Tensor] |
 def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout: str, kind: str = "lora") -> str | None:
     """Return why diffusers itself cannot load this layout and kind for this base, or None if it can."""
     if kind == "loha" or (kind == "lokr" and not (family.lokr_of_diffusers and layout == "diffusers")):
-        return f"diffusers does not read {kinds.TITLES[kind]} in the {layout} layout of {family.title}"
+        return Message(
+            "diffusers does not read {kind} in the {layout} layout of {title}",
+            kind=kinds.TITLES[kind],
+            layout=layout,
+            title=family.title,
+        )
     if layout not in family.layouts_of_diffusers:
-        return f"diffusers does not read the {layout} layout of {family.title}"
+        return Message("diffusers does not read the {layout} layout of {title}", layout=layout, title=family.title)
     if layout == "diffusers" or not family.converter_width:
         return None
     # Affects miniatures and models with added blocks: diffusers 0.42 has the released sizes hard-coded in its
@@ -493,9 +583,13 @@ def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout:
     sizes = FLUX_DEFAULTS | dict(denoiser_config)
     width = sizes["num_attention_heads"] * sizes["attention_head_dim"]
     if width != family.converter_width:
-        return f"diffusers converts these names at width {family.converter_width} only, this base has {width}"
+        return Message(
+            "diffusers converts these names at width {width} only, this base has {other}",
+            width=family.converter_width,
+            other=width,
+        )
     if family.kohya_naming == "bfl_flux" and (sizes["num_layers"] > 19 or sizes["num_single_layers"] > 38):
-        return "diffusers converts kohya's FLUX names for 19 + 38 blocks, this base has more"
+        return Message("diffusers converts kohya's FLUX names for 19 + 38 blocks, this base has more")
     return None
 
 
@@ -565,7 +659,12 @@ def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
     denoiser_config = UNET_DEFAULTS | dict(denoiser_config)
     layers = denoiser_config["layers_per_block"]
     if not isinstance(layers, int):
-        raise UserError(f"layers_per_block = {layers}: kohya's names are known where all blocks have as many layers")
+        raise UserError(
+            Message(
+                "layers_per_block = {layers}: kohya's names are known where all blocks have as many layers",
+                layers=layers,
+            )
+        )
     names = dict(SGM_OUTSIDE)
     for i, _ in enumerate(denoiser_config["down_block_types"]):
         for j in range(layers):
@@ -590,7 +689,9 @@ def _sgm_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) 
             inner = module[len(path) + 1 :]
             inner = SGM_RESNET.get(inner, inner)
             return (f"{name}.{inner}" if inner else name).replace(".", "_"), (module,)
-    raise UserError(f"{module}: kohya's layout has no name for this layer; {LEAVE_OUT}")
+    raise UserError(
+        Message("{name}: kohya's layout has no name for this layer; {instead}", name=module, instead=LEAVE_OUT)
+    )
 
 
 def _sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -605,20 +706,29 @@ def _sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) ->
             if "attentions" in path and inner == "conv":
                 continue
             return (f"{path}.{resnet.get(inner) or _dotted(inner)}",)
-    raise UserError(f"lora_unet_{kohya}: no layer of this base has that name")
+    raise UserError(Message("{name}: no layer of this base has that name", name=f"lora_unet_{kohya}"))
 
 
 def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
     found = naming.to_native(family.native_layers, module)
     if found is None:
-        raise UserError(f"{module}: this layer has no name in {family.title}'s original code; {LEAVE_OUT}")
+        raise UserError(
+            Message(
+                "{name}: this layer has no name in {title}'s original code; {instead}",
+                name=module,
+                title=family.title,
+                instead=LEAVE_OUT,
+            )
+        )
     return found
 
 
 def _native_members(native: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     found = naming.from_native(family.native_layers, native)
     if found is None:
-        raise UserError(f"diffusion_model.{native}: no layer of {family.title} has that name")
+        raise UserError(
+            Message("{name}: no layer of {title} has that name", name=f"diffusion_model.{native}", title=family.title)
+        )
     return found
 
 
@@ -631,7 +741,7 @@ def _native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str,
     # Only the base's own layers tell which of the underscores were dots.
     known = _underscored(family.native_layers, tuple(family.layer_shapes(denoiser_config)))
     if kohya not in known:
-        raise UserError(f"lora_unet_{kohya}: no layer of this base has that name")
+        raise UserError(Message("{name}: no layer of this base has that name", name=f"lora_unet_{kohya}"))
     return known[kohya]
 
 
@@ -645,7 +755,13 @@ def _bfl_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) 
     native, members = _to_native(module, family, denoiser_config)
     if not native.startswith(("double_blocks.", "single_blocks.")):
         # diffusers drops or swaps layers outside the blocks in kohya files, so the file would not do what was trained
-        raise UserError(f"{module}: kohya's FLUX layout holds layers inside the blocks only; {LEAVE_OUT}")
+        raise UserError(
+            Message(
+                "{name}: kohya's FLUX layout holds layers inside the blocks only; {instead}",
+                name=module,
+                instead=LEAVE_OUT,
+            )
+        )
     return native.replace(".", "_"), members
 
 
@@ -669,7 +785,11 @@ def _rule(
     if layout not in LAYOUTS:
         raise UserError(f"{layout!r}: unknown layout; there are {', '.join(LAYOUTS)}")
     if layout != "diffusers" and not _has_layout(family, layout):
-        raise UserError(f"{family.title} has no {layout} layout; set export.formats = ['diffusers']")
+        raise UserError(
+            Message(
+                "{title} has no {layout} layout; set export.formats = ['diffusers']", title=family.title, layout=layout
+            )
+        )
     to_name, members = _denoiser_rule(family, layout)
     prefix = _prefix(family, layout)
 

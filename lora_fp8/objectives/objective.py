@@ -31,7 +31,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 
 from .. import settings
-from ..errors import UserError
+from ..errors import Message, UserError
 
 PREDICTION_TYPES = {"epsilon": "epsilon", "v": "v_prediction"}
 """`objective.prediction` -> `prediction_type` of diffusers' schedulers."""
@@ -164,7 +164,13 @@ def _check_scheduler(scheduler_config: dict[str, Any], *, flow: bool) -> None:
     name = str(scheduler_config.get("_class_name", ""))
     if name and (_is_flow(scheduler_config) != flow or name.startswith("EDM")):
         kind = "flow matching" if flow else "diffusion (epsilon or v)"
-        raise UserError(f"the model's scheduler is {name}, but this architecture is trained with {kind} here")
+        raise UserError(
+            Message(
+                "the model's scheduler is {name}, but this architecture is trained with {kind} here",
+                name=name,
+                kind=kind,
+            )
+        )
 
 
 class Diffusion(Objective):
@@ -181,8 +187,11 @@ class Diffusion(Objective):
         self.prediction_type: str = self.scheduler.config.prediction_type
         if self.prediction_type not in ("epsilon", "v_prediction"):
             raise UserError(
-                f"the model's scheduler_config.json says prediction_type = {self.prediction_type!r}; "
-                "this trainer knows 'epsilon' and 'v_prediction'"
+                Message(
+                    "the model's scheduler_config.json says prediction_type = {type}; this trainer knows "
+                    "'epsilon' and 'v_prediction'",
+                    type=repr(self.prediction_type),
+                )
             )
         if PREDICTION_TYPES.get(section.prediction, self.prediction_type) != self.prediction_type:
             raise ValueError(f"the family was made without objective.prediction = {section.prediction!r}")

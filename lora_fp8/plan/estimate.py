@@ -20,6 +20,7 @@ from ..data.buckets import Bucket, named
 from ..data.cache import Cache
 from ..data.caption_style import warn_of_sentences
 from ..data.images import captions_of_files
+from ..errors import Message
 from ..families.base import ModelFamily
 from ..precision import stream
 from ..precision.dtypes import DTYPES
@@ -173,7 +174,12 @@ def estimate(plan: Plan, device: str = "cpu") -> Estimate:
         try:
             step = _measure_step(job, family, denoiser, latents, cond_shapes, num)
         except dry_run.Undecided as error:
-            notes.append(f"what a step takes is not known before it is tried: {error}; training tries it before step 1")
+            notes.append(
+                Message(
+                    "what a step takes is not known before it is tried: {error}; training tries it before step 1",
+                    error=error,
+                )
+            )
         else:  # activations of the text encoders stay until the denoiser's backward pass has ended
             step += sum(_measure_text_step(encoder, num) for encoder in encoders_trained.values())
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
@@ -209,7 +215,10 @@ def estimate(plan: Plan, device: str = "cpu") -> Estimate:
     )
     if _is_text_largest(estimated, job):
         estimated.notes.append(
-            "encoding the captions takes more memory than training; model.text_storage = 'fp8' halves the text encoders"
+            Message(
+                "encoding the captions takes more memory than training; model.text_storage = 'fp8' halves the "
+                "text encoders"
+            )
         )
     return estimated
 
@@ -308,7 +317,7 @@ def _measure_vae(
                 with dry_run.Tally() as tally:
                     family.decode_latents(latents)
     except dry_run.Undecided as error:
-        notes.append(f"the VAE's memory is not known: {error}")
+        notes.append(Message("the VAE's memory is not known: {error}", error=error))
         return None, None
     finally:
         family.vae = None

@@ -8,7 +8,7 @@ from ..data import control_files, images, mask_files, permutation
 from ..data.cache import Cache
 from ..data.examples import Example, ScanReport
 from ..data.prompts import Prompt, whole
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..families.base import ModelFamily
 from ..settings import Job
 from .resolve import get_resolution
@@ -86,7 +86,11 @@ def split(job: Job, examples: list[Example]) -> tuple[list[Example], list[Exampl
     files = find_holdout_candidates(job, examples)
     if num_held_out and num_held_out >= len(files):
         raise UserError(
-            f"validation.pictures = {num_held_out}: of {len(files)} pictures none would be left to train on; use fewer"
+            Message(
+                "validation.pictures = {wanted}: of {count} pictures none would be left to train on; use fewer",
+                wanted=num_held_out,
+                count=len(files),
+            )
         )
     held_out = {files[number] for number in permutation(len(files), "held out", job.seed)[:num_held_out]}
     trained = [example for example in examples if example.image_sha256 not in held_out]

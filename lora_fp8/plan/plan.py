@@ -21,7 +21,7 @@ from ..data.cache import Cache
 from ..data.caption_variants import dataset_captions
 from ..data.examples import ScanReport
 from ..data.prompts import Prompt
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 from ..families.base import ModelFamily
 from ..lora_files.layouts import text_encoder_of
 from ..precision.dtypes import DTYPES
@@ -165,8 +165,11 @@ def attempt(
         problems.extend(filter(None, refusals))
     if job.train.batch_size % world:
         problems.append(
-            f"train.batch_size = {job.train.batch_size} is shared out among {world} processes; "
-            f"make it a multiple of {world}"
+            Message(
+                "train.batch_size = {size} is shared out among {count} processes; make it a multiple of {count}",
+                size=job.train.batch_size,
+                count=world,
+            )
         )
     resolved = problems.collect(lambda: resolve_auto(job, Family))
     if family is None or resolved is None:

@@ -8,7 +8,7 @@ import torch
 
 from .. import adapters, families
 from ..adapters import kinds
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 from ..families.base import ModelFamily
 from ..lora_files import layouts
 from ..precision.dtypes import DTYPES
@@ -44,8 +44,12 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
         updates["bucket_step"] = Family.bucket_step
     elif job.dataset.bucket_step % Family.bucket_multiple:
         raise UserError(
-            f"dataset.bucket_step = {job.dataset.bucket_step}: {Family.title} needs a multiple of "
-            f"{Family.bucket_multiple}"
+            Message(
+                "dataset.bucket_step = {step}: {title} needs a multiple of {multiple}",
+                step=job.dataset.bucket_step,
+                title=Family.title,
+                multiple=Family.bucket_multiple,
+            )
         )
     if job.dataset.frames and job.dataset.fps == "auto":
         updates["fps"] = float(Family.clips[1])
@@ -55,7 +59,15 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
     sides |= {f"dataset.folders.{i}.resolution": folder.resolution for i, folder in enumerate(job.dataset.folders)}
     for key, side in sides.items():
         if side % Family.bucket_multiple:
-            raise UserError(f"{key} = {side}: {Family.title} needs a multiple of {Family.bucket_multiple}")
+            raise UserError(
+                Message(
+                    "{key} = {side}: {title} needs a multiple of {multiple}",
+                    key=key,
+                    side=side,
+                    title=Family.title,
+                    multiple=Family.bucket_multiple,
+                )
+            )
     section = job.export
     # Which layouts carry another kind than LoRA depends on the layers: see `choose_layouts`.
     if section.formats == ["auto"] and job.adapter.type == "lora":
@@ -63,8 +75,12 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
     unknown = [layout for layout in section.formats if layout not in Family.layouts]
     if unknown and section.formats != ["auto"]:
         raise UserError(
-            f"export.formats = {unknown}: {Family.title} has no such layout; accepted: auto | "
-            f"{' | '.join(Family.layouts)}"
+            Message(
+                "export.formats = {name}: {title} has no such layout; accepted: auto | {names}",
+                name=unknown,
+                title=Family.title,
+                names=" | ".join(Family.layouts),
+            )
         )
     return job.model_copy(update={"dataset": job.dataset.model_copy(update=updates), "export": section})
 
@@ -103,13 +119,20 @@ def choose_layouts(job: Job, family: ModelFamily) -> Job:
     )
     if refused:
         instead = (
-            f"set export.formats = ['{able[0]}']"
+            Message("set export.formats = [{name}]", name=f"'{able[0]}'")
             if able
-            else "none carries it: leave such layers out of adapter.targets, or set adapter.type = 'lora'"
+            else Message("none carries it: leave such layers out of adapter.targets, or set adapter.type = 'lora'")
         )
         raise UserErrors(
             [
-                f"the {layout} layout of {family.title} carries no {title}: {reasons[layout]}; {instead}"
+                Message(
+                    "the {layout} layout of {title} carries no {kind}: {why}; {line}",
+                    layout=layout,
+                    title=family.title,
+                    kind=title,
+                    why=reasons[layout],
+                    line=instead,
+                )
                 for layout in refused
             ],
             f"adapter.type = '{kind}'",

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import adapters
 from ..adapters import kinds
 from ..common.text import first_few
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..families.base import ModelFamily
 from ..lora_files import export, layouts
 from ..settings import Adapter, Job
@@ -57,8 +57,12 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
     misfits = [name for name, value in values.items() if shapes.get(name) != value.shape]
     if misfits:
         raise UserError(
-            f"{where}: does not fit this base: {len(misfits)} tensors have no place here, or another shape, "
-            f"{first_few(misfits)}"
+            Message(
+                "{key}: does not fit this base: {count} tensors have no place here, or another shape, {names}",
+                key=where,
+                count=len(misfits),
+                names=first_few(misfits),
+            )
         )
     return values
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from .formats import E4M3_MAX, MIN_SCALE
 from .linear import AMAX_HISTORY, AmaxHistory, FrozenLinear, frozen_layers
 from .quantized import Weight, plain
@@ -77,7 +77,7 @@ class TeLinear(FrozenLinear):
         if weight_NK.device.type == "meta":
             return
         if not weight_NK.isfinite().all():
-            raise ValueError(f"{name}: weight has NaN or infinity")
+            raise ValueError(Message("{name}: weight has NaN or infinity", name=name))
         # Gradients are enabled although none is wanted: otherwise the layout that the backward multiplies is left out.
         with torch.enable_grad(), te.quantized_model_init(enabled=True, recipe=recipe_of(self.recipe)):
             inner = te.Linear(
@@ -188,7 +188,11 @@ class TeAmaxHistory(AmaxHistory):
         """
         missing = [name for name in self._tensors() if name not in tensors]
         if missing:
-            raise UserError(f"the checkpoint lacks {len(missing)} amax histories (first: {missing[0]})")
+            raise UserError(
+                Message(
+                    "the checkpoint lacks {count} amax histories (first: {name})", count=len(missing), name=missing[0]
+                )
+            )
         for name, tensor in self._tensors().items():
             tensor.copy_(tensors[name])  # in place: TransformerEngine holds other references to it
         self.before_step = self.tensors()

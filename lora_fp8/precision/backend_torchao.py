@@ -23,6 +23,7 @@ from torchao.quantization import (
     quantize_,
 )
 
+from ..errors import Message
 from .linear import FrozenLinear
 from .quantized import Quantized, Weight, plain
 
@@ -60,7 +61,7 @@ class TorchaoLinear(FrozenLinear):
             return
         weight_NK = plain(weight)
         if weight_NK.device.type != "meta" and not weight_NK.isfinite().all():
-            raise ValueError(f"{name}: weight has NaN or infinity")
+            raise ValueError(Message("{name}: weight has NaN or infinity", name=name))
         self._hold_(weight_NK)
 
     def _hold_(self, weight_NK: Tensor) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import settings
-from ..errors import RunFailure, Stopped
+from ..errors import Message, RunFailure, Stopped
 from . import backends
 
 MODES = ("upcast", "fp8_forward", "fp8")
@@ -48,11 +48,14 @@ def problem(section: settings.Quantize, device: torch.device, world: int = 1) ->
 
 def _kernels_problem(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
-        return "quantize.kernels = 'triton': triton is not installed; pip install triton, or use 'torch'"
+        return Message("quantize.kernels = 'triton': triton is not installed; pip install triton, or use 'torch'")
     if os.environ.get("TRITON_INTERPRET") == "1":  # slow, for tests
         return ""
     if device.type != "cuda":
-        return f"quantize.kernels = 'triton': a {device.type} cannot run them, a CUDA device can; use 'torch'"
+        return Message(
+            "quantize.kernels = 'triton': a {device} cannot run them, a CUDA device can; use 'torch'",
+            device=device.type,
+        )
     return f"quantize.kernels = 'triton': {text}, or use 'torch'" if (text := missing_c_compiler()) else ""
 
 
@@ -68,9 +71,12 @@ def missing_c_compiler() -> str:
 def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> str:
     architecture = architecture.partition(":")[0]  # "gfx90a:sramecc+:xnack-"
     if architecture not in FP8_ON_AMD:
-        return (
-            f"quantize.compute = {section.compute!r}: {name} ({architecture}) does not multiply e4m3fn, AMD's "
-            f"{', '.join(FP8_ON_AMD)} do; use quantize.compute = 'upcast', which holds the base in FP8 all the same"
+        return Message(
+            "quantize.compute = {compute}: {card} does not multiply e4m3fn, AMD's {others} do; use "
+            "quantize.compute = 'upcast', which holds the base in FP8 all the same",
+            compute=repr(section.compute),
+            card=f"{name} ({architecture})",
+            others=", ".join(FP8_ON_AMD),
         )
     if section.recipe == "block":
         return _no_blocks(name)
@@ -78,15 +84,20 @@ def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> st
 
 
 def _no_blocks(name: str) -> str:
-    return f"quantize.recipe = 'block': {name} has no kernel for it, Hopper (9.0) has; use quantize.recipe = 'current'"
+    return Message(
+        "quantize.recipe = 'block': {card} has no kernel for it, Hopper (9.0) has; use quantize.recipe = 'current'",
+        card=name,
+    )
 
 
 def _problem(section: settings.Quantize, name: str, capability: tuple[int, int]) -> str:
     what = f"{name} (compute capability {capability[0]}.{capability[1]})"
     if capability < FP8_SINCE:
-        return (
-            f"quantize.compute = {section.compute!r}: {what} has no FP8 tensor cores, they came with 8.9; "
-            "use quantize.compute = 'upcast', which holds the base in FP8 all the same"
+        return Message(
+            "quantize.compute = {compute}: {card} has no FP8 tensor cores, they came with 8.9; use "
+            "quantize.compute = 'upcast', which holds the base in FP8 all the same",
+            compute=repr(section.compute),
+            card=what,
         )
     if section.recipe == "block" and capability[0] != BLOCKS_ON:
         return _no_blocks(what)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import settings
-from ..errors import UserError
+from ..errors import Message, UserError
 from .backends import linear_class
 from .linear import FrozenLinear, frozen_layers
 from .plan import LayerPlan, Plan, decide, held_dtype, linear_places
@@ -128,7 +128,9 @@ def fill_(
                 try:
                     _set(denoiser, module, attribute, name, tensor.to(device), dtype)
                 except ValueError as error:
-                    raise UserError(f"the base model's weights are broken: {error}; get the file anew") from None
+                    raise UserError(
+                        Message("the base model's weights are broken: {why}; get the file anew", why=error)
+                    ) from None
         del tensor  # otherwise it would stay in memory while the stream reads the next one
     problems = [
         _listed("is missing", list(waiting)),

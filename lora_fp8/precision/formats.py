@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import Message
+
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 NF4_BLOCK = 64
@@ -58,10 +60,21 @@ class Format:
         """Return why a weight of this shape (N, K) cannot be stored in this format, or "" if it can."""
         if self.storage == "nf4":
             odd = shape[0] * shape[1] % NF4_BLOCK or shape[1] % 2
-            return f"nf4 needs a multiple of {NF4_BLOCK} weights, {shape[0]} x {shape[1]} is none" if odd else ""
+            return (
+                Message(
+                    "nf4 needs a multiple of {count} weights, {rows} x {columns} is none",
+                    count=NF4_BLOCK,
+                    rows=shape[0],
+                    columns=shape[1],
+                )
+                if odd
+                else ""
+            )
         rows, columns = self.block(shape)
         if shape[0] % rows or shape[1] % columns:
-            return f"scale {self.scale} does not divide {shape[0]} x {shape[1]}"
+            return Message(
+                "scale {scale} does not divide {rows} x {columns}", scale=self.scale, rows=shape[0], columns=shape[1]
+            )
         return ""
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -233,7 +246,12 @@ def _check_finite(scale: Tensor, rows: int, name: str) -> None:
         bad = (~finite).nonzero()[:, 0].tolist()
         where = "row" if rows == 1 else f"block of {rows} rows"
         raise ValueError(
-            f"{name}: weight has NaN or infinity in {len(bad)} of {len(finite)} {where}s (first: {where} {bad[0]})"
+            Message(
+                "{name}: weight has NaN or infinity in {count} of {total}",
+                name=name,
+                count=len(bad),
+                total=f"{len(finite)} {where}s (first: {where} {bad[0]})",
+            )
         )
 
 
@@ -293,7 +311,7 @@ def _encode_nf4(weight_NK: Tensor, name: str) -> tuple[Tensor, ...]:
     from bitsandbytes import functional
 
     if not weight_NK.abs().amax().isfinite():
-        raise ValueError(f"{name}: weight has NaN or infinity")
+        raise ValueError(Message("{name}: weight has NaN or infinity", name=name))
     quantized, state = functional.quantize_4bit(
         weight_NK.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
     )

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import stream
 from .formats import FP8_ROW, Format, decode
 from .matmul import Fp8Linear, UpcastLinear, quantize, quantize_shared
@@ -295,7 +295,13 @@ class AmaxHistory:
         """
         missing = [name for name in self.layers if f"amax.{name}" not in tensors]
         if missing:
-            raise UserError(f"the checkpoint has no amax history of {len(missing)} layers (first: {missing[0]})")
+            raise UserError(
+                Message(
+                    "the checkpoint has no amax history of {count} layers (first: {name})",
+                    count=len(missing),
+                    name=missing[0],
+                )
+            )
         for name, layer in self.layers.items():
             layer.amax_history.copy_(tensors[f"amax.{name}"])
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from ..errors import UserError
+from ..errors import Message, UserError
 
 T = TypeVar("T")
 
@@ -41,14 +41,20 @@ def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]
         UserError: an entry matches none of the names.
     """
     found: dict[str, T] = {}
-    notes = []
+    notes: list[str] = []
     for entry, value in entries:
         meant = [name for name in names if name_matches(name, entry)]
         if not meant:
             near = hint(entry.removeprefix("^"), names)
-            raise UserError(f"{setting}: {entry!r} matches no layer that is adapted; {near}")
+            raise UserError(
+                Message("{name} matches no layer that is adapted; {which}", name=f"{setting}: {entry!r}", which=near)
+            )
         if all(name in found for name in meant):
-            notes.append(f"{setting}: {entry!r} adds nothing: the entries before it name all of its layers")
+            notes.append(
+                Message(
+                    "{name} adds nothing: the entries before it name all of its layers", name=f"{setting}: {entry!r}"
+                )
+            )
         found |= {name: value for name in meant if name not in found}
     return found, notes
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import settings
-from ..errors import UserErrors
+from ..errors import Message, UserErrors
 from ..settings import SCALES
 from .backends import TE_SCALE, num_bytes, te_alignment
 from .formats import Format
@@ -365,9 +365,14 @@ def _rounded_again(layers: Sequence[LayerPlan], file_scale: str) -> list[str]:
         return []
     scales = ", ".join(sorted({one.scale for one in again}))
     return [
-        f"the base's file is FP8 with {file_scale} scales, and {len(again)} layers are rounded a second time, to scale "
-        f"{scales}, which adds about 2.4 % of error; quantize.scale = 'auto' with quantize.compute = 'upcast' holds "
-        "the file's own bytes"
+        Message(
+            "the base's file is FP8 with {own} scales, and {count} layers are rounded a second time, to scale "
+            "{scales}, which adds about 2.4 % of error; quantize.scale = 'auto' with quantize.compute = 'upcast' "
+            "holds the file's own bytes",
+            own=file_scale,
+            count=len(again),
+            scales=scales,
+        )
     ]
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..errors import Message
 from ..settings import SCALES
 from .backends import num_bytes
 from .formats import Format
@@ -205,7 +206,7 @@ def _layer_error(
     tensor = tensor.to(device)
     plain_NK = tensor.to(dtype)
     if not plain_NK.isfinite().all():
-        raise ValueError(f"{name}: weight has NaN or infinity")
+        raise ValueError(Message("{name}: weight has NaN or infinity", name=name))
     if x_MK is None or not x_MK.numel():
         called, x_MK = False, plain_NK.new_zeros(0, layer.in_features)
     else:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, UserErrors
+from ..errors import Message, UserError, UserErrors
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
     disks: dict[int, list[Need]] = {}
     for need in needs:
         disks.setdefault(_device(_nearest(need.folder, os.path.exists)), []).append(need)
-    problems, warnings = [], []
+    problems: list[str] = []
+    warnings: list[str] = []
     for found in disks.values():
         place = ", ".join(dict.fromkeys(str(need.folder) for need in found))
         room = shutil.disk_usage(_nearest(found[0].folder, os.path.exists)).free
@@ -63,12 +64,25 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
             total = amount(sum(sizes.values()))
             if sum(need.sure for need in found) <= room:
                 warnings.append(
-                    f"{place}: the disk may become full: this job writes up to {total} ({parts}), and {free} are free"
+                    Message(
+                        "{key}: the disk may become full: this job writes up to {total} ({lines}), and {free} are free",
+                        key=place,
+                        total=total,
+                        lines=parts,
+                        free=free,
+                    )
                 )
                 continue
             problems.append(
-                f"{place}: the disk has no room for this job: it writes {total} ({parts}), and {free} are free; free "
-                "some, name another output_dir or dataset.cache_dir, or keep fewer checkpoints (checkpoint.keep)"
+                Message(
+                    "{key}: the disk has no room for this job: it writes {total} ({lines}), and {free} are free; "
+                    "free some, name another output_dir or dataset.cache_dir, or keep fewer checkpoints "
+                    "(checkpoint.keep)",
+                    key=place,
+                    total=total,
+                    lines=parts,
+                    free=free,
+                )
             )
             break
     return problems, warnings

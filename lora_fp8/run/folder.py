@@ -29,7 +29,7 @@ from ..common.locks import try_lock
 from ..common.reading import parse_json, read_bytes
 from ..common.text import without_home
 from ..common.writing import atomic_write, make_folder
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import ownership
 
 
@@ -43,7 +43,9 @@ class Unreadable(UserError):
 
     def __init__(self, filename: Path, reason: str | None):
         self.filename = filename
-        super().__init__(f"{filename}: cannot be read ({reason}); ask as the user whose run it is")
+        super().__init__(
+            Message("{path}: cannot be read ({why}); ask as the user whose run it is", path=filename, why=reason)
+        )
 
 
 class Run:
@@ -93,7 +95,9 @@ class Run:
         except BaseException as error:
             run.close()  # the error's traceback would keep the lock held for as long as it exists
             if isinstance(error, OSError):
-                raise UserError(f"{path}: the run folder cannot be made or written ({error.strerror})") from None
+                raise UserError(
+                    Message("{path}: the run folder cannot be made or written ({why})", path=path, why=error.strerror)
+                ) from None
             raise
         return run
 
@@ -110,7 +114,13 @@ class Run:
         except OSError as error:  # access is denied; for a missing file, is_file returns False
             raise Unreadable(path, error.strerror) from None
         if not found:
-            raise UserError(f"{path}: not a run folder (it has no config.toml); runs are made by `lora-fp8 train`")
+            raise UserError(
+                Message(
+                    "{path}: not a run folder (it has no config.toml); runs are made by `{command}`",
+                    path=path,
+                    command="lora-fp8 train",
+                )
+            )
         return cls(path)
 
     def close(self) -> None:
@@ -161,7 +171,9 @@ class Run:
                 self.echo(line)
             except OSError as error:  # the terminal, pipe or page that it prints to was closed
                 self.echo = None
-                self.log_event("warning", text=f"events are no longer printed ({error.strerror}); the run goes on")
+                self.log_event(
+                    "warning", text=Message("events are no longer printed ({why}); the run goes on", why=error.strerror)
+                )
         if event == "step":
             self._status.update(step=fields["step"], loss=fields.get("loss"))
         elif event in ("stage", "start"):
@@ -203,8 +215,12 @@ class Run:
             (self.control / what).touch()
         except OSError as error:
             raise UserError(
-                f"{self.control / what}: cannot be written ({error.strerror}); ask as the user who trains, "
-                "or send SIGTERM to the process that `lock` names"
+                Message(
+                    "{key}: cannot be written ({why}); ask as the user who trains, or send SIGTERM to the "
+                    "process that `lock` names",
+                    key=self.control / what,
+                    why=error.strerror,
+                )
             ) from None
 
     def alive(self) -> bool:
@@ -249,7 +265,11 @@ class Run:
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
             raise UserError(
-                f"{self.path}: {holder} is training here; stop it (`lora-fp8 stop {self.path}`) or choose another name"
+                Message(
+                    "{holder} is training here; stop it (`{command}`) or choose another name",
+                    holder=f"{self.path}: {holder}",
+                    command=f"lora-fp8 stop {self.path}",
+                )
             )
         self._lock.seek(0)
         self._lock.truncate()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.locks import try_lock
-from ..errors import UserError
+from ..errors import Message, UserError
 
 MARKER = ".lora-fp8-run"
 VERSION = 1
@@ -64,14 +64,21 @@ def require_new(folder: Path) -> None:
         return
     if not is_run(folder):
         raise UserError(
-            f"{folder}: a new run needs a folder that is absent or empty, and this one holds {counted(names)}. Choose "
-            "another name or output_dir (--set name=...)"
+            Message(
+                "{path}: a new run needs a folder that is absent or empty, and this one holds {entries}. Choose "
+                "another name or output_dir (--set name=...)",
+                path=folder,
+                entries=counted(names),
+            )
         )
     require_ours(folder)
     if not _is_marked(folder) or has_results(folder):
         raise UserError(
-            f"{folder}: a run was here already; `lora-fp8 resume {folder}` goes on with it, "
-            "or choose another name (--set name=...)"
+            Message(
+                "{path}: a run was here already; `{command}` goes on with it, or choose another name (--set name=...)",
+                path=folder,
+                command=f"lora-fp8 resume {folder}",
+            )
         )
 
 
@@ -84,13 +91,21 @@ def require_ours(folder: Path) -> None:
     if not is_run(folder):
         names = _names(folder)
         raise UserError(
-            f"{folder}: is no run folder of this program (it holds {counted(names)}); nothing was written there. Give "
-            "the folder of a run"
+            Message(
+                "{path}: is no run folder of this program (it holds {entries}); nothing was written there. Give "
+                "the folder of a run",
+                path=folder,
+                entries=counted(names),
+            )
         )
     if wrong := _displaced(folder):
         raise UserError(
-            f"{folder}: parts of the run folder are links, or not what their names say ({counted(wrong)}); nothing was "
-            "written there. Put the files themselves in their place"
+            Message(
+                "{path}: parts of the run folder are links, or not what their names say ({entries}); nothing was "
+                "written there. Put the files themselves in their place",
+                path=folder,
+                entries=counted(wrong),
+            )
         )
 
 
@@ -199,7 +214,9 @@ def remove(folder: Path) -> list[str]:
         UserError: the folder is a link or not ours, or a run is training there.
     """
     if folder.is_symlink() or not is_run(folder):
-        raise UserError(f"{folder}: does not look like a run that was trained here; remove it by hand")
+        raise UserError(
+            Message("{path}: does not look like a run that was trained here; remove it by hand", path=folder)
+        )
     with _locked(folder):
         files, folders, left = [], [], []
         for relative, entry in _entries(folder):
@@ -239,7 +256,9 @@ def _names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise UserError(f"{folder}: the run folder cannot be made or written ({error.strerror})") from None
+        raise UserError(
+            Message("{path}: the run folder cannot be made or written ({why})", path=folder, why=error.strerror)
+        ) from None
 
 
 def counted(names: list[str]) -> str:
@@ -313,5 +332,5 @@ def _locked(folder: Path) -> Iterator[Any]:
             if attempt < 9:  # a call to `Run.alive` holds a shared lock for an instant
                 time.sleep(0.02)
         else:
-            raise UserError(f"{folder}: is training now; stop it first")
+            raise UserError(Message("{folder}: is training now; stop it first", folder=folder))
         yield

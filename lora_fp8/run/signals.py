@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import Stopped
+from ..errors import Message, Stopped
 
 
 class StopSignal:
@@ -23,7 +23,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
-        self.at_once: str | None = "stopped before the first step; what was cached stays cached"
+        self.at_once: str | None = Message("stopped before the first step; what was cached stays cached")
         self._first = 0.0
         self._raised = self._held = False
 

@@ -19,7 +19,7 @@ from ..adapters import kinds
 from ..common.writing import atomic_write
 from ..data.buckets import Bucket, Placed
 from ..data.examples import Example
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from ..families.base import ModelFamily
 from ..lora_files import export
 from ..objectives import PREDICTION_TYPES
@@ -97,7 +97,10 @@ def _read_first_previews(prompts: list[str], run: Run) -> list[Image.Image]:
     try:
         return [previews.read(path) for path in paths] if all(path.exists() for path in paths) else []
     except OSError as error:  # training is done: only the contact sheet is left out
-        run.log_event("warning", text=f"a preview of step 0 cannot be read, and there is no contact sheet: {error}")
+        run.log_event(
+            "warning",
+            text=Message("a preview of step 0 cannot be read, and there is no contact sheet: {why}", why=error),
+        )
         return []
 
 
@@ -162,8 +165,13 @@ def _choose_device(device: torch.device, num_bytes: int, run: Run) -> torch.devi
         return device
     run.log_event(
         "warning",
-        text=f"unquantized, the model takes {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on "
-        f"{device}: the files are compared on the CPU, which takes longer, and previews are not",
+        text=Message(
+            "unquantized, the model takes {size} GiB, and {free} GiB are free on {device}: the files are "
+            "compared on the CPU, which takes longer, and previews are not",
+            size=f"{num_bytes / 2**30:.1f}",
+            free=f"{free / 2**30:.1f}",
+            device=device,
+        ),
     )
     return torch.device("cpu")
 
@@ -216,7 +224,9 @@ def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, ta
         trained = export.Adapter(adapter, _compute_scaling(job, adapter))
         return export.write(trained, family, family.denoiser_config(), job.export, facts, target)
     except OSError as error:
-        raise RunFailure(f"{error.filename or target}: {error.strerror or error}; nothing was replaced") from error
+        raise RunFailure(
+            Message("{why}; nothing was replaced", why=f"{error.filename or target}: {error.strerror or error}")
+        ) from error
 
 
 def compute_metadata(folder: Path, overrides: list[str], step: int = 0) -> dict[str, dict[str, str]]:
@@ -239,7 +249,7 @@ def _open_checkpoint(folder: Path, overrides: list[str], step: int) -> tuple[Run
     job = config.load(run.config_file, overrides)
     saved = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
     if saved is None:
-        raise UserError(f"{folder}: there is no checkpoint to export yet")
+        raise UserError(Message("{path}: there is no checkpoint to export yet", path=folder))
     return run, job, saved
 
 

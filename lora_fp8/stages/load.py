@@ -8,6 +8,7 @@ from torch import nn
 from .. import adapters, precision, settings
 from ..distributed import exchange
 from ..distributed.exchange import Exchange
+from ..errors import Message
 from ..families.base import ModelFamily
 from ..lora_files.layouts import text_encoder_of
 from ..objectives import Objective
@@ -117,7 +118,11 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
 
 
 def _describe_waiting(waiting: int) -> list[str]:
-    return [f"{waiting / 2**30:.2f} GiB of the frozen weights wait in main memory"] if waiting else []
+    return (
+        [Message("{size} GiB of the frozen weights wait in main memory", size=f"{waiting / 2**30:.2f}")]
+        if waiting
+        else []
+    )
 
 
 def encode_preview_prompts(data: Data, loaded: Loaded) -> PreviewPrompts:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from .. import precision, settings
 from ..data.loader import Loader
 from ..distributed.processes import Processes
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from ..families.base import Cond, ModelFamily
 from ..plan import plan as planning
 from ..precision import report as layerwise
@@ -65,7 +65,11 @@ class Question:
         with torch.no_grad():
             answer = family.predict(denoiser, noisy.to(device, family.dtype), t.to(device), cond, self.guidance)
         if not answer.isfinite().all():
-            raise RunFailure(f"the denoiser's prediction is not finite at {self.label}; is the base model whole?")
+            raise RunFailure(
+                Message(
+                    "the denoiser's prediction is not finite at {place}; is the base model whole?", place=self.label
+                )
+            )
         return answer.float().cpu()
 
 
@@ -132,8 +136,11 @@ def report(
     plan = planning.make(job, processes.device)
     if not plan.layers.quantized:
         raise UserError(
-            f"quantize.storage = {job.quantize.storage!r}: no layer is quantized, so there is nothing to measure; "
-            "give a storage, such as --set quantize.storage=fp8"
+            Message(
+                "quantize.storage = {storage}: no layer is quantized, so there is nothing to measure; give a "
+                "storage, such as --set quantize.storage=fp8",
+                storage=repr(job.quantize.storage),
+            )
         )
     session = Session(plan, _UnwrittenRun(echo), processes)
     for text in [*plan.images.warnings, *plan.warnings]:
@@ -144,9 +151,9 @@ def report(
         return _measure(session, data, moved, num_pictures, whole)
     except torch.cuda.OutOfMemoryError:
         raise RunFailure(
-            "out of memory; --layers-only needs the quantized base only, without the unquantized one"
+            Message("out of memory; --layers-only needs the quantized base only, without the unquantized one")
             if whole
-            else "out of memory; use --pictures 1, or a smaller dataset.resolution"
+            else Message("out of memory; use --pictures 1, or a smaller dataset.resolution")
         ) from None
 
 
@@ -273,15 +280,26 @@ def _warn_of_moves(
     for layer in fixed:
         run.log_event(
             "warning",
-            text=f"{layer.name} stays {layer.storage} as quantize.override says, though its error of "
-            f"{layer.damage:.3g} is above quantize.sensitivity_bound = {section.sensitivity_bound:g}",
+            text=Message(
+                "{layer} stays {storage} as quantize.override says, though its error of {found} is above "
+                "quantize.sensitivity_bound = {bound}",
+                layer=layer.name,
+                storage=layer.storage,
+                found=f"{layer.damage:.3g}",
+                bound=f"{section.sensitivity_bound:g}",
+            ),
         )
     if num_moved > num_layers / 2:
         run.log_event(
             "warning",
-            text=f"quantize.sensitivity moved {num_moved} of {num_layers} layers: quantize.sensitivity_bound = "
-            f"{section.sensitivity_bound:g} is below what {section.storage} itself costs; raise it, or hold the base "
-            "in quantize.storage = 'int8'",
+            text=Message(
+                "quantize.sensitivity moved {moved} of {total} layers: quantize.sensitivity_bound = {bound} is "
+                "below what {storage} itself costs; raise it, or hold the base in quantize.storage = 'int8'",
+                moved=num_moved,
+                total=num_layers,
+                bound=f"{section.sensitivity_bound:g}",
+                storage=section.storage,
+            ),
         )
 
 

@@ -4,7 +4,7 @@ The checkpoint comes first, so that no step is lost if anything after it fails.
 """
 
 from .. import adapters, precision
-from ..errors import Stopped
+from ..errors import Message, Stopped
 from ..run import Run
 from ..settings import Job
 from ..training import checkpoint, memory, optim
@@ -72,7 +72,13 @@ class Milestones:
             with self.session.together():
                 if self._log_is_full is not None:
                     raise self._log_is_full
-                raise Stopped(f"saved at step {step}; `lora-fp8 resume {self.session.run.path}` goes on")
+                raise Stopped(
+                    Message(
+                        "saved at step {step}; `{command}` goes on",
+                        step=step,
+                        command=f"lora-fp8 resume {self.session.run.path}",
+                    )
+                )
 
     def _log(self, step: int, figures: dict[str, float]) -> None:
         vram_gb = round(memory.peak_gib(self.session.processes.device), 3)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from .. import adapters, precision
-from ..errors import RunFailure
+from ..errors import Message, RunFailure
 from ..training import memory
 from .cache import Data
 from .load import Loaded
@@ -82,11 +82,13 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
             raise RunFailure(memory.out_of_memory_advice(processes.device))
         modes_by_reason = {why: [mode for mode in modes if reasons[mode] == why] for why in reasons.values()}
         why = "; ".join(f"{', '.join(failed_modes)}: {reason}" for reason, failed_modes in modes_by_reason.items())
-        raise RunFailure(f"quantize.compute = 'auto': no matmul works on this machine ({why})")
+        raise RunFailure(Message("quantize.compute = 'auto': no matmul works on this machine ({why})", why=why))
     chosen = modes[totals.index(min(totals))]
     for mode, why in reasons.items():
         if why:
-            session.warn(f"quantize.compute = 'auto': {mode} failed and is left out ({why})")
+            session.warn(
+                Message("quantize.compute = 'auto': {mode} failed and is left out ({why})", mode=mode, why=why)
+            )
     finite = {mode: round(seconds[mode], 4) for mode in modes if seconds[mode] < math.inf}
     session.run.log_event("compute", chosen=chosen, seconds=finite)
     return chosen

@@ -18,6 +18,7 @@ from torch import nn
 
 from .. import settings
 from ..common.writing import atomic_write
+from ..errors import Message
 from ..families.base import ModelFamily
 from ..plan.resolve import get_resolution
 from .cache import PreviewPrompts
@@ -88,7 +89,7 @@ def draw(session: Session, denoiser: nn.Module, prompts: PreviewPrompts, step: i
         save(drawn, numbers, run.samples, step, family.clips[1])
     problems = [text for text in processes.gather(problem) if text is not None]
     if problems:
-        session.warn(f"no preview at step {step}: {problems[0]}")
+        session.warn(Message("no preview at step {step}: {line}", step=step, line=problems[0]))
         return []
     if not processes.is_main:
         return []

@@ -11,7 +11,7 @@ from ..common.reading import load_text
 from ..common.text import first_few
 from ..config import read_toml
 from ..distributed.processes import Processes
-from ..errors import RunFailure, UserError, UserErrors
+from ..errors import Message, RunFailure, UserError, UserErrors
 from ..run import Run
 from ..training import checkpoint
 from .cache import Data
@@ -47,8 +47,13 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             last_good = describe_last_checkpoint(run)
             raise RunFailure(
-                f"step {state.step}: the update left {name} not finite, so nothing was saved; {last_good}. "
-                "Try a lower optimizer.lr or optimizer.weight_decay, or a larger optimizer.eps"
+                Message(
+                    "step {step}: the update left {name} not finite, so nothing was saved; {line}. Try a lower "
+                    "optimizer.lr or optimizer.weight_decay, or a larger optimizer.eps",
+                    step=state.step,
+                    name=name,
+                    line=last_good,
+                )
             )
     tensors |= loaded.amax.tensors() | residuals
     content = {
@@ -74,7 +79,11 @@ def _begin(session: Session, loaded: Loaded) -> State:
         loaded.optimizer.start_at(values)
         if untouched := sorted(kinds.grouped(fresh).keys() - kinds.grouped(values).keys()):
             names = first_few(untouched)
-            text = f"adapter.init_from has not all layers; {len(untouched)} begin at the base itself: {names}"
+            text = Message(
+                "adapter.init_from has not all layers; {count} begin at the base itself: {names}",
+                count=len(untouched),
+                names=names,
+            )
             session.warn(text)
     return State()
 
@@ -97,19 +106,32 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
     for line in skipped:
         session.warn(line)
     if newest is None:
-        session.warn("there is no checkpoint yet; training begins at step 0")
+        session.warn(Message("there is no checkpoint yet; training begins at step 0"))
         return _begin(session, loaded)
     current = checkpoint.remember(job, session.family.base_identity(), data.fingerprint, data.files)
     refusals, changes = checkpoint.compare(newest.state, current)
     if refusals:
-        raise UserErrors(refusals, f"{newest.path} cannot go on with another")
+        raise UserErrors(refusals, Message("{path} cannot go on with another", path=newest.path))
     if job.adapter.init_from != _read_init_from(run):
-        changes.append("adapter.init_from has no effect: the run goes on from its own checkpoint")
+        changes.append(
+            Message(
+                "{setting} has no effect: {line}",
+                setting="adapter.init_from",
+                line=Message(
+                    "the run goes on from its own checkpoint",
+                ),
+            )
+        )
     for text in changes:
         session.warn(text)
     if newest.step > job.train.steps:
         raise UserError(
-            f"{newest.path} is at step {newest.step}, but train.steps is {job.train.steps}; raise train.steps to go on"
+            Message(
+                "{path} is at step {step}, but train.steps is {steps}; raise train.steps to go on",
+                path=newest.path,
+                step=newest.step,
+                steps=job.train.steps,
+            )
         )
     adapters.load_state_(loaded.adapted, newest.adapter)
     tensors = dict(newest.optimizer)
@@ -137,12 +159,16 @@ def require_same_step(state: State, run: Run, processes: Processes) -> None:
     steps = processes.gather(state.step)
     if len(set(steps)) > 1:
         raise RunFailure(
-            f"the processes would begin at different steps ({', '.join(map(str, steps))}): not all of them see the "
-            f"checkpoints in {run.path.resolve()}; put output_dir on a disk that all machines share"
+            Message(
+                "the processes would begin at different steps ({steps}): not all of them see the checkpoints in "
+                "{path}; put output_dir on a disk that all machines share",
+                steps=", ".join(map(str, steps)),
+                path=run.path.resolve(),
+            )
         )
 
 
 def describe_last_checkpoint(run: Run) -> str:
     """Describe the newest checkpoint, for a message."""
     newest = checkpoint.newest(run.checkpoints)
-    return f"last good checkpoint: {newest.name}" if newest else "no checkpoint yet"
+    return Message("last good checkpoint: {name}", name=newest.name) if newest else Message("no checkpoint yet")

@@ -13,6 +13,7 @@ import math
 
 import torch
 
+from ..errors import Message
 from .cache import Data
 from .load import Loaded
 from .session import Session
@@ -49,7 +50,7 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> dict[str
         for pair in process_losses
     )
     if not all(map(math.isfinite, losses.values())):
-        session.warn(f"the held-out loss at step {step} is not finite")
+        session.warn(Message("the held-out loss at step {step} is not finite", step=step))
         return {}
     pictures = range(loader.batches_per_epoch)
     bands = {

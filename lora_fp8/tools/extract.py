@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import families, precision, settings
 from ..common.text import first_few, sides
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..families.base import CLIP_LAYERS, ModelFamily
 from ..lora_files import export, layouts
 from ..lora_files.layouts import text_encoder_of
@@ -121,7 +121,7 @@ def extract(
     pairs.check_size(options.rank, options.energy)
     held = pairs.dtype_of(options.dtype, torch.bfloat16)
     if output.exists():
-        raise UserError(f"{output}: exists already; choose another name with --output")
+        raise UserError(Message("{path}: exists already; choose another name with --output", path=output))
     Family = families.get(given.family)
     models = [
         Family(

@@ -15,7 +15,7 @@ from .. import families, settings, verify
 from ..adapters import kinds
 from ..common.reading import open_regular
 from ..common.text import first_few
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from ..lora_files import export, layouts
 from . import pairs
 from .pairs import Lora, Pair
@@ -127,7 +127,13 @@ def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
     layers = kinds.grouped({layouts.in_our_words(name): tensor for name, tensor in weights.items()})
     found = sorted({kinds.kind_of(parts, module) for module, parts in layers.items()})
     if len(found) > 1:
-        raise UserError(f"{path}: holds {' and '.join(kinds.TITLES[kind] for kind in found)} in one file")
+        raise UserError(
+            Message(
+                "{path}: holds {kinds} in one file",
+                path=path,
+                kinds=" and ".join(kinds.TITLES[kind] for kind in found),
+            )
+        )
     return found[0], layers
 
 
@@ -219,10 +225,16 @@ def _write_other(
 ) -> None:
     """Write a file as `pairs.write` does, for the other kinds."""
     if path.exists():
-        raise UserError(f"{path}: exists already; choose another name with --output")
+        raise UserError(Message("{path}: exists already; choose another name with --output", path=path))
     held = {name: tensor if name.endswith(export.KEPT_WIDE) else tensor.to(dtype) for name, tensor in tensors.items()}
     if wrong := export.not_finite(held):
-        raise RunFailure(f"{first_few(wrong)} is not finite in {pairs.short(dtype)}; write it with --dtype fp32")
+        raise RunFailure(
+            Message(
+                "{names} is not finite in {dtype}; write it with --dtype fp32",
+                names=first_few(wrong),
+                dtype=pairs.short(dtype),
+            )
+        )
     kept = {key: value for key, value in metadata.items() if key not in pairs.STALE}
     layers = kinds.grouped({name: tensor for name, tensor in held.items() if not name.endswith(".alpha")})
     alphas = {float(tensor) for name, tensor in held.items() if name.endswith(".alpha")}
@@ -232,7 +244,7 @@ def _write_other(
         path.parent.mkdir(parents=True, exist_ok=True)
         export.write_file(path, held, kept | dict(about), hashes=True)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
 
 
 def _only(found: list[str], path: Path) -> str:
@@ -240,6 +252,11 @@ def _only(found: list[str], path: Path) -> str:
         known = " or ".join(found) if found else "none of ours"
         accepted = " | ".join(found or families.available())
         raise UserError(
-            f"{path}: by its names and shapes the architecture is {known}; name it with --family ({accepted})"
+            Message(
+                "{path}: by its names and shapes the architecture is {kind}; name it with --family ({names})",
+                path=path,
+                kind=known,
+                names=accepted,
+            )
         )
     return found[0]

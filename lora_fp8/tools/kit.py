@@ -29,7 +29,7 @@ from .. import config, families
 from ..adapters import kinds
 from ..common.text import first_few
 from ..common.writing import atomic_write, sync_folder, write_synced
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..families import _files
 from ..lora_files import export, layouts
 from ..lora_files import header as adapter_header
@@ -120,7 +120,14 @@ def from_run(
     file = next((made[name] for name in wanted if name in made), None)
     if file is None:
         have = ", ".join(made) or "none"
-        raise UserError(f"{folder}: no exported file in the layout {' or '.join(wanted)}; there are: {have}")
+        raise UserError(
+            Message(
+                "{path}: no exported file in the layout {names}; there are: {have}",
+                path=folder,
+                names=" or ".join(wanted),
+                have=have,
+            )
+        )
     known = [one for one in run.events() if one["event"] == "preview" and {"step", "images", "prompts"} <= one.keys()]
     drawn = [event for event in known if event["step"] == (step or event["step"])]
     section = job.preview
@@ -146,7 +153,13 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
     family = given.get("family") or told
     if family not in families.available():
         accepted = " | ".join(families.available())
-        raise UserError(f"{file}: the header does not say its architecture; name it with --family ({accepted})")
+        raise UserError(
+            Message(
+                "{path}: the header does not say its architecture; name it with --family ({names})",
+                path=file,
+                names=accepted,
+            )
+        )
     base = ""
     if job and _files.is_hub_id(job.model.path) and not os.path.exists(os.path.expanduser(job.model.path)):
         base = job.model.path
@@ -174,7 +187,9 @@ def check_free(folder: Path) -> None:
         UserError: it holds something.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: is there already and not empty; choose another folder for the kit")
+        raise UserError(
+            Message("{path}: is there already and not empty; choose another folder for the kit", path=folder)
+        )
 
 
 def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (), *, captions: bool = False) -> Kit:
@@ -207,7 +222,9 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
     except BaseException as error:  # an incomplete kit would look like a complete one
         _empty(folder, remove=made_here)
         if isinstance(error, OSError):
-            raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from None
+            raise UserError(
+                Message("{path}: cannot be written ({why})", path=folder, why=error.strerror or error)
+            ) from None
         raise
     notes = []
     if not pictures:

@@ -26,7 +26,7 @@ from .. import families, settings
 from ..adapters import kinds
 from ..common.text import first_few, sides
 from ..common.writing import sync_folder, write_synced
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..families import _files
 from ..lora_files import export, layouts
 from ..lora_files.layouts import text_encoder_of
@@ -50,7 +50,9 @@ def weighted(text: str) -> tuple[Path, float]:
     except ValueError:
         return Path(text), 1.0  # the colon is part of the name; reading the file reports it if it does not exist
     if abs(weight) == float("inf") or weight != weight or weight == 0:
-        raise UserError(f"{text}: a weight is a finite number other than 0, as in {name}:0.7")
+        raise UserError(
+            Message("{text}: a weight is a finite number other than 0, as in {name}:0.7", text=text, name=name)
+        )
     return Path(name if colon and name else text), weight
 
 
@@ -69,7 +71,9 @@ def concatenate(loras: Sequence[Lora], weights: Sequence[float]) -> dict[str, Pa
         shapes = {pair.shape for pair, _ in found}
         if len(shapes) > 1:
             told = " and ".join(sides(shape) for shape in sorted(shapes))
-            raise UserError(f"{module} is {told}: these LoRAs are not of one architecture")
+            raise UserError(
+                Message("{name} is {told}: these LoRAs are not of one architecture", name=module, told=told)
+            )
         a = torch.cat([pair.a.float() for pair, _ in found])
         b = torch.cat([pair.b.float() * (pair.scale * weight) for pair, weight in found], 1)
         merged[module] = Pair(a, b)
@@ -94,7 +98,7 @@ def merge(
         UserError: there are fewer than two files, their layouts or shapes differ, or the output exists.
     """
     if len(sources) < 2:
-        raise UserError("name two LoRA files or more, such as a.safetensors:0.7 b.safetensors:0.5")
+        raise UserError(Message("name two LoRA files or more, such as a.safetensors:0.7 b.safetensors:0.5"))
     loras = [pairs.read(path) for path, _ in sources]
     of_one_naming([path for path, _ in sources], loras)
     widest = max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits)
@@ -123,8 +127,14 @@ def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
         if lora.halves != loras[0].halves or not alike:
             ours, theirs = next(iter(loras[0].pairs)), next(iter(lora.pairs))
             raise UserError(
-                f"{paths[0].name} has layers such as {ours}{loras[0].halves[0]}, {path.name} such as "
-                f"{theirs}{lora.halves[0]}: files of one layout can be merged; export both in the same one"
+                Message(
+                    "{one} has layers such as {ours}, {two} such as {theirs}: files of one layout can be merged; "
+                    "export both in the same one",
+                    one=paths[0].name,
+                    ours=f"{ours}{loras[0].halves[0]}",
+                    two=path.name,
+                    theirs=f"{theirs}{lora.halves[0]}",
+                )
             )
 
 
@@ -166,7 +176,7 @@ def into(
         UserError: the architectures differ, the base is quantized or lacks a layer, or the output exists.
     """
     if output.exists():
-        raise UserError(f"{output}: exists already; choose another name with --output")
+        raise UserError(Message("{path}: exists already; choose another name with --output", path=output))
     loras = [export.read_adapter(path) for path, _ in sources]
     known = {families.get(name).kohya_base_version: name for name in families.available()}
     family_name = family_name or known.get(loras[0][1].get("ss_base_model_version", ""), "")
@@ -276,7 +286,9 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
         UserError: it has not.
     """
     if lost := sorted(name.removesuffix(".weight") for name in deltas.keys() - places.keys()):
-        raise UserError(f"{base} has no layer {first_few(lost)}: the LoRA is for another model")
+        raise UserError(
+            Message("{path} has no layer {names}: the LoRA is for another model", path=base, names=first_few(lost))
+        )
     for name, found in deltas.items():
         rows, *columns = places[name].shape
         if wrong := next((one.shape for one in found if one.shape != (rows, math.prod(columns))), None):
@@ -364,7 +376,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be made ({why})", path=folder, why=error.strerror)) from None
 
 
 def _copy_without_weights(folder: Path, parts: Sequence[Path], output: Path) -> None:
@@ -377,7 +389,9 @@ def _copy_without_weights(folder: Path, parts: Sequence[Path], output: Path) -> 
     try:
         shutil.copytree(folder, output, ignore=left_out)
     except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror or error})") from None
+        raise UserError(
+            Message("{path}: cannot be written ({why})", path=output, why=error.strerror or error)
+        ) from None
 
 
 def _rewrite(
@@ -408,7 +422,7 @@ def _rewrite(
                 write.write(data)
         os.replace(temporary, target)
     except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be written ({why})", path=target, why=error.strerror)) from None
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(target.parent)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..common.text import first_few
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from ..lora_files import export, layouts
 from ..precision.dtypes import DTYPES
 
@@ -86,24 +86,32 @@ def read(path: Path, *, sound: bool = True) -> Lora:
         UserError: it is not a safetensors file, has no pairs or half a pair, or is an adapter of another kind.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file")
+        raise UserError(Message("{path}: no such file", path=path))
     tensors, metadata = export.read_adapter(path, sound=sound)
     halves = next((h for h in HALVES if any(name.endswith(h) for name in tensors)), None)
     if halves is None:
         some = first_few(sorted(tensors)) or "no tensor"
         raise UserError(
-            f"{path}: not a LoRA of pairs, it holds {some} (LoHa and LoKr have none; a whole model neither)"
+            Message(
+                "{path}: not a LoRA of pairs, it holds {names} (LoHa and LoKr have none; a whole model neither)",
+                path=path,
+                names=some,
+            )
         )
     known = (*halves, ".alpha")
     if foreign := sorted(name for name in tensors if not name.endswith(known)):
         raise UserError(
-            f"{path}: {first_few(foreign)} is not part of a plain LoRA (DoRA's lengths, a Tucker core or "
-            "another layout); give a file of lora_A/lora_B or lora_down/lora_up pairs only"
+            Message(
+                "{path}: {names} is not part of a plain LoRA (DoRA's lengths, a Tucker core or another layout); "
+                "give a file of lora_A/lora_B or lora_down/lora_up pairs only",
+                path=path,
+                names=first_few(foreign),
+            )
         )
     pairs = _pair_up(tensors, halves)
     alphas = [name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")]
     if stray := sorted(module for module in alphas if module not in pairs):
-        raise UserError(f"{path}: {first_few(stray)} has alpha and no weights")
+        raise UserError(Message("{path}: {names} has alpha and no weights", path=path, names=first_few(stray)))
     dtypes = Counter(pair.a.dtype for pair in pairs.values())
     as_tensors = any(name.endswith(".alpha") for name in export.read_header(path).entries)
     return Lora(pairs, halves, as_tensors or halves == HALVES[1], dtypes.most_common(1)[0][0], metadata)
@@ -142,7 +150,7 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
         RunFailure: a value does not fit the dtype, or is NaN.
     """
     if path.exists():
-        raise UserError(f"{path}: exists already; choose another name with --output")
+        raise UserError(Message("{path}: exists already; choose another name with --output", path=path))
     tensors: dict[str, Tensor] = {}
     for module, pair in lora.pairs.items():
         b = pair.b.float() * pair.scale if pair.scale != 1 else pair.b
@@ -151,7 +159,13 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
         if lora.has_alpha:
             tensors[f"{module}.alpha"] = torch.tensor(float(pair.rank))
     if wrong := export.not_finite(tensors):
-        raise RunFailure(f"{first_few(wrong)} is not finite in {short(dtype)}; write it with --dtype fp32")
+        raise RunFailure(
+            Message(
+                "{names} is not finite in {dtype}; write it with --dtype fp32",
+                names=first_few(wrong),
+                dtype=short(dtype),
+            )
+        )
     ranks = {pair.rank for pair in lora.pairs.values()}
     rank = str(ranks.pop()) if len(ranks) == 1 else "Dynamic"  # kohya's word for differing ranks
     kept = {key: value for key, value in lora.metadata.items() if key not in STALE}
@@ -160,7 +174,7 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
         path.parent.mkdir(parents=True, exist_ok=True)
         export.write_file(path, tensors, written, hashes=True)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
 
 
 def named(path: Path) -> dict[str, str]:
@@ -183,7 +197,11 @@ def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
     if name and name not in DTYPES:
         raise UserError(f"--dtype {name!r}: accepted are {', '.join(DTYPES)}")
     if not name and default not in export.SAFETENSORS_DTYPES:
-        raise UserError(f"the file is in {short(default)}, which is not written; say --dtype bf16, fp16 or fp32")
+        raise UserError(
+            Message(
+                "the file is in {dtype}, which is not written; say --dtype bf16, fp16 or fp32", dtype=short(default)
+            )
+        )
     return DTYPES[name] if name else default
 
 
@@ -251,8 +269,8 @@ def check_size(rank: int, energy: float) -> None:
         UserError: neither is given, or a value is out of range.
     """
     if not rank and not energy:
-        raise UserError("say how small: --rank 16 or --energy 0.98 (the share of each delta to keep), or both")
+        raise UserError(Message("say how small: --rank 16 or --energy 0.98 (the share of each delta to keep), or both"))
     if rank < 0:
-        raise UserError(f"--rank {rank}: a rank is at least 1")
+        raise UserError(Message("--rank {value}: a rank is at least 1", value=rank))
     if not 0 <= energy <= 1:
-        raise UserError(f"--energy {energy:g}: a share between 0 and 1, such as 0.98")
+        raise UserError(Message("--energy {value}: a share between 0 and 1, such as 0.98", value=f"{energy:g}"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..lora_files import export
 from . import pairs
 from .pairs import Pair
@@ -73,7 +73,7 @@ def shrink(found: Mapping[str, Pair], rank: int, energy: float, uniform: bool) -
             needed = spectrum.rank_for(energy) if energy else len(spectrum.values)
             ranks[module] = min(needed, rank or needed)
     if not ranks:
-        raise UserError("every delta of the file is zero: there is nothing to keep")
+        raise UserError(Message("every delta of the file is zero: there is nothing to keep"))
     if uniform:
         ranks = {module: min(max(ranks.values()), len(spectra[module].values)) for module in ranks}
     made = {module: spectra[module].pair(wanted) for module, wanted in ranks.items()}
@@ -103,7 +103,7 @@ def resize(file: Path, output: Path, *, rank: int, energy: float, uniform: bool,
     lora = pairs.read(file)
     held = pairs.dtype_of(dtype, lora.dtype)
     if output.exists():
-        raise UserError(f"{output}: exists already; choose another name with --output")
+        raise UserError(Message("{path}: exists already; choose another name with --output", path=output))
     made, report = shrink(lora.pairs, rank, energy, uniform)
     wanted = " ".join([f"rank {rank}"] * bool(rank) + [f"energy {energy:g}"] * bool(energy))
     resized = replace(lora, pairs=made)

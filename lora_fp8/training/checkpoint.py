@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..common.reading import MOST_JSON, parse_json, read_bytes
 from ..common.writing import sync_folder, write_synced
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from ..run import ownership
 from ..settings import TABLES, Job, lines_of_table, table_of_lines
 
@@ -107,21 +107,45 @@ def save(
                 with contextlib.suppress(OSError):
                     left = _remove(spare)
                 if spare not in _candidates(folder):
-                    gone.append(f"the disk is full: {spare.name} was removed before {final.name} was saved")
+                    gone.append(
+                        Message(
+                            "the disk is full: {name} was removed before {step} was saved",
+                            name=spare.name,
+                            step=final.name,
+                        )
+                    )
                     gone += left
                     continue
             free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0
             need = sum(map(len, files.values())) / 2**20
             raise RunFailure(
-                f"{final}: the checkpoint could not be written ({error.strerror}); it needs {need:.1f} MiB, "
-                f"{free:.1f} MiB are free; {_before(final)}"
+                Message(
+                    "{key}: the checkpoint could not be written ({why}); it needs {need} MiB, {free} MiB are "
+                    "free; {line}",
+                    key=final,
+                    why=error.strerror,
+                    need=f"{need:.1f}",
+                    free=f"{free:.1f}",
+                    line=_before(final),
+                )
             ) from None
     if problem := _broken(final):
-        raise RunFailure(f"{final}: what was read back is not what was written ({problem}); {_before(final)}")
+        raise RunFailure(
+            Message(
+                "{key}: what was read back is not what was written ({why}); {line}",
+                key=final,
+                why=problem,
+                line=_before(final),
+            )
+        )
     try:
         gone += _prune(folder, keep)
     except OSError as error:
-        raise RunFailure(f"{final} is saved, but older checkpoints could not be removed ({error.strerror})") from None
+        raise RunFailure(
+            Message(
+                "{path} is saved, but older checkpoints could not be removed ({why})", path=final, why=error.strerror
+            )
+        ) from None
     return final, gone
 
 
@@ -139,11 +163,15 @@ def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         problem = _broken(path)
         if problem is None:
             return _read(path), skipped
-        skipped.append(f"{path.name} passed over: {problem}")
+        skipped.append(Message("{name} passed over: {line}", name=path.name, line=problem))
     if candidates:
         raise RunFailure(
-            f"{folder}: {len(candidates)} checkpoint(s) and none is whole ({'; '.join(skipped)}); "
-            "nothing was overwritten. Restore one from a copy, or remove the folder to start again"
+            Message(
+                "{count} checkpoint(s) and none is whole ({why}); nothing was overwritten. Restore one from a "
+                "copy, or remove the folder to start again",
+                count=f"{folder}: {len(candidates)}",
+                why="; ".join(skipped),
+            )
         )
     return None, skipped
 
@@ -157,9 +185,9 @@ def read(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         others = ", ".join(p.name for p in reversed(_candidates(path.parent))) or "none"
-        raise UserError(f"{path}: no such checkpoint; there are: {others}")
+        raise UserError(Message("{path}: no such checkpoint; there are: {names}", path=path, names=others))
     if problem := _broken(path):
-        raise RunFailure(f"{path} is not whole: {problem}")
+        raise RunFailure(Message("{path} is not whole: {why}", path=path, why=problem))
     return _read(path)
 
 
@@ -241,18 +269,27 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], lis
     """Compare two results of `remember`: returns lines that forbid to resume, and lines to warn with."""
     was = {key: before[group].get(key, _default(key)) for group in ("pinned", "settings") for key in now[group]}
     was |= {key: lines_of_table(table_of_lines(was[key])) for key in TABLES if key in was}  # as a user wrote them once
-    refused = [f"{key}: was {was[key]}, is {value}" for key, value in now["pinned"].items() if was[key] != value]
-    told = [
-        f"changed since the checkpoint, applies from now on: {key}: {was[key]} -> {value}"
+    refused: list[str] = [
+        Message("{key}: was {before}, is {now}", key=key, before=was[key], now=value)
+        for key, value in now["pinned"].items()
+        if was[key] != value
+    ]
+    told: list[str] = [
+        Message(
+            "changed since the checkpoint, applies from now on: {what_changed}",
+            what_changed=f"{key}: {was[key]} -> {value}",
+        )
         for key, value in now["settings"].items()
         if was[key] != value
     ]
     if before.get("base") != now["base"]:
-        told.append("the base model's files are not those that the checkpoint was trained on")
+        told.append(Message("the base model's files are not those that the checkpoint was trained on"))
     if before["data"] != now["data"]:
         told.append(
-            "the pictures, captions or buckets changed since the checkpoint, and the order of samples with them; from "
-            "here on the run's bytes are no longer those of an uninterrupted run"
+            Message(
+                "the pictures, captions or buckets changed since the checkpoint, and the order of samples with "
+                "them; from here on the run's bytes are no longer those of an uninterrupted run"
+            )
         )
         told += describe_changes(before.get("files") or {}, now["files"])
     return refused, told
@@ -311,9 +348,9 @@ def _broken(path: Path) -> str | None:
         manifest = parse_json(read_bytes(path / "manifest.json", MOST_JSON))
         for name in ("adapter.safetensors", "optimizer.safetensors", "state.json"):
             if hashlib.sha256(read_bytes(path / name)).hexdigest() != manifest[name]:
-                return f"{name} does not match its hash"
+                return Message("{name} does not match its hash", name=name)
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        return Message("{name} is missing", name=Path(error.filename).name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"unreadable ({type(error).__name__})"
     return None
@@ -322,7 +359,11 @@ def _broken(path: Path) -> str | None:
 def _before(final: Path) -> str:
     """Return words about the newest complete bundle that is left after a failed save."""
     whole = next((path for path in _candidates(final.parent) if path != final and _broken(path) is None), None)
-    return f"the newest before it, {whole.name}, is intact" if whole else "nothing was saved before it"
+    return (
+        Message("the newest before it, {name}, is intact", name=whole.name)
+        if whole
+        else Message("nothing was saved before it")
+    )
 
 
 KINDS = {"step": int, "optimizer": dict, "pinned": dict, "settings": dict, "data": str}
@@ -339,23 +380,44 @@ def _read(path: Path) -> Checkpoint:
     try:
         state = parse_json(read_bytes(path / "state.json", MOST_JSON))
     except ValueError as error:
-        raise RunFailure(f"{path / 'state.json'} cannot be read as JSON ({error})") from None
+        raise RunFailure(
+            Message("{path} cannot be read as JSON ({why})", path=path / "state.json", why=error)
+        ) from None
     if not isinstance(state, dict):
-        raise RunFailure(f"{path / 'state.json'} should hold a JSON object, but holds a {type(state).__name__}")
+        raise RunFailure(
+            Message(
+                "{path} should hold a JSON object, but holds a {kind}",
+                path=path / "state.json",
+                kind=type(state).__name__,
+            )
+        )
     if state.get("schema") != SCHEMA:
-        raise RunFailure(f"{path}: written by another version (schema {state.get('schema')}, this one reads {SCHEMA})")
+        raise RunFailure(
+            Message(
+                "{path}: written by another version (schema {schema}, this one reads {own})",
+                path=path,
+                schema=state.get("schema"),
+                own=SCHEMA,
+            )
+        )
     wrong = [key for key, kind in KINDS.items() if type(state.get(key)) is not kind]
     wrong += [key for key, kind in MAY_BE.items() if type(state.get(key, kind())) is not kind]
     wrong += [] if wrong or all(isinstance(one, str) for one in state.get("files", {}).values()) else ["files"]
     if wrong or state["step"] < 0 or not all(isinstance(line, str) for line in state.get("moved", [])):
         what = ", ".join(wrong) or "step or moved"
-        raise RunFailure(f"{path / 'state.json'} is not what a checkpoint has, though its hash agrees: {what}")
+        raise RunFailure(
+            Message(
+                "{path} is not what a checkpoint has, though its hash agrees: {names}",
+                path=path / "state.json",
+                names=what,
+            )
+        )
     tensors = []
     for name in ("adapter.safetensors", "optimizer.safetensors"):
         try:
             tensors.append(safetensors.torch.load(read_bytes(path / name)))
         except safetensors.SafetensorError as error:
-            raise RunFailure(f"{path / name} is not a safetensors file ({error})") from None
+            raise RunFailure(Message("{path} is not a safetensors file ({why})", path=path / name, why=error)) from None
     adapter, optimizer = tensors
     return Checkpoint(path, adapter, optimizer, state)
 
@@ -413,7 +475,17 @@ def _remove(path: Path) -> list[str]:
         ownership.remove_bundle(doomed)
     if ownership.split_bundle(path)[1] or doomed.exists():
         left = ownership.counted(others) if (others := ownership.remove_bundle(path)) else ""
-        return [f"{path.name} was removed, except what this program did not write ({left})"] if left else []
+        return (
+            [
+                Message(
+                    "{name} was removed, except what this program did not write ({entries})",
+                    name=path.name,
+                    entries=left,
+                )
+            ]
+            if left
+            else []
+        )
     os.rename(path, doomed)
     with contextlib.suppress(OSError):
         ownership.remove_bundle(doomed)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import precision, settings
-from ..errors import UserError
+from ..errors import Message, UserError
 
 RECOMPILES = 128
 """How often torch may compile a block: kinds of blocks times bucket shapes. torch's own limit of 8 is below the number
@@ -41,9 +41,16 @@ class MemoryReport:
 def problem(section: settings.Memory, device: torch.device) -> str:
     """Return why this machine cannot do what the section asks for, and what to choose instead; "" if it can."""
     if section.offload and device.type != "cuda":
-        return f"memory.offload = {section.offload:g}: a {device.type} has no memory of its own; use memory.offload = 0"
+        return Message(
+            "memory.offload = {share}: a {device} has no memory of its own; use memory.offload = 0",
+            share=f"{section.offload:g}",
+            device=device.type,
+        )
     if section.cuda_graphs and device.type != "cuda":
-        return f"memory.cuda_graphs = true: a {device.type} has no CUDA graphs; use memory.cuda_graphs = false"
+        return Message(
+            "memory.cuda_graphs = true: a {device} has no CUDA graphs; use memory.cuda_graphs = false",
+            device=device.type,
+        )
     if section.compile == "off":
         return ""
     if device.type == "cuda":
@@ -55,7 +62,10 @@ def problem(section: settings.Memory, device: torch.device) -> str:
         found = shutil.which(needed) is not None
     if found:
         return ""
-    return f"memory.compile = 'blocks': there is no {needed}, which torch.compile needs; install it, or use 'off'"
+    return Message(
+        "memory.compile = 'blocks': there is no {name}, which torch.compile needs; install it, or use 'off'",
+        name=needed,
+    )
 
 
 def apply_(denoiser: nn.Module, section: settings.Memory) -> MemoryReport:
@@ -87,7 +97,10 @@ def _compile_blocks_(denoiser: nn.Module, section: settings.Memory) -> str:
     blocks = [module for module in denoiser.modules() if type(module).__name__ in kinds]
     if not blocks:
         raise UserError(
-            f"memory.compile = 'blocks': {type(denoiser).__name__} names no repeated blocks; use memory.compile = 'off'"
+            Message(
+                "memory.compile = 'blocks': {name} names no repeated blocks; use memory.compile = 'off'",
+                name=type(denoiser).__name__,
+            )
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
     for block in blocks:
@@ -135,8 +148,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 def out_of_memory_advice(device: torch.device) -> str:
     """Return a sentence for a job that does not fit: how much memory it used, and what to change first."""
-    return (
-        f"out of memory on {device} ({peak_gib(device):.1f} GiB were in use); in this order: "
-        "memory.gradient_checkpointing = true, a smaller train.batch_size, quantize.storage = 'fp8', "
-        "memory.offload = 0.5, a smaller dataset.resolution, a smaller adapter.rank"
+    return Message(
+        "out of memory on {device} ({size} GiB were in use); in this order: {names}",
+        device=device,
+        size=f"{peak_gib(device):.1f}",
+        names="memory.gradient_checkpointing = true, a smaller train.batch_size, quantize.storage = 'fp8', "
+        "memory.offload = 0.5, a smaller dataset.resolution, a smaller adapter.rank",
     )

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..precision.names import by_name
 from ..settings import Optimizer, Schedule
 
@@ -94,8 +94,11 @@ def cautions(section: Optimizer) -> list[str]:
     """Return warnings about settings that work but are seldom intended."""
     if section.name == "lion8bit" and section.lr != "auto" and section.lr >= 1e-4:
         return [
-            f"optimizer.lr = {section.lr:g} is a rate for AdamW; with optimizer.name = 'lion8bit' 3 to 10 times less "
-            "is usual, and as many times the weight_decay"
+            Message(
+                "{setting} is a rate for AdamW; with optimizer.name = 'lion8bit' 3 to 10 times less is usual, "
+                "and as many times the weight_decay",
+                setting=f"optimizer.lr = {section.lr:g}",
+            )
         ]
     return []
 
@@ -136,7 +139,12 @@ def learning_rate(step: int, section: Schedule, base_lr: float, total_steps: int
         shape = 1.0 - progress
     else:
         raise UserError(
-            f"schedule.name: {section.name!r} is not known; accepted: constant, cosine, cosine_with_restarts, linear"
+            Message(
+                "{key}: {given} is not known; accepted: {names}",
+                key="schedule.name",
+                given=repr(section.name),
+                names="constant, cosine, cosine_with_restarts, linear",
+            )
         )
     if section.name != "constant":
         shape = section.min_lr + (1.0 - section.min_lr) * shape
@@ -224,7 +232,12 @@ class AdapterOptimizer:
         self._beta1 = section.beta1
         if section.rounding not in ("master", "stochastic", "nearest"):
             raise UserError(
-                f"optimizer.rounding: {section.rounding!r} is not known; accepted: master, stochastic, nearest"
+                Message(
+                    "{key}: {given} is not known; accepted: {names}",
+                    key="optimizer.rounding",
+                    given=repr(section.rounding),
+                    names="master, stochastic, nearest",
+                )
             )
         # The tensors that the optimizer updates and keys its state by: the parameter itself if it needs no rounding,
         # else a float32 copy.
@@ -333,7 +346,12 @@ class AdapterOptimizer:
         state = self._read_state(tensors)
         if wrong := self._misfits(state, meta["steps"]):
             more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise UserError(f"the checkpoint's optimizer does not fit these adapters: {', '.join(wrong[:8])}{more}")
+            raise UserError(
+                Message(
+                    "the checkpoint's optimizer does not fit these adapters: {names}",
+                    names=f"{', '.join(wrong[:8])}{more}",
+                )
+            )
 
         self._optimizer.state.clear()
         for name, stepped in self._stepped.items():
@@ -360,16 +378,25 @@ class AdapterOptimizer:
                 given, expected = (
                     (f"{meta.get(key)!r}", f"{own[key]!r}") if key != "dtypes" else ("others", "this job's")
                 )
-                raise UserError(f"the checkpoint's optimizer does not fit: {key} is {given}, expected {expected}")
+                raise UserError(
+                    Message(
+                        "the checkpoint's optimizer does not fit: {key} is {given}, expected {expected}",
+                        key=key,
+                        given=given,
+                        expected=expected,
+                    )
+                )
         counts = meta.get("steps")
         if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
-            raise UserError("the checkpoint's optimizer does not fit: steps are not whole numbers by name")
+            raise UserError(Message("the checkpoint's optimizer does not fit: steps are not whole numbers by name"))
         estimates = meta.get("estimates")
         if self.name == "prodigy" and not (
             isinstance(estimates, dict) and all(isinstance(estimates.get(key), int | float) for key in ESTIMATES)
         ):
             names = ", ".join(ESTIMATES)
-            raise UserError(f"the checkpoint's optimizer does not fit: it lacks {names} of Prodigy")
+            raise UserError(
+                Message("the checkpoint's optimizer does not fit: it lacks {names} of Prodigy", names=names)
+            )
 
     def _read_state(self, tensors: dict[str, Tensor]) -> _SavedState:
         """Sort the tensors of a saved state by their names; those of the optimizer are copied to its devices."""
@@ -495,13 +522,24 @@ def _make(section: Optimizer, params: list[dict[str, Any]], lr: float) -> torch.
             import bitsandbytes
         except Exception as error:  # it loads a native library, which raises differently by platform
             raise UserError(
-                f"optimizer.name = {section.name!r} needs bitsandbytes, which does not load here ({error}); use 'adamw'"
+                Message(
+                    "optimizer.name = {name} needs bitsandbytes, which does not load here ({why}); use 'adamw'",
+                    name=repr(section.name),
+                    why=error,
+                )
             ) from error
         if section.name == "adamw8bit":
             return bitsandbytes.optim.AdamW8bit(params, **settings)
         del settings["eps"]  # Lion takes the sign and divides by nothing
         return bitsandbytes.optim.Lion8bit(params, **settings)
-    raise UserError(f"optimizer.name: {section.name!r} is not known; accepted: {', '.join(AUTO_LR)}")
+    raise UserError(
+        Message(
+            "{key}: {given} is not known; accepted: {names}",
+            key="optimizer.name",
+            given=repr(section.name),
+            names=", ".join(AUTO_LR),
+        )
+    )
 
 
 def state_bytes(params: list[nn.Parameter], section: Optimizer) -> int:

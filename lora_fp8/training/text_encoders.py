@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .. import adapters, settings
+from ..errors import Message
 from ..families.base import CLIP_LAYERS, Cond, ModelFamily
 from ..lora_files.layouts import text_layer
 
@@ -172,15 +173,17 @@ class Adapted(nn.Module):
 def problem(section: settings.Adapter, Family: type[ModelFamily]) -> str:
     """Return why this family cannot train what the section asks for; "" if it can."""
     if section.text_encoder and section.type != "lora":
-        return (
-            "adapter.text_encoder = true: text encoders are trained as LoRA only, and adapter.type is "
-            f"{section.type!r}; use adapter.type = 'lora', or false"
+        return Message(
+            "adapter.text_encoder = true: text encoders are trained as LoRA only, and adapter.type is {type}; "
+            "use adapter.type = 'lora', or false",
+            type=repr(section.type),
         )
     if not section.text_encoder or Family.trained_text:
         return ""
-    return (
-        f"adapter.text_encoder = true: no LoRA of {Family.title}'s text encoder is read by diffusers, so none is "
-        "trained; use false"
+    return Message(
+        "adapter.text_encoder = true: no LoRA of {title}'s text encoder is read by diffusers, so none is "
+        "trained; use false",
+        title=Family.title,
     )
 
 

@@ -51,7 +51,7 @@ from torch.nn import functional as F
 from .. import families, precision, settings
 from ..adapters import kinds
 from ..common.text import first_few
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from ..families._encoders import quiet
 from ..lora_files import export, layouts
 from ..objectives import PREDICTION_TYPES
@@ -349,7 +349,9 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
             state, scaling = layouts.from_layout(tensors, family, denoiser_config, layout)
             if layouts.unread_by_diffusers(family, denoiser_config, "diffusers", kind):
                 _attach(getattr(pipeline, family.denoiser_name), state, scaling)
-                return complaints, f"{renamed}: each delta, made from the file, is added beside the layer"
+                return complaints, Message(
+                    "{why}: each delta, made from the file, is added beside the layer", why=renamed
+                )
             pipeline.load_lora_weights(layouts.to_layout(state, scaling, family, denoiser_config, "diffusers"))
         else:
             pipeline.load_lora_weights(str(file.parent), weight_name=file.name, local_files_only=True)
@@ -581,7 +583,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
         UserError: there is no such file, or its architecture is unknown.
     """
     if not file.is_file():
-        raise UserError(f"{file}: no such file")
+        raise UserError(Message("{path}: no such file", path=file))
     if not family_name:
         metadata = export.read_header(file).metadata
         family_name = family_told(metadata)
@@ -617,19 +619,28 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     except UserError as error:
         report.add("file", False, str(error))
         return None
-    detail = f"{len(tensors)} tensors in {file.stat().st_size / 2**20:.1f} MiB, {layout} layout"
+    detail: str = Message(
+        "{n} tensors in {size} MiB, {layout} layout",
+        n=len(tensors),
+        size=f"{file.stat().st_size / 2**20:.1f}",
+        layout=layout,
+    )
     aligned = header.data_begin % 8 == 0
     report.add(
-        "file", aligned, detail if aligned else f"{detail}; its data begin at {header.data_begin}, no multiple of 8"
+        "file",
+        aligned,
+        detail
+        if aligned
+        else Message("{line}; its data begin at {place}, no multiple of 8", line=detail, place=header.data_begin),
     )
 
     problems = _header_problems(metadata, header.data_begin)
-    detail = "; ".join(problems) or f"{len(metadata)} keys, the required ones among them"
+    detail = "; ".join(problems) or Message("{n} keys, the required ones among them", n=len(metadata))
     whole = report.add("metadata", not problems, detail)
     whole &= _check_hash(file, metadata, report)
     try:  # checks `tensors` and not the loaded model: InvokeAI refuses a pair that is broken here
         modules = _pairs(tensors, layout)
-        whole &= report.add("pairs", True, f"{len(modules)} layers, each with both halves at one rank")
+        whole &= report.add("pairs", True, Message("{n} layers, each with both halves at one rank", n=len(modules)))
     except UserError as error:
         whole &= report.add("pairs", False, str(error))
     whole &= _check_values(tensors, report)
@@ -638,11 +649,13 @@ def _check_file(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
 
 def _header_problems(metadata: Mapping[str, str], num_bytes: int) -> list[str]:
     """Return what a program or a host would refuse of a header of `num_bytes`."""
-    problems = [f"{key} is missing" for key in HEADER_KEYS if key not in metadata]
+    problems: list[str] = [Message("{name} is missing", name=key) for key in HEADER_KEYS if key not in metadata]
     if not re.fullmatch(r"\d+x\d+", metadata.get("modelspec.resolution", "0x0")):
-        problems.append(f"modelspec.resolution {metadata['modelspec.resolution']!r} is not WxH")
+        problems.append(
+            Message("modelspec.resolution {value} is not WxH", value=repr(metadata["modelspec.resolution"]))
+        )
     if num_bytes > export.MAX_HEADER:
-        problems.append(f"the header has {num_bytes / 2**20:.1f} MiB, hosts refuse large ones")
+        problems.append(Message("the header has {size} MiB, hosts refuse large ones", size=f"{num_bytes / 2**20:.1f}"))
     return problems
 
 
@@ -652,7 +665,11 @@ def _check_hash(file: Path, metadata: Mapping[str, str], report: Report) -> bool
     told = {metadata.get("sshs_model_hash"), metadata.get("modelspec.hash_sha256", "").removeprefix("0x")}
     right = told == {sha} and sha != EMPTY_HASH
     names = " and ".join(sorted(f"{one[:12]}..." for one in told if one)) or "nothing"
-    detail = f"sha256 {sha[:12]}..." if right else f"the data have {sha[:12]}..., the header says {names}"
+    detail = (
+        f"sha256 {sha[:12]}..."
+        if right
+        else Message("the data have {hash}..., the header says {told}", hash=sha[:12], told=names)
+    )
     return report.add("hash", right, detail)
 
 
@@ -660,13 +677,17 @@ def _check_values(tensors: Mapping[str, Tensor], report: Report) -> bool:
     """Check that all values are finite, and that no layer is without effect."""
     wrong = export.not_finite(tensors)
     finite = report.add(
-        "finite", not wrong, f"NaN or infinity in {first_few(wrong)}" if wrong else "no NaN, no infinity"
+        "finite",
+        not wrong,
+        Message("NaN or infinity in {names}", names=first_few(wrong)) if wrong else Message("no NaN, no infinity"),
     )
     is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))
     ups = {name: t for name, t in tensors.items() if name.endswith(is_up)}
     does = ups | {name: alpha for name, alpha in tensors.items() if name.endswith(".alpha")}
     zero = sorted(name for name, tensor in does.items() if not tensor.float().any())
-    detail = f"B or alpha is zero in {first_few(zero)} ({len(zero)} of {len(does)})" if zero else "no layer is zero"
+    detail = (
+        f"B or alpha is zero in {first_few(zero)} ({len(zero)} of {len(does)})" if zero else Message("no layer is zero")
+    )
     return report.add("trained", bool(ups) and not zero, detail) and finite
 
 
@@ -682,7 +703,12 @@ def _pairs(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
     if layout == "kohya":
         alphas = {name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")}
         if alphas != set(modules):
-            raise UserError(f"alpha and weights do not belong together in {first_few(sorted(alphas ^ set(modules)))}")
+            raise UserError(
+                Message(
+                    "alpha and weights do not belong together in {names}",
+                    names=first_few(sorted(alphas ^ set(modules))),
+                )
+            )
     return modules
 
 
@@ -696,13 +722,24 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
     # a fused layer with untrained members is loaded with zeros for these
     acting = {path for path, one in all_loaded(pipeline, family).items() if one.acts}
     wanted = set(layouts.modules(in_file))
-    problems = [f"diffusers warns: {text[:300]}" for text in complaints]
+    problems = [Message("diffusers warns: {text}", text=text[:300]) for text in complaints]
     if wanted - acting:
         lost = sorted(wanted - acting)
-        problems.append(f"{len(lost)} of {len(wanted)} layers were not loaded, as {first_few(lost)}")
+        problems.append(
+            Message(
+                "{count} of {total} layers were not loaded, as {names}",
+                count=len(lost),
+                total=len(wanted),
+                names=first_few(lost),
+            )
+        )
     if acting - wanted:
-        problems.append(f"layers that the file does not have: {first_few(sorted(acting - wanted))}")
-    detail = f"all {len(wanted)} layers, by {type(pipeline).__name__}.load_lora_weights"
+        problems.append(
+            Message("layers that the file does not have: {names}", names=first_few(sorted(acting - wanted)))
+        )
+    detail: str = Message(
+        "all {n} layers, by {call}", n=len(wanted), call=f"{type(pipeline).__name__}.load_lora_weights"
+    )
     if renamed:
         detail += f" after renaming ({renamed})"
     return report.add("load", not problems, "; ".join(problems) or detail)
@@ -717,7 +754,13 @@ def _check_delta(
     trained, scaling = kinds.grouped(adapter.state), adapter.scaling
     missing = sorted(set(trained) - set(loaded))
     if missing:
-        report.add("delta", False, f"{len(missing)} trained layers are not in the file, as {first_few(missing)}")
+        report.add(
+            "delta",
+            False,
+            Message(
+                "{count} trained layers are not in the file, as {names}", count=len(missing), names=first_few(missing)
+            ),
+        )
         return
     errors = {}
     for module, parts in trained.items():
@@ -737,7 +780,7 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
     """Compare the pipeline's encoding of the captions with that of training."""
     found = [getattr(pipeline, name) for name in family.trained_text]
     if None in found:
-        report.add("text", False, "the file holds no LoRA of the text encoders that were trained")
+        report.add("text", False, Message("the file holds no LoRA of the text encoders that were trained"))
         return
     encoders = nn.ModuleList(found)
 
@@ -753,10 +796,23 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
         with _scaled(encoders, 1 + step):
             allowed = max(allowed, MARGIN * gap(ask(), cond))
         why = f": {MARGIN} times what the last bit of the adapter changes"
-    report.add("text", error <= allowed, f"conditioning: relative error {_figure(error)} (allowed {allowed:.1e}{why})")
+    report.add(
+        "text",
+        error <= allowed,
+        Message(
+            "conditioning: relative error {error} (allowed {allowed})",
+            error=_figure(error),
+            allowed=f"{allowed:.1e}{why}",
+        ),
+    )
     with _scaled(encoders, 0.0):
         effect = report.measure("text_effect", gap(ask(), cond))
-    report.add("text effect", True, f"without the adapter the conditioning is {effect:.1%} off", judged=False)
+    report.add(
+        "text effect",
+        True,
+        Message("without the adapter the conditioning is {effect} off", effect=f"{effect:.1%}"),
+        judged=False,
+    )
 
 
 def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: float, where: str, report: Report) -> None:
@@ -774,7 +830,12 @@ def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: floa
     report.add("prediction", error <= allowed, f"relative error {_figure(error)} {where} (allowed {allowed:.1e}{why})")
     with _scaled(denoiser, 0.0):
         effect = report.measure("effect", relative_error(predict(family, denoiser, probe), answer))
-    report.add("effect", True, f"without the adapter the prediction is {effect:.1%} off", judged=False)
+    report.add(
+        "effect",
+        True,
+        Message("without the adapter the prediction is {effect} off", effect=f"{effect:.1%}"),
+        judged=False,
+    )
 
 
 def _check_previews(
@@ -884,7 +945,12 @@ def _measure_plain(pipeline: Any, family: Any, reference: Reference, report: Rep
     if probe is not None:
         answer = predict(family, getattr(pipeline, family.denoiser_name), probe)
         error = report.measure("plain_prediction_error", relative_error(answer, probe.prediction_BCHW))
-        report.add("plain prediction", True, f"relative gap {_figure(error)} on the base as published", judged=False)
+        report.add(
+            "plain prediction",
+            True,
+            Message("relative gap {error} on the base as published", error=_figure(error)),
+            judged=False,
+        )
     if previews is not None:
         worst = report.measure("plain_preview_psnr", preview_psnr(previews, pipeline))
         report.add("plain preview", True, f"{_told(worst)} on the base as published", judged=False)

@@ -49,7 +49,10 @@ SIMPLE = (
 )
 """Settings of the simple view. Its other questions (goal, GPU memory) write to `preset`."""
 CLIPS = ("dataset.frames", "dataset.fps", "dataset.clip")
-NEXT_STEPS = {"engine.base.empty": "new.base.missing", "engine.folders.none": "new.pictures.missing"}
+NEXT_STEPS = {
+    "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'": "new.base.missing",
+    "no picture folder given; add a [[dataset.folders]] table with a path": "new.pictures.missing",
+}
 """Messages about an untouched form: the engine says what to write into a file, the page says what to do here."""
 KINDS = {"model.path": "file or folder", "preview.controls": "file or folder", "adapter.init_from": "file"}
 """Settings that name a file or either. Every other setting with a path names a folder."""
@@ -889,9 +892,8 @@ class _Page:
     def _translate_problem(self, problem: form.Problem) -> str:
         """Translate a problem without its setting's key, since it is shown at that setting."""
         line = problem.line.removeprefix(f"{problem.key}: ")
-        for theirs, ours in NEXT_STEPS.items():
-            if line == translations.load_catalogue()[theirs]["en"]:
-                return self.ui.say(ours)
+        if line in NEXT_STEPS:
+            return self.ui.say(NEXT_STEPS[line])
         return self.ui.translate(line)
 
     def _label_problem(self, key: str, line: str) -> str:

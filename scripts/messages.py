@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Bring the catalogues of messages up to date with the templates in the source.
+
+    python scripts/messages.py            add what is new (without a translation), remove what nothing says any more
+    python scripts/messages.py --check    only say what it would do; exit code 1 if there is anything
+
+Translations are then written into lora_fp8/common/zh_CN.po by hand, or with any gettext editor.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from babel.messages.catalog import Catalog
+from babel.messages.extract import extract_from_dir
+from babel.messages.pofile import read_po, write_po
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from lora_fp8.common import messages
+
+KEYWORDS = {"Message": None, "Joined": None, "template": None}
+"""Calls whose first argument is a template."""
+
+
+def extract() -> set[str]:
+    """Return every template that is written in the source."""
+    found: set[str] = set()
+    for folder in ("lora_fp8", "webui"):
+        for _, _, text, _, _ in extract_from_dir(ROOT / folder, [("**.py", "python")], keywords=KEYWORDS):
+            found.add(text if isinstance(text, str) else text[0])
+    return found
+
+
+def update(catalogue: Catalog, templates: set[str]) -> tuple[list[str], list[str]]:
+    """Add and remove entries. Returns the new and the removed templates."""
+    there = {str(entry.id) for entry in catalogue if entry.id}
+    new, gone = sorted(templates - there), sorted(there - templates)
+    for text in new:
+        catalogue.add(text)
+    for text in gone:
+        del catalogue[text]
+    return new, gone
+
+
+def main() -> int:
+    """Update each catalogue, or only compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    only_check = parser.parse_args().check
+    templates, changed = extract(), False
+    for file in messages.CATALOGUES.values():
+        with open(messages.FOLDER / file, "rb") as source:
+            catalogue = read_po(source)
+        new, gone = update(catalogue, templates)
+        for sign, texts in (("+", new), ("-", gone)):
+            print("".join(f"{sign} {text!r}\n" for text in texts), end="")
+        changed |= bool(new or gone)
+        if not only_check:
+            with open(messages.FOLDER / file, "wb") as target:
+                write_po(target, catalogue, width=0)
+    return int(only_check and changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Messages: a template and its values, which survive what errors do with them; a catalogue without gaps."""
+
+import ast
+import copy
+import pickle
+import re
+import string
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_fp8.common import messages
+from lora_fp8.errors import Joined, Message, UserError, UserErrors
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = sorted(path for folder in ("lora_fp8", "webui") for path in (ROOT / folder).rglob("*.py"))
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import messages as script  # noqa: E402  scripts/messages.py
+
+
+def names(template: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+
+
+def test_a_message_is_its_english_text() -> None:
+    message = Message("folder {path} does not exist", path=Path("/a/{b}"))
+    assert message == "folder /a/{b} does not exist" and isinstance(message, str)
+    assert messages.translate("zh-CN", "folder /a does not exist") == "folder /a does not exist", "plain text stays"
+    assert messages.translate("en", message) == message
+
+
+def test_an_error_keeps_its_message_and_its_problems() -> None:
+    line = Message("{path}: is training now", path="runs/{a}")
+    assert str(UserError(line)) is line
+    errors = UserErrors([line, "plain"], "config.toml")
+    assert str(errors) == "config.toml: 2 problems\n  runs/{a}: is training now\n  plain"
+    told = messages.translate("zh-CN", str(errors))
+    assert told.split("\n") == ["config.toml：2 个问题", "  " + messages.translate("zh-CN", line), "  plain"]
+    assert "{a}" in told and "training" not in told
+
+
+@pytest.mark.parametrize("through", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copies_are_messages_too(through) -> None:
+    inner = Message("{path}: is training now", path="{x}")
+    for message in (inner, Joined("; ", [inner, "plain {y}"]), Message("{key}: {line}", key="a", line=inner)):
+        again = through(message)
+        assert again == message and type(again) is type(message)
+        assert messages.translate("zh-CN", again) == messages.translate("zh-CN", message) != message
+
+
+def test_the_catalogue_has_every_template_with_the_same_values() -> None:
+    catalogue, templates = messages.load("zh-CN"), script.extract()
+    assert len(templates) > 800
+    worded = {text for text in templates if re.search("[A-Za-z]{2}", re.sub(r"\{\w+\}", "", text))}
+    missing = sorted(worded - catalogue.keys())
+    assert missing == [], "run scripts/messages.py, and translate what it adds in lora_fp8/common/zh_CN.po"
+    foreign = {text: names(there) - names(text) for text, there in catalogue.items() if names(there) - names(text)}
+    assert foreign == {}, "values that the English template does not have"
+
+
+def test_templates_are_written_out() -> None:
+    """A template that is computed is in no catalogue, and an f-string would be taken for one."""
+    wrong = []
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Message", "template", "Joined"):
+                first = node.args[0]
+                if not (isinstance(first, ast.Constant) and isinstance(first.value, str)):
+                    wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")
+                elif ast.unparse(node.func) == "Message" and not any(one.arg is None for one in node.keywords):
+                    if names(first.value) != (given := {one.arg for one in node.keywords}):
+                        wrong.append(f"{path.name}:{node.lineno}: {names(first.value) ^ given}")
+    assert wrong == []
