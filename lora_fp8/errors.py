@@ -16,7 +16,7 @@ class Message(str):
 
     Args:
         template: as for `str.format`, with named values. It is also the key in the catalogue, which is filled from
-            the source, so it is written out in the call, or in a call of `template`.
+            the source, so it is written out in the call.
         values: what the template names. Errors and paths are kept as their text.
     """
 
@@ -35,12 +35,14 @@ class Message(str):
     def __reduce__(self) -> Any:
         return partial(Message, **self.values), (self.template,)
 
-    def fill(self, translate: Callable[[str], str]) -> str:
-        """Fill in the translated template. Messages among the values are translated, too."""
-        values = {
-            name: value.fill(translate) if isinstance(value, Message) else value for name, value in self.values.items()
+    def map(self, change: Callable[[str], str]) -> "Message":
+        """Return the same message with its texts changed: values, and texts in messages among them."""
+        changed = {name: value for name, value in self.values.items() if not isinstance(value, str)}
+        texts = {name: value for name, value in self.values.items() if isinstance(value, str)}
+        changed |= {
+            name: text.map(change) if isinstance(text, Message) else change(text) for name, text in texts.items()
         }
-        return translate(self.template).format(**values)
+        return Message(self.template, **changed)
 
 
 class Joined(Message):
@@ -57,15 +59,28 @@ class Joined(Message):
     def __reduce__(self) -> Any:
         return Joined, (self.template, self.parts)
 
-    def fill(self, translate: Callable[[str], str]) -> str:
-        """Join the translated parts by the translated separator."""
-        parts = (part.fill(translate) if isinstance(part, Message) else part for part in self.parts)
-        return translate(self.template).join(parts)
+    def map(self, change: Callable[[str], str]) -> "Joined":
+        """Return the same parts, changed."""
+        parts = (part.map(change) if isinstance(part, Message) else change(part) for part in self.parts)
+        return Joined(self.template, parts)
 
 
-def template(text: str) -> str:
-    """Mark a text as the template of a message, where it is not written in the call itself but in a table."""
-    return text
+class Translated(Message):
+    """A message that another process wrote down, with its translations by language."""
+
+    translations: dict[str, str]
+
+    def __new__(cls, text: str, translations: dict[str, str]) -> Self:
+        message = str.__new__(cls, text)
+        message.template, message.values, message.translations = text, {}, translations
+        return message
+
+    def __reduce__(self) -> Any:
+        return Translated, (self.template, self.translations)
+
+    def map(self, change: Callable[[str], str]) -> "Translated":
+        """Return the same message with its text changed in every language."""
+        return Translated(change(self.template), {name: change(text) for name, text in self.translations.items()})
 
 
 class UserError(Exception):

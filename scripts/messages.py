@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from lora_fp8.common import messages
 
-KEYWORDS = {"Message": None, "Joined": None, "template": None}
+KEYWORDS = {"Message": None, "Joined": None}
 """Calls whose first argument is a template."""
 
 

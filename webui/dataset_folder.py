@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import families, jobs
+from lora_fp8.common.messages import restore
 from lora_fp8.data import caption_operations, captions, clips, image_files
 from lora_fp8.errors import UserError
 
@@ -203,7 +204,7 @@ class Examination:
             process.wait()
             answer.seek(0)
             try:
-                self.report = json.loads(answer.read())
+                self.report = restore(json.loads(answer.read()))
             except ValueError:
                 self.problem = "\n".join(messages[-5:]) or f"ended with exit code {process.returncode}"
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lora_fp8.common.messages import restore
 from lora_fp8.errors import UserError
 
 SECONDS = 600
@@ -38,6 +39,6 @@ def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS
         last = message.splitlines()[-1] if message else f"ended with exit code {done.returncode}"
         raise UserError(message if done.returncode in (2, 3) and len(message) < 2000 else last)
     try:
-        return json.loads(done.stdout)
+        return restore(json.loads(done.stdout))
     except ValueError:
         raise UserError(f"lora-fp8 {command}: answered something else than JSON") from None

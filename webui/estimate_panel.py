@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import config, jobs
+from lora_fp8.common.messages import restore
 from lora_fp8.errors import UserError
 from lora_fp8.run import Run, disk_space
 
@@ -170,7 +171,7 @@ class Estimates:
         if len(self._known) > 50:
             self._known.clear()
         if code == 0:
-            self._known[asked.text] = json.loads(out)
+            self._known[asked.text] = restore(json.loads(out))
         else:
             lines = [line.strip() for line in err.splitlines() if line.strip()]
             self._known[asked.text] = (lines[-1] if lines else f"exit code {code}").replace(f"{asked.file}: ", "")

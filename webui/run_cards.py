@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from lora_fp8.common.messages import restore
 from lora_fp8.common.text import digits
 from lora_fp8.jobs import JobView, Sentence
 
@@ -44,7 +45,7 @@ def translate_sentence(ui: Ui, sentence: Sentence) -> str:
         elif name == "stage":
             value = translate_stage(ui, str(value))
         elif name == "message":
-            value = ui.translate(str(value))
+            value = ui.translate(value if isinstance(value, str) else str(value))
         values[name] = value
     return ui.say(f"job.{sentence.key}", **values)
 
@@ -233,8 +234,9 @@ def format_size(number: float) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, or None if it is missing or incomplete."""
+    """Return the content of a JSON file, or None if it is missing or incomplete. Messages are restored."""
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
+        return {key: restore(value) for key, value in content.items()} if isinstance(content, dict) else content
     except (OSError, ValueError):
         return None

@@ -20,7 +20,7 @@ import typer
 
 from ..errors import Message
 from . import dataset, jobs
-from .options import CONFIG, DTYPE, FOLDER, JSON, RUN, SET
+from .options import CONFIG, DTYPE, FOLDER, JSON, RUN, SET, print_json
 
 app = typer.Typer(
     help="Train LoRAs for diffusion models on a base model frozen in FP8, and verify that the files work.",
@@ -133,7 +133,7 @@ def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
             raise
         result = Check(getattr(error, "problems", [str(error)]))
     if as_json:
-        print(json.dumps(result.to_json(), ensure_ascii=False, indent=1))
+        print_json(result.to_json())
         sys.exit(2 if result.problems else 0)
     for line in result.lines:
         print(line)
@@ -174,7 +174,7 @@ def import_config(
     except OSError as error:
         raise errors.UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
     if as_json:
-        print(json.dumps(importing.to_json(imported) | {"output": str(path)}, ensure_ascii=False, indent=1))
+        print_json(importing.to_json(imported) | {"output": str(path)})
         return
     print("\n".join([*importing.report(imported, verbose), f"{path.resolve()} written; next: lora-fp8 check {path}"]))
 
@@ -199,7 +199,7 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
             f"above {job.quantize.sensitivity_bound:g} in int8 or bf16; `lora-fp8 precision {config_file}` measures now"
         )
     if as_json:
-        print(json.dumps(layers.to_json() | {"notes": notes}, ensure_ascii=False, indent=1))
+        print_json(layers.to_json() | {"notes": notes})
     else:
         print("\n".join([layers.table(), *notes]))
 
@@ -226,7 +226,10 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
     if not ownership.is_run(folder):  # an existing run may be estimated again
         ownership.require_new(folder)
     estimated = estimate_plan(planning.make(job), "cuda" if torch.cuda.is_available() else "cpu")
-    print(json.dumps(estimated.to_json(), ensure_ascii=False, indent=1) if as_json else "\n".join(estimated.lines()))
+    if as_json:
+        print_json(estimated.to_json())
+    else:
+        print("\n".join(estimated.lines()))
 
 
 @app.command()
@@ -246,7 +249,10 @@ def precision(
     from ..stages import measure
 
     report = measure.report(job, num_pictures=pictures, whole=not layers_only, echo=None if as_json else _print_event)
-    print(json.dumps(report.to_json(), ensure_ascii=False, indent=1) if as_json else "\n".join(report.lines()))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print("\n".join(report.lines()))
 
 
 @app.command()
@@ -296,18 +302,24 @@ def export(
     if preview_metadata:
         metadata = finish.compute_metadata(folder, overrides, step)
         lines = [f"{layout}: {key} = {value}" for layout, values in metadata.items() for key, value in values.items()]
-        print(json.dumps(metadata, ensure_ascii=False, indent=1) if as_json else "\n".join(lines))
+        if as_json:
+            print_json(metadata)
+        else:
+            print("\n".join(lines))
         return
     written = finish.export_run(folder, overrides, step)
     paths = [str(path) for path in written]
     if not kit:
-        print(json.dumps(paths, ensure_ascii=False) if as_json else "\n".join(paths))
+        if as_json:
+            print_json(paths)
+        else:
+            print("\n".join(paths))
         return
     file, job, pictures = tool.from_run(folder, among=written, step=step)
     publishing_kit = tool.make(file, kit, tool.facts_of(file, {}, job), pictures)
     if as_json:
         content = {"files": paths, "kit": [str(path) for path in publishing_kit.files], "notes": publishing_kit.notes}
-        print(json.dumps(content, ensure_ascii=False, indent=1))
+        print_json(content)
         return
     print("\n".join([*paths, *map(str, publishing_kit.files), *(f"note: {note}" for note in publishing_kit.notes)]))
 
@@ -325,7 +337,10 @@ def verify(
     from .. import verify as tool
 
     report = tool.check_file(file, base=base, family_name=family)
-    print(json.dumps(report.to_json(), indent=1) if as_json else "\n".join(report.lines()))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print("\n".join(report.lines()))
     if not report.ok:
         sys.exit(3)
 
@@ -339,7 +354,10 @@ def inspect(
     from ..tools import files
 
     about = files.inspect(file)
-    print(json.dumps(about.to_json(), ensure_ascii=False, indent=1) if as_json else "\n".join(about.lines()))
+    if as_json:
+        print_json(about.to_json())
+    else:
+        print("\n".join(about.lines()))
 
 
 @app.command()
@@ -358,7 +376,7 @@ def convert(
     output = output or file.with_name(f"{file.stem}_{layout}.safetensors")
     layers = files.convert(file, output, layout, family=family, base=base, dtype=dtype)
     if as_json:
-        print(json.dumps({"output": str(output), "layers": layers}, ensure_ascii=False, indent=1))
+        print_json({"output": str(output), "layers": layers})
         return
     print(f"{output} written: {layers} layers in the {layout} layout")
 
@@ -379,7 +397,7 @@ def resize(
     output = output or file.with_name(f"{file.stem}-resized.safetensors")
     report = tool.resize(file, output, rank=rank, energy=energy, uniform=uniform, dtype=dtype)
     if as_json:
-        print(json.dumps(report.to_json() | {"output": str(output)}, ensure_ascii=False, indent=1))
+        print_json(report.to_json() | {"output": str(output)})
         return
     print("\n".join([*report.lines(), f"{output} written"]))
 
@@ -411,7 +429,7 @@ def merge(
         merged = tool.into(sources, into, output, family_name=family, components=components)
         if as_json:
             content = {"layers": merged.layers, "files": [str(path) for path in merged.files]}
-            print(json.dumps(content, ensure_ascii=False, indent=1))
+            print_json(content)
             return
         print("\n".join([f"{merged.layers} layers changed", *(f"{path} written" for path in merged.files)]))
         return
@@ -420,7 +438,7 @@ def merge(
     report = tool.merge(sources, output, rank=rank, energy=energy, dtype=dtype)
     if as_json:
         content = (report.to_json() if report else {}) | {"output": str(output)}
-        print(json.dumps(content, ensure_ascii=False, indent=1))
+        print_json(content)
         return
     print("\n".join([*(report.lines() if report else []), f"{output} written"]))
 
@@ -448,7 +466,7 @@ def extract(
     options = tool.Options(rank, energy, layers, layout, dtype)
     report = tool.extract(models, output, options, progress=lambda line: print(line, file=sys.stderr))
     if as_json:
-        print(json.dumps(report.to_json() | {"output": str(output)}, ensure_ascii=False, indent=1))
+        print_json(report.to_json() | {"output": str(output)})
         return
     print("\n".join([*report.lines(), f"{output} written"]))
 
@@ -531,7 +549,7 @@ def kit(
             "notes": publishing_kit.notes,
             "address": address,
         }
-        print(json.dumps(content, ensure_ascii=False, indent=1))
+        print_json(content)
         return
     print(
         "\n".join(
@@ -568,7 +586,7 @@ def cache(
         "deleted_bytes": deleted_bytes,
     }
     if as_json:
-        print(json.dumps(content, ensure_ascii=False, indent=1))
+        print_json(content)
         return
     if prune_unused_days is not None:
         print(f"{folder}: {len(deleted)} entries deleted, {deleted_bytes / 2**20:.1f} MiB")
@@ -626,7 +644,10 @@ def demo(
     from ..demo import show
 
     result = show.run(family, out, echo=_json_line if as_json else _print_event)
-    print(json.dumps(result.to_json(), indent=1) if as_json else "\n".join(result.lines()))
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print("\n".join(result.lines()))
     if not result.ok:
         sys.exit(3)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from .options import FOLDER, JSON, SET
+from .options import FOLDER, JSON, SET, print_json
 
 
 class _Dataset(typer.core.TyperGroup):
@@ -71,7 +71,10 @@ def look(
     if resolution:
         purpose = replace(purpose, resolution=resolution)
     report = doctor.examine(section, purpose, remember=remember, progress=_look_progress if as_json else None)
-    print(json.dumps(report.to_json(), ensure_ascii=False) if as_json else "\n".join(report.lines()))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print("\n".join(report.lines()))
     if not report.ok:
         sys.exit(2)
 
@@ -127,7 +130,7 @@ def edit(
                for change in preview.changes for texts in [change.texts()]]  # fmt: skip
     if as_json:
         content = {"title": preview.title, "changes": changes, "problems": preview.problems}
-        print(json.dumps(content | {"edit": entry.id if entry else None}, ensure_ascii=False, indent=1))
+        print_json(content | {"edit": entry.id if entry else None})
         return
     for change in changes if dry_run else []:
         print(f"{change['file']}\n- {change['before']}\n+ {change['after']}")
@@ -166,7 +169,7 @@ def repair(
 
     repair_report = captions.repair(folder, dry_run)
     if as_json:
-        print(json.dumps(vars(repair_report), ensure_ascii=False, indent=1))
+        print_json(vars(repair_report))
         return
     would = "would be " if dry_run else ""
     lines = []
@@ -190,7 +193,7 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
 
     entries = captions.history(folder)
     if as_json:
-        print(json.dumps([vars(entry) for entry in entries], ensure_ascii=False, indent=1))
+        print_json([vars(entry) for entry in entries])
         return
     for entry in entries:
         state = "  (half done; `lora-fp8 dataset repair` takes it back)" if entry.half_done else ""

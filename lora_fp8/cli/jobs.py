@@ -1,6 +1,5 @@
 """The commands of the queue: `lora-fp8 submit | jobs | stop | worker`; commands.py adds them to `lora-fp8`."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import typer
 
-from .options import JSON, SET
+from .options import JSON, SET, print_json
 
 JOB = typer.Argument(..., metavar="JOB", help="Number of the job, from `lora-fp8 jobs`.")
 PRIORITY = typer.Option(0, help="Priority: higher starts earlier.")
@@ -135,7 +134,10 @@ def listing(
         rescued = rebuild(jobs.find_home())
         content = {"waiting": rescued.waiting, "ended": rescued.ended, "guessed": rescued.guessed, "lost": rescued.lost}
         content |= {"aside": str(rescued.aside)}
-        print(json.dumps(content, ensure_ascii=False, indent=1) if as_json else "\n".join(rescued.lines()))
+        if as_json:
+            print_json(content)
+        else:
+            print("\n".join(rescued.lines()))
         return
     if watch and as_json:
         raise UserError("--watch is for people and --json for programs; ask for one of them")
@@ -143,7 +145,7 @@ def listing(
     while True:
         views = queue.view()
         if as_json:
-            print(json.dumps([job.to_json() for job in views], ensure_ascii=False, indent=1))
+            print_json([job.to_json() for job in views])
             return
         lines = _format_table(views) or ["nothing here yet; `lora-fp8 submit CONFIG` queues a training"]
         print(("\x1b[H\x1b[2J" if watch else "") + "\n".join(lines), flush=True)
@@ -164,7 +166,7 @@ def show(
     id = int(job) if job.isdigit() and not os.path.exists(job) else job
     view, lines = queue.job(id), queue.log_tail(id)
     if as_json:
-        print(json.dumps(view.to_json() | {"log_tail": lines}, ensure_ascii=False, indent=1))
+        print_json(view.to_json() | {"log_tail": lines})
         return
     facts: dict[str, object] = {
         "folder": view.folder,
@@ -269,7 +271,7 @@ def _print_queued(queue: Any, id: int, with_worker: bool, as_json: bool) -> None
         jobs.ensure_worker(queue.home)
     view = queue.job(id)
     if as_json:
-        print(json.dumps(view.to_json(), ensure_ascii=False, indent=1))
+        print_json(view.to_json())
         return
     print(f"job {id} ({view.name}): {view.state}: {view.sentence.text}")
 

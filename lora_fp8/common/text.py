@@ -8,6 +8,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ..errors import Message
+
 
 def first_few(names: list[str]) -> str:
     """Return the first three names, and the number of the others."""
@@ -15,7 +17,9 @@ def first_few(names: list[str]) -> str:
 
 
 def without_home(text: str) -> str:
-    """Replace the home folder by `~` in all paths of a text."""
+    """Replace the home folder by `~` in all paths of a text. A message stays one."""
+    if isinstance(text, Message):
+        return text.map(without_home)
     home = os.path.expanduser("~")
     if len(Path(home).parts) < 2:  # "/", or unknown
         return text

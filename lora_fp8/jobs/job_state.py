@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
+from ..common.messages import add_translations, restore
 from ..common.reading import MOST_JSON, MOST_TEXT, load_text, open_regular, parse_json, read_bytes
 from ..common.text import without_home
 from ..run import Run, Unreadable
@@ -88,14 +89,14 @@ class Sentence:
         return SENTENCES[self.key].format(**arguments)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the queue stores; `Sentence(**...)` of it is equal."""
-        return {"key": self.key, "args": self.args}
+        """Return what the queue stores; `parse` reads it."""
+        return add_translations({"key": self.key, "args": self.args})
 
     @classmethod
     def parse(cls, text: str) -> "Sentence":
         """Parse the sentence of a row; one that this program did not write becomes "damaged"."""
         try:
-            sentence = cls(**parse_json(text))
+            sentence = cls(**restore(parse_json(text)))
             assert isinstance(sentence.text, str)
             return sentence
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:

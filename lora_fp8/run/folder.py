@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.locks import try_lock
+from ..common.messages import add_translations, restore
 from ..common.reading import parse_json, read_bytes
 from ..common.text import without_home
 from ..common.writing import atomic_write, make_folder
@@ -163,7 +164,7 @@ class Run:
         if isinstance(fields.get("text"), str):
             fields["text"] = without_home(fields["text"])
         now = round(time.time(), 3)
-        line = {"t": now, "event": event, **fields}
+        line = add_translations({"t": now, "event": event, **fields})
         self._events.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._events.flush()
         if self.echo is not None:
@@ -246,7 +247,7 @@ class Run:
         found = []
         for line in text.split("\n")[:-1]:  # not splitlines: a caption may contain a Unicode line separator
             with contextlib.suppress(ValueError):  # a partial line that a later start has terminated
-                found.append(parse_json(line))
+                found.append(restore(parse_json(line)))
         return [one for one in found if isinstance(one, dict) and "event" in one]  # it may be another program's log
 
     # -- internals

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import adapters, config, precision, settings, verify
 from ..adapters import kinds
+from ..common.messages import add_translations
 from ..common.writing import atomic_write
 from ..data.buckets import Bucket, Placed
 from ..data.examples import Example
@@ -151,7 +152,7 @@ def verify_files(
         report = verify.check(path, family, reference, device=device, merged=path == files[0])
         run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
         reports.append(report)
-    content = {report.file: report.to_json() for report in reports}
+    content = {report.file: add_translations(report.to_json()) for report in reports}
     atomic_write(run.verify_file, (json.dumps(content, indent=1) + "\n").encode())
     if failures := [f"{report.file}: {line}" for report in reports for line in report.failed()]:
         raise RunFailure("the exported file does not do what training did: " + "; ".join(failures))
