@@ -24,6 +24,7 @@ class Message(str):
     values: dict[str, Any]
 
     def __new__(cls, template: str, /, **values: Any) -> Self:
+        """Fill in the English template."""
         kept = {name: str(value) if isinstance(value, Exception | Path) else value for name, value in values.items()}
         message = super().__new__(cls, template.format(**kept))
         message.template, message.values = template, kept
@@ -51,6 +52,7 @@ class Joined(Message):
     parts: tuple[str, ...]
 
     def __new__(cls, separator: str, parts: Iterable[str]) -> Self:
+        """Join the English texts."""
         parts = tuple(parts)
         message = str.__new__(cls, separator.join(parts))
         message.template, message.values, message.parts = separator, {}, parts
@@ -71,6 +73,7 @@ class Translated(Message):
     translations: dict[str, str]
 
     def __new__(cls, text: str, translations: dict[str, str]) -> Self:
+        """Keep the English text and what it is in other languages."""
         message = str.__new__(cls, text)
         message.template, message.values, message.translations = text, {}, translations
         return message
