@@ -8,8 +8,10 @@ is "done", "stopped" (saved; --resume continues) or "error" (see the last line o
 """
 
 import argparse
+import os
 
 from lora_fp8.cli.commands import guarded, train_or_resume
+from lora_fp8.cli.options import LANGUAGE
 
 parser = argparse.ArgumentParser(
     description="Train a LoRA from a TOML config.",
@@ -25,8 +27,11 @@ parser.add_argument(
     help="Setting to override, such as train.steps=500. Repeatable.",
 )
 parser.add_argument("--resume", action="store_true", help="Resume the config's run from its newest checkpoint.")
+parser.add_argument("--lang", help="Language of messages: en or zh. Default: that of the environment (LANG).")
 parser.add_argument("--json", action="store_true", help="Print events as JSON lines.")
 
 if __name__ == "__main__":
     arguments = parser.parse_args()
+    if arguments.lang:
+        os.environ[LANGUAGE] = arguments.lang
     guarded(lambda: train_or_resume(arguments.config, arguments.set, resume=arguments.resume, as_json=arguments.json))

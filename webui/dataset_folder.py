@@ -192,7 +192,7 @@ class Examination:
                 stdin=subprocess.DEVNULL,
                 stdout=answer,
                 stderr=subprocess.PIPE,
-                env={**os.environ, "PYTHONUTF8": "1"},
+                env={**os.environ, "PYTHONUTF8": "1", "LORA_FP8_LANG": "en"},
             )
             messages = []
             for line in process.stderr or ():

@@ -29,7 +29,7 @@ def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS
             capture_output=True,
             timeout=seconds,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONUTF8": "1"},
+            env={**os.environ, "PYTHONUTF8": "1", "LORA_FP8_LANG": "en"},
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -149,7 +149,7 @@ class Estimates:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONUTF8": "1"},
+                env={**os.environ, "PYTHONUTF8": "1", "LORA_FP8_LANG": "en"},
                 start_new_session=True,
             )
         self._asked = _Request(text, process, time.monotonic(), path, answers)

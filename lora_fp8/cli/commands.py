@@ -18,9 +18,11 @@ from typing import Any, Literal
 
 import typer
 
-from ..errors import Message
+from ..common.messages import add_translations, translate
+from ..common.text import digits, without_home
+from ..errors import Joined, Message
 from . import dataset, jobs
-from .options import CONFIG, DTYPE, FOLDER, JSON, RUN, SET, print_json
+from .options import CONFIG, DTYPE, FOLDER, JSON, LANGUAGE, RUN, SET, get_language, print_json, print_lines
 
 app = typer.Typer(
     help="Train LoRAs for diffusion models on a base model frozen in FP8, and verify that the files work.",
@@ -46,8 +48,10 @@ def _read_options(
     version: bool = typer.Option(
         False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
     ),
+    lang: str = typer.Option("", help="Language of messages: en or zh. Default: that of the environment (LANG)."),
 ) -> None:
-    pass
+    if lang:
+        os.environ[LANGUAGE] = lang
 
 
 def main() -> None:
@@ -75,7 +79,7 @@ def guarded(action: Callable[[], Any]) -> None:
     except UserError as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        _fail(Message("interrupted"), 130)
     except Exception as error:
         from ..errors import RunFailure, Stopped
 
@@ -84,7 +88,8 @@ def guarded(action: Callable[[], Any]) -> None:
         if isinstance(error, RunFailure):
             _fail(str(error), 3)
         if isinstance(error, OSError) and error.filename is not None:  # no permission, a full disk
-            _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", 2 if error.errno in REFUSED else 3)
+            message = Message("{path}: {why}", path=os.fsdecode(error.filename), why=error.strerror)
+            _fail(message, 2 if error.errno in REFUSED else 3)
         raise
 
 
@@ -102,12 +107,15 @@ def new(
     from ..config import example
 
     if os.path.lexists(path) and not force:
-        raise errors.UserError(f"{path}: exists already; choose another name, or --force to replace it")
+        raise errors.UserError(
+            Message("{path}: exists already; choose another name, or --force to replace it", path=path)
+        )
     if from_lora:
         from ..lora_files.export import config_of
 
         if preset or family:
-            raise errors.UserError("--from-lora: the file says family and settings; leave out --family and --preset")
+            line = Message("--from-lora: the file says family and settings; leave out --family and --preset")
+            raise errors.UserError(line)
         job = config.loads(config_of(from_lora), [config.toml_line("name", path.stem)], where=str(from_lora))
     else:
         job = example(path.stem, family or "sd15", preset)
@@ -116,7 +124,9 @@ def new(
         atomic_write(path.resolve(), config.commented(job.model_copy(update={"preset": []})).encode())
     except OSError as error:
         raise errors.UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
-    print(f"{path} written; put your base model and picture folder in, then: lora-fp8 check {path}")
+    print_lines(
+        Message("{path} written; put your base model and picture folder in, then: lora-fp8 check {path}", path=path)
+    )
 
 
 @app.command()
@@ -135,11 +145,10 @@ def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
     if as_json:
         print_json(result.to_json())
         sys.exit(2 if result.problems else 0)
-    for line in result.lines:
-        print(line)
+    print_lines(*result.lines)
     if result.problems:
         raise errors.UserErrors(result.problems, str(config_file))
-    print(f"{config_file}: all right")
+    print_lines(Message("{path}: all right", path=config_file))
 
 
 @app.command()
@@ -176,7 +185,8 @@ def import_config(
     if as_json:
         print_json(importing.to_json(imported) | {"output": str(path)})
         return
-    print("\n".join([*importing.report(imported, verbose), f"{path.resolve()} written; next: lora-fp8 check {path}"]))
+    written = Message("{file} written; next: lora-fp8 check {path}", file=path.resolve(), path=path)
+    print_lines(*importing.report(imported, verbose), written)
 
 
 @app.command()
@@ -201,7 +211,7 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
     if as_json:
         print_json(layers.to_json() | {"notes": notes})
     else:
-        print("\n".join([layers.table(), *notes]))
+        print_lines(layers.table(), *notes)
 
 
 @app.command()
@@ -229,7 +239,7 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
     if as_json:
         print_json(estimated.to_json())
     else:
-        print("\n".join(estimated.lines()))
+        print_lines(*estimated.lines())
 
 
 @app.command()
@@ -252,7 +262,7 @@ def precision(
     if as_json:
         print_json(report.to_json())
     else:
-        print("\n".join(report.lines()))
+        print_lines(*report.lines())
 
 
 @app.command()
@@ -305,7 +315,7 @@ def export(
         if as_json:
             print_json(metadata)
         else:
-            print("\n".join(lines))
+            print_lines(*lines)
         return
     written = finish.export_run(folder, overrides, step)
     paths = [str(path) for path in written]
@@ -313,7 +323,7 @@ def export(
         if as_json:
             print_json(paths)
         else:
-            print("\n".join(paths))
+            print_lines(*paths)
         return
     file, job, pictures = tool.from_run(folder, among=written, step=step)
     publishing_kit = tool.make(file, kit, tool.facts_of(file, {}, job), pictures)
@@ -321,7 +331,7 @@ def export(
         content = {"files": paths, "kit": [str(path) for path in publishing_kit.files], "notes": publishing_kit.notes}
         print_json(content)
         return
-    print("\n".join([*paths, *map(str, publishing_kit.files), *(f"note: {note}" for note in publishing_kit.notes)]))
+    print_lines(*paths, *map(str, publishing_kit.files), *_name_notes(publishing_kit.notes))
 
 
 @app.command()
@@ -340,7 +350,7 @@ def verify(
     if as_json:
         print_json(report.to_json())
     else:
-        print("\n".join(report.lines()))
+        print_lines(*report.lines())
     if not report.ok:
         sys.exit(3)
 
@@ -357,7 +367,7 @@ def inspect(
     if as_json:
         print_json(about.to_json())
     else:
-        print("\n".join(about.lines()))
+        print_lines(*about.lines())
 
 
 @app.command()
@@ -378,7 +388,9 @@ def convert(
     if as_json:
         print_json({"output": str(output), "layers": layers})
         return
-    print(f"{output} written: {layers} layers in the {layout} layout")
+    print_lines(
+        Message("{path} written: {count} layers in the {layout} layout", path=output, count=layers, layout=layout),
+    )
 
 
 @app.command()
@@ -399,7 +411,7 @@ def resize(
     if as_json:
         print_json(report.to_json() | {"output": str(output)})
         return
-    print("\n".join([*report.lines(), f"{output} written"]))
+    print_lines(*report.lines(), Message("{path} written", path=output))
 
 
 @app.command()
@@ -431,7 +443,8 @@ def merge(
             content = {"layers": merged.layers, "files": [str(path) for path in merged.files]}
             print_json(content)
             return
-        print("\n".join([f"{merged.layers} layers changed", *(f"{path} written" for path in merged.files)]))
+        files = [Message("{path} written", path=path) for path in merged.files]
+        print_lines(Message("{count} layers changed", count=merged.layers), *files)
         return
     if family or components:
         raise errors.UserError("--family and --components are about a base model; name it with --into BASE")
@@ -440,7 +453,7 @@ def merge(
         content = (report.to_json() if report else {}) | {"output": str(output)}
         print_json(content)
         return
-    print("\n".join([*(report.lines() if report else []), f"{output} written"]))
+    print_lines(*(report.lines() if report else []), Message("{path} written", path=output))
 
 
 @app.command()
@@ -464,11 +477,11 @@ def extract(
 
     models = tool.Models(base, tuned, family, components)
     options = tool.Options(rank, energy, layers, layout, dtype)
-    report = tool.extract(models, output, options, progress=lambda line: print(line, file=sys.stderr))
+    report = tool.extract(models, output, options, progress=lambda line: print_lines(line, file=sys.stderr))
     if as_json:
         print_json(report.to_json() | {"output": str(output)})
         return
-    print("\n".join([*report.lines(), f"{output} written"]))
+    print_lines(*report.lines(), Message("{path} written", path=output))
 
 
 @app.command()
@@ -497,13 +510,14 @@ def ema(
         if rank or dtype or output:
             raise errors.UserError("--rank, --dtype and --output are of files; a run's average is written as its files")
         by_step, paths = tool.run(sources[0], what=average, half_life=half_life, last=last)
-        print("\n".join([*(f"{share:7.2%}  step {step}" for step, share in by_step.items()), *map(str, paths)]))
+        weights = [Message("{share}  step {step}", share=f"{share:7.2%}", step=step) for step, share in by_step.items()]
+        print_lines(*weights, *map(str, paths))
         return
     if last or output is None:
         raise errors.UserError("files: --output says where to write; --last is of a run, name fewer files instead")
     shares, report = tool.files(sources, output, what=average, half_life=half_life, rank=rank, dtype=dtype)
     lines = [f"{share:7.2%}  {path}" for share, path in zip(shares, sources, strict=True)]
-    print("\n".join([*lines, *(report.lines()[-1:] if report else []), f"{output} written"]))
+    print_lines(*lines, *(report.lines()[-1:] if report else []), Message("{path} written", path=output))
 
 
 @app.command()
@@ -551,15 +565,7 @@ def kit(
         }
         print_json(content)
         return
-    print(
-        "\n".join(
-            [
-                *map(str, publishing_kit.files),
-                *(f"note: {note}" for note in publishing_kit.notes),
-                *filter(None, [address]),
-            ]
-        )
-    )
+    print_lines(*map(str, publishing_kit.files), *_name_notes(publishing_kit.notes), *filter(None, [address]))
 
 
 @app.command()
@@ -589,11 +595,13 @@ def cache(
         print_json(content)
         return
     if prune_unused_days is not None:
-        print(f"{folder}: {len(deleted)} entries deleted, {deleted_bytes / 2**20:.1f} MiB")
-    print(f"{folder}: {len(entries)} entries, {held_bytes / 2**20:.1f} MiB")
+        size = f"{deleted_bytes / 2**20:.1f}"
+        print_lines(Message("{path}: {count} entries deleted, {size} MiB", path=folder, count=len(deleted), size=size))
+    size = f"{held_bytes / 2**20:.1f}"
+    print_lines(Message("{path}: {count} entries, {size} MiB", path=folder, count=len(entries), size=size))
     if entries:
-        ages = [(time.time() - entry.used) / 86400 for entry in (entries[0], entries[-1])]
-        print(f"last used between {ages[0]:.0f} and {ages[1]:.0f} days ago")
+        most, least = (f"{(time.time() - entry.used) / 86400:.0f}" for entry in (entries[0], entries[-1]))
+        print_lines(Message("last used between {most} and {least} days ago", most=most, least=least))
 
 
 @app.command()
@@ -631,7 +639,14 @@ def caption(
     result = captioner.run(folder, settings, echo=_json_line if as_json else _print_event, mask=mask)
     captioner.problems(result, folder)
     if not as_json:
-        print(f"{folder}: {result.written} captions written, {result.kept} were there")
+        print_lines(
+            Message(
+                "{path}: {count} captions written, {kept} were there",
+                path=folder,
+                count=result.written,
+                kept=result.kept,
+            )
+        )
 
 
 @app.command()
@@ -647,7 +662,7 @@ def demo(
     if as_json:
         print_json(result.to_json())
     else:
-        print("\n".join(result.lines()))
+        print_lines(*result.lines())
     if not result.ok:
         sys.exit(3)
 
@@ -686,7 +701,8 @@ def _require_packages(extra: str, *packages: str) -> None:
     if missing:
         from .. import errors
 
-        raise errors.UserError(f"this needs {' and '.join(missing)}: pip install 'lora-fp8[{extra}]'")
+        names = ", ".join(missing)
+        raise errors.UserError(Message("this needs {names}: pip install 'lora-fp8[{extra}]'", names=names, extra=extra))
 
 
 app.add_typer(dataset.dataset_app, name="dataset")
@@ -714,55 +730,109 @@ def _print_event(event: dict[str, Any]) -> None:
     """Print an event of the run as text; the progress bar shows the steps."""
     from tqdm import tqdm
 
-    from ..common.text import digits
-
     kind = event["event"]
     text = {
-        "stage": lambda e: f"== {e['stage']}",
-        "warning": lambda e: f"warning: {e['text']}",
-        "progress": lambda e: f"  {e['done']} of {e['total']}",
-        "cache": lambda e: f"cache: {e['encoded']} encoded, {e['reused']} reused",
-        "data": lambda e: (
-            f"data: {e['images']} images, "
-            + (f"{e['masked']} of them with a mask, " if e["masked"] else "")
-            + f"{e['samples_per_epoch']} samples and {digits(e['steps_per_epoch'])} steps "
-            "per epoch; buckets " + ", ".join(f"{size}: {n}" for size, n in e["buckets"].items())
+        "stage": lambda e: Message("== {stage}", stage=e["stage"]),
+        "warning": lambda e: Message("warning: {line}", line=e["text"]),
+        "progress": lambda e: Message("  {done} of {total}", done=e["done"], total=e["total"]),
+        "cache": lambda e: Message("cache: {count} encoded, {kept} reused", count=e["encoded"], kept=e["reused"]),
+        "data": _describe_data,
+        "model": lambda e: Joined(
+            "\n",
+            (
+                Message("base: {base}, {storage}", base=e["base"], storage=e["storage"]),
+                Message(
+                    "adapters: {count} modules, {parameters} parameters",
+                    count=e["adapters"],
+                    parameters=f"{e['trainable']:,}",
+                ),
+                Message(
+                    "learning rate: {rate} x {factor} = {product}",
+                    rate=f"{e['lr']:g}",
+                    factor=f"{e['lr_factor']:g}",
+                    product=f"{e['lr_effective']:g}",
+                ),
+            ),
         ),
-        "model": lambda e: (
-            f"base: {e['base']}, {e['storage']}\n"
-            f"adapters: {e['adapters']} modules, {e['trainable']:,} parameters\n"
-            f"learning rate: {e['lr']:g} x {e['lr_factor']:g} = {e['lr_effective']:g}"
+        "compute": lambda e: Message(
+            "compute: {chosen}, the fastest of {times}",
+            chosen=e["chosen"],
+            times=", ".join(f"{mode} {seconds:.3g} s" for mode, seconds in e["seconds"].items()),
         ),
-        "compute": lambda e: (
-            f"compute: {e['chosen']}, the fastest of "
-            + ", ".join(f"{mode} {seconds:.3g} s" for mode, seconds in e["seconds"].items())
+        "sensitivity": lambda e: Joined(
+            "\n  ",
+            (
+                Message(
+                    "sensitivity: {count} of {total} layers moved, {size} MB more; largest error of a layer {before} "
+                    "before, {now} now, bound {bound}",
+                    count=len(e["moved"]),
+                    total=e["layers"],
+                    size=f"{e['added_bytes'] / 1e6:.2f}",
+                    before=f"{e['worst_before']:.3g}",
+                    now=f"{e['worst']:.3g}",
+                    bound=f"{e['bound']:g}",
+                ),
+                *e["moved"],
+            ),
         ),
-        "sensitivity": lambda e: (
-            f"sensitivity: {len(e['moved'])} of {e['layers']} layers moved, {e['added_bytes'] / 1e6:.2f} MB more; "
-            f"largest error of a layer {e['worst_before']:.3g} before, {e['worst']:.3g} now, bound {e['bound']:g}"
-            + "".join(f"\n  {line}" for line in e["moved"])
+        "preflight": _describe_preflight,
+        "exchange": lambda e: Message(
+            "gradients travel in {kind}: {size} MB sent per process and step, {share} of float32",
+            kind=e["kind"],
+            size=f"{e['bytes_per_step'] / 1e6:.3g}",
+            share=f"{e['of_fp32']:.3g}",
         ),
-        "preflight": lambda e: (
-            f"preflight: peak memory {e['peak_gib']:.2f} GiB"
-            + (f"; {e['fused']} adapters computed together with their layer" if "fused" in e else "")
+        "validation": lambda e: Message(
+            "held-out loss at step {step}: {loss} ({bands})",
+            step=e["step"],
+            loss=f"{e['loss']:.4g}",
+            bands=", ".join(f"{band}: {loss:.4g}" for band, loss in e["bands"].items()),
         ),
-        "exchange": lambda e: (
-            f"gradients travel in {e['kind']}: {e['bytes_per_step'] / 1e6:.3g} MB sent per process and step, "
-            f"{e['of_fp32']:.3g} of float32"
+        "resume": lambda e: Message("resuming from {checkpoint}", checkpoint=e["checkpoint"]),
+        "caption": lambda e: Message(
+            "{done} of {total} {file}: {caption}", done=e["done"], total=e["total"], file=e["file"], caption=e["text"]
         ),
-        "validation": lambda e: (
-            f"held-out loss at step {e['step']}: {e['loss']:.4g} ("
-            + ", ".join(f"{band}: {loss:.4g}" for band, loss in e["bands"].items())
-            + ")"
-        ),
-        "resume": lambda e: f"resuming from {e['checkpoint']}",
-        "caption": lambda e: f"{e['done']} of {e['total']} {e['file']}: {e['text']}",
-        "verify": lambda e: "\n".join(
-            [f"verify {e['file']}: {'all right' if e['ok'] else 'FAILED'}", *(f"  {line}" for line in e["lines"])]
+        "verify": lambda e: Joined(
+            "\n",
+            (
+                Message("verify {file}: all right", file=e["file"])
+                if e["ok"]
+                else Message("verify {file}: FAILED", file=e["file"]),
+                *(Message("  {line}", line=line) for line in e["lines"]),
+            ),
         ),
     }.get(kind)
     if text is not None:
-        tqdm.write(text(event), file=sys.stdout)
+        tqdm.write(translate(get_language(), text(event)), file=sys.stdout)
+
+
+def _describe_data(event: dict[str, Any]) -> Message:
+    images = Message("{count} images", count=event["images"])
+    if event["masked"]:
+        images = Message("{count} images, {masked} of them with a mask", count=event["images"], masked=event["masked"])
+    return Message(
+        "data: {images}, {samples} samples and {steps} steps per epoch; buckets {buckets}",
+        images=images,
+        samples=event["samples_per_epoch"],
+        steps=digits(event["steps_per_epoch"]),
+        buckets=", ".join(f"{size}: {n}" for size, n in event["buckets"].items()),
+    )
+
+
+def _describe_preflight(event: dict[str, Any]) -> Message:
+    peak = Message("preflight: peak memory {peak} GiB", peak=f"{event['peak_gib']:.2f}")
+    if "fused" not in event:
+        return peak
+    return Message("{line}; {count} adapters computed together with their layer", line=peak, count=event["fused"])
+
+
+def _escape(text: str) -> str:
+    """Replace bytes of file names that are no UTF-8, which neither JSON nor a page can show."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _name_notes(notes: list[str]) -> list[Message]:
+    return [Message("note: {line}", line=note) for note in notes]
 
 
 def _fail(message: str, code: int) -> None:
@@ -770,12 +840,12 @@ def _fail(message: str, code: int) -> None:
     # may occur in one process alone.
     rank = os.environ.get("RANK", "0")
     if rank == "0" and (place := os.environ.get("LORA_FP8_MESSAGE")):  # set by the queue, which shows why a job failed
-        from ..common.text import without_home
-
+        text = without_home(message.strip() if type(message) is str else message)
+        content = add_translations({"text": text.map(_escape) if isinstance(text, Message) else _escape(text)})
         with contextlib.suppress(OSError):  # a full disk must not change the exit code
-            Path(place).write_text(without_home(message), encoding="utf-8", errors="backslashreplace")
+            Path(place).write_text(json.dumps(content), encoding="utf-8")
     if rank == "0":
-        print(message, file=sys.stderr)
+        print_lines(message, file=sys.stderr)
     elif code == 3:
-        print(f"process {rank}: {message}", file=sys.stderr)
+        print_lines(Message("process {rank}: {line}", rank=rank, line=message), file=sys.stderr)
     sys.exit(code)

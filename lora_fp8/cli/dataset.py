@@ -6,11 +6,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .options import FOLDER, JSON, SET, print_json
+if TYPE_CHECKING:
+    from ..data.captions import Repair
+
+from ..common.text import first_few
+from ..errors import Message
+from .options import FOLDER, JSON, SET, print_json, print_lines
 
 
 class _Dataset(typer.core.TyperGroup):
@@ -74,7 +79,7 @@ def look(
     if as_json:
         print_json(report.to_json())
     else:
-        print("\n".join(report.lines()))
+        print_lines(*report.lines())
     if not report.ok:
         sys.exit(2)
 
@@ -135,9 +140,16 @@ def edit(
     for change in changes if dry_run else []:
         print(f"{change['file']}\n- {change['before']}\n+ {change['after']}")
     for line in preview.problems:
-        print(f"left as it is: {line}")
-    done = "would change" if dry_run else "changed; `lora-fp8 dataset undo` takes it back" if entry else "changed"
-    print(f"{folder}: {len(changes)} of {len(chosen)} captions {done}")
+        print_lines(Message("left as it is: {line}", line=line))
+    counts = {"path": folder, "count": len(changes), "total": len(chosen)}
+    if dry_run:
+        print_lines(Message("{path}: {count} of {total} captions would change", **counts))
+    elif entry:
+        print_lines(
+            Message("{path}: {count} of {total} captions changed; `lora-fp8 dataset undo` takes it back", **counts),
+        )
+    else:
+        print_lines(Message("{path}: {count} of {total} captions changed", **counts))
 
 
 @dataset_app.command()
@@ -146,7 +158,9 @@ def undo(folder: Path = FOLDER) -> None:
     from ..data import captions
 
     entry = captions.undo(folder)
-    print(f"{folder}: taken back in {entry.files} captions: {entry.title}")
+    print_lines(
+        Message("{path}: taken back in {count} captions: {line}", path=folder, count=entry.files, line=entry.title),
+    )
 
 
 @dataset_app.command()
@@ -155,7 +169,9 @@ def redo(folder: Path = FOLDER) -> None:
     from ..data import captions
 
     entry = captions.redo(folder)
-    print(f"{folder}: done again in {entry.files} captions: {entry.title}")
+    print_lines(
+        Message("{path}: done again in {count} captions: {line}", path=folder, count=entry.files, line=entry.title),
+    )
 
 
 @dataset_app.command()
@@ -171,19 +187,10 @@ def repair(
     if as_json:
         print_json(vars(repair_report))
         return
-    would = "would be " if dry_run else ""
-    lines = []
-    if repair_report.title:
-        again = "" if dry_run else "; `lora-fp8 dataset history` lists it"
-        lines.append(f"{would}taken back in {len(repair_report.taken_back)} captions: {repair_report.title}{again}")
-    for label, files in (
-        ("damaged captions {would}restored", repair_report.restored),
-        ("temporary files {would}deleted", repair_report.swept),
-        ("captions left as they are, because somebody else has changed them", repair_report.others),
-    ):
-        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-        lines += [f"{len(files)} {label.format(would=would)}: {', '.join(files[:3])}{more}"] if files else []
-    print("\n".join(f"{folder}: {line}" for line in lines or ["no caption needs repair"]))
+    lines = _list_repairs(repair_report, dry_run)
+    print_lines(
+        *(Message("{key}: {line}", key=folder, line=line) for line in lines or [Message("no caption needs repair")])
+    )
 
 
 @dataset_app.command()
@@ -200,3 +207,33 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         state = state or ("" if entry.done else "  (undone)")
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.t))
         print(f"{when}  {entry.files} captions  {entry.title}{state}")
+
+
+def _list_repairs(report: "Repair", dry_run: bool) -> list[Message]:
+    lines = []
+    about = {"count": len(report.taken_back), "line": report.title}
+    if report.title and dry_run:
+        lines.append(Message("would be taken back in {count} captions: {line}", **about))
+    elif report.title:
+        lines.append(Message("taken back in {count} captions: {line}; `lora-fp8 dataset history` lists it", **about))
+    if files := report.restored:
+        about = {"count": len(files), "names": first_few(files)}
+        if dry_run:
+            lines.append(Message("{count} damaged captions would be restored: {names}", **about))
+        else:
+            lines.append(Message("{count} damaged captions restored: {names}", **about))
+    if files := report.swept:
+        about = {"count": len(files), "names": first_few(files)}
+        if dry_run:
+            lines.append(Message("{count} temporary files would be deleted: {names}", **about))
+        else:
+            lines.append(Message("{count} temporary files deleted: {names}", **about))
+    if files := report.others:
+        lines.append(
+            Message(
+                "{count} captions left as they are, because somebody else has changed them: {names}",
+                count=len(files),
+                names=first_few(files),
+            )
+        )
+    return lines

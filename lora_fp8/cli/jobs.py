@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from .options import JSON, SET, print_json
+from ..errors import Message
+from .options import JSON, SET, print_json, print_lines
 
 JOB = typer.Argument(..., metavar="JOB", help="Number of the job, from `lora-fp8 jobs`.")
 PRIORITY = typer.Option(0, help="Priority: higher starts earlier.")
@@ -69,11 +70,11 @@ def stop(
         after = queue.job(int(job))
         if after.state == "stopping":  # a worker ends it if it does not stop
             jobs.ensure_worker(queue.home)
-        print(f"job {job}: {after.sentence.text}")
+        print_lines(Message("job {id}: {line}", id=job, line=after.sentence.text))
         return
     run = Run.open(Path(job))
     if not run.alive():
-        print(f"{job}: nothing is training here")
+        print_lines(Message("{folder}: nothing is training here", folder=job))
         return
     try:
         queue = jobs.Queue()
@@ -85,7 +86,7 @@ def stop(
     except UserError:
         if run.alive():
             raise
-    print(f"{job}: asked to stop; it saves at the end of the current step")
+    print_lines(Message("{path}: asked to stop; it saves at the end of the current step", path=job))
 
 
 def worker(
@@ -137,7 +138,7 @@ def listing(
         if as_json:
             print_json(content)
         else:
-            print("\n".join(rescued.lines()))
+            print_lines(*rescued.lines())
         return
     if watch and as_json:
         raise UserError("--watch is for people and --json for programs; ask for one of them")
@@ -207,7 +208,7 @@ def cancel(id: int = JOB) -> None:
     after = queue.job(id)
     if after.state == "stopping":
         jobs.ensure_worker(queue.home)
-    print(f"job {id}: {after.sentence.text}")
+    print_lines(Message("job {id}: {line}", id=id, line=after.sentence.text))
 
 
 @jobs_app.command()
@@ -245,7 +246,7 @@ def move(id: int = JOB, place: int = typer.Argument(..., min=1, help="Position i
 
     queue = jobs.Queue()
     queue.move(id, place)
-    print(f"job {id}: place {queue.job(id).place}")
+    print_lines(Message("job {id}: place {place}", id=id, place=queue.job(id).place))
 
 
 @jobs_app.command()
@@ -258,9 +259,10 @@ def delete(
     from ..run import ownership
 
     left = jobs.Queue().delete(id, with_run)
-    print(f"job {id}: deleted{' with its run' if with_run else ''}")
+    print_lines(Message("job {id}: deleted with its run", id=id) if with_run else Message("job {id}: deleted", id=id))
     if left:
-        print(f"left in its folder, because the run did not write it: {ownership.counted(left)}")
+        names = ownership.counted(left)
+        print_lines(Message("left in its folder, because the run did not write it: {names}", names=names))
 
 
 def _print_queued(queue: Any, id: int, with_worker: bool, as_json: bool) -> None:
@@ -273,7 +275,8 @@ def _print_queued(queue: Any, id: int, with_worker: bool, as_json: bool) -> None
     if as_json:
         print_json(view.to_json())
         return
-    print(f"job {id} ({view.name}): {view.state}: {view.sentence.text}")
+    line = view.sentence.text
+    print_lines(Message("job {id} ({name}): {state}: {line}", id=id, name=view.name, state=view.state, line=line))
 
 
 def _format_table(views: list) -> list[str]:

@@ -42,6 +42,12 @@ def load(language: str) -> dict[str, str]:
     return {str(entry.id): str(entry.string) for entry in read(language)}
 
 
+def choose_language(wanted: str) -> str:
+    """Return the language for "zh", "zh_CN.UTF-8" or another tag: one that has a catalogue, or "en"."""
+    tag = re.split("[-_.@]", wanted.strip().lower())[0]
+    return next((language for language in CATALOGUES if language.split("-")[0] == tag), "en")
+
+
 def translate(language: str, text: str, known: Mapping[str, str] | None = None) -> str:
     """Translate a message. What has no translation is returned as it is.
 
@@ -114,6 +120,10 @@ FILED = re.compile(r"(?P<key>.+?\.\w{2,5}) (?P<line>(?:is|has|cannot|does) .+)",
 """Others begin with a file: what is wrong with an image can also be wrong with a mask or an upload."""
 
 
+TOO_GENERAL = ("{path} written", "{count} images", "note: {line}", "warning: {line}", "job {id}: {line}")
+"""Templates that would be found in other sentences."""
+
+
 @cache
 def _compile_patterns(language: str) -> list[tuple[re.Pattern[str], str]]:
     """Compile a pattern for each template of a language's catalogue, with its translation.
@@ -130,7 +140,7 @@ def _compile_patterns(language: str) -> list[tuple[re.Pattern[str], str]]:
             for i, part in enumerate(parts)
         )
         weight = sum(map(len, parts[::2])) + (1000 if "surrounds another message" in entry.auto_comments else 0)
-        if re.search("[A-Za-z]", "".join(parts[::2])):
+        if re.search("[A-Za-z]", "".join(parts[::2])) and entry.id not in TOO_GENERAL:
             found.append((weight, re.compile(pattern + r"\Z", re.DOTALL), str(entry.string)))
     return [(pattern, translation) for _, pattern, translation in sorted(found, key=lambda one: -one[0])]
 

@@ -402,9 +402,11 @@ def _pick_status(trainer_statuses: list[int], launcher_status: int | None) -> in
 
 
 def _read_message(attempt: Path) -> str:
+    """Return what the attempt's command failed with; "" if it left no message."""
     try:
-        return load_text(attempt / "message.txt").strip()
-    except OSError:
+        content = restore(parse_json(load_text(attempt / "message.json")))
+        return str(content["text"])
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 

@@ -385,8 +385,9 @@ class Worker:
         environment = {name: value for name, value in environment.items() if name not in (*of_a_launcher, *unsafe)}
         return environment | {
             procs.TOKEN: token,
-            "LORA_FP8_MESSAGE": str(attempt / "message.txt"),
+            "LORA_FP8_MESSAGE": str(attempt / "message.json"),
             "PYTHONUTF8": "1",
+            "LORA_FP8_LANG": "en",  # logs are read by people of any language, and by this program
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not imported
             "TQDM_MININTERVAL": "2",  # seconds between updates of progress bars in the log
