@@ -12,7 +12,7 @@ import tomlkit
 from lora_fp8.common import reading
 from lora_fp8.common.writing import atomic_write, make_folder
 from lora_fp8.config import read_toml
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from . import sanitize, translations
 
@@ -123,16 +123,23 @@ class Place:
 
     def _check_new_root(self, text: str) -> Path:
         if self.fixed:
-            raise UserError("this page answers other machines: folders are named when it is started, with --root")
+            raise UserError(
+                Message("this page answers other machines: folders are named when it is started, with --root")
+            )
         path = sanitize.resolve_path(text)
         if not path.is_dir():
-            raise UserError(f"{sanitize.shorten(text)}: there is no such folder")
+            raise UserError(Message("{text}: there is no such folder", text=sanitize.shorten(text)))
         if path == Path("/") or path.name == ".ssh" or any(path.is_relative_to(folder) for folder in SYSTEM):
             raise UserError(
-                f"{sanitize.shorten(text)}: the whole disk or a folder of the system; name the one you work in"
+                Message(
+                    "{text}: the whole disk or a folder of the system; name the one you work in",
+                    text=sanitize.shorten(text),
+                )
             )
         if path.is_relative_to(self.home):
-            raise UserError(f"{sanitize.shorten(text)}: the page's own folder, which it uses already")
+            raise UserError(
+                Message("{text}: the page's own folder, which it uses already", text=sanitize.shorten(text))
+            )
         return path
 
 

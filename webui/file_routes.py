@@ -13,7 +13,7 @@ import anyio
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from . import sanitize
 from .context import Place
@@ -46,7 +46,7 @@ def add_routes(app: FastAPI, place: Place) -> None:
         try:
             file = place.resolve(path)
             if not file.is_file():
-                raise UserError(f"{sanitize.shorten(path)}: there is no such file")
+                raise UserError(Message("{text}: there is no such file", text=sanitize.shorten(path)))
             if file.suffix.lower() not in SENT:
                 raise UserError(
                     f"{sanitize.shorten(path)}: files of this kind are not sent; these are: {', '.join(SENT)}"
@@ -63,7 +63,7 @@ def _load_picture(place: Place, decoders: Decoders, text: str, width: int, movin
     try:
         found = path.stat()
     except OSError:
-        raise UserError(f"{sanitize.shorten(text)}: there is no such file") from None
+        raise UserError(Message("{text}: there is no such file", text=sanitize.shorten(text))) from None
     if not path.is_file():
         raise UserError(f"{sanitize.shorten(text)}: not a file")
     width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < width <= size), 0)

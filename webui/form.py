@@ -23,7 +23,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from lora_fp8 import config
 from lora_fp8.config import find_idle, validation
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 from lora_fp8.settings import Job, Section, flat_table, table_of_lines
 
 Tables = dict[str, Any]
@@ -326,7 +326,7 @@ def put(text: str, key: str, value: Any, folder: Path = Path()) -> str:
             if isinstance(found := _look_up(one, table), dict):
                 one[table.partition(".")[0]][table.partition(".")[2]] = _entries(table, found)
     if tables and not isinstance(wanted.setdefault(tables[0], {}), dict):
-        raise UserError(f"{tables[0]}: expected a table, got {wanted[tables[0]]!r}")
+        raise UserError(Message("{key}: expected a table, got {given}", key=tables[0], given=repr(wanted[tables[0]])))
     home = wanted[tables[0]] if tables else wanted
     setting, under = settings()[key], _resolve(layers[:-1])[key]
     if setting.default is not None and (

@@ -17,7 +17,7 @@ from lora_fp8.data import clips
 from lora_fp8.data.caption_text import CAPTIONS
 from lora_fp8.data.decoding import EXTENSIONS
 from lora_fp8.data.image_files import OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from . import sanitize
 from .decoder import Decoders
@@ -153,7 +153,7 @@ def add_uploads(files: list[str], folder: Path) -> tuple[int, list[str]]:
             except UserError as error:
                 refused.append(str(error))
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+        raise UserError(Message("{path}: cannot be written ({why})", path=folder, why=error.strerror)) from None
     for known in [known for known in list(_counted) if known[0] == folder]:
         _counted.pop(known, None)
     return taken, refused
@@ -181,11 +181,16 @@ def _check_upload(file: Path) -> None:
         raise UserError(f"{file.name}: {clips.NEEDED}")
     elif suffix in OTHER_IMAGES:
         kind = OTHER_IMAGES[suffix] or suffix
-        raise UserError(f"{file.name}: {kind} cannot be read; convert it to JPEG or PNG")
+        raise UserError(Message("{file}: {kind} cannot be read; convert it to JPEG or PNG", file=file.name, kind=kind))
     elif suffix in OTHER_VIDEOS:
-        raise UserError(f"{file.name}: {suffix} cannot be read; convert it to MP4")
+        raise UserError(Message("{file}: {kind} cannot be read; convert it to MP4", file=file.name, kind=suffix))
     elif file.suffix not in CAPTIONS or file.stat().st_size > LONGEST_CAPTION:
         raise UserError(
-            f"{file.name}: neither a picture ({' '.join(EXTENSIONS)}), a video ({' '.join(clips.VIDEOS)}) nor a "
-            f"caption ({' '.join(CAPTIONS)})"
+            Message(
+                "{file}: neither a picture ({pictures}), a video ({videos}) nor a caption ({captions})",
+                file=file.name,
+                pictures=" ".join(EXTENSIONS),
+                videos=" ".join(clips.VIDEOS),
+                captions=" ".join(CAPTIONS),
+            )
         )

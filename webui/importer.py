@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_fp8 import importing
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 from lora_fp8.importing.base import Entry, Import, decoded
 
 from . import form, sanitize, translations
@@ -92,14 +92,27 @@ def _copy_files(files: Iterable[Path], folder: Path) -> tuple[list[str], list[st
     given, refused = [], []
     files = list(files)
     if len(files) > MOST_FILES:
-        raise UserError(f"{len(files)} files at once; import at most {MOST_FILES}: one training's settings")
+        raise UserError(
+            Message(
+                "{count} files at once; import at most {most}: one training's settings",
+                count=len(files),
+                most=MOST_FILES,
+            )
+        )
     for file in files:
         try:
             name = sanitize.check_name(file.name)
             if (size := file.stat().st_size) > LARGEST:
-                raise UserError(f"{name}: {size} bytes, more than the {LARGEST} of a settings file")
+                raise UserError(
+                    Message(
+                        "{file}: {size} bytes, more than the {most} of a settings file",
+                        file=name,
+                        size=size,
+                        most=LARGEST,
+                    )
+                )
             if name in given:
-                raise UserError(f"{name}: another file of this name came with it")
+                raise UserError(Message("{file}: another file of this name came with it", file=name))
             (folder / name).write_text(decoded(file), encoding="utf-8")
             given.append(name)
         except UserError as error:
@@ -128,9 +141,11 @@ def _choose_settings(ui: "Ui", folder: Path, given: list[str], refused: list[str
     first = [made for made in first if not made.only_pictures] or first
     if len(first) > 1:
         names = ", ".join(made.source.name for made in first)
-        raise UserError(f"{names}: each is a training of its own; import one, with the files that it refers to")
+        raise UserError(
+            Message("{names}: each is a training of its own; import one, with the files that it refers to", names=names)
+        )
     if not first:
-        raise UserError("\n".join(dict.fromkeys([*refused, *wrong.values()])) or "no file given")
+        raise UserError("\n".join(dict.fromkeys([*refused, *wrong.values()])) or Message("no file given"))
     return first[0], {name: line for name, line in wrong.items() if "not valid " in line}
 
 

@@ -14,7 +14,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 from lora_fp8 import config, jobs
 from lora_fp8.config import example
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from . import api, submission
 from .context import Place
@@ -36,7 +36,7 @@ def run(roots: Sequence[Path] = (), home: Path | None = None) -> None:
     """
     for root in roots:
         if not root.is_dir():
-            raise UserError(f"--root {root}: there is no such folder")
+            raise UserError(Message("{text}: there is no such folder", text=f"--root {root}"))
     place = Place((home or jobs.find_home()).resolve(), [*roots, Path("runs"), DEMO])
     jobs.ensure_worker(place.home)
     make_server(place).run()

@@ -14,7 +14,7 @@ import psutil
 
 from lora_fp8 import config, jobs
 from lora_fp8.common import reading
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 from lora_fp8.jobs import JobView, Queue, job_state
 from lora_fp8.run import Run
 
@@ -96,7 +96,7 @@ def find_job(ui: Ui, text: str) -> JobView:
     for view in get_monitor(ui.place).views():
         if view.name == text and view.kind == "train":
             return view
-    raise UserError(f"{text}: there is no run of that name")
+    raise UserError(Message("{name}: there is no run of that name", name=text))
 
 
 def get_run_folder(ui: Ui, view: JobView) -> Path:
@@ -162,7 +162,7 @@ def _edit(ui: Ui, view: JobView) -> None:
         try:
             text = reading.load_text(file)
         except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+            raise UserError(Message("{path}: cannot be read ({why})", path=file, why=error.strerror)) from None
     if view.folder is not None:
         text = form.put(text, "name", queue.find_free_name(view.folder), ui.place.home)
     Draft(ui.place.home).replace(text)
@@ -183,7 +183,7 @@ def delete_job(ui: Ui, text: str, typed: str, with_run: bool) -> str:
     watching = get_monitor(ui.place)
     view = find_job(ui, text)
     if typed.strip() != view.name:
-        raise UserError(f"type the name, {view.name}, to delete it; nothing was deleted")
+        raise UserError(Message("type the name, {name}, to delete it; nothing was deleted", name=view.name))
     if (with_run or isinstance(view.id, str)) and view.folder is not None:
         get_run_folder(ui, view)  # raises for a folder that the page may not delete
     with_run = with_run or isinstance(view.id, str)

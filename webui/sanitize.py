@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # what Linux takes, in bytes
 RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?\Z", re.IGNORECASE)  # names that Windows cannot hold
@@ -34,9 +34,13 @@ def resolve_inside(text: str, roots: Iterable[Path], private: Path | None = None
     if private is not None and path.is_relative_to(private):
         holding = [root for root in holding if root.is_relative_to(private) and root != private]
     if not holding:
-        raise UserError(f"{shorten(text)}: not below a folder that the page may use; Settings lists and adds them")
+        raise UserError(
+            Message(
+                "{text}: not below a folder that the page may use; Settings lists and adds them", text=shorten(text)
+            )
+        )
     if not any(_is_visible(path, root) for root in holding):
-        raise UserError(f"{shorten(text)}: hidden files and folders are not shown or written")
+        raise UserError(Message("{text}: hidden files and folders are not shown or written", text=shorten(text)))
     return path
 
 
@@ -50,13 +54,15 @@ def resolve_path(text: str) -> Path:
     if given.startswith("~/"):
         given = str(Path.home()) + given[1:]
     if given.startswith("//") or not given.startswith("/") or "\\" in given:
-        raise UserError(f"{shorten(text)}: not a path of this computer; write it whole, from / or ~/ on")
+        raise UserError(
+            Message("{text}: not a path of this computer; write it whole, from / or ~/ on", text=shorten(text))
+        )
     if ".." in given.split("/"):
-        raise UserError(f"{shorten(text)}: write the path without ..")
+        raise UserError(Message("{text}: write the path without ..", text=shorten(text)))
     try:
         return Path(given).resolve()
     except (OSError, RuntimeError):  # a loop of links
-        raise UserError(f"{shorten(text)}: cannot be followed to a file or folder") from None
+        raise UserError(Message("{text}: cannot be followed to a file or folder", text=shorten(text))) from None
 
 
 def check_name(text: str) -> str:
@@ -67,9 +73,11 @@ def check_name(text: str) -> str:
     """
     given = _check_text(text, "name")
     if re.search(r'[/\\:*?"<>|]', given) or given[0] in ".-~" or given[-1] == "." or RESERVED.match(given):
-        raise UserError(f"{shorten(text)}: not a name for a file; use letters, digits, spaces, _ and -")
+        raise UserError(
+            Message("{text}: not a name for a file; use letters, digits, spaces, _ and -", text=shorten(text))
+        )
     if len(given.encode()) > 120:  # suffixes such as -step-000500.safetensors are added
-        raise UserError(f"{shorten(text)}: too long for a name; 120 bytes are enough")
+        raise UserError(Message("{text}: too long for a name; 120 bytes are enough", text=shorten(text)))
     return given
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import jobs
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from .context import Place
 from .login import Login
@@ -62,7 +62,7 @@ def run(
         raise UserError(f"a login needs a user and a password: {missing}")
     for root in roots:
         if not root.is_dir():
-            raise UserError(f"--root {root}: there is no such folder")
+            raise UserError(Message("{text}: there is no such folder", text=f"--root {root}"))
     place = Place(home, [*roots, Path("runs"), DEMO], fixed=host not in LOOPBACK)
     listening = _listen(host, port)
     with listening:

@@ -15,7 +15,7 @@ from typing import Any
 import gradio as gr
 from gradio.utils import get_upload_folder
 
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from . import sanitize
 
@@ -58,7 +58,7 @@ class Uploads(set):
             if isinstance(part, gr.File):
                 checked[number] = self._check_files(part, value, window)
             elif _names_file(value):
-                raise UserError(f"{part.elem_id or part.get_block_name()}: takes no files")
+                raise UserError(Message("{text}: takes no files", text=part.elem_id or part.get_block_name()))
         return checked
 
     def _check_files(self, part: gr.File, value: Any, window: str) -> Any:
@@ -76,13 +76,17 @@ class Uploads(set):
         """Return a description of an upload that holds nothing but what was checked."""
         path = given.get("path") if isinstance(given, dict) else None
         if not isinstance(path, str) or given.get("meta") != META:
-            raise UserError("not a description of an uploaded file")
+            raise UserError(Message("not a description of an uploaded file"))
         kinds = [kind for kind in part.file_types or () if kind.startswith(".")]
         suffix = Path(path).suffix.lower()
         if (kinds and suffix not in kinds) or suffix in NEVER:
-            raise UserError(f"{sanitize.shorten(Path(path).name)}: files of this kind are not taken here")
+            raise UserError(
+                Message("{text}: files of this kind are not taken here", text=sanitize.shorten(Path(path).name))
+            )
         if path not in self or window not in self._windows.get(path, ()) or not _lies_in_uploads(path):
-            raise UserError(f"{sanitize.shorten(path)}: was not uploaded in this window; choose the file again")
+            raise UserError(
+                Message("{text}: was not uploaded in this window; choose the file again", text=sanitize.shorten(path))
+            )
         return {"path": path, "orig_name": Path(path).name, "size": os.path.getsize(path), "meta": META}
 
 

@@ -20,7 +20,7 @@ from gradio.blocks import Block
 
 from lora_fp8 import families
 from lora_fp8.data import buckets, caption_operations, captions, clips
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 from lora_fp8.settings import names_a_folder_of_masks
 
 from .. import dataset_folder, form, image_folders, live_panel, run_cards, run_monitor, sanitize, translations
@@ -553,7 +553,9 @@ class _Page:
                 complaint = self._show_note(self.say("dataset.changed_meanwhile", file=name), wrong=True)
                 text = dataset.texts[name]
                 return [complaint, *self._render_all(at, family, resolution), *self._fill_editor(name, text, text)]
-            edit = captions.assign(dataset.folder, {dataset.files[name]: caption}, f"caption of {name}")
+            edit = captions.assign(
+                dataset.folder, {dataset.files[name]: caption}, Message("caption of {name}", name=name)
+            )
             if edit.problems:
                 raise UserError(edit.problems[0])
             if edit.changes:

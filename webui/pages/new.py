@@ -13,7 +13,7 @@ from gradio.blocks import Block
 
 from lora_fp8 import config, families
 from lora_fp8.data import clips
-from lora_fp8.errors import UserError, UserErrors
+from lora_fp8.errors import Message, UserError, UserErrors
 
 from .. import (
     base_models,
@@ -593,7 +593,7 @@ class _Page:
         def add() -> None:
             path = self.ui.path(folder or "")
             if not path.is_dir():
-                raise UserError(f"{sanitize.shorten(folder)}: there is no such folder")
+                raise UserError(Message("{text}: there is no such folder", text=sanitize.shorten(folder)))
             self._put_folder(path)
 
         return {self.taken: ""} | self._warn_on_error(add) | self._paint_side(everything) | self._paint_folders()
@@ -844,7 +844,11 @@ class _Page:
                 found, form_says = self.families[known.family], self.families[family]
                 yield key, say("new.base.differs", file=name, found=found, title=form_says)
         if path == "demo" and family in self.families and family not in base_models.list_demo_families():
-            line = f"there is no demo base for {family!r}; bundled are: {', '.join(base_models.list_demo_families())}"
+            line = Message(
+                "there is no demo base for {family}; bundled are: {names}",
+                family=repr(family),
+                names=", ".join(base_models.list_demo_families()),
+            )
             yield "model.path", self.ui.translate(line)
         if not components and self._inspect_base(path).single:
             yield "model.components", self.ui.say("new.base.components")
@@ -918,9 +922,9 @@ class _Page:
         if not full.exists():
             raise UserError(f"{sanitize.shorten(path)}: there is no such {kind}")
         if kind == "folder" and not full.is_dir():
-            raise UserError(f"{sanitize.shorten(path)}: this is a file; give a folder")
+            raise UserError(Message("{text}: this is a file; give a folder", text=sanitize.shorten(path)))
         if kind == "file" and not full.is_file():
-            raise UserError(f"{sanitize.shorten(path)}: this is a folder; give a file")
+            raise UserError(Message("{text}: this is a folder; give a file", text=sanitize.shorten(path)))
 
     def _count_folders(self, values: dict[str, Any]) -> list[tuple[Path, image_folders.Count, int, str]]:
         """Return (folder, its contents, its repeats, where its masks are) for every folder of the draft."""

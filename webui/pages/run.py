@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 from lora_fp8.jobs import JobView
 
 from .. import engine, live_panel, run_cards, run_monitor
@@ -246,7 +246,7 @@ def find_run(ui: Ui, request: gr.Request) -> tuple[JobView, RunLog]:
     """
     name = str(dict(request.query_params).get("run", ""))
     if not name:
-        raise UserError("no run is chosen")
+        raise UserError(Message("no run is chosen"))
     view = run_monitor.find_job(ui, name)
     return view, run_monitor.read_run_log(ui, view)
 

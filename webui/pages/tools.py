@@ -8,7 +8,7 @@ import gradio as gr
 from gradio.blocks import Block
 
 from lora_fp8 import jobs
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from .. import engine, json_table, live_panel, run_cards, sanitize
 from ..context import Ui
@@ -101,7 +101,7 @@ def build_arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | 
         UserError: a path is not allowed, or a value is missing or not accepted by the tool.
     """
     if tool not in TOOLS:
-        raise UserError(f"{sanitize.shorten(tool)}: no such tool")
+        raise UserError(Message("{text}: no such tool", text=sanitize.shorten(tool)))
     line: list[str] = []
     if tool == "verify" and (base := str(given["base"] or "").strip()):
         line += ["--base", base if base == "demo" else str(ui.path(base))]
@@ -117,7 +117,7 @@ def build_arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | 
     if tool == "merge":
         weighted = [_check_weighted(ui, text) for text in str(given["sources"] or "").splitlines() if text.strip()]
         if not weighted:
-            raise UserError("no file given")
+            raise UserError(Message("no file given"))
         return [*line, "--", *weighted], target
     return [*line, "--", str(_check_lora(ui, str(given["file"] or "")))], target
 
@@ -143,7 +143,7 @@ def _run(ui: Ui, tool: str, **given: Any) -> str:
 
 def _queue(ui: Ui, tool: str, **given: Any) -> str:
     if tool not in QUEUED:
-        raise UserError(f"{sanitize.shorten(tool)}: no such tool")
+        raise UserError(Message("{text}: no such tool", text=sanitize.shorten(tool)))
     line, target = build_arguments(ui, tool, **given)
     subject = target.name if target else Path(line[-1]).name
     id = jobs.Queue(ui.place.home).submit_command(tool, line, folder=ui.place.home, name=f"{tool} {subject}")
@@ -182,10 +182,10 @@ def _render_answer(ui: Ui, do: Any) -> str:
 
 def _check_lora(ui: Ui, text: str) -> Path:
     if not text.strip():
-        raise UserError("choose a LoRA file first")
+        raise UserError(Message("choose a LoRA file first"))
     path = ui.path(text)
     if path.suffix.lower() != ".safetensors" or not path.is_file():
-        raise UserError(f"{sanitize.shorten(text)}: no .safetensors file")
+        raise UserError(Message("{text}: no .safetensors file", text=sanitize.shorten(text)))
     return path
 
 
@@ -196,7 +196,9 @@ def _check_weighted(ui: Ui, text: str) -> str:
         number = float(weight) if colon else 1.0
     except ValueError:
         raise UserError(
-            f"{sanitize.shorten(text)}: write a file, a colon and its weight, such as /a.safetensors:0.7"
+            Message(
+                "{text}: write a file, a colon and its weight, such as /a.safetensors:0.7", text=sanitize.shorten(text)
+            )
         ) from None
     return f"{_check_lora(ui, name if colon else weight)}:{number}"
 
@@ -208,7 +210,7 @@ def _make_target(ui: Ui, text: str) -> Path:
     folder = ui.place.home / "tools"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if os.path.lexists(folder / name):
-        raise UserError(f"{name}: exists already; choose another name")
+        raise UserError(Message("{name}: exists already; choose another name", name=name))
     return folder / name
 
 
