@@ -22,7 +22,7 @@ import tomlkit
 from pydantic import ValidationError
 
 from ..common.reading import load_text
-from ..common.text import did_you_mean, shown
+from ..common.text import shown, similar
 from ..errors import Message, UserError, UserErrors
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from .relations import KINDS, contradictions, kinds_of
@@ -84,7 +84,7 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
         _assign(data, keys, _read_table(".".join(keys), value, "--set"), problems)
     _read_tables(data, where)  # again: `--set adapter.ranks.ff.net=8` has made tables in tables
     job, found = _validate(data)
-    problems += [line + _origin(location, given, presets, assignments) for location, line in found]
+    problems += [_add_origin(line, location, given, presets, assignments) for location, line in found]
     if problems:
         raise UserErrors(problems, where)
     assert job is not None
@@ -256,14 +256,19 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
     except OSError:  # a name too long for the file system
         found = False
     if not found:
-        hint = did_you_mean(name, preset_names())
-        problems.append(
-            Message(
-                "preset: no preset {name}; accepted: {names}, or the path of a .toml file",
-                name=f"{shown(name)}{hint}",
-                names=", ".join(preset_names()),
+        given, names = shown(name), ", ".join(preset_names())
+        if near := similar(name, preset_names()):
+            line = Message(
+                "preset: no preset {name}, did you mean {meant}?; accepted: {names}, or the path of a .toml file",
+                name=given,
+                meant=repr(near),
+                names=names,
             )
-        )
+        else:
+            line = Message(
+                "preset: no preset {name}; accepted: {names}, or the path of a .toml file", name=given, names=names
+            )
+        problems.append(line)
         return {}
     try:
         data = _parse_toml(load_text(path), f"preset {name}")
@@ -433,10 +438,10 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
     return (None if problems else job), problems
 
 
-def _origin(
-    location: Location, given: dict[str, Any], presets: dict[str, dict[str, Any]], assignments: list[Any]
+def _add_origin(
+    line: str, location: Location, given: dict[str, Any], presets: dict[str, dict[str, Any]], assignments: list[Any]
 ) -> str:
-    """Return where a wrong setting was written, if not in the file itself."""
+    """Add where a wrong setting was written, if not in the file itself."""
 
     def holds(node: Any, parts: Location) -> bool:
         for part in parts:
@@ -450,10 +455,11 @@ def _origin(
 
     key = ".".join(map(str, location))
     if any(f"{key}.".startswith(f"{'.'.join(keys)}.") for keys, _ in assignments):
-        return " (from --set)"
+        return Message("{line} (from --set)", line=line)
     if holds(given, location):
-        return ""
-    return next((f" (from preset {name})" for name in reversed(presets) if holds(presets[name], location)), "")
+        return line
+    preset = next((name for name in reversed(presets) if holds(presets[name], location)), None)
+    return line if preset is None else Message("{line} (from preset {preset})", line=line, preset=preset)
 
 
 def _repaired(data: dict[str, Any], wrong: list[Location]) -> dict[str, Any]:

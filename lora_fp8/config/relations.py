@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.text import did_you_mean, is_utf8, shown
+from ..common.text import is_utf8, shown, similar
 from ..errors import Message
 from ..settings import (
     SCALES,
@@ -56,7 +56,11 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     from ..families import available  # does not import torch
 
     rules = RULES if job.model.family in available() else [rule for rule in RULES if not rule.known_family]
-    return [((key, *rule.reads), f"{key}: {text}") for rule in rules for key, text in rule.find(job)]
+    return [
+        ((key, *rule.reads), Message("{key}: {line}", key=key, line=text))
+        for rule in rules
+        for key, text in rule.find(job)
+    ]
 
 
 def _check_family(job: Job) -> Problems:
@@ -65,15 +69,19 @@ def _check_family(job: Job) -> Problems:
 
     families = available()
     if job.model.family not in families:
-        hint = did_you_mean(job.model.family, families)
-        yield (
-            "model.family",
-            Message(
-                "unknown family {name}; accepted: {names}",
-                name=f"{shown(job.model.family)}{hint}",
-                names=" | ".join(families),
-            ),
-        )
+        near, name, names = similar(job.model.family, families), shown(job.model.family), " | ".join(families)
+        if near:
+            yield (
+                "model.family",
+                Message(
+                    "unknown family {name}, did you mean {meant}?; accepted: {names}",
+                    name=name,
+                    meant=repr(near),
+                    names=names,
+                ),
+            )
+        else:
+            yield "model.family", Message("unknown family {name}; accepted: {names}", name=name, names=names)
 
 
 def _check_sources(job: Job) -> Problems:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ..common.text import did_you_mean, shown
+from ..common.text import shown, similar
+from ..errors import Joined, Message
 from ..settings import Job, Section
 
 Location = tuple[Any, ...]
@@ -16,7 +17,20 @@ Location = tuple[Any, ...]
 
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "n *"}
-WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
+EXPECTED = {
+    "int_type": Message("a whole number"),
+    "int_from_float": Message("a whole number"),
+    "float_type": Message("a number"),
+    "finite_number": Message("a finite number"),
+    "bool_type": Message("true or false"),
+    "string_type": Message("text in quotes"),
+    "string_unicode": Message("text in UTF-8"),
+    "list_type": Message("a list in [ ]"),
+    "dict_type": Message("a table"),
+    "model_type": Message("a table"),
+    "model_attributes_type": Message("a table"),
+}
+"""What is accepted, by pydantic's code of the error."""
 OUT_OF_BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "multiple_of")
 """pydantic's codes for a number that has the right type but violates a declared bound."""
 
@@ -47,19 +61,45 @@ def accepted_numbers(field: Any) -> str:
     return " | ".join(in_signs(limits) for _, limits in ranges if limits)
 
 
-def _in_words(field: Any) -> str:
+def _in_words(field: Any) -> Message:
     """Return the bounds of a setting's numbers in words."""
     ranges = number_ranges(field)
     several = len({kind for kind, _ in ranges}) > 1
     found = []
     for kind, limits in ranges:
-        text = " and ".join(f"{word} {_short(limits[bound])}" for bound, word in WORDS.items() if bound in limits)
         if (only := _only_number(limits)) is not None:
-            text = str(only)
+            found.append(Message("{only}", only=only))
+            continue
+        bounds = _bounds_in_words({bound: _short(limit) for bound, limit in limits.items()})
+        if several and kind is int:
+            bounds = Message("a whole number of {bounds}", bounds=bounds)
         elif several:
-            text = f"{'a whole number' if kind is int else 'a fraction'} of {text}"
-        found.append(text)
-    return ", or ".join(found)
+            bounds = Message("a fraction of {bounds}", bounds=bounds)
+        found.append(bounds)
+    return Joined(", or ", found)
+
+
+def _bounds_in_words(limits: dict[str, str]) -> Message:
+    match limits:
+        case {"ge": least, "le": most}:
+            return Message("at least {least} and at most {most}", least=least, most=most)
+        case {"ge": least, "lt": most}:
+            return Message("at least {least} and below {most}", least=least, most=most)
+        case {"gt": least, "le": most}:
+            return Message("above {least} and at most {most}", least=least, most=most)
+        case {"gt": least, "lt": most}:
+            return Message("above {least} and below {most}", least=least, most=most)
+        case {"ge": least, "multiple_of": step}:
+            return Message("at least {least} and a multiple of {step}", least=least, step=step)
+        case {"ge": least}:
+            return Message("at least {least}", least=least)
+        case {"gt": least}:
+            return Message("above {least}", least=least)
+        case {"le": most}:
+            return Message("at most {most}", most=most)
+        case {"lt": most}:
+            return Message("below {most}", most=most)
+    raise AssertionError(f"bounds without words: {limits}")
 
 
 def _only_number(limits: dict[str, Any]) -> Any:
@@ -77,46 +117,41 @@ def _dotted(location: Location) -> str:
     return ".".join(map(str, parts))
 
 
-def said(item: ErrorDetails, location: Location) -> str:
+def said(item: ErrorDetails, location: Location) -> Message:
     """Return the message for one of pydantic's errors, at the setting's path in the file."""
-    key = _dotted(location)
+    return Message("{key}: {line}", key=_dotted(location), line=_describe(item, location))
+
+
+def _describe(item: ErrorDetails, location: Location) -> Message:
     kind, context = item["type"], item.get("ctx", {})
-    given = shown(item.get("input"))
+    given: str = shown(item.get("input"))
     field = _field(location)
     choices = _choices(field.annotation) if field is not None else []
     if kind == "extra_forbidden":
-        return f"{key}: unknown setting{_suggest(location)}"
+        return _suggest(location)
     if kind == "missing":
         model = model_at(location)
         what = (model.__doc__ if model is not None else field.description if field is not None else "") or ""
-        return f"{key}: required. {what}".strip()
+        return Message("required. {what}", what=what.strip()) if what else Message("required.")
     if kind in OUT_OF_BOUNDS and field is not None:
-        return f"{key}: must be {_in_words(field)}, got {given}"
+        return Message("must be {bounds}, got {given}", bounds=_in_words(field), given=given)
     if choices and kind not in ("list_type", "dict_type"):
-        hint = did_you_mean(item["input"], choices) if isinstance(item["input"], str) else ""
-        more = " | a number" if field is not None and number_ranges(field) else ""
-        return f"{key}: expected {' | '.join(choices)}{more}, got {given}{hint}"
+        expected: str = " | ".join(choices)
+        if field is not None and number_ranges(field):
+            expected = Message("{choices} | a number", choices=expected)
+        line = Message("expected {choices}, got {given}", choices=expected, given=given)
+        near = similar(item["input"], choices) if isinstance(item["input"], str) else None
+        return line if near is None else Message("{line}, did you mean {meant}?", line=line, meant=repr(near))
     if kind == "string_pattern_mismatch":
-        return f"{key}: expected a colour such as #ffffff, got {given}"
-    if kind in ("string_too_short", "string_too_long"):
-        limit = f"at least {context['min_length']}" if "min_length" in context else f"at most {context['max_length']}"
-        return f"{key}: must be {limit} characters long, got {given}"
-    expected = {
-        "int_type": "a whole number",
-        "int_from_float": "a whole number",
-        "float_type": "a number",
-        "finite_number": "a finite number",
-        "bool_type": "true or false",
-        "string_type": "text in quotes",
-        "string_unicode": "text in UTF-8",
-        "list_type": "a list in [ ]",
-        "dict_type": "a table",
-        "model_type": "a table",
-        "model_attributes_type": "a table",
-    }.get(kind)
-    if expected is None:
-        return f"{key}: {item['msg']}, got {given}"
-    return f"{key}: expected {expected}, got {given}"
+        return Message("expected a colour such as #ffffff, got {given}", given=given)
+    if kind == "string_too_short":
+        return Message(
+            "must be at least {limit} characters long, got {given}", limit=context["min_length"], given=given
+        )
+    if kind == "string_too_long":
+        return Message("must be at most {limit} characters long, got {given}", limit=context["max_length"], given=given)
+    # A code without a text of ours is a kind of mistake that no setting has today: pydantic's own words.
+    return Message("expected {kind}, got {given}", kind=EXPECTED.get(kind, item["msg"]), given=given)
 
 
 def real_location(location: Location, data: dict[str, Any]) -> Location:
@@ -192,24 +227,28 @@ def number_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
     return found
 
 
-def _suggest(location: Location) -> str:
+def _suggest(location: Location) -> Message:
     """Suggest a table that has a setting of exactly this name, or the most similar setting of this or any table."""
+    unknown = Message("unknown setting")
     model, name = model_at(location[:-1]), str(location[-1])
     names = list(model.model_fields) if model is not None else []
     prefix = _dotted(location[:-1])
     homes = [s for s in Job.model_fields if (m := model_at((s,))) is not None and name in m.model_fields]
     if homes:
-        return f", did you mean {homes[0]}.{name}?"
+        return Message("{line}, did you mean {meant}?", line=unknown, meant=f"{homes[0]}.{name}")
     if ours := names_elsewhere().get(name.lower()):
-        return f"; here it is {', '.join(f'{key} ({theirs})' for key, theirs in ours.items())}"
+        listed = ", ".join(f"{key} ({theirs})" for key, theirs in ours.items())
+        return Message("unknown setting; here it is {ours}", ours=listed)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
-        return f", did you mean {prefix + '.' if prefix else ''}{near[0]}?"
+        meant = f"{prefix}.{near[0]}" if prefix else near[0]
+        return Message("{line}, did you mean {meant}?", line=unknown, meant=meant)
     everywhere = {f"{s}.{n}": n for s in Job.model_fields if (m := model_at((s,))) is not None for n in m.model_fields}
     near = difflib.get_close_matches(name, list(everywhere.values()), n=1, cutoff=0.75)
     if near:
-        return f", did you mean {next(k for k, v in everywhere.items() if v == near[0])}?"
-    return f"; accepted here: {', '.join(names)}" if names else ""
+        meant = next(k for k, v in everywhere.items() if v == near[0])
+        return Message("{line}, did you mean {meant}?", line=unknown, meant=meant)
+    return Message("unknown setting; accepted here: {names}", names=", ".join(names)) if names else unknown
 
 
 @cache

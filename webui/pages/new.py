@@ -895,7 +895,11 @@ class _Page:
 
     def _translate_problem(self, problem: form.Problem) -> str:
         """Translate a problem without its setting's key, since it is shown at that setting."""
-        line = problem.line.removeprefix(f"{problem.key}: ")
+        line = problem.line
+        if isinstance(line, Message) and line.template == "{key}: {line}":
+            line = line.values["line"]
+        else:
+            line = line.removeprefix(f"{problem.key}: ")
         if line in NEXT_STEPS:
             return self.ui.say(NEXT_STEPS[line])
         return self.ui.translate(line)
