@@ -114,7 +114,8 @@ def preview_controls(
     Returns:
         The control images of each preview, and the problems with them.
     """
-    found, problems = [], []
+    found: list[tuple[Control, ...]] = []
+    problems: list[str] = []
     for i, given in enumerate(section.controls):
         path = Path(os.path.expanduser(given))
         names = [path]

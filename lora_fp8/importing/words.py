@@ -941,7 +941,7 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
         )
         draft.set("train.steps", 1500)
         return
-    note = Message(
+    note: str = Message(
         "{epochs} epochs x {steps} steps, from {samples} samples; steps are counted here, not epochs",
         epochs=epochs,
         steps=per_epoch,
