@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lora_fp8.common import messages
-from lora_fp8.common.text import without_home
+from lora_fp8.common.messages import without_home
 from lora_fp8.errors import Joined, Message, UserError, UserErrors
 from lora_fp8.jobs import Sentence
 from lora_fp8.run import Run

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import typer
 
-from ..common.messages import add_translations, translate
-from ..common.text import digits, without_home
+from ..common.messages import add_translations, translate, without_home
+from ..common.text import digits
 from ..errors import Joined, Message
 from . import dataset, jobs
 from .options import CONFIG, DTYPE, FOLDER, JSON, LANGUAGE, RUN, SET, get_language, print_json, print_lines

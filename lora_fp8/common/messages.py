@@ -8,6 +8,7 @@ finds what is missing.
 JSON keeps only the English text of a message. `add_translations` writes the others beside it, `restore` reads them.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -64,6 +65,16 @@ def translate_joined(language: str, text: str, known: Mapping[str, str] | None =
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In JSON
+
+
+def without_home(text: str) -> str:
+    """Replace the home folder by `~` in all paths of a text. A message stays one."""
+    if isinstance(text, Message):
+        return text.map(without_home)
+    home = os.path.expanduser("~")
+    if len(Path(home).parts) < 2:  # "/", or unknown
+        return text
+    return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=[/\\])", "~", text)
 
 
 def add_translations(content: dict[str, Any]) -> dict[str, Any]:

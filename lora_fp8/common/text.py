@@ -1,29 +1,14 @@
 """Format values, names, numbers and shapes for messages."""
 
 import difflib
-import os
-import re
 from collections.abc import Iterable
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
-
-from ..errors import Message
 
 
 def first_few(names: list[str]) -> str:
     """Return the first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def without_home(text: str) -> str:
-    """Replace the home folder by `~` in all paths of a text. A message stays one."""
-    if isinstance(text, Message):
-        return text.map(without_home)
-    home = os.path.expanduser("~")
-    if len(Path(home).parts) < 2:  # "/", or unknown
-        return text
-    return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=[/\\])", "~", text)
 
 
 def digits(number: float) -> str:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
-from ..common.messages import add_translations, restore
+from ..common.messages import add_translations, restore, without_home
 from ..common.reading import MOST_JSON, MOST_TEXT, load_text, open_regular, parse_json, read_bytes
-from ..common.text import without_home
 from ..run import Run, Unreadable
 from . import procs
 from .store import Row, parse_command

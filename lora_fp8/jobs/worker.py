@@ -28,8 +28,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from ..common.locks import try_lock
+from ..common.messages import without_home
 from ..common.reading import load_text
-from ..common.text import without_home
 from ..common.writing import atomic_write
 from ..config import read_toml
 from ..errors import Message, UserError, UserErrors

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.locks import try_lock
-from ..common.messages import add_translations, restore
+from ..common.messages import add_translations, restore, without_home
 from ..common.reading import parse_json, read_bytes
-from ..common.text import without_home
 from ..common.writing import atomic_write, make_folder
 from ..errors import Message, UserError
 from . import ownership
