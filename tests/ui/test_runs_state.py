@@ -178,7 +178,7 @@ def test_a_job_is_moved_and_deleted_by_its_name(site: Site, visit: Callable[...,
     page = visit()
     first, second = (page.locator(f'[data-job="{id}"]') for id in ids)
     expect(first.locator(".state")).to_have_text("queued", timeout=SOON)
-    expect(first.locator(".said")).to_contain_text(re.compile("77|Waits"))
+    expect(first.locator(".said")).to_contain_text(re.compile("77|no background worker"))
     second.locator("[data-do=up]").click()
     expect(page.locator("#said")).to_contain_text("moved up")
     order = [job.id for job in queue.view(shell=False) if job.id in ids]
