@@ -262,7 +262,7 @@ def test_what_cannot_be_made_is_one_line(ask: Callable, file: Path, tmp_path: Pa
         (file, "--out", full): "not empty",
         (tmp_path / "absent.safetensors", "--out", tmp_path / "a"): "cannot be read",
         (full, "--out", tmp_path / "a"): "not a run folder",
-        (file, "--out", tmp_path / "a", "--layout", "kohya"): "--layout is of a run",
+        (file, "--out", tmp_path / "a", "--layout", "kohya"): "applies to runs only",
     }.items():
         code, _, said = ask("kit", *arguments)
         assert code == 2 and words in said and said.count("\n") == 1, (words, said)

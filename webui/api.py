@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import config, jobs
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 from lora_fp8.jobs import JobView
 
 from . import submission as entry
@@ -44,7 +44,7 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
     def find_run(id: str) -> tuple[JobView, Any]:
         view = find_job(id)
         if view.folder is None:
-            raise UserError(f"job {view.id} is a command and has no run folder")
+            raise UserError(Message("job {id} is a command and has no run folder", id=view.id))
         return view, place.resolve(view.folder)
 
     def submit(config: str, priority: int = 0, gpus: str = "") -> dict:

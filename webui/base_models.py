@@ -11,7 +11,7 @@ import tomlkit
 from lora_fp8 import config, demo, families, settings
 from lora_fp8.common import reading
 from lora_fp8.common.writing import atomic_write, make_folder
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from . import form
 
@@ -218,7 +218,7 @@ def save_preset(home: Path, name: str, text: str) -> Path:
     """
     path = home / "presets" / f"{name}.toml"
     if path.exists() or name in config.preset_names():
-        raise UserError(f"{name}: a preset of this name is there already; choose another name")
+        raise UserError(Message("{name}: a preset of this name is there already; choose another name", name=name))
     values, origins = form.read_values(text, home), form.find_origins(text, home)
     tables: dict[str, Any] = {}
     for key in origins:

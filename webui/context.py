@@ -58,7 +58,9 @@ class Place:
             try:
                 found = read_toml(reading.load_text(self.settings_file))
             except ValueError as error:
-                raise UserError(f"{self.settings_file}: {error}; mend it or remove it") from None
+                raise UserError(
+                    Message("{path}: {why}; repair it or remove it", path=self.settings_file, why=error)
+                ) from None
             self._settings = (version, found)
         return self._settings[1]
 

@@ -25,7 +25,7 @@ from typing import Any
 from lora_fp8 import families, jobs
 from lora_fp8.common.messages import restore
 from lora_fp8.data import caption_operations, captions, clips, image_files
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 from . import image_folders
 from .context import Place
@@ -274,7 +274,11 @@ def submit_captioning(
     if model.startswith(("/", "~")):
         model = str(place.resolve(model))
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model, re.ASCII):
-        raise UserError(f"{model or 'no model'}: give a folder from / or ~/ on, or a Hugging Face id (OWNER/NAME)")
+        raise UserError(
+            Message(
+                "{text}: give a folder from / or ~/ on, or a Hugging Face id (OWNER/NAME)", text=model or "no model"
+            )
+        )
     arguments = [str(folder), "--json", f"--model={model}", f"--kind={'tags' if kind == 'tags' else 'text'}"]
     arguments += [f"--prompt={prompt.strip()}"] if prompt.strip() else []
     arguments += [f"--trigger={trigger.strip()}"] if trigger.strip() else []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lora_fp8.common.messages import restore
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 SECONDS = 600
 
@@ -33,7 +33,11 @@ def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"lora-fp8 {command}: not ready after {seconds:g} s, and ended") from None
+        raise UserError(
+            Message(
+                "lora-fp8 {command}: not ready after {seconds} s, and ended", command=command, seconds=f"{seconds:g}"
+            )
+        ) from None
     message = done.stderr.decode(errors="replace").strip()
     if done.returncode and not (verdicts and done.returncode == 3 and done.stdout.strip()):
         last = message.splitlines()[-1] if message else f"ended with exit code {done.returncode}"
@@ -41,4 +45,4 @@ def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS
     try:
         return restore(json.loads(done.stdout))
     except ValueError:
-        raise UserError(f"lora-fp8 {command}: answered something else than JSON") from None
+        raise UserError(Message("lora-fp8 {command}: answered something else than JSON", command=command)) from None

@@ -49,7 +49,11 @@ def add_routes(app: FastAPI, place: Place) -> None:
                 raise UserError(Message("{text}: there is no such file", text=sanitize.shorten(path)))
             if file.suffix.lower() not in SENT:
                 raise UserError(
-                    f"{sanitize.shorten(path)}: files of this kind are not sent; these are: {', '.join(SENT)}"
+                    Message(
+                        "{name}: files of this kind are not sent; these are: {names}",
+                        name=sanitize.shorten(path),
+                        names=", ".join(SENT),
+                    )
                 )
         except UserError as error:
             return PlainTextResponse(str(error), 404, INERT)
@@ -65,7 +69,7 @@ def _load_picture(place: Place, decoders: Decoders, text: str, width: int, movin
     except OSError:
         raise UserError(Message("{text}: there is no such file", text=sanitize.shorten(text))) from None
     if not path.is_file():
-        raise UserError(f"{sanitize.shorten(text)}: not a file")
+        raise UserError(Message("{path}: not a file", path=sanitize.shorten(text)))
     width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < width <= size), 0)
     what = f"{path}\0{found.st_mtime_ns}\0{found.st_size}\0{found.st_ino}\0{width}{' moving' * moving}"
     key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()

@@ -136,7 +136,11 @@ def add_uploads(files: list[str], folder: Path) -> tuple[int, list[str]]:
         UserError: there are too many, or the folder cannot be written.
     """
     if len(files) > MOST_UPLOADED:
-        raise UserError(f"{len(files)} files at once; upload at most {MOST_UPLOADED}, or name a folder")
+        raise UserError(
+            Message(
+                "{count} files at once; upload at most {most}, or name a folder", count=len(files), most=MOST_UPLOADED
+            )
+        )
     taken, refused = 0, []
     try:
         make_folder(folder, 0o700)
@@ -146,7 +150,7 @@ def add_uploads(files: list[str], folder: Path) -> tuple[int, list[str]]:
                 _check_upload(file)
                 target = folder / name
                 if target.exists() and not filecmp.cmp(target, file, shallow=False):
-                    raise UserError(f"{name}: another file of this name is there already; rename it")
+                    raise UserError(Message("{name}: another file of this name is there already; rename it", name=name))
                 if not target.exists():
                     _copy_whole(file, target)
                     taken += target.suffix not in CAPTIONS

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from lora_fp8.common.writing import atomic_write, make_folder
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 COOKIE = "lora_fp8_session"
 SHORTEST_PASSWORD = 10
@@ -38,7 +38,9 @@ class Login:
 
     def __init__(self, user: str, password: str, file: Path):
         if not user or len(password) < SHORTEST_PASSWORD:
-            raise UserError(f"a login needs a user and a password of {SHORTEST_PASSWORD} characters or more")
+            raise UserError(
+                Message("a login needs a user and a password of {least} characters or more", least=SHORTEST_PASSWORD)
+            )
         self.file = file
         self._given = _digest(user), _digest(password)
         self._lock = threading.Lock()

@@ -106,7 +106,7 @@ def get_run_folder(ui: Ui, view: JobView) -> Path:
         UserError: it is not allowed, or the job has none.
     """
     if view.folder is None:
-        raise UserError(f"job {view.id} is a command and has no run folder")
+        raise UserError(Message("job {id} is a command and has no run folder", id=view.id))
     return ui.path(str(view.folder))
 
 
@@ -144,7 +144,7 @@ def run_action(ui: Ui, do: str, text: str) -> str:
         elif do in ("sooner", "later"):
             queue.set_priority(_get_job_number(view), view.priority + (1 if do == "sooner" else -1))
         else:
-            raise UserError(f"{do}: there is no such button")
+            raise UserError(Message("{name}: there is no such button", name=do))
     finally:
         watching.views.invalidate()
     if do in ("resume", "rerun"):
@@ -196,7 +196,7 @@ def delete_job(ui: Ui, text: str, typed: str, with_run: bool) -> str:
 
 def _get_job_number(view: JobView) -> int:
     if isinstance(view.id, str):
-        raise UserError(f"{view.id}: was started in a shell, not by the queue")
+        raise UserError(Message("{id}: was started in a shell, not by the queue", id=view.id))
     return view.id
 
 

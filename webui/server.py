@@ -54,12 +54,16 @@ def run(
     password = _take_password()
     if host not in LOOPBACK and not (user and password):
         raise UserError(
-            f"--host {host}: other machines could train and read here; set {PASSWORD} and give --user NAME, "
-            "or leave it at 127.0.0.1 and use ssh -L"
+            Message(
+                "--host {host}: other machines could train and read here; set {variable} and give --user NAME, "
+                "or leave it at 127.0.0.1 and use ssh -L",
+                host=host,
+                variable=PASSWORD,
+            )
         )
     if bool(user) != bool(password):
         missing = f"{PASSWORD} is not set" if user else "--user NAME is not given"
-        raise UserError(f"a login needs a user and a password: {missing}")
+        raise UserError(Message("a login needs a user and a password: {what}", what=missing))
     for root in roots:
         if not root.is_dir():
             raise UserError(Message("{text}: there is no such folder", text=f"--root {root}"))
@@ -90,7 +94,9 @@ def _take_password() -> str:
     try:
         return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{PASSWORD}_FILE: {file} cannot be read ({error})") from None
+        raise UserError(
+            Message("{variable}_FILE: {path} cannot be read ({why})", variable=PASSWORD, path=file, why=error)
+        ) from None
 
 
 def _find_environment_string(name: str) -> int:
@@ -105,7 +111,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise UserError(f"--host {host}: {error.strerror}; give a name or address of this machine") from None
+        raise UserError(
+            Message("--host {host}: {why}; give a name or address of this machine", host=host, why=error.strerror)
+        ) from None
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -115,7 +123,7 @@ def _listen(host: str, port: int) -> socket.socket:
         found.close()
         holder = f" by {_find_port_holder(port)}" if error.errno == 98 else ""
         what = f"taken{holder}; choose another port" if error.errno == 98 else error.strerror
-        raise UserError(f"--host {host} --port {port}: {what}") from None
+        raise UserError(Message("--host {host} --port {port}: {line}", host=host, port=port, line=what)) from None
     return found
 
 

@@ -230,7 +230,14 @@ def inject(
                 )
             )
         if rank_of[name] > narrow and section.type != "lokr":
-            notes.append(f"adapter.rank {rank_of[name]} is more than {name} can use ({narrow})")
+            notes.append(
+                Message(
+                    "adapter.rank {rank} is more than {name} can use ({most})",
+                    rank=rank_of[name],
+                    name=name,
+                    most=narrow,
+                )
+            )
     dtype = DTYPES[section.dtype]
     # With low_cpu_mem_usage, peft creates its own initial values on meta, at no cost. The fork restores the global
     # random state in any case.
@@ -444,7 +451,14 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
     for target in targets:
         matched = {name for name in adaptable if f".{name}".endswith(f".{target}")}
         if not matched:
-            raise UserError(f"{setting}: {target!r} matches no layer that can be adapted; {hint(target, adaptable)}")
+            raise UserError(
+                Message(
+                    "{setting}: {target} matches no layer that can be adapted; {line}",
+                    setting=setting,
+                    target=repr(target),
+                    line=hint(target, adaptable),
+                )
+            )
         if matched <= chosen:
             notes.append(
                 Message(

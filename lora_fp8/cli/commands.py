@@ -205,8 +205,12 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
     notes = [f"warning: {line}" for line in unused if "quantize." in line]
     if job.quantize.sensitivity == "auto" and layers.quantized:
         notes.append(
-            "quantize.sensitivity = 'auto': a training first measures these layers on its pictures, and holds those "
-            f"above {job.quantize.sensitivity_bound:g} in int8 or bf16; `lora-fp8 precision {config_file}` measures now"
+            Message(
+                "quantize.sensitivity = 'auto': a training first measures these layers on its pictures, and "
+                "holds those above {bound} in int8 or bf16; `lora-fp8 precision {path}` measures now",
+                bound=f"{job.quantize.sensitivity_bound:g}",
+                path=config_file,
+            )
         )
     if as_json:
         print_json(layers.to_json() | {"notes": notes})
@@ -304,7 +308,9 @@ def export(
     from ..tools import kit as tool
 
     if kit and preview_metadata:
-        raise errors.UserError("--preview-metadata writes nothing, and --kit writes a folder: give one of them")
+        raise errors.UserError(
+            Message("--preview-metadata writes nothing, and --kit writes a folder: give one of them")
+        )
     if kit:
         tool.check_free(kit)
 
@@ -437,7 +443,9 @@ def merge(
     sources = [tool.weighted(text) for text in files]
     if into:
         if rank or energy or dtype:
-            raise errors.UserError("--rank, --energy and --dtype are about a merged LoRA; with --into there is none")
+            raise errors.UserError(
+                Message("--rank, --energy and --dtype are about a merged LoRA; with --into there is none")
+            )
         merged = tool.into(sources, into, output, family_name=family, components=components)
         if as_json:
             content = {"layers": merged.layers, "files": [str(path) for path in merged.files]}
@@ -447,7 +455,7 @@ def merge(
         print_lines(Message("{count} layers changed", count=merged.layers), *files)
         return
     if family or components:
-        raise errors.UserError("--family and --components are about a base model; name it with --into BASE")
+        raise errors.UserError(Message("--family and --components are about a base model; name it with --into BASE"))
     report = tool.merge(sources, output, rank=rank, energy=energy, dtype=dtype)
     if as_json:
         content = (report.to_json() if report else {}) | {"output": str(output)}
@@ -508,13 +516,17 @@ def ema(
 
     if len(sources) == 1:
         if rank or dtype or output:
-            raise errors.UserError("--rank, --dtype and --output are of files; a run's average is written as its files")
+            raise errors.UserError(
+                Message("--rank, --dtype and --output are of files; a run's average is written as its files")
+            )
         by_step, paths = tool.run(sources[0], what=average, half_life=half_life, last=last)
         weights = [Message("{share}  step {step}", share=f"{share:7.2%}", step=step) for step, share in by_step.items()]
         print_lines(*weights, *map(str, paths))
         return
     if last or output is None:
-        raise errors.UserError("files: --output says where to write; --last is of a run, name fewer files instead")
+        raise errors.UserError(
+            Message("files: --output says where to write; --last is of a run, name fewer files instead")
+        )
     shares, report = tool.files(sources, output, what=average, half_life=half_life, rank=rank, dtype=dtype)
     lines = [f"{share:7.2%}  {path}" for share, path in zip(shares, sources, strict=True)]
     print_lines(*lines, *(report.lines()[-1:] if report else []), Message("{path} written", path=output))
@@ -546,11 +558,11 @@ def kit(
 
     if source.is_dir():
         if family:
-            raise errors.UserError("--family is of a file; a run knows its own")
+            raise errors.UserError(Message("--family is of a file; a run knows its own"))
         file, job, pictures = tool.from_run(source, layout)
     else:
         if layout:
-            raise errors.UserError("--layout is of a run; a file has the one that it has")
+            raise errors.UserError(Message("`--layout` applies to runs only; a file keeps the layout that it has"))
         file, job, pictures = source, None, []
     texts = {"title": title, "trigger": trigger, "description": description, "license": license}
     texts |= {"base_model": base_model, "family": family}
@@ -629,7 +641,7 @@ def caption(
     from ..errors import UserError
 
     if kind not in ("text", "tags"):
-        raise UserError(f"--kind {kind!r}: accepted are text, tags")
+        raise UserError(Message("--kind {kind}: accepted are text, tags", kind=repr(kind)))
     from ..data import captioner
 
     checked: Literal["text", "tags"] = "text" if kind == "text" else "tags"

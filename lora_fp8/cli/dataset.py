@@ -56,10 +56,14 @@ def look(
     from ..data import doctor, measurements
 
     if remember and remember.exists() and not measurements.is_remembered(remember):
-        raise errors.UserError(f"--remember: {remember} exists already and holds no measurements. Name another file")
+        raise errors.UserError(
+            Message("--remember: {path} exists already and holds no measurements. Name another file", path=remember)
+        )
     if target.is_dir():
         if unknown := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
-            raise errors.UserError(f"--set {unknown[0]}: of a folder, settings of [dataset] alone have an effect")
+            raise errors.UserError(
+                Message("--set {key}: of a folder, settings of [dataset] alone have an effect", key=unknown[0])
+            )
         family = family or "sdxl"
         control = {"control": "."} if any(families.get(family).controls) else {}
         folder_settings = {"path": ".", "trigger": trigger, "mask": mask, **control}
@@ -69,7 +73,9 @@ def look(
         section = job.dataset.model_copy(update={"folders": [folder]})
     else:
         if family or trigger or mask:
-            raise errors.UserError("--family, --trigger, --mask: the config says it; leave them out, or give a folder")
+            raise errors.UserError(
+                Message("--family, --trigger, --mask: the config says it; leave them out, or give a folder")
+            )
         job = config.load(target, overrides)
         section, family = job.dataset, job.model.family
     purpose = doctor.Target.of(job, families.get(family))

@@ -141,7 +141,7 @@ def listing(
             print_lines(*rescued.lines())
         return
     if watch and as_json:
-        raise UserError("--watch is for people and --json for programs; ask for one of them")
+        raise UserError(Message("--watch is for people and --json for programs; ask for one of them"))
     queue = jobs.Queue(roots=runs)
     while True:
         views = queue.view()

@@ -161,8 +161,13 @@ def inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> S
     """
     if min(size) < step:
         raise UserError(
-            f"is {size[0]} x {size[1]} pixels, less than one bucket step ({step}), and dataset.upscale is false; "
-            "remove the image or set upscale = true"
+            Message(
+                "is {width} x {height} pixels, less than one bucket step ({step}), and dataset.upscale is false; "
+                "remove the image or set upscale = true",
+                width=size[0],
+                height=size[1],
+                step=step,
+            )
         )
     area, limit = resolution**2, Fraction(max_aspect)
     candidates = []

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..common.writing import sync_files, sync_folder
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import caption_text
 
 TOLD_EVERY = 50
@@ -42,9 +42,9 @@ def find_target(folder: Path, name: str) -> Path:
         os.path.splitext(name)[1].lower() not in caption_text.CAPTIONS
         or real.suffix.lower() not in caption_text.CAPTIONS
     ):
-        raise UserError("is not named as a caption")
+        raise UserError(Message("is not named as a caption"))
     if not real.is_relative_to(root):
-        raise UserError("is a link to outside of the folder; edit what it points to")
+        raise UserError(Message("is a link to outside of the folder; edit what it points to"))
     return real
 
 
@@ -62,7 +62,7 @@ def read_bytes(path: Path) -> bytes | None:
         return None
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UserError("is not a regular file")
+            raise UserError(Message("is not a regular file"))
         return file.read()
 
 

@@ -99,12 +99,16 @@ class ReplacePattern:
             )
         except subprocess.TimeoutExpired:
             raise UserError(
-                f"the pattern {self.find!r} takes longer than {REGEX_SECONDS} s; write it without a repetition in a "
-                "repetition"
+                Message(
+                    "the pattern {pattern} takes longer than {seconds} s; write it without a repetition in a "
+                    "repetition",
+                    pattern=repr(self.find),
+                    seconds=REGEX_SECONDS,
+                )
             ) from None
         answer = json.loads(done.stdout)
         if isinstance(answer, str):
-            raise UserError(f"the pattern {self.find!r}: {answer}")
+            raise UserError(Message("the pattern {pattern}: {why}", pattern=repr(self.find), why=answer))
         return answer
 
     def title(self) -> str:
@@ -363,7 +367,7 @@ class EditOptions:
             UserError: `first` without `add_tag`, or `keep` without `sort`.
         """
         if self.first and not self.add_tag or self.keep and not self.sort:
-            raise UserError("--first belongs to --add-tag, --keep to --sort")
+            raise UserError(Message("--first belongs to --add-tag, --keep to --sort"))
 
         def given(value: object, operation: Callable[..., Operation], *arguments: object) -> list[Operation]:
             return [operation(*arguments)] if value else []
@@ -386,27 +390,47 @@ class EditOptions:
 
 def check(operations: Sequence[Operation]) -> None:
     """Raise UserErrors for all invalid operations at once."""
-    problems = []
+    problems: list[str] = []
     for operation in operations:
         for name, value in vars(operation).items():
             if isinstance(value, str) and "\0" in value:
-                problems.append(f"{operation.title()}: {name} has a NUL character")
+                problems.append(Message("{title}: {name} has a NUL character", title=operation.title(), name=name))
             if name in ("find", "old", "separator") and value == "":
-                problems.append(f"{type(operation).__name__}: {name} is empty; say what to look for")
+                problems.append(
+                    Message("{name}: {field} is empty; say what to look for", name=type(operation).__name__, field=name)
+                )
             if name in ("tag", "new", "word"):
                 separator = getattr(operation, "separator", "\n")
                 if not value.strip() or "\n" in value or separator in value:
-                    problems.append(f"{operation.title()}: {value!r} is not one tag; give one, without {separator!r}")
+                    problems.append(
+                        Message(
+                            "{title}: {tag} is not one tag; give one, without {separator}",
+                            title=operation.title(),
+                            tag=repr(value),
+                            separator=repr(separator),
+                        )
+                    )
                 elif value != value.strip() and not isinstance(operation, Trigger):
-                    problems.append(f"{operation.title()}: {value!r} has spaces around it")
+                    problems.append(
+                        Message("{title}: {tag} has spaces around it", title=operation.title(), tag=repr(value))
+                    )
         if isinstance(operation, ReplacePattern) and len(operation.find) > MAX_PATTERN:
-            problems.append(f"the pattern has {len(operation.find)} characters; at most {MAX_PATTERN}")
+            problems.append(
+                Message(
+                    "the pattern has {count} characters; at most {most}", count=len(operation.find), most=MAX_PATTERN
+                )
+            )
         if isinstance(operation, Recode):
             try:
                 "a".encode(operation.encoding).decode(operation.encoding)
             except (LookupError, ValueError):
-                problems.append(f"{operation.encoding!r} is no text encoding; such as gb18030, big5, shift_jis, cp1252")
+                problems.append(
+                    Message(
+                        "{encoding} is no text encoding; such as gb18030, big5, shift_jis, cp1252",
+                        encoding=repr(operation.encoding),
+                    )
+                )
     if not operations:
-        problems.append("nothing to do is given")
+        problems.append(Message("nothing to do is given"))
     if problems:
         raise UserErrors(problems, "caption edit")

@@ -339,7 +339,7 @@ def _step(folder: Path, what: str, told: Callable[[int, int], object] | None) ->
         else:
             stack = journal.done if what == "undo" else journal.undone
             if not stack:
-                raise UserError(f"{folder}: no caption edit to {what}")
+                raise UserError(Message("{folder}: no caption edit to {what}", folder=folder, what=what))
             numbers = journal.together(stack)[0]
             line = {what: numbers, "open": True}
         since = f"since edit {numbers[0]} ({journal.records[numbers[0]].title})"

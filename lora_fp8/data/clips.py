@@ -201,7 +201,7 @@ class Reader:
             while frames is not None and missing and self._next <= missing[-1]:
                 frame = next(frames, None)
                 if frame is None:
-                    raise ClipError(f"has fewer than {numbers[-1] + 1} frames")
+                    raise ClipError(Message("has fewer than {count} frames", count=numbers[-1] + 1))
                 if self._next in missing:
                     found[self._next] = _picture(frame)
                 self._next += 1

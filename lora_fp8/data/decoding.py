@@ -149,7 +149,7 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None = None)
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if not size:
-                return Looked("is empty (0 bytes)")
+                return Looked(Message("is empty (0 bytes)"))
             beginning = file.read(12)
             file.seek(0)
             try:
@@ -159,15 +159,20 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None = None)
                 return Looked(f"{error} ({_beginning(beginning)})" if "not a readable" in str(error) else str(error))
             if width * height > section.max_pixels:
                 return Looked(
-                    f"has {width} x {height} = {width * height:,} pixels, "
-                    f"more than dataset.max_pixels = {section.max_pixels:,}"
+                    Message(
+                        "has {width} x {height} = {pixels} pixels, more than dataset.max_pixels = {most}",
+                        width=width,
+                        height=height,
+                        pixels=f"{width * height:,}",
+                        most=f"{section.max_pixels:,}",
+                    )
                 )
             # A file of few pixels may still be large, and its bytes are in memory too.
             with _in_flight.hold(width * height + size // 16):
                 file.seek(0)
                 return _look_at_image(rest_of(file, MOST_IMAGE), section, measure)
     except OSError as error:
-        return Looked(f"cannot be read: {error.strerror}")
+        return Looked(Message("cannot be read: {why}", why=error.strerror))
 
 
 def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | None) -> Looked:
@@ -206,7 +211,7 @@ def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | Non
             timeline, first = clips.look(path, section.max_pixels)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return Looked(f"cannot be read: {error.strerror}")
+        return Looked(Message("cannot be read: {why}", why=error.strerror))
     except clips.ClipError as error:
         return Looked(f"{error} (dataset.max_pixels)" if isinstance(error, clips.TooLarge) else str(error))
     measured = measure(first, first) if measure else None
@@ -294,7 +299,7 @@ def _timeline(image: Image.Image) -> clips.Timeline:
         starts.append(now)
         now += Fraction(image.info.get("duration") or 0) / 1000
     if starts[-1] == now or len(set(starts)) < len(starts):
-        raise ImageError("has frames that are shown for no time; save it with a duration for each")
+        raise ImageError(Message("has frames that are shown for no time; save it with a duration for each"))
     return clips.Timeline(tuple(starts), now)
 
 
@@ -326,9 +331,9 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
-        raise ImageError("is not a readable image") from None
+        raise ImageError(Message("is not a readable image")) from None
     except MemoryError:
-        raise ImageError("does not fit into memory when decoded") from None
+        raise ImageError(Message("does not fit into memory when decoded")) from None
     # Decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError and more for damaged files.
     except Exception as error:
         raise ImageError(Message("cannot be decoded: {why}", why=str(error) or type(error).__name__)) from error
@@ -361,7 +366,13 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     if mode == "I":
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
-            raise ImageError(f"has 32-bit values {values.min()}..{values.max()}; save it with 8 or 16 bits per channel")
+            raise ImageError(
+                Message(
+                    "has 32-bit values {low}..{high}; save it with 8 or 16 bits per channel",
+                    low=values.min(),
+                    high=values.max(),
+                )
+            )
         return _grey(image, values, 255 / 65535)
     if mode == "F":
         values = np.asarray(image)
@@ -380,10 +391,16 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
 def _float_scale(values: np.ndarray) -> float:
     """Return the factor that maps a floating-point image to 0..255; see the module's docstring."""
     if not np.isfinite(values).all():
-        raise ImageError("has floating-point values that are not finite")
+        raise ImageError(Message("has floating-point values that are not finite"))
     low, high = float(values.min()), float(values.max())
     if low < 0 or 1 < high <= 2 or high > 65535:
-        raise ImageError(f"has floating-point values {low:g}..{high:g}; save it with 8 or 16 bits per channel")
+        raise ImageError(
+            Message(
+                "has floating-point values {low}..{high}; save it with 8 or 16 bits per channel",
+                low=f"{low:g}",
+                high=f"{high:g}",
+            )
+        )
     return 255.0 if high <= 1 else 1.0 if high <= 255 else 255 / 65535
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from .. import config, families, train
 from ..common.writing import atomic_write
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..stages import previews
 from . import measure, pictures
 
@@ -89,7 +89,9 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
     settings = FOLDER / f"{family}.toml"
     if not settings.is_file():
         bundled = " | ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
-        raise UserError(f"demo: no bundled base for family {family!r}; accepted: {bundled}")
+        raise UserError(
+            Message("demo: no bundled base for family {family}; accepted: {names}", family=repr(family), names=bundled)
+        )
     name, count = f"demo-{family}", 1
     while (out / name).exists():
         count += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _files
 from ._latents import as_clip, as_picture
@@ -131,15 +131,22 @@ class Family(ModelFamily):
         newer = self._header.get("vae.encoder.conv_out.conv.weight", ())[1:2] == (2048,)
         if newer or self.file_is_called(r"0[._]9[._][5-9]"):
             raise UserError(
-                f"{self.checkpoint} is LTX-Video 0.9.5 or later, whose autoencoder and positions in time are others; "
-                "give 0.9.0 or 0.9.1"
+                Message(
+                    "{path} is LTX-Video 0.9.5 or later, whose autoencoder and positions in time are others; "
+                    "give 0.9.0 or 0.9.1",
+                    path=self.checkpoint,
+                )
             )
         beside = bool(_files.read_json(self.folder / "vae" / "config.json").get("timestep_conditioning"))
         inside = "vae.decoder.last_scale_shift_table" in self._header
         if "vae.encoder.conv_out.conv.weight" in self._header and inside != beside:
             told.append(
-                f"{self.checkpoint.name} holds another autoencoder than {self.folder}, and it is the latter's that "
-                "is used: for the former's put its vae/ there"
+                Message(
+                    "{name} holds another autoencoder than {folder}, and it is the latter's that is used: for "
+                    "the former's put its vae/ there",
+                    name=self.checkpoint.name,
+                    folder=self.folder,
+                )
             )
         return told
 

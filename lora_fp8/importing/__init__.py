@@ -104,11 +104,11 @@ def import_file(
         UserError: the file cannot be read, belongs to no known tool, or could belong to several.
     """
     if tool and tool not in TOOLS:
-        raise UserError(f"--from {tool}: not known; accepted: {', '.join(TOOLS)}")
+        raise UserError(Message("--from {tool}: not known; accepted: {names}", tool=tool, names=", ".join(TOOLS)))
     source = read_source(Path(path))
     source.reach = reach or source.reach
     try:
         chosen, why = (TOOLS[tool], f"--from {tool}") if tool else recognise(source)
         return convert(source, chosen, why, family)
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply") from None
+        raise UserError(Message("{path}: nested too deeply", path=path)) from None

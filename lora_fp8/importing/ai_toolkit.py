@@ -341,7 +341,9 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
         data["config"].get("process") if isinstance(data, dict) and isinstance(data.get("config"), dict) else None
     )
     if not isinstance(processes, list) or len(processes) != 1 or not isinstance(processes[0], dict):
-        raise UserError(f"{draft.source.path}: expected one process under config; split files with several")
+        raise UserError(
+            Message("{path}: expected one process under config; split files with several", path=draft.source.path)
+        )
 
     kind = str(processes[0].get("type", ""))
     if what := OTHER_JOBS.get(str(data.get("job", ""))) or OTHER_PROCESSES.get(kind):

@@ -327,9 +327,11 @@ def read_source(path: Path) -> Source:
             )
         ) from None
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply") from None
+        raise UserError(Message("{path}: nested too deeply", path=path)) from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid {suffix[1:].upper()}: {hide(str(error))}") from None
+        raise UserError(
+            Message("{path}: not valid {format}: {why}", path=path, format=suffix[1:].upper(), why=hide(str(error)))
+        ) from None
     raise UserError(
         Message(
             "{path}: expected a .toml, .json, .yaml or .yml file, or a script with the command that starts the "
@@ -411,7 +413,9 @@ def _read_command(path: Path, content: str) -> Source:
             )
         )
     if len(commands) > 1:
-        raise UserError(f"{path}: {len(commands)} training commands; give a file with one")
+        raise UserError(
+            Message("{path}: {count} training commands; give a file with one", path=path, count=len(commands))
+        )
     script, options, unknown = _command_options(commands[0], variables)
     notes: list[str] = (
         [Message("{file} has other commands too ({count}), which were not read", file=path.name, count=other)]

@@ -191,7 +191,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield the settings of the main file, and those of its dataset file with the prefix `data.`."""
     data = draft.source.data
     if not isinstance(data, dict):
-        raise UserError(f"{draft.source.path}: expected tables")
+        raise UserError(Message("{path}: expected tables", path=draft.source.path))
     if "directory" in data:
         yield from _dataset(data)
         return
@@ -471,7 +471,7 @@ def _set_timesteps(draft: Draft) -> None:
         shift = draft.get("model.shift", number) or 1.0
     scale = draft.get("model.sigmoid_scale", number)
     if scale not in (None, 1.0):
-        told.append(f"sigmoid_scale = {scale:g} is always 1 here")
+        told.append(Message("sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
         keys.append("model.sigmoid_scale")
     if draft.has("model.type"):
         shape = "uniform" if method == "uniform" else "logit_normal"

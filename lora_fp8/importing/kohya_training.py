@@ -439,15 +439,17 @@ def _remarks_on_method(draft: Draft, method: str) -> list[str]:
 
 def _remarks_on_shape(draft: Draft, method: str, scheme: str, keys: list[str]) -> list[str]:
     """Return the remarks on scales, means and deviations other than the usual, and add their keys to `keys`."""
-    told = []
+    told: list[str] = []
     scale = draft.get("sigmoid_scale", number)
     if scale not in (None, 1.0) and method not in ("uniform", "sigma"):
-        told.append(f"sigmoid_scale = {scale:g} is always 1 here")
+        told.append(Message("sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
         keys.append("sigmoid_scale")
     for key, usual in (("logit_mean", 0.0), ("logit_std", 1.0)):
         value = draft.get(key, number)
         if scheme == "logit_normal" and value not in (None, usual):
-            told.append(f"{key} = {value:g} is always {usual:g} here")
+            told.append(
+                Message("{key} = {value} is always {usual} here", key=key, value=f"{value:g}", usual=f"{usual:g}")
+            )
             keys.append(key)
     return told
 

@@ -144,7 +144,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield all settings, whatever their section, and those of the dataset file."""
     source = draft.source
     if not isinstance(source.data, dict):
-        raise UserError(f"{source.path}: expected tables")
+        raise UserError(Message("{path}: expected tables", path=source.path))
     if "datasets" in source.data:
         yield from kohya_data.dataset(source.data)
         return

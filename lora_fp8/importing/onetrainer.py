@@ -373,7 +373,11 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield the settings, the concepts and the samples, each from this file or from their own file."""
     data = draft.source.data
     if not isinstance(data, dict):
-        raise UserError(f"{draft.source.path}: expected one table; give the configuration, not the list of concepts")
+        raise UserError(
+            Message(
+                "{path}: expected one table; give the configuration, not the list of concepts", path=draft.source.path
+            )
+        )
     yield from ((key, key, value) for key, value in flattened(data))
     for name, prefix in (("concept_file_name", "concepts"), ("sample_definition_file_name", "samples")):
         path = data.get(name)
@@ -860,7 +864,7 @@ def _set_timesteps(draft: Draft) -> None:
     for key in ("noising_weight", "noising_bias"):
         value = draft.get(key, number)
         if value and kind != "UNIFORM":
-            told.append(f"{key} = {value:g} is always 0 here")
+            told.append(Message("{key} = {value} is always 0 here", key=key, value=f"{value:g}"))
     _set_range(draft, kind, shift)
     if draft.family in words.DIFFUSION and (kind != "UNIFORM" or shift != 1):
         draft.none(keys, Message("noise levels are drawn uniformly here for a model that predicts noise"))

@@ -38,7 +38,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield all settings, whatever their section, and those of the files that a command and its settings name."""
     source = draft.source
     if not isinstance(source.data, dict):
-        raise UserError(f"{source.path}: expected tables")
+        raise UserError(Message("{path}: expected tables", path=source.path))
     if "datasets" in source.data:
         yield from dataset(source.data)
         return

@@ -794,7 +794,7 @@ def _set_timesteps(draft: Draft) -> None:
         shift = "auto"
     scale = draft.get("flow_sigmoid_scale", number)
     if scale not in (None, 1.0) and not uniform:
-        told.append(f"flow_sigmoid_scale = {scale:g} is always 1 here")
+        told.append(Message("flow_sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
     words.set_timesteps(draft, keys, "uniform" if uniform else "logit_normal", shift, "; ".join(told), exact=not told)
 
 

@@ -1481,7 +1481,7 @@ def said_number(what: str, value: Any) -> int:
     try:
         return int(str(value))
     except ValueError:
-        raise UserError(f"{what} = {value!r}: expected a whole number") from None
+        raise UserError(Message("{key} = {given}: expected a whole number", key=what, given=repr(value))) from None
 
 
 def lokr_rank(rank: int, whole: Any) -> int:

@@ -272,9 +272,13 @@ class Queue:
             UserError: the subcommand cannot be queued.
         """
         if command not in COMMANDS:
-            raise UserError(f"{command!r} cannot be queued; accepted: {', '.join(COMMANDS)}")
+            raise UserError(
+                Message(
+                    "{command} cannot be queued; accepted: {names}", command=repr(command), names=", ".join(COMMANDS)
+                )
+            )
         if any("\0" in argument for argument in arguments):
-            raise UserError("an argument has a NUL character in it")
+            raise UserError(Message("an argument has a NUL character in it"))
         common = _make_columns(scheduling)
         line = json.dumps([command, *arguments])  # ASCII, as file names may have bytes that are not UTF-8
         cwd = os.path.abspath(folder or Path())
@@ -286,7 +290,7 @@ class Queue:
         scheduling = Scheduling(row.priority, row.gpus, row.max_attempts)
         if row.kind == "command":
             if overrides:
-                raise UserError(f"job {id} is a command and has no settings to override")
+                raise UserError(Message("job {id} is a command and has no settings to override", id=id))
             command, *arguments = parse_command(row)
             return self.submit_command(command, arguments, folder=Path(row.cwd), name=row.name, scheduling=scheduling)
         overrides_of_copy = [config.toml_line("name", self.find_free_name(Path(row.folder))), *overrides]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import UserError
+from ..errors import Message, UserError
 
 PROC = Path("/proc")
 PF_EXITING = 0x4  # among the flags in /proc/PID/stat
@@ -38,7 +38,9 @@ def read_boot_id() -> str:
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        raise UserError("the queue needs Linux's /proc to see its processes; here, use `lora-fp8 train`") from None
+        raise UserError(
+            Message("the queue needs Linux's /proc to see its processes; here, use `lora-fp8 train`")
+        ) from None
 
 
 def identify(pid: int) -> Identity | None:

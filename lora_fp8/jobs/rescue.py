@@ -16,7 +16,7 @@ from typing import Any
 from .. import config
 from ..common.locks import try_lock
 from ..common.reading import MOST_TEXT, load_text, parse_json, read_bytes
-from ..errors import UserError
+from ..errors import Message, UserError
 from . import job_state
 from .store import COLUMNS, CONFIG, RECORD, RECORD_COLUMNS, Damaged, Row, Store, now
 
@@ -63,12 +63,12 @@ def rescue(home: Path) -> Rescued:
         UserError: the queue is not damaged, or a worker uses it.
     """
     if not (home / "queue.db").exists():
-        raise UserError(f"{home / 'queue.db'}: there is no queue here")
+        raise UserError(Message("{path}: there is no queue here", path=home / "queue.db"))
     with open(home / "worker.lock", "a+", encoding="utf-8") as lock:
         if not try_lock(lock):
-            raise UserError(f"{home}: a worker uses this queue; end it first, then ask again")
+            raise UserError(Message("{path}: a worker uses this queue; end it first, then ask again", path=home))
         if not _is_damaged(home):
-            raise UserError(f"{home / 'queue.db'}: is not damaged; there is nothing to rescue")
+            raise UserError(Message("{path}: is not damaged; there is nothing to rescue", path=home / "queue.db"))
         number = 1
         while (aside := home / f"queue.db.damaged-{number}").exists():
             number += 1

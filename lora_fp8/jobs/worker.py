@@ -107,7 +107,7 @@ def parse_groups(texts: Sequence[str]) -> tuple[str, ...]:
     names = [normalize_group(text) for text in texts]
     gpus_in_names = [gpu for name in names for gpu in name.split(",")]
     if twice := sorted({gpu for gpu in gpus_in_names if gpus_in_names.count(gpu) > 1}):
-        raise UserError(f"GPU {', '.join(twice)} is in two groups; a GPU does one job at a time")
+        raise UserError(Message("GPU {names} is in two groups; a GPU does one job at a time", names=", ".join(twice)))
     return tuple(names)
 
 
@@ -119,9 +119,9 @@ def normalize_group(text: str) -> str:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() or part.startswith(("GPU-", "MIG-")) for part in parts) and parts != ["cpu"]:
-        raise UserError(f"{text!r} is no group of GPUs; give numbers, such as 0 or 0,1, or cpu")
+        raise UserError(Message("{text} is no group of GPUs; give numbers, such as 0 or 0,1, or cpu", text=repr(text)))
     if len(set(parts)) < len(parts):
-        raise UserError(f"{text!r} names a GPU twice")
+        raise UserError(Message("{text} names a GPU twice", text=repr(text)))
     return ",".join(parts)
 
 
@@ -501,7 +501,11 @@ class Worker:
         self._lock.close()
         other = find_worker(self.home)
         raise UserError(
-            f"{self.home}: a worker is there already (process {other.pid if other else 'unknown'}); one is enough"
+            Message(
+                "{path}: a worker is there already (process {pid}); one is enough",
+                path=self.home,
+                pid=other.pid if other else "unknown",
+            )
         )
 
     def _release_lock(self) -> None:

@@ -409,7 +409,14 @@ def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], 
     metadata.pop(adapter_header.KEY, None)
     for what, wrong in _unusable(tensors).items():
         if wrong:
-            raise UserError(f"{path}: not a LoRA that can be used, it has {what}: {shown(first_few(sorted(wrong)))}")
+            raise UserError(
+                Message(
+                    "{path}: not a LoRA that can be used, it has {what}: {names}",
+                    path=path,
+                    what=what,
+                    names=shown(first_few(sorted(wrong))),
+                )
+            )
     if sound:
         _check_sound(tensors, path)
     return tensors, metadata

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..adapters.kinds import rank_of
 from ..common.text import shown
-from ..errors import UserError
+from ..errors import Message, UserError
 
 KEY = "lora_adapter_metadata"
 DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "alpha": 8, "rank_pattern": {}, "alpha_pattern": {}}
@@ -88,7 +88,9 @@ def _read(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         held = None
     if not isinstance(held, dict):
-        raise UserError(f"{KEY} in the header is no JSON object: {shown(text[:80])}; save the file anew")
+        raise UserError(
+            Message("{key} in the header is no JSON object: {text}; save the file anew", key=KEY, text=shown(text[:80]))
+        )
     return held
 
 
@@ -128,9 +130,18 @@ class _Patterns:
 
 def _compiled(patterns: Any, what: str) -> Iterator[tuple[re.Pattern[str], float]]:
     if not isinstance(patterns or {}, dict) or len(patterns or {}) > MOST_PATTERNS:
-        raise UserError(f"{KEY} in the header: {what} is no list of layers that can be read")
+        raise UserError(
+            Message("{key} in the header: {what} is no list of layers that can be read", key=KEY, what=what)
+        )
     for pattern, value in (patterns or {}).items():
         repeats = len(re.findall(r"[*+]", pattern))
         if not PATTERN.fullmatch(pattern) or repeats > MOST_REPEATS or not _is_number(value):
-            raise UserError(f"{KEY} in the header: {what} has {shown(pattern[:80])}, which is not read; name the layer")
+            raise UserError(
+                Message(
+                    "{key} in the header: {what} has {pattern}, which is not read; name the layer",
+                    key=KEY,
+                    what=what,
+                    pattern=shown(pattern[:80]),
+                )
+            )
         yield re.compile(rf"(.*\.)?({pattern})$"), value

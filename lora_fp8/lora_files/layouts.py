@@ -783,7 +783,9 @@ def _rule(
         UserError: there is no such layout, or the family does not have it.
     """
     if layout not in LAYOUTS:
-        raise UserError(f"{layout!r}: unknown layout; there are {', '.join(LAYOUTS)}")
+        raise UserError(
+            Message("{layout}: unknown layout; there are {names}", layout=repr(layout), names=", ".join(LAYOUTS))
+        )
     if layout != "diffusers" and not _has_layout(family, layout):
         raise UserError(
             Message(

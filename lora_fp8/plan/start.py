@@ -33,7 +33,7 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
     path = Path(os.path.expanduser(section.init_from))
     where = f"adapter.init_from = {str(path)!r}"
     if not path.is_file():
-        raise UserError(f"{where}: no such file (looked in {Path.cwd()})")
+        raise UserError(Message("{setting}: no such file (looked in {folder})", setting=where, folder=Path.cwd()))
     try:
         tensors, scaling = layouts.from_layout(export.read_adapter(path)[0], family, family.denoiser_config())
         layers = kinds.grouped(tensors)
@@ -88,13 +88,25 @@ def _check_ranks(layers: Layers, job_ranks: dict[str, int], section: Adapter, wh
     if wrong and section.ranks:
         layer, rank = next(iter(wrong.items()))
         raise UserError(
-            f"{where}: has rank {rank} in {layer}, and adapter.rank and adapter.ranks ask for "
-            f"{job_ranks.get(layer, section.rank)}; {len(wrong)} layers differ"
+            Message(
+                "{setting}: has rank {rank} in {layer}, and adapter.rank and adapter.ranks ask for {own}; "
+                "{count} layers differ",
+                setting=where,
+                rank=rank,
+                layer=layer,
+                own=job_ranks.get(layer, section.rank),
+                count=len(wrong),
+            )
         )
     if ranks := sorted(set(wrong.values())):
         raise UserError(
-            f"{where}: has rank {', '.join(map(str, ranks))}, and adapter.rank is {section.rank}; set adapter.rank to "
-            f"it, or bring the file to one rank with `lora-fp8 resize FILE --rank {section.rank} --uniform`"
+            Message(
+                "{setting}: has rank {ranks}, and adapter.rank is {own}; set adapter.rank to it, or bring the "
+                "file to one rank with `lora-fp8 resize FILE --rank {own} --uniform`",
+                setting=where,
+                ranks=", ".join(map(str, ranks)),
+                own=section.rank,
+            )
         )
 
 
@@ -109,6 +121,11 @@ def _check_layers(layers: Layers, job_ranks: dict[str, int], section: Adapter, f
         untrained = [layer for layer in untrained if not layouts.text_encoder_of(layer, family)]
     if untrained:
         raise UserError(
-            f"{where}: has layers that are not trained here, {first_few(untrained)}, and they would be lost; leave "
-            "adapter.targets and adapter.ranks empty, or set adapter.text_encoder = true for those of text encoders"
+            Message(
+                "{setting}: has layers that are not trained here, {names}, and they would be lost; leave "
+                "adapter.targets and adapter.ranks empty, or set adapter.text_encoder = true for those of text "
+                "encoders",
+                setting=where,
+                names=first_few(untrained),
+            )
         )

@@ -250,8 +250,12 @@ def _move_computed(denoiser: nn.Module, device: torch.device) -> None:
         lost += [dot + key for key, value in held if isinstance(value, Tensor) and value.device.type == "meta"]
     if lost:
         raise UserError(
-            f"{type(denoiser).__name__} computes tensors in its constructor that no checkpoint holds, and on the meta "
-            f"device they were lost: {_first(lost)}. Construct it under accelerate.init_empty_weights() instead"
+            Message(
+                "{name} computes tensors in its constructor that no checkpoint holds, and on the meta device "
+                "they were lost: {names}. Construct it under accelerate.init_empty_weights() instead",
+                name=type(denoiser).__name__,
+                names=_first(lost),
+            )
         )
 
 

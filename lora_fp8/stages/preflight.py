@@ -39,7 +39,9 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
         losses_B.sum().backward()
         if not torch.isfinite(losses_B).all():
             files = name_files_not_finite(batch, losses_B)
-            raise RunFailure(f"the loss is not finite before any training; {files}; is the base model whole?")
+            raise RunFailure(
+                Message("the loss is not finite before any training; {files}; is the base model whole?", files=files)
+            )
 
     if job.quantize.compute == "auto":
         _choose_compute(session, loaded, state, attempt)

@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import config, verify
 from ..adapters import kinds
 from ..common.text import first_few
-from ..errors import RunFailure, UserError
+from ..errors import Message, RunFailure, UserError
 from ..lora_files import layouts
 from ..run import Run, ownership
 from ..stages import finish
@@ -45,7 +45,12 @@ def weights(ages: Sequence[float], half_life: float) -> list[float]:
         UserError: the half-life is negative.
     """
     if half_life < 0 or not math.isfinite(half_life):
-        raise UserError(f"--half-life {half_life:g}: steps (or places) after which one weighs half; 0 weighs all alike")
+        raise UserError(
+            Message(
+                "--half-life {given}: steps (or places) after which one weighs half; 0 weighs all alike",
+                given=f"{half_life:g}",
+            )
+        )
     plain = [0.5 ** (age / half_life) if half_life else 1.0 for age in ages]
     return [value / sum(plain) for value in plain]
 
@@ -63,23 +68,29 @@ def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -
         UserError: the layers differ or, for "factors", their ranks or strengths.
     """
     if what not in WHAT:
-        raise UserError(f"--average {what!r}: accepted are {', '.join(WHAT)}")
+        raise UserError(Message("--average {given}: accepted are {names}", given=repr(what), names=", ".join(WHAT)))
     first = loras[0]
     for lora in loras[1:]:
         if lora.pairs.keys() != first.pairs.keys():
             odd = sorted(lora.pairs.keys() ^ first.pairs.keys())
-            raise UserError(f"{first_few(odd)}: a layer that not all of the files have; they cannot be averaged")
+            raise UserError(
+                Message(
+                    "{names}: a layer that not all of the files have; they cannot be averaged", names=first_few(odd)
+                )
+            )
     if what == "delta":
         made, report = resize.shrink(merge.concatenate(loras, shares), rank or first.rank, 0.0, uniform=False)
         return replace(first, pairs=made, metadata=merge.in_common(loras)), report
     if rank:
-        raise UserError("--rank is of --average delta: the average of the factors has the rank that they have")
+        raise UserError(Message("--rank is of --average delta: the average of the factors has the rank that they have"))
     made = {}
     for module, pair in first.pairs.items():
         found = [lora.pairs[module] for lora in loras]
         kinds = {(one.a.shape, one.b.shape, one.scale) for one in found}
         if len(kinds) > 1:
-            raise UserError(f"{module} is not of one rank and strength in all files; use --average delta")
+            raise UserError(
+                Message("{name} is not of one rank and strength in all files; use --average delta", name=module)
+            )
         a = _sum([one.a for one in found], shares)
         made[module] = Pair(a, _sum([one.b for one in found], shares), pair.scale)
     return replace(first, pairs=made, metadata=merge.in_common(loras)), None
@@ -103,7 +114,7 @@ def files(
         UserError: there are fewer than two files, their layers or layouts differ, or the output exists.
     """
     if len(sources) < 2:
-        raise UserError("name a run folder, or two LoRA files or more, from the oldest to the newest")
+        raise UserError(Message("name a run folder, or two LoRA files or more, from the oldest to the newest"))
     loras = [pairs.read(path) for path in sources]
     merge.of_one_naming(sources, loras)
     held = pairs.dtype_of(dtype, max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits))
@@ -138,7 +149,13 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
     found = found[-last:] if last else found
     if last < 0 or len(found) < 2:
         kept = f"{len(found)} checkpoint(s) to average, two are needed"
-        raise UserError(f"{folder}: {kept}; checkpoint.keep says how many a run keeps, --last how many are taken")
+        raise UserError(
+            Message(
+                "{folder}: {line}; checkpoint.keep says how many a run keeps, --last how many are taken",
+                folder=folder,
+                line=kept,
+            )
+        )
     held = [checkpoint.read(path) for _, path in found]
     newest = held[-1].step
     shares = weights([newest - one.step for one in held], half_life)

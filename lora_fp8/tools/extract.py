@@ -58,7 +58,9 @@ class Report:
         told = [f"{row.kept:8.4%}  rank {row.rank}  {row.module}" for row in rows]
         if self.left_out:
             names = first_few(self.left_out)
-            told.append(f"not in the file, {self.outside:.2%} of the difference: {names}")
+            told.append(
+                Message("not in the file, {share} of the difference: {names}", share=f"{self.outside:.2%}", names=names)
+            )
         kept = sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
         return [*told, f"{len(self.rows)} layers, {kept:.4%} of their difference's energy"]
 
@@ -152,7 +154,13 @@ def extract(
         rows.append(row)
         progress(f"{len(rows)} of {len(wanted)}: {module}, rank {row.rank}, {row.kept:.2%}")
     if not state:
-        raise UserError(f"{base} and {tuned} do not differ in the layers asked for: there is nothing to extract")
+        raise UserError(
+            Message(
+                "{base} and {tuned} do not differ in the layers asked for: there is nothing to extract",
+                base=base,
+                tuned=tuned,
+            )
+        )
 
     layout = options.layout or Family.layouts[0]
     tensors = layouts.to_layout(state, 1.0, models[0], models[0].denoiser_config(), layout)
@@ -171,7 +179,16 @@ def _same_denoiser(models: Sequence[ModelFamily], base: str, tuned: str) -> torc
     shapes = [{name: tuple(tensor.shape) for name, tensor in made.state_dict().items()} for made in denoisers]
     if wrong := sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n)):
         here, there = (known.get(wrong[0]) for known in shapes)
-        raise UserError(f"{base} and {tuned} are not of one architecture: {wrong[0]} is {here} and {there}")
+        raise UserError(
+            Message(
+                "{base} and {tuned} are not of one architecture: {name} is {here} and {there}",
+                base=base,
+                tuned=tuned,
+                name=wrong[0],
+                here=here,
+                there=there,
+            )
+        )
     return denoisers[0]
 
 
@@ -198,7 +215,14 @@ def _differences(models: Sequence[ModelFamily], base: str, tuned: str) -> Iterat
         difference = after.float() - before.float()
         size = float(difference.double().square().sum())
         if not math.isfinite(size):
-            raise UserError(f"{name} holds NaN or infinity in {base} or {tuned}: there is no difference to take")
+            raise UserError(
+                Message(
+                    "{name} holds NaN or infinity in {base} or {tuned}: there is no difference to take",
+                    name=name,
+                    base=base,
+                    tuned=tuned,
+                )
+            )
         yield name, difference, size if size > SAME * float(before.double().square().sum()) else 0.0
 
 
@@ -238,10 +262,19 @@ def both(
                 continue
             one, two = (other, tensor) if side else (tensor, other)
             if one.shape != two.shape:
-                raise UserError(f"{name} is {sides(one.shape)} in one model and {sides(two.shape)} in the other")
+                raise UserError(
+                    Message(
+                        "{name} is {shape} in one model and {other} in the other",
+                        name=name,
+                        shape=sides(one.shape),
+                        other=sides(two.shape),
+                    )
+                )
             yield name, one, two
     if alone := sorted({**waiting[0], **waiting[1]}):
-        raise UserError(f"{first_few(alone)}: only one of the two models has it; they are of two architectures")
+        raise UserError(
+            Message("{names}: only one of the two models has it; they are of two architectures", names=first_few(alone))
+        )
 
 
 def spectrum(difference: Tensor, rank: int) -> Spectrum:

@@ -226,9 +226,9 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
                 Message("{path}: cannot be written ({why})", path=folder, why=error.strerror or error)
             ) from None
         raise
-    notes = []
+    notes: list[str] = []
     if not pictures:
-        notes.append("no pictures: every host wants one; draw some with preview.prompts, or add your own")
+        notes.append(Message("no pictures: every host wants one; draw some with preview.prompts, or add your own"))
     notes += [f"no {what}: give it with --{option}" for what, option in _missing(facts)]
     for host in hosts().values():
         notes += [f"{host['title']['en']}: {line}" for line in problems(host, facts, lora, "en")]
@@ -244,7 +244,9 @@ def _check_adapter(file: Path) -> None:
     tensors = {layouts.in_our_words(name): tensor for name, tensor in export.read_adapter(file)[0].items()}
     known = {name: tensor for name, tensor in tensors.items() if name.endswith(tuple(f".{p}" for p in kinds.ALL_PARTS))}
     if not known:
-        raise UserError(f"{file}: not a LoRA, it holds {first_few(sorted(tensors)) or 'nothing'}")
+        raise UserError(
+            Message("{file}: not a LoRA, it holds {names}", file=file, names=first_few(sorted(tensors)) or "nothing")
+        )
     for layer, parts in kinds.grouped(known).items():
         kinds.kind_of(parts, layer)
 
@@ -468,7 +470,13 @@ def push(folder: Path, repo: str, hub: Any = None) -> str:
         for secret in filter(None, (huggingface_hub.get_token(), os.environ.get("HF_TOKEN"))):
             why = why.replace(secret, "***")
         raise UserError(
-            f"--push {repo}: {type(error).__name__}: {why}; the kit in {folder} is whole. Log in with `hf auth login`, "
-            "give OWNER/NAME as on the Hub, or upload the folder by hand"
+            Message(
+                "--push {repo}: {name}: {why}; the kit in {folder} is whole. Log in with `hf auth login`, give "
+                "OWNER/NAME as on the Hub, or upload the folder by hand",
+                repo=repo,
+                name=type(error).__name__,
+                why=why,
+                folder=folder,
+            )
         ) from None
     return address

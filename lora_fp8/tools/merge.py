@@ -182,7 +182,13 @@ def into(
     family_name = family_name or known.get(loras[0][1].get("ss_base_model_version", ""), "")
     if not family_name:
         accepted = " | ".join(families.available())
-        raise UserError(f"{sources[0][0]} does not say its architecture; name it with --family ({accepted})")
+        raise UserError(
+            Message(
+                "{path} does not say its architecture; name it with --family ({names})",
+                path=sources[0][0],
+                names=accepted,
+            )
+        )
     section = settings.Model(family=family_name, path=base, components=components)
     family = families.get(family_name)(section, device="cpu", dtype=torch.float32)
     adapters = [(tensors, weight) for (tensors, _), (_, weight) in zip(loras, sources, strict=True)]
@@ -293,8 +299,16 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
         rows, *columns = places[name].shape
         if wrong := next((one.shape for one in found if one.shape != (rows, math.prod(columns))), None):
             raise UserError(
-                f"{name} is {rows} x {math.prod(columns)} in {base} and {wrong[0]} x {wrong[1]} in the LoRA: it is for "
-                "another model"
+                Message(
+                    "{name} is {rows} x {columns} in {base} and {other_rows} x {other_columns} in the LoRA: it "
+                    "is for another model",
+                    name=name,
+                    rows=rows,
+                    columns=math.prod(columns),
+                    base=base,
+                    other_rows=wrong[0],
+                    other_columns=wrong[1],
+                )
             )
 
 
@@ -334,7 +348,11 @@ def _text_places(family: Any) -> dict[str, _Place]:
         own = {key.removeprefix(prefix): shape for key, shape in header.items() if prefix and key.startswith(prefix)}
         if not own:
             raise UserError(
-                f"{family.checkpoint} holds no {encoder}, which the LoRA is for as well; merge into a diffusers folder"
+                Message(
+                    "{path} holds no {encoder}, which the LoRA is for as well; merge into a diffusers folder",
+                    path=family.checkpoint,
+                    encoder=encoder,
+                )
             )
         for key, shape in own.items():
             for layer, place in _text_layers_in(key, prefix, shape, family.checkpoint):
@@ -367,8 +385,13 @@ def _refuse_quantized(path: Path) -> None:
     weights = sorted(name for name, kind in wrong.items() if kind not in ("I64", "I32", "BOOL"))
     if weights:
         raise UserError(
-            f"{path} holds {weights[0]} in {wrong[weights[0]]}: a LoRA's small changes would be rounded away there; "
-            "merge into the same model in bf16, fp16 or fp32, and quantize the result"
+            Message(
+                "{path} holds {name} in {dtype}: a LoRA's small changes would be rounded away there; merge into "
+                "the same model in bf16, fp16 or fp32, and quantize the result",
+                path=path,
+                name=weights[0],
+                dtype=wrong[weights[0]],
+            )
         )
 
 

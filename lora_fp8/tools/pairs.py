@@ -195,7 +195,7 @@ def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
         UserError: the name is not bf16, fp16 or fp32; or the default is a dtype that cannot be written.
     """
     if name and name not in DTYPES:
-        raise UserError(f"--dtype {name!r}: accepted are {', '.join(DTYPES)}")
+        raise UserError(Message("--dtype {given}: accepted are {names}", given=repr(name), names=", ".join(DTYPES)))
     if not name and default not in export.SAFETENSORS_DTYPES:
         raise UserError(
             Message(

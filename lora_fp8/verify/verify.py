@@ -320,16 +320,24 @@ def clean_pipeline(
     wrong = denoiser.load_state_dict(state, strict=False, assign=True)
     if wrong.missing_keys or wrong.unexpected_keys:
         raise RunFailure(
-            "the base for verification is not whole: "
-            f"missing {first_few(wrong.missing_keys) or 'none'}, "
-            f"unexpected {first_few(wrong.unexpected_keys) or 'none'}"
+            Message(
+                "the base for verification is not whole: missing {missing}, unexpected {unexpected}",
+                missing=first_few(wrong.missing_keys) or "none",
+                unexpected=first_few(wrong.unexpected_keys) or "none",
+            )
         )
     left = [name for name, buffer in denoiser.named_buffers() if buffer.is_meta]
     if left:
-        raise RunFailure(f"{type(denoiser).__name__} has buffers that no file holds: {', '.join(left)}")
+        raise RunFailure(
+            Message(
+                "{name} has buffers that no file holds: {names}", name=type(denoiser).__name__, names=", ".join(left)
+            )
+        )
     foreign = {type(m).__name__ for m in denoiser.modules() if type(m).__module__.split(".")[0] in ("lora_fp8", "peft")}
     if foreign:
-        raise RunFailure(f"the denoiser for verification is not clean: it holds {', '.join(sorted(foreign))}")
+        raise RunFailure(
+            Message("the denoiser for verification is not clean: it holds {names}", names=", ".join(sorted(foreign)))
+        )
     return family.pipeline(denoiser.requires_grad_(False).eval(), text=text)
 
 

@@ -216,5 +216,7 @@ def _make_target(ui: Ui, text: str) -> Path:
 
 def _check_choice(value: Any, accepted: tuple[str, ...]) -> str:
     if value not in accepted:
-        raise UserError(f"{sanitize.shorten(value)}: accepted: {', '.join(filter(None, accepted))}")
+        raise UserError(
+            Message("{text}: accepted: {names}", text=sanitize.shorten(value), names=", ".join(filter(None, accepted)))
+        )
     return str(value)
