@@ -56,8 +56,8 @@ from lora_fp8.demo import (
     pictures,
     show,
 )
-from lora_fp8.lora_files.export import read
 from lora_fp8.lora_files.layouts import from_layout
+from lora_fp8.lora_files.safetensors_file import read
 from lora_fp8.plan import placement, resolve
 from lora_fp8.plan import plan as planning
 from lora_fp8.settings import (

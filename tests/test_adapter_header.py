@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lora_fp8 import families, verify
 from lora_fp8.adapters import kinds
 from lora_fp8.errors import UserError
-from lora_fp8.lora_files import export, header, layouts
+from lora_fp8.lora_files import export, header, layouts, safetensors_file
 from lora_fp8.plan import disk_budget
 from lora_fp8.plan.start import read_start_values
 from lora_fp8.settings import Model
@@ -89,7 +89,7 @@ def test_each_way_through_gives_what_diffusers_draws(tiny, make_job, tmp_path, f
         same(fused(tmp_path / "again", family, None), wanted, plain)
     for way in ways:
         same(fused(base, family, way), wanted, plain)
-        assert header.KEY not in export.read_header(way).metadata
+        assert header.KEY not in safetensors_file.read_header(way).metadata
 
     made = cls(Model(family=family, path=str(base)), device="cpu", dtype=torch.float32)
     tensors, _ = export.read_adapter(file)
@@ -121,7 +121,7 @@ def test_inspect_verify_and_kit_know_it(tiny, tmp_path):
     kit.make(file, tmp_path / "kit", kit.facts_of(file, {"family": "flux", "title": "x"}))
     published = tmp_path / "kit/x.safetensors"
     same(fused(base, "flux", published), fused(base, "flux", file), fused(base, "flux", None))
-    assert b"ann" not in published.read_bytes()[: export.read_header(published).data_begin]
+    assert b"ann" not in published.read_bytes()[: safetensors_file.read_header(published).data_begin]
 
 
 def test_alpha_as_a_tensor_goes_before_the_header(tmp_path):

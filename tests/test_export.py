@@ -20,7 +20,7 @@ from waiting import LONG_SECONDS
 
 from lora_fp8 import config, families, settings
 from lora_fp8.errors import RunFailure, UserError
-from lora_fp8.lora_files import export, layouts
+from lora_fp8.lora_files import export, export_metadata, layer_names, layouts, safetensors_file
 from lora_fp8.precision.dtypes import DTYPES
 from lora_fp8.verify import HEADER_KEYS, delta_error
 
@@ -154,7 +154,7 @@ def test_kohya_names_at_full_size(full_size, name, names, count):
 def test_sdxl_names_of_convolutions_and_embeddings_are_reversible(full_size):
     family, denoiser = families.get("sdxl"), full_size("sdxl")
     layers = adapted(denoiser, lambda path: True)
-    to_kohya, members = layouts.NAMINGS["sgm_unet"]
+    to_kohya, members = layer_names.NAMINGS["sgm_unet"]
     names = {path: to_kohya(path, family, denoiser.config)[0] for path in layers}
     assert len(set(names.values())) == len(layers)
     assert all(members(kohya, family, denoiser.config) == (path,) for path, kohya in names.items())
@@ -219,7 +219,7 @@ def test_a_config_may_leave_out_what_diffusers_has_a_default_for(full_size):
     assert whole.keys() == short.keys() and all(torch.equal(whole[key], short[key]) for key in whole)
     assert layouts.unread_by_diffusers(flux, {"in_channels": 64}, "kohya") is None
     left = {key: value for key, value in SDXL.items() if "block_types" in key}
-    assert layouts.sgm_blocks(left) == layouts.sgm_blocks(full_size("sdxl").config)
+    assert layer_names.sgm_blocks(left) == layer_names.sgm_blocks(full_size("sdxl").config)
     state = random_state(adapted(full_size("sdxl"), lambda path: path.endswith("attn1.to_q")))
     assert len(layouts.to_layout(state, 1.0, sdxl, sdxl.reference_config, "kohya")) == len(state) // 2 * 3
 
@@ -304,8 +304,10 @@ def facts(**changes):
         "seed": 7,
         "resolution": (512, 768),
         "folders": (
-            export.FolderFacts.count(f"{CANARY}/cats", ["ohwx, a cat", "ohwx, a red cat", "ohwx, a cat"], repeats=2),
-            export.FolderFacts(f"{CANARY}/old/cats", 1, 1, {"ohwx": 1}),
+            export_metadata.FolderFacts.count(
+                f"{CANARY}/cats", ["ohwx, a cat", "ohwx, a red cat", "ohwx, a cat"], repeats=2
+            ),
+            export_metadata.FolderFacts(f"{CANARY}/old/cats", 1, 1, {"ohwx": 1}),
         ),
         "batch_size": 2,
         "optimizer": "adamw8bit",
@@ -320,7 +322,7 @@ def facts(**changes):
         '[dataset]\ncache_dir = "~/canary_user/c"\n[[dataset.folders]]\npath = "C:\\\\Users\\\\canary_user\\\\cats"\n'
         '[[dataset.folders]]\npath = "../canary_user/dogs"\n[[dataset.folders]]\npath = "data/birds"\n',
     }
-    return export.ExportFacts(**{**values, **changes})
+    return export_metadata.ExportFacts(**{**values, **changes})
 
 
 def write(folder, state=None, **section):
@@ -348,7 +350,7 @@ def test_the_safetensors_library_reads_what_was_trained(tmp_path):
     found = safetensors.torch.load_file(diffusers_file)
     assert len(found) == 2 * len(LAYERS) and not any("alpha" in key for key in found)
     assert torch.equal(found[f"unet.{path}.lora_B.weight"], state[f"{path}.lora_B.weight"] * (1.7 / 3))
-    assert export.read(diffusers_file)[0].keys() == found.keys()
+    assert safetensors_file.read(diffusers_file)[0].keys() == found.keys()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -361,7 +363,7 @@ def test_dtype_in_the_file(tmp_path, dtype):
 
 def test_kohya_weights_are_the_trained_bits(tmp_path):
     state = random_state(LAYERS, rank=3, dtype=torch.bfloat16)
-    found, _ = export.read(write(tmp_path, state, formats=["kohya"])[0])
+    found, _ = safetensors_file.read(write(tmp_path, state, formats=["kohya"])[0])
     back, scaling = layouts.from_layout(found, families.get("sd15"), {})
     assert all(torch.equal(back[key], state[key]) for key in state)
     assert set(scaling) == set(LAYERS) and list(scaling.values()) == pytest.approx([1.7 / 3] * 3)
@@ -372,7 +374,7 @@ import sys, torch
 from pathlib import Path
 from types import SimpleNamespace
 from lora_fp8 import settings
-from lora_fp8.lora_files import export
+from lora_fp8.lora_files import export, export_metadata
 generator = torch.Generator().manual_seed(0)
 state = {}
 for name in ("mid_block.attentions.0.proj_in", "up_blocks.1.attentions.0.proj_out", "mid_block.x.to_q"):
@@ -381,8 +383,9 @@ for name in ("mid_block.attentions.0.proj_in", "up_blocks.1.attentions.0.proj_ou
 family = SimpleNamespace(denoiser_name="unet", kohya_naming="diffusers_underscored", kohya_base_version="sd_v1")
 family.native_layers, family.trained_text, family.kohya_module = (), {}, "networks.lora"
 family.modelspec_architecture = "stable-diffusion-v1"
-cats = export.FolderFacts.count("cats", ["a, b, c", "c, b", "d, e, a", "f"])
-facts = export.ExportFacts("x", 1, 3, 1.7, 1e-4, 0, (512, 512), folders=(cats,), buckets={(64, 64): 1, (32, 96): 2})
+cats = export_metadata.FolderFacts.count("cats", ["a, b, c", "c, b", "d, e, a", "f"])
+buckets = {(64, 64): 1, (32, 96): 2}
+facts = export_metadata.ExportFacts("x", 1, 3, 1.7, 1e-4, 0, (512, 512), folders=(cats,), buckets=buckets)
 section = settings.Export(formats=["diffusers", "kohya"])
 export.write(export.Adapter(state, 1.7 / 3), family, {}, section, facts, Path(sys.argv[1]))
 """
@@ -426,22 +429,22 @@ def test_hashes_are_those_of_the_bytes(tmp_path):
         sha = hashlib.sha256(raw[8 + length :]).hexdigest()
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata()
-        assert metadata["sshs_model_hash"] == sha == export.payload_hash(path)
+        assert metadata["sshs_model_hash"] == sha == safetensors_file.payload_hash(path)
         assert metadata["modelspec.hash_sha256"] == "0x" + sha
         assert "sshs_legacy_hash" not in metadata  # nothing at that place of so small a file
 
 
 def test_legacy_hash_is_the_one_clients_compute(tmp_path):
     path = tmp_path / "x.safetensors"
-    export.write_file(path, {"x": torch.randn(300_000)}, {"a": "b"}, hashes=True)
+    safetensors_file.write_file(path, {"x": torch.randn(300_000)}, {"a": "b"}, hashes=True)
     window = path.read_bytes()[0x100000:0x110000]
     assert len(window) == 0x10000
-    assert export.read(path)[1]["sshs_legacy_hash"] == hashlib.sha256(window).hexdigest()[:8]
+    assert safetensors_file.read(path)[1]["sshs_legacy_hash"] == hashlib.sha256(window).hexdigest()[:8]
 
 
 def test_metadata_says_what_hosts_read(tmp_path):
     diffusers_file, kohya_file = write(tmp_path, author="A", title="Mein Stil", description="d")
-    _, m = export.read(kohya_file)
+    _, m = safetensors_file.read(kohya_file)
     assert m["modelspec.sai_model_spec"] == "1.0.1"
     assert m["modelspec.architecture"] == "stable-diffusion-v1/lora"
     assert m["modelspec.resolution"] == "512x768" and m["modelspec.prediction_type"] == "v"
@@ -457,10 +460,10 @@ def test_metadata_says_what_hosts_read(tmp_path):
     assert m["ss_num_train_images"] == "7" and m["ss_epoch"] == "35"  # 120 steps of 2 over 7 samples
     assert json.loads(m["ss_bucket_info"])["buckets"]["0"] == {"resolution": [512, 512], "count": 1}
     assert "ss_noise_offset" not in m
-    offset = export.metadata(families.get("sd15"), settings.Export(), facts(noise_offset=0.05), "kohya")
+    offset = export_metadata.metadata(families.get("sd15"), settings.Export(), facts(noise_offset=0.05), "kohya")
     assert offset["ss_noise_offset"] == "0.05"
     # baked: nobody may scale a second time
-    assert export.read(diffusers_file)[1]["ss_network_alpha"] == "3.0"
+    assert safetensors_file.read(diffusers_file)[1]["ss_network_alpha"] == "3.0"
 
 
 def test_a_header_stays_small_whatever_the_captions_are(full_size):
@@ -468,8 +471,8 @@ def test_a_header_stays_small_whatever_the_captions_are(full_size):
     family, denoiser = families.get("sdxl"), full_size("sdxl")
     sentence = "一只红色的狐狸坐在木屋前面看着远处的雪山" * 6
     tags = {f"{number} {sentence}": 1 + number % 7 for number in range(300)}
-    folders = tuple(export.FolderFacts(f"folder {number}", 300, 1, tags) for number in range(60))
-    told = export.metadata(family, settings.Export(), facts(folders=folders), "kohya")
+    folders = tuple(export_metadata.FolderFacts(f"folder {number}", 300, 1, tags) for number in range(60))
+    told = export_metadata.metadata(family, settings.Export(), facts(folders=folders), "kohya")
     kept = json.loads(told["ss_tag_frequency"])
     assert len(kept) == 60 and all(set(found.values()) == {7} for found in kept.values())
     state = random_state(adapted(denoiser, lambda path: True))
@@ -477,14 +480,14 @@ def test_a_header_stays_small_whatever_the_captions_are(full_size):
     entries = {
         name: {"dtype": "BF16", "shape": list(t.shape), "data_offsets": [10**9] * 2} for name, t in tensors.items()
     }
-    assert len(export._header(entries, told)) < export.MAX_HEADER
+    assert len(safetensors_file._header(entries, told)) < export.MAX_HEADER
 
 
 def test_nothing_private_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "canary_user"))
     homes = ("/home/canary_user", "/Users/canary_user/", "C:\\Users\\canary_user", "~canary_user", "~")
     monkeypatch.chdir(tmp_path)
-    assert {export.basename(home) for home in (*homes, f"{tmp_path}/canary_user", "canary_user/.")} == {"~"}
+    assert {export_metadata.basename(home) for home in (*homes, f"{tmp_path}/canary_user", "canary_user/.")} == {"~"}
     for path in write(tmp_path):
         raw = path.read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
@@ -499,7 +502,7 @@ def test_nothing_private_is_written(tmp_path, monkeypatch):
 def test_what_is_kept_back(tmp_path, level):
     """Nothing of pictures and settings, and still all that clients and the verification ask for."""
     for path in write(tmp_path, metadata=level, author="Me"):
-        _, told = export.read(path)
+        _, told = safetensors_file.read(path)
         assert not any(
             word in json.dumps(told) for word in ("cats", "a red cat", "cosine", "adamw", "0.000125", "seed")
         )
@@ -508,7 +511,7 @@ def test_what_is_kept_back(tmp_path, level):
         assert ("modelspec.trigger_phrase" in told) == (level == "private")
         assert set(HEADER_KEYS) <= set(told)
         with pytest.raises(UserError, match="holds no config.*export.metadata"):
-            export.config_of(path)
+            export_metadata.config_of(path)
 
 
 def test_the_config_comes_back(tmp_path):
@@ -517,7 +520,7 @@ def test_the_config_comes_back(tmp_path):
     section = settings.Export(formats=["kohya"])
     told = facts(config_toml=config.dumps(job))
     (path,) = export.write(export.Adapter(state), families.get("sd15"), {}, section, told, tmp_path)
-    back = config.loads(export.config_of(path))
+    back = config.loads(export_metadata.config_of(path))
     assert (back.model.path, back.dataset.folders[0].path) == ("y.safetensors", "b")
     assert back.model_dump(exclude={"model", "dataset"}) == job.model_dump(exclude={"model", "dataset"})
 
@@ -534,7 +537,7 @@ def test_the_config_comes_back(tmp_path):
     ],
 )
 def test_slug(name, expected):
-    assert export.slug(name) == expected
+    assert export_metadata.slug(name) == expected
 
 
 # -- what must not be written
@@ -592,16 +595,16 @@ def test_broken_files_are_named(tmp_path):
         if name == "large":
             os.truncate(broken, 10**8 + 100)
         with pytest.raises(UserError, match=message):
-            export.read(broken)
+            safetensors_file.read(broken)
     none = tmp_path / "null.safetensors"  # the library writes no such thing, and reads it
     none.write_bytes(struct.pack("<Q", 24) + b'{"__metadata__": null}  ')
-    assert export.read(none) == ({}, {})
+    assert safetensors_file.read(none) == ({}, {})
     with pytest.raises(UserError, match="No such file"):
-        export.read(tmp_path / "none.safetensors")
+        safetensors_file.read(tmp_path / "none.safetensors")
     os.mkfifo(tmp_path / "pipe.safetensors")
     for path, words in ((tmp_path, "Is a directory"), (tmp_path / "pipe.safetensors", "not a regular file|not a file")):
         with pytest.raises(UserError, match=words):
-            export.read(path)
+            safetensors_file.read(path)
 
 
 def test_a_file_of_another_base_is_refused():

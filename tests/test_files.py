@@ -10,7 +10,7 @@ import torch
 from lora_fp8 import families, settings
 from lora_fp8.cli import commands
 from lora_fp8.errors import RunFailure, UserError
-from lora_fp8.lora_files import export, layouts
+from lora_fp8.lora_files import export, export_metadata, layouts, safetensors_file
 from lora_fp8.tools import files
 from lora_fp8.verify import delta_error
 
@@ -26,7 +26,7 @@ def made(folder, name, layout, scaling=0.5, dtype="bf16", every=9):
         out, inner, *kernel = shapes[module]
         state[f"{module}.lora_A.weight"] = torch.randn(2, inner, *kernel, generator=generator)
         state[f"{module}.lora_B.weight"] = torch.randn(out, 2, *(1 for _ in kernel), generator=generator)
-    facts = export.ExportFacts("x", 1, 2, 2 * scaling, 1e-4, 0, (512, 512))
+    facts = export_metadata.ExportFacts("x", 1, 2, 2 * scaling, 1e-4, 0, (512, 512))
     section = settings.Export(formats=[layout], dtype=dtype)
     (path,) = export.write(export.Adapter(state, scaling), Family, Family.reference_config, section, facts, folder)
     return path, state
@@ -74,9 +74,9 @@ def test_any_layout_to_any_other(tmp_path, name):
         for second in Family.layouts:
             out = tmp_path / first / f"to-{second}.safetensors"
             files.convert(path, out, second)
-            tensors, metadata = export.read(out)
+            tensors, metadata = safetensors_file.read(out)
             assert layouts.detect_layout(tensors, Family) == second == metadata["lora_fp8_layout"]
-            assert metadata["sshs_model_hash"] == export.payload_hash(out)
+            assert metadata["sshs_model_hash"] == safetensors_file.payload_hash(out)
             back, scales = layouts.from_layout(tensors, Family, Family.reference_config)
             assert back.keys() == state.keys()
             for module in layouts.modules(state):

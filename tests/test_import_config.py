@@ -27,7 +27,7 @@ from PIL import Image
 from lora_fp8 import adapters, cli, config, families, importing
 from lora_fp8.errors import UserError
 from lora_fp8.importing import base, words
-from lora_fp8.lora_files import layouts
+from lora_fp8.lora_files import layer_names
 from lora_fp8.objectives import Diffusion, FlowMatching
 from lora_fp8.settings import Adapter, Job, Optimizer
 from lora_fp8.training import optim
@@ -1203,7 +1203,7 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
     section = Adapter(**settings(made)["adapter"])
     names = Family.adapter_names(unet)
     ranks, _ = adapters.ranks(section, names)
-    name_of, _ = layouts._rule(Family, dict(unet.config), "kohya")
+    name_of, _ = layer_names.get_rule(Family, dict(unet.config), "kohya")
     assert len(names) > 100 and ranks == {name: dims[block_of(name_of(name)[0], family == "sdxl")] for name in names}
     assert section.alpha / section.rank == 0.5
     other = bring(f'network_args = ["block_dims={told}"]')  # alpha is 4 in every block there

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from lora_fp8 import families, settings, train, verify
 from lora_fp8.adapters import kinds
 from lora_fp8.errors import UserErrors
-from lora_fp8.lora_files import export, layouts
+from lora_fp8.lora_files import export, layer_names, layouts, safetensors_file
 from lora_fp8.plan import resolve
 from lora_fp8.stages import finish
 
@@ -73,7 +73,7 @@ def test_from_training_to_a_verified_file(job, kind, layout, storage):
     assert report.measured["effect"] > 1e-3 and report.measured["preview_psnr"] > 60
     lines = {check.name: check.detail for check in report.checks}
     assert ("made from the file" in lines["load"]) == (kind != "dora")
-    metadata = export.read_header(file).metadata
+    metadata = safetensors_file.read_header(file).metadata
     assert metadata["ss_network_module"] == ("networks.lora" if kind == "dora" else "lycoris.kohya")
     told = {"dora": {}, "lokr": {"algo": "lokr", "factor": "8", "decompose_both": "False"}, "loha": {"algo": "loha"}}
     assert json.loads(metadata["ss_network_args"]) == told[kind]
@@ -164,7 +164,7 @@ def test_each_kind_in_each_layout_that_carries_it_and_back(tiny, name):
                 assert (read[0] if isinstance(read, tuple) else read).keys() == file.keys()
                 assert all(torch.equal(back[key], state[key]) for key in state if "magnitude" in key)
                 continue
-            name_of, _ = layouts._rule(Family, sizes, layout)
+            name_of, _ = layer_names.get_rule(Family, sizes, layout)
             for module in few:
                 wanted = trained_delta(state, module, scaling[module])
                 made = comfy_delta(file, name_of(module)[0])
@@ -262,14 +262,16 @@ def test_a_wrong_strength_and_a_lost_length_are_found(job):
     made = job("adapter.type=lokr")
     family = families.get("sd15")(made.model, device="cpu", dtype=torch.float32)
     file = result.files[0]
-    tensors, metadata = export.read(file)
+    tensors, metadata = safetensors_file.read(file)
     sizes = family.denoiser_config()
     state, scaling = layouts.from_layout(tensors, family, sizes)
     assert verify.check(file, family, verify.Reference(export.Adapter(state, scaling))).ok
     changed = {key: tensor * 1.02 if key.endswith("lokr_w1") else tensor for key, tensor in tensors.items()}
-    export.write_file(file, changed, metadata, hashes=True)
+    safetensors_file.write_file(file, changed, metadata, hashes=True)
     (failed,) = verify.check(file, family, verify.Reference(export.Adapter(state, scaling))).failed()
     assert failed.startswith("delta: relative error 2.0")
     first = next(key for key in tensors if key.endswith("lokr_w1"))
-    export.write_file(file, {key: tensor for key, tensor in tensors.items() if key != first}, metadata, hashes=True)
+    safetensors_file.write_file(
+        file, {key: tensor for key, tensor in tensors.items() if key != first}, metadata, hashes=True
+    )
     assert any("pairs" in line and "not a whole LoKr" in line for line in verify.check(file, family).failed())

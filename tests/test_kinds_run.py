@@ -16,7 +16,7 @@ from waiting import LONG_SECONDS
 from lora_fp8 import config, families, importing, train
 from lora_fp8.adapters import kinds
 from lora_fp8.errors import UserError
-from lora_fp8.lora_files import export, layouts
+from lora_fp8.lora_files import layouts, safetensors_file
 from lora_fp8.plan import estimate
 from lora_fp8.plan import plan as planning
 from lora_fp8.settings import Adapter
@@ -233,13 +233,13 @@ def test_converted_to_another_layout_and_back(tmp_path, kind):
     state = {f"{module}.{part}": tensor for part, tensor in parts.items()}
     source = tmp_path / "a.safetensors"
     made = layouts.to_layout(state, 0.5, Family, Family.reference_config, "comfy")
-    export.write_file(source, made, {"ss_network_alpha": "1.0"}, hashes=True)
+    safetensors_file.write_file(source, made, {"ss_network_alpha": "1.0"}, hashes=True)
     assert files.convert(source, tmp_path / "b.safetensors", "kohya", family="krea2") == 1
     assert files.convert(tmp_path / "b.safetensors", tmp_path / "c.safetensors", "comfy", family="krea2") == 1
     there, back = (load_file(tmp_path / f"{name}.safetensors") for name in "bc")
     assert all(name.startswith("lora_unet_blocks_3_attn_wq.") for name in there)
     assert back.keys() == made.keys() and all(torch.equal(back[name], made[name]) for name in made)
-    header = export.read_header(tmp_path / "b.safetensors").metadata
+    header = safetensors_file.read_header(tmp_path / "b.safetensors").metadata
     assert header["ss_network_alpha"] == "1.0" and header["lora_fp8_layout"] == "kohya"
 
 

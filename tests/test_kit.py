@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_fp8 import cli, config, errors, families
 from lora_fp8.errors import UserError
-from lora_fp8.lora_files import export
+from lora_fp8.lora_files import safetensors_file
 from lora_fp8.run import Run
 from lora_fp8.tools import kit
 
@@ -65,7 +65,7 @@ def file(tmp_path: Path) -> Path:
         "ss_datasets": '[{"subsets": [{"image_dir": "/home/jane/pictures"}]}]',  # sd-scripts, musubi-tuner
         "ot_config": '{"concept_file_name": "C:/Users/jane/concepts.json"}',  # OneTrainer
     }
-    export.write_file(path, state, metadata, hashes=True)
+    safetensors_file.write_file(path, state, metadata, hashes=True)
     return path
 
 
@@ -79,10 +79,12 @@ def test_a_file_with_its_sidecars_and_nothing_private(ask: Callable, file: Path,
     }
     before, after = load_file(file), load_file(lora)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert export.payload_hash(lora) == export.payload_hash(file)  # hosts link by it
+    assert safetensors_file.payload_hash(lora) == safetensors_file.payload_hash(file)  # hosts link by it
     with safe_open(lora, "pt") as opened:
         metadata = opened.metadata()
-    assert metadata["modelspec.title"] == "Zibo 小狐" and metadata["sshs_model_hash"] == export.payload_hash(lora)
+    assert metadata["modelspec.title"] == "Zibo 小狐" and metadata["sshs_model_hash"] == safetensors_file.payload_hash(
+        lora
+    )
     for path in out.rglob("*"):
         assert not path.is_file() or b"jane" not in path.read_bytes(), path
         assert not path.is_file() or str(tmp_path).encode() not in path.read_bytes(), path
@@ -131,7 +133,7 @@ def test_a_run_with_its_pictures(ask: Callable, job: Callable, tmp_path: Path) -
     images = sorted((out / "images").iterdir())
     events = [json.loads(line) for line in whole.splitlines()]
     drawn = [event for event in events if event["event"] == "preview"][-1]["images"]
-    sha = hashlib.sha256(lora.read_bytes()[export.read_header(lora).data_begin :]).hexdigest()
+    sha = hashlib.sha256(lora.read_bytes()[safetensors_file.read_header(lora).data_begin :]).hexdigest()
     for i, (image, prompt) in enumerate(zip(images, ("a cat, red", "一只狐狸"), strict=True)):
         with Image.open(image) as opened:
             text, (width, height) = opened.text["parameters"], opened.size
@@ -163,8 +165,8 @@ def test_exported_with_its_kit(ask: Callable, job: Callable, tmp_path: Path) -> 
     assert code == 0 and len(told["files"]) == 2 and f"{folder}/export/step-000002/" in told["files"][0], wrong
     (lora,) = out.glob("*.safetensors")
     assert set(told["kit"]) == {str(file) for file in out.rglob("*") if file.is_file()} and told["notes"]
-    exported = {export.payload_hash(Path(file)): Path(file).stem for file in told["files"]}
-    assert exported[export.payload_hash(lora)] == "lora_kohya"  # what most programs read
+    exported = {safetensors_file.payload_hash(Path(file)): Path(file).stem for file in told["files"]}
+    assert exported[safetensors_file.payload_hash(lora)] == "lora_kohya"  # what most programs read
     assert {tensor.dtype for name, tensor in load_file(lora).items() if "alpha" not in name} == {torch.float16}
     sidecar = json.loads(lora.with_suffix(".json").read_text(encoding="utf-8"))
     assert sidecar["activation text"] == "zibo" and sidecar["description"] == "A zibo."
@@ -249,7 +251,7 @@ def test_pages_to_paste_from(ask: Callable, file: Path, tmp_path: Path) -> None:
     hub = english.partition("## Hugging Face Hub")[2].partition("##")[0]
     assert "- base_model: owner/sdxl" in hub and "!" not in hub  # given by hand: there is nothing to choose
     assert "SDXL 1.0 | Pony | Illustrious | NoobAI" in english
-    assert f"- Hash (AutoV3): {export.payload_hash(file)[:12].upper()}" in english
+    assert f"- Hash (AutoV3): {safetensors_file.payload_hash(file)[:12].upper()}" in english
 
 
 def test_what_cannot_be_made_is_one_line(ask: Callable, file: Path, tmp_path: Path) -> None:

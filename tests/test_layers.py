@@ -41,7 +41,7 @@ LIBRARIES = {
     "transformers": {"families", "data.captioner", "scripts"},
     "diffusers": {"families", "objectives", "verify", "lora_files.export", "demo.show", "scripts"},
     "typer": {"cli"},
-    "tomlkit": {"config", "cli", "lora_files.export", "importing", "jobs", "scripts"},
+    "tomlkit": {"config", "cli", "lora_files.export_metadata", "importing", "jobs", "scripts"},
     "yaml": {"importing"},
     "pydantic": {"settings", "config", "jobs"},
 }

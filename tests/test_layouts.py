@@ -17,7 +17,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
 from lora_fp8 import config, families, settings
 from lora_fp8.errors import UserError
-from lora_fp8.lora_files import export, layouts
+from lora_fp8.lora_files import export_metadata, layouts, naming
 from lora_fp8.plan import resolve
 from lora_fp8.verify import delta_error
 
@@ -273,7 +273,7 @@ def test_scale_and_shift_change_places_with_the_weights_they_are_for(tiny, name)
     state, scaling = layouts.from_layout(file, family, sizes)
     header = {}
     for key, tensor in family.empty_denoiser().state_dict().items():
-        its, members = layouts.naming.to_native(family.native_layers, key) or (key, (key,))
+        its, members = naming.to_native(family.native_layers, key) or (key, (key,))
         header[its] = (tensor.shape[0] * len(members), *tensor.shape[1:]) if tensor.ndim else ()
     key, change = family.convert_checkpoint(header)[f"{ours}.weight"]
     assert key == f"{native}.weight" and torch.equal(state[f"{ours}.lora_B.weight"] @ a, change(b @ a))
@@ -300,8 +300,10 @@ FACTS = tomllib.loads((Path(__file__).parent / "data" / "facts.toml").read_text(
 def test_the_network_module_is_kohyas_own(name):
     """A new family: the module that trains it there."""
     Family = families.get(name)
-    assert [export.network_module(Family, kind) for kind in ("lora", "dora")] == [FACTS[name]["kohya_module"]] * 2
-    assert export.network_module(Family, "lokr") == "lycoris.kohya"
+    assert [export_metadata.network_module(Family, kind) for kind in ("lora", "dora")] == [
+        FACTS[name]["kohya_module"]
+    ] * 2
+    assert export_metadata.network_module(Family, "lokr") == "lycoris.kohya"
 
 
 @pytest.mark.parametrize("name", families.available())

@@ -22,7 +22,7 @@ from lora_fp8.cli import commands
 from lora_fp8.common import writing
 from lora_fp8.data import loader
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
-from lora_fp8.lora_files import export
+from lora_fp8.lora_files import safetensors_file
 from lora_fp8.run import Run
 from lora_fp8.stages import finish
 from lora_fp8.stages import step as step_stage
@@ -81,7 +81,7 @@ def payloads(job) -> list[str]:
     """Hashes of the tensors alone, for jobs whose settings, and so the metadata, differ."""
     files = sorted((folder_of(job) / "export").glob("*.safetensors"))
     assert len(files) == 2
-    return [export.payload_hash(path) for path in files]
+    return [safetensors_file.payload_hash(path) for path in files]
 
 
 def events(job, kind):
@@ -241,7 +241,9 @@ def test_the_run_folder_may_be_moved_and_renamed(make_job, tmp_path, settings, w
     assert [line["step"] for line in lines if line["event"] == "resume"] == [3] and lines[-1]["event"] == "done"
     names = {path.name for path in (moved / "export").iterdir()}
     assert names == {"renamed_diffusers.safetensors", "renamed_kohya.safetensors"}
-    assert sorted(export.payload_hash(path) for path in (moved / "export").iterdir()) == sorted(payloads(whole[0]))
+    assert sorted(safetensors_file.payload_hash(path) for path in (moved / "export").iterdir()) == sorted(
+        payloads(whole[0])
+    )
     with safetensors.safe_open(moved / "export" / "renamed_kohya.safetensors", "pt") as file:
         assert file.metadata()["ss_output_name"] == "renamed"
 

@@ -22,7 +22,7 @@ from test_resume import run_until
 
 from lora_fp8 import adapters, families, train, verify
 from lora_fp8.errors import UserError
-from lora_fp8.lora_files import export, layouts
+from lora_fp8.lora_files import export, export_metadata, layouts, safetensors_file
 from lora_fp8.plan import estimate, resolve
 from lora_fp8.plan import plan as planning
 from lora_fp8.run import Run
@@ -371,7 +371,7 @@ def test_a_run_trains_them_and_its_files_do_the_same_in_diffusers(job, name):
     (model,) = events(mine, "model")
     assert model["lr_text_encoder"] == 5e-3 and any("stay loaded" in line for line in model["memory"])
     assert [event["lr_text_encoder"] for event in events(mine, "step")] == pytest.approx([5e-3] * 2)
-    metadata = export.read_header(result.files[0]).metadata
+    metadata = safetensors_file.read_header(result.files[0]).metadata
     assert metadata["ss_text_encoder_lr"] == "0.005"
 
 
@@ -468,9 +468,9 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
     assert verify.check(file, family, verify.Reference(export.Adapter(adapter), probe=probe)).ok
 
     def failed(change):
-        tensors, metadata = export.read(file)
+        tensors, metadata = safetensors_file.read(file)
         path = tmp_path / "changed.safetensors"
-        export.write_file(
+        safetensors_file.write_file(
             path, change(dict(tensors)), {k: v for k, v in metadata.items() if "hash" not in k}, hashes=True
         )
         report = verify.check(path, family, verify.Reference(export.Adapter(adapter), probe=probe))
@@ -727,7 +727,7 @@ def test_a_file_of_text_encoders_alone_is_verified(tiny, tmp_path):
     """As network_train_text_encoder_only of kohya leaves one; `lora-fp8 verify --base` asks of merging too."""
     family = make(families.get("sd15"), tiny("sd15"))
     state = {key: tensor for key, tensor in text_and_denoiser_lora(family).items() if key.startswith("text_encoder.")}
-    mine = export.ExportFacts("lora", 1, 2, 2.0, 1e-4, 0, (48, 48))
+    mine = export_metadata.ExportFacts("lora", 1, 2, 2.0, 1e-4, 0, (48, 48))
     section = Export(formats=["kohya", "diffusers"], dtype="fp32")
     for path in export.write(export.Adapter(state), family, family.denoiser_config(), section, mine, tmp_path):
         report = verify.check(path, family, verify.Reference(export.Adapter(state)), merged=True)

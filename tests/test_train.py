@@ -24,7 +24,7 @@ from lora_fp8.common import writing
 from lora_fp8.data.cache import Cache
 from lora_fp8.distributed.processes import Gradients
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
-from lora_fp8.lora_files import export, layouts
+from lora_fp8.lora_files import export, layer_names, safetensors_file
 from lora_fp8.run import Run
 from lora_fp8.stages import previews as preview_stage
 from lora_fp8.stages import step as step_stage
@@ -443,7 +443,7 @@ def test_gradient_checkpointing_changes_no_bit(job):
     for switch in ("true", "false"):
         mine = job("adapter.dropout=0.1", f"memory.gradient_checkpointing={switch}", f"name=gc-{switch}")
         run(mine)
-        hashes.append([export.payload_hash(path) for path in sorted((folder_of(mine) / "export").iterdir())])
+        hashes.append([safetensors_file.payload_hash(path) for path in sorted((folder_of(mine) / "export").iterdir())])
     assert hashes[0] == hashes[1]
 
 
@@ -533,8 +533,8 @@ def test_what_the_family_cannot_take_is_refused(job, tmp_path, wrong):
 @pytest.mark.parametrize("family", [name for name in families.available() if not families.get(name).controls[0]])
 def test_every_family_trains_to_verified_files(job, family):
     Family = families.get(family)
-    formats = [one for one in Family.layouts if one != "kohya" or Family.kohya_naming in layouts.NAMINGS]
-    formats = [one for one in formats if one in layouts.LAYOUTS]
+    formats = [one for one in Family.layouts if one != "kohya" or Family.kohya_naming in layer_names.NAMINGS]
+    formats = [one for one in formats if one in layer_names.LAYOUTS]
     step = max(16, Family.bucket_multiple)
     sizes = (f"dataset.resolution={3 * step}", f"dataset.bucket_step={step}")
     previews = "preview.prompts=['a cat', \"a dog\\non two lines\"]"

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from lora_fp8 import cli, config, jobs, settings, train
 from lora_fp8.errors import RunFailure, Stopped, UserError
-from lora_fp8.lora_files import export
+from lora_fp8.lora_files import safetensors_file
 from lora_fp8.plan.resolve import get_run_folder
 from lora_fp8.run import Run
 from webui import image_folders, run_monitor, submission
@@ -61,7 +61,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Image.new("RGB", (64, 64), "red").save(project / name)
     layer = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     halves = {f"{layer}.lora_A.weight": torch.ones(4, 320), f"{layer}.lora_B.weight": torch.ones(320, 4)}
-    export.write_file(project / "export/mine_diffusers.safetensors", halves, {})
+    safetensors_file.write_file(project / "export/mine_diffusers.safetensors", halves, {})
     (project / "config.toml").write_text(SETTINGS.format(work=work), encoding="utf-8")
     (project / "README.md").chmod(0o444)
     (project / "photos/a.txt").chmod(0o600)

@@ -22,7 +22,7 @@ from peft import LoraConfig
 
 from lora_fp8 import adapters, families, precision, verify
 from lora_fp8.errors import RunFailure
-from lora_fp8.lora_files import export
+from lora_fp8.lora_files import export, export_metadata, safetensors_file
 from lora_fp8.settings import Adapter, Export, Model, Objective, Quantize
 
 NAMES = ("sd15", "sdxl", "flux")
@@ -100,7 +100,7 @@ def trained(tmp_path_factory):
 
 
 def files_of(it, folder, **section):
-    facts = export.ExportFacts(it.name, 10, RANK, ALPHA, 1e-4, 0, (512, 512))
+    facts = export_metadata.ExportFacts(it.name, 10, RANK, ALPHA, 1e-4, 0, (512, 512))
     denoiser_config = dict(it.denoiser.config)
     return export.write(
         export.Adapter(it.state, it.scaling),
@@ -326,9 +326,9 @@ def test_plain_diffusers_draws_the_same_picture(trained, tmp_path):
 
 def rewrite(it, layout, path, change, **metadata):
     """The file again with other tensors, right hashes and all."""
-    tensors, told = export.read(it.files[layout])
+    tensors, told = safetensors_file.read(it.files[layout])
     change(tensors)
-    export.write_file(path, tensors, told | metadata, hashes=True)
+    safetensors_file.write_file(path, tensors, told | metadata, hashes=True)
     return verify.check(path, it.family, verify.Reference(export.Adapter(it.state, it.scaling), probe=it.probe))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8.common.messages import restore
-from lora_fp8.common.text import digits
+from lora_fp8.common.numbers import digits
 from lora_fp8.jobs import JobView, Sentence
 
 from . import translations

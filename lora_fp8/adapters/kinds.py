@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.text import sides
+from ..common.numbers import sides
 from ..errors import Message, UserError
 from ..precision import FrozenLinear
 from ..precision.formats import decode_rows

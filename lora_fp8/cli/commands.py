@@ -19,7 +19,7 @@ from typing import Any, Literal
 import typer
 
 from ..common.messages import add_translations, translate, without_home
-from ..common.text import digits
+from ..common.numbers import digits
 from ..errors import Joined, Message
 from . import dataset, jobs
 from .options import CONFIG, DTYPE, FOLDER, JSON, LANGUAGE, RUN, SET, get_language, print_json, print_lines
@@ -111,7 +111,7 @@ def new(
             Message("{path}: exists already; choose another name, or --force to replace it", path=path)
         )
     if from_lora:
-        from ..lora_files.export import config_of
+        from ..lora_files.export_metadata import config_of
 
         if preset or family:
             line = Message("--from-lora: the file says family and settings; leave out --family and --preset")

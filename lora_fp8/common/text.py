@@ -1,19 +1,12 @@
-"""Format values, names, numbers and shapes for messages."""
+"""Format names, paths and values for messages."""
 
 import difflib
-from collections.abc import Iterable
-from decimal import Decimal
 from typing import Any
 
 
 def first_few(names: list[str]) -> str:
     """Return the first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def digits(number: float) -> str:
-    """Format a number for people: three significant digits, all digits before the point, and never an exponent."""
-    return str(round(number)) if abs(number) >= 100 else format(Decimal(f"{number:.3g}"), "f")
 
 
 def is_utf8(text: str) -> bool:
@@ -41,8 +34,3 @@ def did_you_mean(given: str, names: list[str]) -> str:
     """Return ", did you mean ...?" with the most similar name; "" if none is similar."""
     near = similar(given, names)
     return f", did you mean {near!r}?" if near else ""
-
-
-def sides(shape: Iterable[int]) -> str:
-    """Format a tensor's shape: "320 x 64"."""
-    return " x ".join(map(str, shape)) or "1"

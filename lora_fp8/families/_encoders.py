@@ -187,7 +187,7 @@ class Encoders(Facts):
 
         Names are those of adapter modules, with ".weight" or ".bias" appended.
         """
-        from ..lora_files.layouts import text_layer
+        from ..lora_files.layer_names import text_layer
 
         for name in self.trained_text:
             for path, tensor in self._load_text_part(name, "none").state_dict().items():

@@ -200,7 +200,7 @@ class Facts:
     Programs display it and recognize LoRA files by it. If neither trains the architecture, it is sd-scripts' plain
     module."""
     kohya_naming: ClassVar[str]
-    """Key in `layouts.NAMINGS` of the rule that the kohya layout follows."""
+    """Key in `layer_names.NAMINGS` of the rule that the kohya layout follows."""
     layouts: ClassVar[tuple[str, ...]] = ("kohya", "diffusers")
     """Key layouts in which LoRA files of this architecture are written, the most widely read first."""
     layouts_of_diffusers: ClassVar[tuple[str, ...]] = ("diffusers", "comfy", "kohya")

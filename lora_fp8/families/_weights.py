@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..common.text import sides
+from ..common.numbers import sides
 from ..errors import Message, UserErrors
 from ..precision import Quantized, Weight
 from . import _files

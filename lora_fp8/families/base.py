@@ -317,7 +317,7 @@ class ModelFamily(Latents, Prompts, ABC):
     @classmethod
     def text_layer_shapes(cls) -> dict[str, tuple[int, int]]:
         """Return {module path: (out, in)} of the linears that get adapters in the released model's text encoders."""
-        from ..lora_files.layouts import text_layer
+        from ..lora_files.layer_names import text_layer
 
         return {
             text_layer(name, f"encoder.layers.{number}.{layer}"): {

@@ -10,20 +10,10 @@ Internally, an adapter is a dict of `<diffusers module path>.lora_A.weight` (r, 
   Things and diffusers. The weights are written as trained, with their alpha, so nothing is rounded (except in a UNet's
   file with several alphas: `_equalize_alphas_`).
 
-A text encoder's layer is `text_encoder.text_model.` + its path, internally and in the diffusers layout, whether or not
-the installed transformers has `text_model` in its paths: older versions and ComfyUI expect it, diffusers takes both. In
-kohya's layout it starts with lora_te_, lora_te1_ or lora_te2_ (`TextEncoder.kohya`), in comfy's with
-`text_encoders.clip_l.transformer.`.
-
 In the first two layouts the scaling is multiplied into B (in float32) and no alpha is written: this is the only form
 that diffusers, ComfyUI and the hosts read with the same strength.
 
-kohya's name of a module depends on the architecture; a family names its rule in `kohya_naming`:
-
-    diffusers_underscored   SD 1.5: the diffusers path with _ instead of .
-    sgm_unet                SDXL: block names of the original UNet (input_blocks_4_1_...), inner names as in diffusers
-    native                  the names of the original code (`native_layers`) with _ instead of .
-    bfl_flux                the same, for layers inside the blocks only
+How a layer is named in each: `layer_names`.
 
 If the original code has several layers fused into one (q, k and v), their LoRAs become the LoRA of the fused layer
 without loss: the A's are stacked, the B's form a block diagonal, the rank is the sum of the ranks, and alpha grows with
@@ -38,21 +28,19 @@ them.
 """
 
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..adapters import kinds
-from ..common.text import first_few, sides
+from ..common.numbers import sides
+from ..common.text import first_few
 from ..errors import Message, UserError
-from . import naming
+from .layer_names import LAYOUTS, get_prefix, get_prefixes, get_rule, has_layout
 
-LAYOUTS = ("diffusers", "comfy", "kohya")
 HALVES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
 """kohya's names of the two matrices -> the names in the other layouts."""
 
@@ -95,7 +83,7 @@ def uncarried(
             if read
             else Message("nothing reads {kind} of {title} under these names", kind=title, title=family.title)
         )
-    name_of, _ = _rule(family, denoiser_config, layout)
+    name_of, _ = get_rule(family, denoiser_config, layout)
     swapped = _swapped(family, denoiser_config, layout)
     for module in modules:
         name, members = name_of(module)
@@ -190,7 +178,7 @@ def to_layout(
     """
     if kinds_in(state) != {"lora"}:
         return _others_to_layout(state, scaling, family, denoiser_config, layout)
-    name_of, _ = _rule(family, denoiser_config, layout)
+    name_of, _ = get_rule(family, denoiser_config, layout)
     swapped = _swapped(family, denoiser_config, layout)
     down, up = HALVES if layout == "kohya" else HALVES.values()
     pairs: dict[str, Pair] = {}
@@ -255,8 +243,8 @@ def from_layout(
     layout = layout or detect_layout(tensors, family)
     if any(name.endswith(OTHER_PARTS) for name in tensors):
         return _others_from_layout(tensors, family, denoiser_config, layout)
-    _, members_of = _rule(family, denoiser_config, layout)
-    prefixes = _prefixes(family, layout)
+    _, members_of = get_rule(family, denoiser_config, layout)
+    prefixes = get_prefixes(family, layout)
     renamed: dict[str, Tensor] = {}
     alphas: dict[str, float] = {}
     foreign = []
@@ -315,7 +303,7 @@ def _others_to_layout(
     layout: str,
 ) -> dict[str, Tensor]:
     """Do what `to_layout` does for DoRA, LoKr and LoHa, where every layer keeps its own tensors."""
-    name_of, _ = _rule(family, denoiser_config, layout)
+    name_of, _ = get_rule(family, denoiser_config, layout)
     out: dict[str, Tensor] = {}
     for module, parts in kinds.grouped(state).items():
         kind, scale = kinds.kind_of(parts, module), _scale_of(scaling, module)
@@ -361,8 +349,8 @@ def _others_from_layout(
     Raises:
         UserError: also for DoRA in another layout than diffusers', and for a fused layer.
     """
-    _, members_of = _rule(family, denoiser_config, layout)
-    prefix = _prefix(family, layout)
+    _, members_of = get_rule(family, denoiser_config, layout)
+    prefix = get_prefix(family, layout)
     alphas = {name.removesuffix(".alpha"): float(t) for name, t in tensors.items() if name.endswith(".alpha")}
     groups = kinds.grouped({name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")})
     if foreign := [group for group in (*groups, *alphas) if not group.startswith(prefix) or group not in groups]:
@@ -420,90 +408,15 @@ def detect_layout(tensors: Iterable[str], family: Any) -> str:
         UserError: it is none of them; the message names an example.
     """
     names = list(tensors)
-    known = [layout for layout in LAYOUTS if _has_layout(family, layout)]
+    known = [layout for layout in LAYOUTS if has_layout(family, layout)]
     for layout in known:
-        if any(name.startswith(_prefixes(family, layout)) for name in names):
+        if any(name.startswith(get_prefixes(family, layout)) for name in names):
             return layout
     found = names[0] if names else "an empty file"
-    expected = " or ".join(f"{_prefix(family, layout)}..." for layout in known)
+    expected = " or ".join(f"{get_prefix(family, layout)}..." for layout in known)
     raise UserError(
         Message("{path}: not a LoRA for {title} (expected {names})", path=found, title=family.title, names=expected)
     )
-
-
-def _has_layout(family: Any, layout: str) -> bool:
-    return {"diffusers": True, "comfy": bool(family.native_layers), "kohya": family.kohya_naming in NAMINGS}[layout]
-
-
-def _prefix(family: Any, layout: str) -> str:
-    return {"diffusers": f"{family.denoiser_name}.", "comfy": "diffusion_model.", "kohya": "lora_unet_"}[layout]
-
-
-def _prefixes(family: Any, layout: str) -> tuple[str, ...]:
-    """Return the prefixes of a layout's names: of the denoiser's layers, and of the text encoders'."""
-    return _prefix(family, layout), *(text_prefix(family, layout, name) for name in family.trained_text)
-
-
-# -- text encoders
-
-
-def text_layer(encoder: str, path: str) -> str:
-    """Return an adapter's module path for the text encoder's own `path` of a layer."""
-    return f"{encoder}.text_model.{path.removeprefix('text_model.')}"
-
-
-def text_encoder_of(module: str, family: Any) -> str:
-    """Return the text encoder that a module path belongs to; "" for a layer of the denoiser."""
-    return next((name for name in family.trained_text if module.startswith(f"{name}.")), "")
-
-
-def has_text(names: Iterable[str], family: Any) -> bool:
-    """Return True if a file with these names holds LoRAs of the family's text encoders."""
-    prefixes = tuple(
-        text_prefix(family, layout, name)
-        for layout in LAYOUTS
-        if _has_layout(family, layout)
-        for name in family.trained_text
-    )
-    return any(name.startswith(prefixes) for name in names)
-
-
-def text_prefix(family: Any, layout: str, encoder: str) -> str:
-    """Return the prefix of a text encoder's layers in a layout."""
-    about = family.trained_text[encoder]
-    comfy = f"text_encoders.{about.comfy}.transformer."
-    return {"diffusers": f"{encoder}.", "comfy": comfy, "kohya": about.kohya}[layout]
-
-
-def _text_to_name(module: str, family: Any, layout: str) -> str:
-    encoder = text_encoder_of(module, family)
-    path = module.removeprefix(f"{encoder}.")
-    return text_prefix(family, layout, encoder) + (path.replace(".", "_") if layout == "kohya" else path)
-
-
-def _text_module(name: str, family: Any, layout: str) -> str:
-    """Return the module path for a text encoder layer's name; "" if the name belongs to no text encoder.
-
-    Raises:
-        UserError: the name belongs to another part of the text encoder.
-    """
-    for encoder in family.trained_text:
-        prefix = text_prefix(family, layout, encoder)
-        if name.startswith(prefix):
-            path = name.removeprefix(prefix)
-            if layout == "kohya":  # underscores before these words are part of a name, all others were dots
-                path = re.sub(r"_(?!proj|attn|model)", ".", path)
-            module = text_layer(encoder, path)
-            if not re.fullmatch(r"[^.]+\.text_model\.encoder\.layers\.\d+\.(self_attn|mlp)\.\w+", module):
-                raise UserError(
-                    Message(
-                        "{name}: no layer of CLIP's {encoder} that LoRAs are trained in has that name",
-                        name=name,
-                        encoder=encoder,
-                    )
-                )
-            return module
-    return ""
 
 
 def _scale_of(scaling: Mapping[str, float] | float, module: str) -> float:
@@ -595,223 +508,6 @@ def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout:
 
 FLUX_DEFAULTS = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 19, "num_single_layers": 38}
 """diffusers' defaults for entries that a config.json leaves out."""
-
-
-# -- names. Each rule is two functions: module path -> name in the layout and all modules that it stands for; and that
-# name -> module paths. Both without the prefix and without what follows the layer.
-
-# Segments of diffusers' UNet paths that contain underscores; all other underscores of a kohya name were dots.
-COMPOUNDS = (
-    *("down_blocks", "up_blocks", "mid_block", "transformer_blocks", "to_q", "to_k", "to_v", "to_out", "proj_in"),
-    *("proj_out", "time_emb_proj", "conv_shortcut", "conv_in", "conv_out", "time_embedding", "add_embedding"),
-    *("linear_1", "linear_2"),
-)
-
-
-def _dotted(kohya: str) -> str:
-    parts = re.split(f"({'|'.join(COMPOUNDS)})", kohya)
-    return "".join(part if part in COMPOUNDS else part.replace("_", ".") for part in parts)
-
-
-Named = tuple[str, tuple[str, ...]]  # a name in a layout, and the modules that it stands for
-
-
-def _underscored_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
-    return module.replace(".", "_"), (module,)
-
-
-def _underscored_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
-    return (_dotted(kohya),)
-
-
-# Layers inside a ResNet block, and layers outside all blocks, that have other names in the original UNet.
-SGM_RESNET = {
-    "conv1": "in_layers.2",
-    "conv2": "out_layers.3",
-    "time_emb_proj": "emb_layers.1",
-    "conv_shortcut": "skip_connection",
-}
-SGM_OUTSIDE = {
-    "conv_in": "input_blocks.0.0",
-    "conv_out": "out.2",
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2",
-}
-
-
-# diffusers' defaults for entries that a config.json leaves out.
-UNET_DEFAULTS: dict[str, Any] = {
-    "layers_per_block": 2,
-    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
-    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
-}
-
-
-def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return {path of a block's part in diffusers: path in the original UNet}, for this depth and layers per block.
-
-    The original numbers all parts of the way down (and up) in one list: the input convolution, then for each resolution
-    `layers_per_block` layers (ResNet block .0, attention .1) and the downsampler (up: one more layer, and the upsampler
-    last).
-    """
-    denoiser_config = UNET_DEFAULTS | dict(denoiser_config)
-    layers = denoiser_config["layers_per_block"]
-    if not isinstance(layers, int):
-        raise UserError(
-            Message(
-                "layers_per_block = {layers}: kohya's names are known where all blocks have as many layers",
-                layers=layers,
-            )
-        )
-    names = dict(SGM_OUTSIDE)
-    for i, _ in enumerate(denoiser_config["down_block_types"]):
-        for j in range(layers):
-            names[f"down_blocks.{i}.resnets.{j}"] = f"input_blocks.{(layers + 1) * i + j + 1}.0"
-            names[f"down_blocks.{i}.attentions.{j}"] = f"input_blocks.{(layers + 1) * i + j + 1}.1"
-        names[f"down_blocks.{i}.downsamplers.0.conv"] = f"input_blocks.{(layers + 1) * (i + 1)}.0.op"
-    names["mid_block.resnets.0"] = "middle_block.0"
-    names["mid_block.attentions.0"] = "middle_block.1"
-    names["mid_block.resnets.1"] = "middle_block.2"
-    for i, kind in enumerate(denoiser_config["up_block_types"]):
-        for j in range(layers + 1):
-            names[f"up_blocks.{i}.resnets.{j}"] = f"output_blocks.{(layers + 1) * i + j}.0"
-            names[f"up_blocks.{i}.attentions.{j}"] = f"output_blocks.{(layers + 1) * i + j}.1"
-        place = 2 if "CrossAttn" in kind else 1  # the upsampler follows the attention, where there is one
-        names[f"up_blocks.{i}.upsamplers.0.conv"] = f"output_blocks.{(layers + 1) * i + layers}.{place}.conv"
-    return names
-
-
-def _sgm_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
-    for path, name in sgm_blocks(denoiser_config).items():
-        if module == path or module.startswith(path + "."):
-            inner = module[len(path) + 1 :]
-            inner = SGM_RESNET.get(inner, inner)
-            return (f"{name}.{inner}" if inner else name).replace(".", "_"), (module,)
-    raise UserError(
-        Message("{name}: kohya's layout has no name for this layer; {instead}", name=module, instead=LEAVE_OUT)
-    )
-
-
-def _sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
-    resnet = {name.replace(".", "_"): path for path, name in SGM_RESNET.items()}
-    for path, name in sgm_blocks(denoiser_config).items():
-        name = name.replace(".", "_")
-        # an upsampler without an attention before it is named like an attention: only its whole name tells
-        if kohya == name:
-            return (path,)
-        inner = kohya.removeprefix(name + "_")
-        if inner != kohya and path not in SGM_OUTSIDE and (("resnets" in path) == (inner in resnet)):
-            if "attentions" in path and inner == "conv":
-                continue
-            return (f"{path}.{resnet.get(inner) or _dotted(inner)}",)
-    raise UserError(Message("{name}: no layer of this base has that name", name=f"lora_unet_{kohya}"))
-
-
-def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
-    found = naming.to_native(family.native_layers, module)
-    if found is None:
-        raise UserError(
-            Message(
-                "{name}: this layer has no name in {title}'s original code; {instead}",
-                name=module,
-                title=family.title,
-                instead=LEAVE_OUT,
-            )
-        )
-    return found
-
-
-def _native_members(native: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
-    found = naming.from_native(family.native_layers, native)
-    if found is None:
-        raise UserError(
-            Message("{name}: no layer of {title} has that name", name=f"diffusion_model.{native}", title=family.title)
-        )
-    return found
-
-
-def _native_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
-    native, members = _to_native(module, family, denoiser_config)
-    return native.replace(".", "_"), members
-
-
-def _native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
-    # Only the base's own layers tell which of the underscores were dots.
-    known = _underscored(family.native_layers, tuple(family.layer_shapes(denoiser_config)))
-    if kohya not in known:
-        raise UserError(Message("{name}: no layer of this base has that name", name=f"lora_unet_{kohya}"))
-    return known[kohya]
-
-
-@cache
-def _underscored(rows: tuple[naming.Row, ...], layers: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    found = (naming.to_native(rows, layer) for layer in layers)
-    return {one[0].replace(".", "_"): one[1] for one in found if one}
-
-
-def _bfl_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
-    native, members = _to_native(module, family, denoiser_config)
-    if not native.startswith(("double_blocks.", "single_blocks.")):
-        # diffusers drops or swaps layers outside the blocks in kohya files, so the file would not do what was trained
-        raise UserError(
-            Message(
-                "{name}: kohya's FLUX layout holds layers inside the blocks only; {instead}",
-                name=module,
-                instead=LEAVE_OUT,
-            )
-        )
-    return native.replace(".", "_"), members
-
-
-LEAVE_OUT = "leave it out of adapter.targets, or the layout out of export.formats"
-NAMINGS = {
-    "diffusers_underscored": (_underscored_to_kohya, _underscored_members),
-    "sgm_unet": (_sgm_to_kohya, _sgm_members),
-    "native": (_native_to_kohya, _native_kohya_members),
-    "bfl_flux": (_bfl_to_kohya, _native_kohya_members),
-}
-
-
-def _rule(
-    family: Any, denoiser_config: Mapping[str, Any], layout: str
-) -> tuple[Callable[[str], Named], Callable[[str], tuple[str, ...]]]:
-    """Return the two functions of a layout's rule, which take and return names with their prefixes.
-
-    Raises:
-        UserError: there is no such layout, or the family does not have it.
-    """
-    if layout not in LAYOUTS:
-        raise UserError(
-            Message("{layout}: unknown layout; there are {names}", layout=repr(layout), names=", ".join(LAYOUTS))
-        )
-    if layout != "diffusers" and not _has_layout(family, layout):
-        raise UserError(
-            Message(
-                "{title} has no {layout} layout; set export.formats = ['diffusers']", title=family.title, layout=layout
-            )
-        )
-    to_name, members = _denoiser_rule(family, layout)
-    prefix = _prefix(family, layout)
-
-    def name_of(module: str) -> Named:
-        if text_encoder_of(module, family):
-            return _text_to_name(module, family, layout), (module,)
-        name, modules_ = to_name(module, family, denoiser_config)
-        return prefix + name, modules_
-
-    def members_of(name: str) -> tuple[str, ...]:
-        text = _text_module(name, family, layout)
-        return (text,) if text else members(name.removeprefix(prefix), family, denoiser_config)
-
-    return name_of, members_of
-
-
-def _denoiser_rule(family: Any, layout: str) -> tuple[Callable[..., Named], Callable[..., tuple[str, ...]]]:
-    if layout == "diffusers":
-        return lambda module, *_: (module, (module,)), lambda name, *_: (name,)
-    return NAMINGS[family.kohya_naming] if layout == "kohya" else (_to_native, _native_members)
 
 
 def _swapped(family: Any, denoiser_config: Mapping[str, Any], layout: str) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import adapters, precision
-from ..common.text import digits
+from ..common.numbers import digits
 from ..data.buckets import Bucket, named
 from ..data.cache import Cache
 from ..data.caption_style import warn_of_sentences

@@ -23,7 +23,7 @@ from ..data.examples import ScanReport
 from ..data.prompts import Prompt
 from ..errors import Message, UserError, UserErrors
 from ..families.base import ModelFamily
-from ..lora_files.layouts import text_encoder_of
+from ..lora_files.layer_names import text_encoder_of
 from ..precision.dtypes import DTYPES
 from ..run.disk_space import Need
 from ..settings import Job

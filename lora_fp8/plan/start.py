@@ -10,7 +10,7 @@ from ..adapters import kinds
 from ..common.text import first_few
 from ..errors import Message, UserError
 from ..families.base import ModelFamily
-from ..lora_files import export, layouts
+from ..lora_files import export, layer_names, layouts
 from ..settings import Adapter, Job
 from .disk_budget import Named
 
@@ -118,7 +118,7 @@ def _check_layers(layers: Layers, job_ranks: dict[str, int], section: Adapter, f
     """
     untrained = [layer for layer in layers if layer not in job_ranks]
     if section.text_encoder:  # their layers are checked when the encoders are loaded
-        untrained = [layer for layer in untrained if not layouts.text_encoder_of(layer, family)]
+        untrained = [layer for layer in untrained if not layer_names.text_encoder_of(layer, family)]
     if untrained:
         raise UserError(
             Message(

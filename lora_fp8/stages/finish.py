@@ -22,7 +22,7 @@ from ..data.buckets import Bucket, Placed
 from ..data.examples import Example
 from ..errors import Message, RunFailure, UserError
 from ..families.base import ModelFamily
-from ..lora_files import export
+from ..lora_files import export, export_metadata
 from ..objectives import PREDICTION_TYPES
 from ..plan.placement import find_holdout_candidates, place, scan, split
 from ..plan.resolve import choose_layouts, get_resolution, make_family, resolve_auto
@@ -241,7 +241,7 @@ def compute_metadata(folder: Path, overrides: list[str], step: int = 0) -> dict[
     """
     run, job, saved = _open_checkpoint(folder, overrides, step)
     job, family, facts = _resolve_run(job, saved.step)
-    return {layout: export.metadata(family, job.export, facts, layout) for layout in job.export.formats}
+    return {layout: export_metadata.metadata(family, job.export, facts, layout) for layout in job.export.formats}
 
 
 def _open_checkpoint(folder: Path, overrides: list[str], step: int) -> tuple[Run, Job, checkpoint.Checkpoint]:
@@ -254,7 +254,7 @@ def _open_checkpoint(folder: Path, overrides: list[str], step: int) -> tuple[Run
     return run, job, saved
 
 
-def _resolve_run(job: Job, step: int) -> tuple[Job, ModelFamily, export.ExportFacts]:
+def _resolve_run(job: Job, step: int) -> tuple[Job, ModelFamily, export_metadata.ExportFacts]:
     """Resolve the job of a run. Returns it without "auto", its family, and the facts for the metadata at a step."""
     family = make_family(job)
     job = choose_layouts(resolve_auto(job, type(family)), family)
@@ -298,19 +298,19 @@ def _make_kind_settings(section: settings.Adapter) -> dict[str, str]:
 
 def _make_facts(
     job: Job, family: ModelFamily, examples: list[Example], buckets: dict[Bucket, list[Placed]], step: int
-) -> export.ExportFacts:
+) -> export_metadata.ExportFacts:
     """Collect the facts about a run for the metadata of its files."""
     folders = []
     for i, folder in enumerate(job.dataset.folders):
         captions = [example.caption for example in examples if example.folder_index == i]
-        counted = export.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator)
+        counted = export_metadata.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator)
         # Tags of regularization images do not describe the subject, so they are no prompts for the LoRA.
         folders.append(replace(counted, tags={}) if folder.regularization else counted)
     sizes: Counter[tuple[int, int]] = Counter()  # programs that read this field expect width and height only
     for (width, height, *_), members in buckets.items():
         sizes[width, height] += len(members)
     factor = optim.lr_factor(job.optimizer, job.quantize.storage)
-    return export.ExportFacts(
+    return export_metadata.ExportFacts(
         name=job.name,
         steps=step,
         rank=job.adapter.rank,

@@ -10,7 +10,7 @@ from ..distributed import exchange
 from ..distributed.exchange import Exchange
 from ..errors import Message
 from ..families.base import ModelFamily
-from ..lora_files.layouts import text_encoder_of
+from ..lora_files.layer_names import text_encoder_of
 from ..objectives import Objective
 from ..training import memory, optim
 from ..training.text_encoders import Adapted, TextEncoders

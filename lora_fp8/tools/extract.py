@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from .. import families, precision, settings
-from ..common.text import first_few, sides
+from ..common.numbers import sides
+from ..common.text import first_few
 from ..errors import Message, UserError
 from ..families.base import CLIP_LAYERS, ModelFamily
-from ..lora_files import export, layouts
-from ..lora_files.layouts import text_encoder_of
+from ..lora_files import export_metadata, layouts
+from ..lora_files.layer_names import text_encoder_of
 from . import pairs
 from .pairs import Spectrum
 from .resize import Row
@@ -164,7 +165,14 @@ def extract(
 
     layout = options.layout or Family.layouts[0]
     tensors = layouts.to_layout(state, 1.0, models[0], models[0].denoiser_config(), layout)
-    _write(tensors, output, held, models[0], layout, f"extract {export.basename(tuned)} - {export.basename(base)}")
+    _write(
+        tensors,
+        output,
+        held,
+        models[0],
+        layout,
+        f"extract {export_metadata.basename(tuned)} - {export_metadata.basename(base)}",
+    )
     total = sum(left_out.values()) + sum(row.energy for row in rows)
     return Report(rows, sorted(left_out), sum(left_out.values()) / total)
 
@@ -305,9 +313,9 @@ def _write(tensors: dict[str, Tensor], output: Path, dtype: torch.dtype, family:
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{family.modelspec_architecture}/lora",
-        "modelspec.implementation": export.implementation(family, layout),
+        "modelspec.implementation": export_metadata.implementation(family, layout),
         "modelspec.resolution": f"{side}x{side}",
-        "ss_network_module": export.network_module(family, "lora"),
+        "ss_network_module": export_metadata.network_module(family, "lora"),
         "ss_base_model_version": family.kohya_base_version,
         "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),
         "lora_fp8_layout": layout,

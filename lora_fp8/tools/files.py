@@ -16,7 +16,7 @@ from ..adapters import kinds
 from ..common.reading import open_regular
 from ..common.text import first_few
 from ..errors import Message, RunFailure, UserError
-from ..lora_files import export, layouts
+from ..lora_files import export, export_metadata, layouts, safetensors_file
 from . import pairs
 from .pairs import Lora, Pair
 
@@ -98,7 +98,7 @@ def inspect(path: Path) -> About:
         * (alphas[module] / kinds.rank_of(parts) if module in alphas and kinds.has_rank(parts) else 1)
         for module, parts in layers.items()
     }
-    payload = export.payload_hash(path)
+    payload = safetensors_file.payload_hash(path)
     with open_regular(path) as file:
         sha = hashlib.file_digest(file, "sha256").hexdigest()
     own = metadata.get("sshs_model_hash")
@@ -112,7 +112,7 @@ def inspect(path: Path) -> About:
         alphas=dict(Counter(alphas.get(module) for module in layers).most_common()),
         dtypes=dict(Counter(pairs.short(next(iter(parts.values())).dtype) for parts in layers.values()).most_common()),
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
-        metadata=export.read_header(path).metadata,
+        metadata=safetensors_file.read_header(path).metadata,
         hashes={"sha256": sha, "autov2": sha[:10], "autov3": payload[:12], "header": own == payload if own else None},
     )
 
@@ -201,7 +201,7 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
         sizes = Family(settings.Model(family=name, path=base), device="cpu", dtype=held).denoiser_config()
     state, scaling = layouts.from_layout(tensors, Family, sizes)
     made = layouts.to_layout(state, scaling, Family, sizes, layout)
-    about = {"lora_fp8_layout": layout, "modelspec.implementation": export.implementation(Family, layout)}
+    about = {"lora_fp8_layout": layout, "modelspec.implementation": export_metadata.implementation(Family, layout)}
     if other:
         _write_other(made, output, pairs.dtype_of(dtype, held), metadata, about)
         return len(layouts.modules(state))
@@ -242,7 +242,7 @@ def _write_other(
     kept |= {"ss_network_alpha": str(alpha.pop()) if len(alpha) == 1 else "Dynamic"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        export.write_file(path, held, kept | dict(about), hashes=True)
+        safetensors_file.write_file(path, held, kept | dict(about), hashes=True)
     except OSError as error:
         raise UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
 

@@ -31,14 +31,14 @@ from ..common.text import first_few
 from ..common.writing import atomic_write, sync_folder, write_synced
 from ..errors import Message, UserError
 from ..families import _files
-from ..lora_files import export, layouts
+from ..lora_files import export, export_metadata, layouts, safetensors_file
 from ..lora_files import header as adapter_header
 from ..run import Run
 from ..settings import Job
 from ..stages.previews import write_png
 
 HOSTS = Path(__file__).parent / "hosts"
-PUBLIC = {*export.LEVELS["private"], "modelspec.usage_hint", "sshs_model_hash", "modelspec.hash_sha256"}
+PUBLIC = {*export_metadata.LEVELS["private"], "modelspec.usage_hint", "sshs_model_hash", "modelspec.hash_sha256"}
 PUBLIC -= {"ss_training_comment"}
 """Metadata keys that are published. Headers of other programs hold captions, paths and whole configs under their own
 keys, so this lists what stays and not what is removed."""
@@ -147,7 +147,7 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
     Raises:
         UserError: the architecture is unknown.
     """
-    header = export.read_header(file).metadata
+    header = safetensors_file.read_header(file).metadata
     known = {families.get(name).kohya_base_version: name for name in families.available()}
     told = job.model.family if job else known.get(header.get("ss_base_model_version", ""), "")
     family = given.get("family") or told
@@ -173,7 +173,7 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
         strength=strength,
         tags=tuple(tag.strip() for tag in header.get("modelspec.tags", "").split(",") if tag.strip()),
         steps=header.get("ss_steps", ""),
-        autov3=export.payload_hash(file)[:12].upper(),
+        autov3=safetensors_file.payload_hash(file)[:12].upper(),
     )
 
 
@@ -208,7 +208,7 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
     check_free(folder)
     _check_adapter(file)
     made_here = not folder.exists()
-    slug = export.slug(facts.title)
+    slug = export_metadata.slug(facts.title)
     lora = folder / f"{slug}.safetensors"
     try:
         (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -289,7 +289,7 @@ def _copy(source: Path, target: Path, *, whole: bool) -> None:
 
     A1111's old hash is never public: it counts from the file's first byte, so another header changes it.
     """
-    header = export.read_header(source)
+    header = safetensors_file.read_header(source)
     kept = {key: value for key, value in header.metadata.items() if whole or key in PUBLIC}
     if told := header.metadata.get(adapter_header.KEY):  # without it, the file would have another strength
         kept[adapter_header.KEY] = told if whole else adapter_header.published(told)
@@ -309,7 +309,7 @@ def parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int, int])
         "CFG scale": picture.guidance,
         "Seed": picture.seed,
         "Size": f"{size[0]}x{size[1]}",
-        "Model": export.basename(facts.base_model) or None,
+        "Model": export_metadata.basename(facts.base_model) or None,
         "Lora hashes": f'"{slug}: {facts.autov3.lower()}"',
     }
     lines = [f"{picture.prompt} <lora:{slug}:{facts.strength:g}>"]
@@ -388,7 +388,7 @@ def problems(host: Mapping[str, Any], facts: Facts, file: Path, language: str) -
     if limit and size > limit:
         told = f"{size:.0f} MB are more than its limit of {limit} MB; see lora-fp8 resize"
         found.append(told if english else f"文件 {size:.0f} MB，超过上限 {limit} MB；可用 lora-fp8 resize 压缩")
-    header, limit = export.read_header(file).data_begin / 2**20, host["max_header_mb"]
+    header, limit = safetensors_file.read_header(file).data_begin / 2**20, host["max_header_mb"]
     if limit and header > limit:
         told = f"a header of {header:.0f} MB is more than its limit of {limit} MB"
         found.append(told if english else f"文件头 {header:.0f} MB，超过上限 {limit} MB")

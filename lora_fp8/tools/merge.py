@@ -24,12 +24,13 @@ from torch import Tensor
 
 from .. import families, settings
 from ..adapters import kinds
-from ..common.text import first_few, sides
+from ..common.numbers import sides
+from ..common.text import first_few
 from ..common.writing import sync_folder, write_synced
 from ..errors import Message, UserError
 from ..families import _files
-from ..lora_files import export, layouts
-from ..lora_files.layouts import text_encoder_of
+from ..lora_files import export, layer_names, layouts, safetensors_file
+from ..lora_files.layer_names import text_encoder_of
 from . import pairs, resize
 from .pairs import STALE, Lora, Pair
 
@@ -343,7 +344,7 @@ def _text_places(family: Any) -> dict[str, _Place]:
         if not family.checkpoint:
             for path in _files.weight_files(family.folder / encoder, "model"):
                 for name, shape in _files.read_header(path).items():
-                    found[layouts.text_layer(encoder, name)] = _Place(path, name, shape)
+                    found[layer_names.text_layer(encoder, name)] = _Place(path, name, shape)
             continue
         own = {key.removeprefix(prefix): shape for key, shape in header.items() if prefix and key.startswith(prefix)}
         if not own:
@@ -356,7 +357,7 @@ def _text_places(family: Any) -> dict[str, _Place]:
             )
         for key, shape in own.items():
             for layer, place in _text_layers_in(key, prefix, shape, family.checkpoint):
-                found[layouts.text_layer(encoder, f"{layer}.weight")] = place
+                found[layer_names.text_layer(encoder, f"{layer}.weight")] = place
     return found
 
 
@@ -424,7 +425,7 @@ def _rewrite(
     about: Mapping[str, str],
 ) -> None:
     """Copy a safetensors file tensor by tensor and add the deltas, atomically."""
-    header = export.read_header(source)
+    header = safetensors_file.read_header(source)
     metadata = {key: value for key, value in header.metadata.items() if key not in STALE} | dict(about)
     head = json.dumps({"__metadata__": metadata, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)

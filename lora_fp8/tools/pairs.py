@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..common.text import first_few
 from ..errors import Message, RunFailure, UserError
-from ..lora_files import export, layouts
+from ..lora_files import export, export_metadata, layouts, safetensors_file
 from ..precision.dtypes import DTYPES
 
 HALVES = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
@@ -113,7 +113,7 @@ def read(path: Path, *, sound: bool = True) -> Lora:
     if stray := sorted(module for module in alphas if module not in pairs):
         raise UserError(Message("{path}: {names} has alpha and no weights", path=path, names=first_few(stray)))
     dtypes = Counter(pair.a.dtype for pair in pairs.values())
-    as_tensors = any(name.endswith(".alpha") for name in export.read_header(path).entries)
+    as_tensors = any(name.endswith(".alpha") for name in safetensors_file.read_header(path).entries)
     return Lora(pairs, halves, as_tensors or halves == HALVES[1], dtypes.most_common(1)[0][0], metadata)
 
 
@@ -172,14 +172,14 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
     written = {**kept, "ss_network_dim": rank, "ss_network_alpha": rank, **about}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        export.write_file(path, tensors, written, hashes=True)
+        safetensors_file.write_file(path, tensors, written, hashes=True)
     except OSError as error:
         raise UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
 
 
 def named(path: Path) -> dict[str, str]:
     """Return the metadata that name a new file: its title and the name for prompts."""
-    return {"modelspec.title": path.stem, "ss_output_name": export.slug(path.stem)}
+    return {"modelspec.title": path.stem, "ss_output_name": export_metadata.slug(path.stem)}
 
 
 def short(dtype: torch.dtype) -> str:
@@ -196,7 +196,7 @@ def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
     """
     if name and name not in DTYPES:
         raise UserError(Message("--dtype {given}: accepted are {names}", given=repr(name), names=", ".join(DTYPES)))
-    if not name and default not in export.SAFETENSORS_DTYPES:
+    if not name and default not in safetensors_file.SAFETENSORS_DTYPES:
         raise UserError(
             Message(
                 "the file is in {dtype}, which is not written; say --dtype bf16, fp16 or fp32", dtype=short(default)

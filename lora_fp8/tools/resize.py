@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Message, UserError
-from ..lora_files import export
+from ..lora_files import export_metadata
 from . import pairs
 from .pairs import Pair
 
@@ -108,6 +108,6 @@ def resize(file: Path, output: Path, *, rank: int, energy: float, uniform: bool,
     wanted = " ".join([f"rank {rank}"] * bool(rank) + [f"energy {energy:g}"] * bool(energy))
     resized = replace(lora, pairs=made)
     # A name of its own: A1111 treats two files with one ss_output_name as the same.
-    about = {"lora_fp8_tool": f"resize to {wanted}", "ss_output_name": export.slug(output.stem)}
+    about = {"lora_fp8_tool": f"resize to {wanted}", "ss_output_name": export_metadata.slug(output.stem)}
     pairs.write(resized, output, held, about)
     return report

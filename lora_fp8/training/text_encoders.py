@@ -21,7 +21,7 @@ from torch import nn
 from .. import adapters, settings
 from ..errors import Message
 from ..families.base import CLIP_LAYERS, Cond, ModelFamily
-from ..lora_files.layouts import text_layer
+from ..lora_files.layer_names import text_layer
 
 
 class TextEncoders:
@@ -155,7 +155,7 @@ def _layer_number(path: str) -> int:
 class Adapted(nn.Module):
     """A denoiser and its text encoders as one model for `adapters`, whose layers are named as in LoRA files.
 
-    The denoiser's layers keep their own names; those of text encoders follow `layouts.text_layer`.
+    The denoiser's layers keep their own names; those of text encoders follow `layer_names.text_layer`.
     """
 
     def __init__(self, denoiser: nn.Module, encoders: dict[str, nn.Module]) -> None:

@@ -1,26 +1,12 @@
 """Verifies that an exported LoRA file does what training did."""
 
-from .verify import (
-    HEADER_KEYS,
-    MOSTLY_LOST,
-    Previews,
-    Probe,
-    Reference,
-    Report,
-    check,
-    check_file,
-    clean_pipeline,
-    delta_error,
-    family_told,
-    load,
-    loaded_layers,
-    make_probe,
-    predict,
-    psnr,
-    relative_error,
-    save_probe,
-    survival,
-)
+from .deltas import delta_error, relative_error
+from .file_checks import HEADER_KEYS, family_told
+from .merging import MOSTLY_LOST, survival
+from .pipeline import clean_pipeline, load, loaded_layers
+from .reference import Previews, Probe, Reference, make_probe, predict, psnr, save_probe
+from .report import Report
+from .verify import check, check_file
 
 __all__ = [
     "HEADER_KEYS",

@@ -17,7 +17,7 @@ from torch import Tensor
 from lora_fp8 import config, families, settings, verify
 from lora_fp8.adapters import kinds
 from lora_fp8.errors import RunFailure, UserError
-from lora_fp8.lora_files import export, layouts
+from lora_fp8.lora_files import export, layer_names, layouts
 from lora_fp8.plan import disk_budget
 from lora_fp8.plan.start import read_start_values
 from lora_fp8.tools import average, files, merge, resize
@@ -81,7 +81,7 @@ class Cases:
         self.layers = {name: shapes[name] for name in (*attention, *convolution)}
         self.sound: list[tuple[str, dict[str, Tensor]]] = []
         for kind, layout in (
-            *(("lora", layout) for layout in layouts.LAYOUTS),
+            *(("lora", layout) for layout in layer_names.LAYOUTS),
             *(("dora", "diffusers"), ("lokr", "kohya"), ("lokr_small", "kohya"), ("loha", "kohya")),
         ):
             state = self._state(kind)
@@ -130,7 +130,7 @@ class Cases:
         put(path, header, data)
         if draw.random() < 0.25:
             path.write_bytes(mutations.bytes_of(draw, path.read_bytes()))
-        choices = {"sound": number, "layout": draw.choice(layouts.LAYOUTS), "tool": draw.randrange(8)}
+        choices = {"sound": number, "layout": draw.choice(layer_names.LAYOUTS), "tool": draw.randrange(8)}
         choices |= {"dtype": draw.choice(("", "bf16", "fp16", "fp32")), "rank": draw.choice((0, 1, 3, 4, 64))}
         (folder / "choices.json").write_text(json.dumps(choices), encoding="utf-8")
 

@@ -1,0 +1,64 @@
+"""The report of a verification: one line for each check, and the measured numbers."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check. `judged` is False for what is only measured; then `ok` is True."""
+
+    name: str
+    ok: bool
+    detail: str
+    judged: bool = True
+
+
+@dataclass
+class Report:
+    """The checks of one file.
+
+    Attributes:
+        file: name of the file.
+        checks: results, in the order of the checks.
+        measured: numbers by name: prediction_error, delta_error, preview_psnr, plain_prediction_error,
+            plain_preview_psnr, merged_unscaled, merged_row-scaled.
+    """
+
+    file: str
+    checks: list[Check] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """True if every judged check passed."""
+        return all(check.ok for check in self.checks)
+
+    def failed(self) -> list[str]:
+        """Return the checks that failed, each as "name: detail"."""
+        return [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
+
+    def add(self, name: str, ok: bool, detail: str, *, judged: bool = True) -> bool:
+        """Add a check's result, and return `ok`."""
+        self.checks.append(Check(name, bool(ok), detail, judged))
+        return bool(ok)
+
+    def measure(self, name: str, value: float) -> float:
+        """Record a number, and return it."""
+        self.measured[name] = float(value)
+        return float(value)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what verify.json stores: plain JSON types; infinity (identical images) becomes None."""
+        return {
+            "file": self.file,
+            "ok": self.ok,
+            "checks": [vars(check) for check in self.checks],
+            "measured": {name: value if math.isfinite(value) else None for name, value in self.measured.items()},
+        }
+
+    def lines(self) -> list[str]:
+        """Return one line per check, for the log."""
+        marks = {(True, True): "ok  ", (False, True): "FAIL", (True, False): "info", (False, False): "info"}
+        return [f"{marks[c.ok, c.judged]} {c.name}: {c.detail}" for c in self.checks]
