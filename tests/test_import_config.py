@@ -26,7 +26,7 @@ from PIL import Image
 
 from lora_fp8 import adapters, cli, config, families, importing
 from lora_fp8.errors import UserError
-from lora_fp8.importing import base, words
+from lora_fp8.importing import base, dataset_settings
 from lora_fp8.lora_files import layer_names
 from lora_fp8.objectives import Diffusion, FlowMatching
 from lora_fp8.settings import Adapter, Job, Optimizer
@@ -1698,12 +1698,6 @@ def test_families_are_those_of_this_version(
 # ------------------------------------------------------------------------------------------------- text encoders
 
 
-def test_the_families_with_trained_text_encoders_are_theirs() -> None:
-    from lora_fp8 import families
-
-    assert set(words.TRAINED_TEXT) == {name for name in families.available() if families.get(name).trained_text}
-
-
 @pytest.mark.parametrize(
     ("text", "trained", "rate"),
     [
@@ -1793,8 +1787,8 @@ def test_masks_of_every_tool(here: Path, tmp_path: Path) -> None:
     )
     assert (set(folders), weight) == ({"*-masklabel"}, 0.3)
     assert {"unmasked_weight", "normalize_masked_area_loss"} <= keys(found.differs)
-    folder = words.look_into(base.Draft(found.tool, base.read_source(here / "onetrainer_sdxl.json"), "", "sdxl"),
-                             base.Folder("pictures/plain", mask="*-masklabel"), deep=True)  # fmt: skip
+    draft = base.Draft(found.tool, base.read_source(here / "onetrainer_sdxl.json"), "", "sdxl")
+    folder = dataset_settings.look_into(draft, base.Folder("pictures/plain", mask="*-masklabel"), deep=True)
     assert folder.images == 7
     # ai-toolkit's: transparency counts before a folder; its loss is divided by the area
     folders, weight, found = made(

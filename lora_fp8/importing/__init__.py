@@ -7,8 +7,8 @@ does not say becomes a `# TODO` in ours.
 
 Each tool has one file: a table (`rules`) that converts its keys one by one, and a function for whatever depends on
 several keys (epochs, schedules, folders). What sd-scripts, musubi-tuner and the graphical interfaces around them share
-is in `kohya_table`, `kohya_data`, `kohya_training`, `kohya_blocks` and `kohya_previews`; what all tools share is in
-`words`.
+is in `kohya_table`, `kohya_data`, `kohya_training`, `kohya_blocks` and `kohya_previews`; what all tools share is in the
+files named `..._settings`, one for each part of our settings, and in `common_values` and `remarks`.
 
 The facts about the other tools are from their documentation and sources of 2026; each table names the version.
 This package does not import torch.

@@ -8,7 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import Message, UserError
-from . import kohya_previews, words
+from . import (
+    adapter_settings,
+    common_values,
+    dataset_settings,
+    kohya_previews,
+    memory_settings,
+    model_settings,
+    objective_settings,
+    optimizer_settings,
+    preview_settings,
+    remarks,
+)
 from .base import (
     JOINT,
     Draft,
@@ -34,7 +45,7 @@ from .base import (
 PROCESS = "config.process.0."
 SAMPLE = f"{PROCESS}sample."
 TRAIN = f"{PROCESS}train."
-NO_VIDEO = words.NO_CLIPS
+NO_VIDEO = dataset_settings.NO_CLIPS
 NO_CONTROL = Message("control pictures lie in one folder here: dataset.folders.N.control")
 NO_LOSS = Message("there is one loss here, objective.loss, weighted by min_snr_gamma only")
 NO_RANGE = Message("counts places in its own list of noise levels; see objective.t_min and t_max")
@@ -46,14 +57,14 @@ SHORT: dict[str, Rule] = {
     "sqlite_db_path": idle(),
     "device": idle(),
     "trigger_word": to("dataset.trigger", text, Message("put in front of captions that lack it")),
-    "performance_log_every": idle(words.LOGGING),
+    "performance_log_every": idle(remarks.LOGGING),
     "network.type": JOINT,
     "network.linear": JOINT,
     "network.rank": JOINT,
     "network.linear_alpha": JOINT,
     "network.alpha": JOINT,
-    "network.conv": none(words.NO_CONV),
-    "network.conv_alpha": none(words.NO_CONV),
+    "network.conv": none(remarks.NO_CONV),
+    "network.conv_alpha": none(remarks.NO_CONV),
     "network.dropout": to("adapter.dropout", number),
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
@@ -61,18 +72,18 @@ SHORT: dict[str, Rule] = {
     "network.network_kwargs.**": none(
         Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
     ),
-    "network.pretrained_lora_path": to("adapter.init_from", text, words.START),
+    "network.pretrained_lora_path": to("adapter.init_from", text, remarks.START),
     "network.transformer_only": idle("only the denoiser is trained here"),
     "network.old_lokr_format": idle(Message("belongs to LoKr")),
-    "save.dtype": to("export.dtype", words.FILE_DTYPE),
+    "save.dtype": to("export.dtype", common_values.FILE_DTYPE),
     "save.save_every": JOINT,
     "save.max_step_saves_to_keep": JOINT,
     "save.save_format": none(
         Message("files are .safetensors in the key names of export.formats"), "safetensors", "diffusers"
     ),
-    "save.push_to_hub": none(words.UPLOAD),
-    "save.hf_repo_id": none(words.UPLOAD),
-    "save.hf_private": none(words.UPLOAD),
+    "save.push_to_hub": none(remarks.UPLOAD),
+    "save.hf_repo_id": none(remarks.UPLOAD),
+    "save.hf_private": none(remarks.UPLOAD),
     "datasets.*.folder_path": JOINT,
     "datasets.*.dataset_path": JOINT,
     "datasets.*.num_repeats": JOINT,
@@ -88,14 +99,14 @@ SHORT: dict[str, Rule] = {
     "datasets.*.buckets": JOINT,
     "datasets.*.bucket_tolerance": JOINT,
     "datasets.*.is_reg": JOINT,
-    "datasets.*.network_weight": none(words.FULL_STRENGTH, 1, 1.0),
+    "datasets.*.network_weight": none(remarks.FULL_STRENGTH, 1, 1.0),
     "datasets.*.loss_multiplier": JOINT,
     "datasets.*.token_dropout_rate": JOINT,
     "datasets.*.random_triggers": none(Message("a folder has one trigger")),
     "datasets.*.trigger_word": JOINT,
-    "datasets.*.cache_latents": cached(words.ALWAYS_CACHED),
-    "datasets.*.cache_latents_to_disk": cached(words.ALWAYS_CACHED),
-    "datasets.*.cache_text_embeddings": cached(words.ALWAYS_CACHED),
+    "datasets.*.cache_latents": cached(remarks.ALWAYS_CACHED),
+    "datasets.*.cache_latents_to_disk": cached(remarks.ALWAYS_CACHED),
+    "datasets.*.cache_text_embeddings": cached(remarks.ALWAYS_CACHED),
     "datasets.*.mask_path": JOINT,
     "datasets.*.mask_min_value": JOINT,
     "datasets.*.alpha_mask": JOINT,
@@ -105,8 +116,8 @@ SHORT: dict[str, Rule] = {
     "datasets.*.control_path_2": none(NO_CONTROL),
     "datasets.*.control_path_3": none(NO_CONTROL),
     "datasets.*.controls": none(NO_CONTROL),
-    "datasets.*.num_frames": none(words.NO_SPREAD, 1),
-    "datasets.*.shrink_video_to_frames": idle(words.NO_SPREAD),
+    "datasets.*.num_frames": none(remarks.NO_SPREAD, 1),
+    "datasets.*.shrink_video_to_frames": idle(remarks.NO_SPREAD),
     "datasets.*.fps": idle(NO_VIDEO),
     "datasets.*.do_i2v": idle(NO_VIDEO),
     "datasets.*.do_audio": idle(NO_VIDEO),
@@ -133,7 +144,7 @@ SHORT: dict[str, Rule] = {
     "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
     "train.optimizer_params.eps": to("optimizer.eps", number),
     "train.optimizer_params.betas": JOINT,
-    **dict.fromkeys((f"train.optimizer_params.{name}" for name in words.OF_PRODIGY), JOINT),
+    **dict.fromkeys((f"train.optimizer_params.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
     "train.optimizer_params.**": none(Message("not known to the optimizers here")),
     "train.lr": JOINT,
     "train.unet_lr": JOINT,
@@ -154,20 +165,20 @@ SHORT: dict[str, Rule] = {
     "train.content_or_style_reg": none(Message("the whole range of noise is trained alike"), "balanced"),
     "train.min_denoising_steps": none(NO_RANGE),
     "train.max_denoising_steps": none(NO_RANGE, 1000, 999),
-    "train.loss_type": none(words.ONE_LOSS, "mse"),
-    "train.ema_config.use_ema": none(words.NO_EMA),
+    "train.loss_type": none(objective_settings.ONE_LOSS, "mse"),
+    "train.ema_config.use_ema": none(remarks.NO_EMA),
     "train.ema_config.ema_decay": idle("belongs to use_ema"),
     "train.noise_offset": JOINT,
     "train.reg_weight": JOINT,
     "train.skip_first_sample": JOINT,
     "train.force_first_sample": JOINT,
     "train.disable_sampling": JOINT,
-    "train.cache_text_embeddings": cached(words.ALWAYS_CACHED),
+    "train.cache_text_embeddings": cached(remarks.ALWAYS_CACHED),
     "train.unload_text_encoder": always(Message("text encoders are freed before training")),
     "train.bypass_guidance_embedding": none(Message("objective.guidance is always shown")),
-    "train.xformers": always(words.ATTENTION),
-    "train.sdp": always(words.ATTENTION),
-    "train.attention_backend": always(words.ATTENTION),
+    "train.xformers": always(remarks.ATTENTION),
+    "train.sdp": always(remarks.ATTENTION),
+    "train.attention_backend": always(remarks.ATTENTION),
     "train.switch_boundary_every": idle(NO_VIDEO),
     "train.do_differential_guidance": none(NO_LOSS),
     "train.differential_guidance_scale": idle("belongs to do_differential_guidance"),
@@ -177,9 +188,9 @@ SHORT: dict[str, Rule] = {
     "train.diff_output_preservation_class": idle("belongs to diff_output_preservation"),
     "train.blank_prompt_preservation": none(NO_PRESERVE),
     "train.blank_prompt_preservation_multiplier": idle("belongs to blank_prompt_preservation"),
-    "train.inverted_mask_prior": none(words.NO_MASK),
-    "train.force_consistent_noise": none(words.NO_NOISE),
-    "train.start_step": none(words.RESUMES),
+    "train.inverted_mask_prior": none(remarks.NO_MASK),
+    "train.force_consistent_noise": none(objective_settings.NO_NOISE),
+    "train.start_step": none(remarks.RESUMES),
     "train.merge_network_on_save": none(Message("the base is never changed")),
     "train.compile": JOINT,
     "model.name_or_path": JOINT,
@@ -209,8 +220,8 @@ SHORT: dict[str, Rule] = {
     "model.layer_offloading_text_encoder_percent": idle("belongs to layer_offloading"),
     "model.compile": JOINT,
     "model.use_flux_cfg": none(Message("guidance is shown as one number")),
-    **dict.fromkeys(("model.model_kwargs", "model.model_kwargs.**"), none(words.NOT_HERE)),
-    "sample.sampler": none(words.NO_SAMPLER, "flowmatch", "ddpm"),
+    **dict.fromkeys(("model.model_kwargs", "model.model_kwargs.**"), none(remarks.NOT_HERE)),
+    "sample.sampler": none(remarks.NO_SAMPLER, "flowmatch", "ddpm"),
     "sample.sample_every": JOINT,
     "sample.sample_start_step": idle(),
     "sample.prompts": JOINT,
@@ -233,23 +244,31 @@ SHORT: dict[str, Rule] = {
     "sample.format": idle("previews are .png"),
     "sample.ext": idle("previews are .png"),
     "sample.network_multiplier": none(Message("previews show the LoRA at full strength"), 1, 1.0),
-    "logging.**": idle(words.LOGGING),
+    "logging.**": idle(remarks.LOGGING),
     "datasets.*.square_crop": none(Message("see dataset.buckets, of all folders")),
     "datasets.*.prior_reg": none(NO_PRESERVE),
     "datasets.*.inpaint_path": none(NO_CONTROL),
     "datasets.*.full_size_control_images": none(NO_CONTROL),
-    "datasets.*.standardize_images": none(words.NOT_HERE),
+    "datasets.*.standardize_images": none(remarks.NOT_HERE),
     "datasets.*.use_short_captions": none(Message("one caption of each picture is read here")),
     "datasets.*.replacements": none(Message("captions are read as they are")),
-    **{f"train.{name}": none(words.NO_NOISE, 1, 1.0) for name in ("noise_multiplier", "target_noise_multiplier")},
-    **{f"train.{name}": none(words.NO_NOISE) for name in ("random_noise_multiplier", "random_noise_shift")},
-    **{f"train.{name}": none(words.NO_NOISE) for name in ("optimal_noise_pairing_samples", "blended_blur_noise")},
     **{
-        f"train.{name}": none(words.NOT_HERE, 1, 1.0)
+        f"train.{name}": none(objective_settings.NO_NOISE, 1, 1.0)
+        for name in ("noise_multiplier", "target_noise_multiplier")
+    },
+    **{
+        f"train.{name}": none(objective_settings.NO_NOISE) for name in ("random_noise_multiplier", "random_noise_shift")
+    },
+    **{
+        f"train.{name}": none(objective_settings.NO_NOISE)
+        for name in ("optimal_noise_pairing_samples", "blended_blur_noise")
+    },
+    **{
+        f"train.{name}": none(remarks.NOT_HERE, 1, 1.0)
         for name in ("img_multiplier", "latent_multiplier", "noisy_latent_multiplier")
     },
     **{f"train.{name}": none(NO_LOSS) for name in ("do_cfg", "do_random_cfg", "contrastive_loss", "t0_loss_target")},
-    **{f"train.{name}": none(words.NOT_HERE) for name in ("weight_jitter", "free_u", "train_refiner", "train_turbo")},
+    **{f"train.{name}": none(remarks.NOT_HERE) for name in ("weight_jitter", "free_u", "train_refiner", "train_turbo")},
     **{f"train.ema_config.{name}": idle("belongs to use_ema") for name in ("use_feedback", "param_multiplier")},
     "train.short_and_long_captions": none(Message("one caption of each picture is read here")),
     "train.inverted_mask_prior_multiplier": idle("belongs to inverted_mask_prior"),
@@ -347,28 +366,28 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
 
     kind = str(processes[0].get("type", ""))
     if what := OTHER_JOBS.get(str(data.get("job", ""))) or OTHER_PROCESSES.get(kind):
-        words.refuse(draft, what)
+        model_settings.refuse(draft, what)
     if processes[0].get("adapter") and not processes[0].get("network"):
-        words.refuse(draft, Message("it trains an adapter (IP-Adapter, Redux, ControlNet)"))
+        model_settings.refuse(draft, Message("it trains an adapter (IP-Adapter, Redux, ControlNet)"))
     yield from ((key.removeprefix(PROCESS), key, value) for key, value in flattened(data))
 
 
 def combine(draft: Draft) -> None:
     """Convert all settings of a job."""
-    words.set_name(draft, "config.name")
+    common_values.set_name(draft, "config.name")
     _set_model(draft)
-    words.set_dtype(draft, f"{PROCESS}train.dtype")
+    model_settings.set_dtype(draft, f"{PROCESS}train.dtype")
     quantize, kind = f"{PROCESS}model.quantize", f"{PROCESS}model.qtype"
-    if words.on(draft.get(quantize)):
+    if common_values.on(draft.get(quantize)):
         # The name of an accuracy-recovery adapter follows a bar.
         name, _, recovery = str(draft.get(kind) or "qfloat8").partition("|")
-        words.set_storage(draft, [quantize, kind], name, "ai-toolkit")
+        model_settings.set_storage(draft, [quantize, kind], name, "ai-toolkit")
         if recovery:
             draft.notes.append(
                 Message("qtype names an accuracy recovery adapter, which is not used here: {file}", file=recovery)
             )
     else:
-        words.set_storage(draft, [quantize], "bf16", "ai-toolkit")
+        model_settings.set_storage(draft, [quantize], "bf16", "ai-toolkit")
     draft.none(kind, "not quantized", off=True)
     _set_network(draft)
     _set_folders(draft)
@@ -380,41 +399,37 @@ def _set_model(draft: Draft) -> None:
     def key(name: str) -> str:
         return f"{PROCESS}model.{name}"
 
-    kind, why = ARCHITECTURES.get(words.plain(str(draft.get(key("arch")) or "").partition(":")[0]), ""), ""
+    kind, why = ARCHITECTURES.get(common_values.plain(str(draft.get(key("arch")) or "").partition(":")[0]), ""), ""
     if kind:
         why = f"arch = {draft.get(key('arch'))!r}"
     for name, found in (("is_flux", "flux"), ("is_xl", "sdxl"), ("is_v2", "sd2"), ("is_v3", "sd3")):
-        if not kind and words.on(draft.get(key(name))):
+        if not kind and common_values.on(draft.get(key(name))):
             kind, why = found, Message("{name} is on", name=name)
-    if not kind and words.on(draft.get(key("is_lumina2"))):
+    if not kind and common_values.on(draft.get(key("is_lumina2"))):
         kind, why = "lumina2", Message("{name} is on", name="is_lumina2")
     if not kind and not draft.has(key("arch")):
         kind, why = "sd15", "no arch and no is_...: SD 1.5, as there"
-    kind, why = words.refined(kind, why, [draft.get(key("name_or_path"))])
+    kind, why = model_settings.refined(kind, why, [draft.get(key("name_or_path"))])
     keys = [key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
-    words.set_family(
+    model_settings.set_family(
         draft,
         [one for one in keys if draft.has(one) and draft.given[one]],
-        kind or words.plain(draft.get(key("arch"))),
+        kind or common_values.plain(draft.get(key("arch"))),
         why or f"arch = {draft.get(key('arch'))!r}",
     )
     draft.none(keys, "another family", off=True)
-    words.set_prediction(draft, key("is_v_pred"), "v" if words.on(draft.get(key("is_v_pred"))) else "")
-    words.set_model_path(draft, key("name_or_path"))
+    objective_settings.set_prediction(
+        draft, key("is_v_pred"), "v" if common_values.on(draft.get(key("is_v_pred"))) else ""
+    )
+    model_settings.set_model_path(draft, key("name_or_path"))
 
 
 def _set_network(draft: Draft) -> None:
     key = f"{PROCESS}network.type"
     if not any(one.startswith(f"{PROCESS}network.") for one in draft.given):
-        words.set_whole_model(draft, "the file has no network: theirs trains the whole model then")
-    kind = words.plain(draft.get(key) or "lora")
-    own = {words.plain(name): name for name in words.accepted("adapter.type")}
-    if kind in own:
-        draft.mapped(key, {"adapter.type": own[kind]})
-    else:
-        draft.none(key, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
-        draft.set("adapter.type", "lora")
-        draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
+        model_settings.set_whole_model(draft, "the file has no network: theirs trains the whole model then")
+    kind = common_values.plain(draft.get(key) or "lora")
+    adapter_settings.set_type(draft, key, kind)
     _set_lokr(draft, kind)
     for ours, names, read in (
         ("adapter.rank", ("network.rank", "network.linear"), whole),
@@ -428,7 +443,7 @@ def _set_network(draft: Draft) -> None:
     keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
     only, without = ([text(one) for one in draft.get(key, listed) or []] for key in keys)
     if only or without:
-        words.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", 16))
+        adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", 16))
 
 
 def _set_lokr(draft: Draft, kind: str) -> None:
@@ -439,23 +454,25 @@ def _set_lokr(draft: Draft, kind: str) -> None:
         return
     given = draft.get(factor)
     draft.mapped(
-        factor, {"adapter.factor": words.lokr_factor(-1 if given is None else given)}, Message("-1 there is 0 here")
+        factor,
+        {"adapter.factor": adapter_settings.lokr_factor(-1 if given is None else given)},
+        Message("-1 there is 0 here"),
     )
-    if words.on(draft.get(full)):
+    if common_values.on(draft.get(full)):
         ranks = [f"{PROCESS}network.rank", f"{PROCESS}network.linear"]
-        draft.mapped([full, *ranks], {"adapter.rank": words.WHOLE_RANK}, Message("whole matrices"))
+        draft.mapped([full, *ranks], {"adapter.rank": adapter_settings.WHOLE_RANK}, Message("whole matrices"))
     draft.none(full, "off", off=True)
 
 
 def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
     alpha, path = f"{table}alpha_mask", f"{table}mask_path"
-    if words.on(draft.get(alpha)):
+    if common_values.on(draft.get(alpha)):
         folder.mask = "alpha"
-        draft.differs(alpha, {}, f"{at}.mask = 'alpha'; {words.MASK_AREA}")
+        draft.differs(alpha, {}, f"{at}.mask = 'alpha'; {remarks.MASK_AREA}")
         draft.none(path, "alpha_mask counts", off=True)
     elif draft.get(path, text):
-        folder.mask = words.as_mask_folder(draft.get(path, text))
-        draft.differs(path, {}, f"{at}.mask; {words.MASK_AREA}")
+        folder.mask = dataset_settings.as_mask_folder(draft.get(path, text))
+        draft.differs(path, {}, f"{at}.mask; {remarks.MASK_AREA}")
     draft.none(alpha, "off", off=True)
 
 
@@ -464,12 +481,14 @@ def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
     keys = [f"{table}mask_min_value" for table in tables]
     if any(folder.mask for folder in draft.folders):
         masked = [key for key, table in zip(keys, tables, strict=True) if _has_masks(draft, table)]
-        words.share(draft, masked, [draft.get(key) or 0.0 for key in masked], "objective.unmasked_weight", number)
+        dataset_settings.share(
+            draft, masked, [draft.get(key) or 0.0 for key in masked], "objective.unmasked_weight", number
+        )
     draft.none(keys, "there are no masks", off=True)
 
 
 def _has_masks(draft: Draft, table: str) -> bool:
-    return words.on(draft.get(f"{table}alpha_mask")) or draft.has(f"{table}mask_path")
+    return common_values.on(draft.get(f"{table}alpha_mask")) or draft.has(f"{table}mask_path")
 
 
 def _set_folders(draft: Draft) -> None:
@@ -480,11 +499,11 @@ def _set_folders(draft: Draft) -> None:
     indices = [_add_folders(draft, table) for table in tables]
     draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
     _set_unmasked_weight(draft, tables)
-    words.balance_regularization(draft)
-    words.weigh_regularization(draft, f"{PROCESS}train.reg_weight")
+    dataset_settings.balance_regularization(draft)
+    dataset_settings.weigh_regularization(draft, f"{PROCESS}train.reg_weight")
     for table, own in zip(tables, indices, strict=True):
         for i in own:
-            words.weigh(draft, f"{table}loss_multiplier", draft.folders[i], f"dataset.folders.{own[0]}")
+            dataset_settings.weigh(draft, f"{table}loss_multiplier", draft.folders[i], f"dataset.folders.{own[0]}")
     _set_sides(draft, [(f"{table}resolution", own) for table, own in zip(tables, indices, strict=True)])
     _set_shared(draft, tables)
     for key in [one for table in tables for one in (f"{table}caption_ext", f"{table}caption_type")]:
@@ -504,22 +523,22 @@ def _add_folders(draft: Draft, table: str) -> range:
     if not path:
         return range(0)
     folder = Folder(path, positive(draft.get(f"{table}num_repeats") or 1), draft.get(f"{table}trigger_word") or "")
-    words.look_into(draft, folder, deep=True)
+    dataset_settings.look_into(draft, folder, deep=True)
     first = len(draft.folders)
     at = f"dataset.folders.{first}"
     draft.mapped(name, {}, f"{at}.path")
     draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
     draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
-    words.set_control(draft, f"{table}control_path", folder, at)
+    dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     _set_mask(draft, table, folder, at)
     caption = draft.get(f"{table}default_caption", text)
-    if words.on(draft.get(f"{table}is_reg")):
+    if common_values.on(draft.get(f"{table}is_reg")):
         folder.regularization, folder.trigger = True, ""
-        draft.differs(f"{table}is_reg", {}, words.SHOWN_ALIKE)
+        draft.differs(f"{table}is_reg", {}, remarks.SHOWN_ALIKE)
         draft.none(f"{table}default_caption", Message("here each of these pictures needs a caption file"))
     draft.none(f"{table}is_reg", "off", off=True)
     if caption and not folder.regularization:
-        draft.differs(f"{table}default_caption", {}, words.caption_by_trigger(folder, caption))
+        draft.differs(f"{table}default_caption", {}, dataset_settings.caption_by_trigger(folder, caption))
     sides = sorted({whole(side) for side in draft.get(f"{table}resolution", listed) or []})
     if len(sides) > 1:
         draft.mapped(f"{table}resolution", {}, Message("the folder once for each, as there"))
@@ -542,11 +561,13 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
         ("flip_x", "dataset.flip", flag),
         ("buckets", "dataset.buckets", flag),
     ):
-        words.share(draft, *each(name), setting, read)
-    words.set_bucket_step(draft, *each("bucket_tolerance"))
+        dataset_settings.share(draft, *each(name), setting, read)
+    dataset_settings.set_bucket_step(draft, *each("bucket_tolerance"))
     keys, values = each("keep_tokens")
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
-        words.share(draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole)
+        dataset_settings.share(
+            draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole
+        )
     draft.none(keys, Message("means nothing without {key}", key="shuffle_tokens"), off=True)
 
 
@@ -576,27 +597,29 @@ def _set_training(draft: Draft) -> None:
     _set_batch(draft)
     _set_optimizer(draft)
     warmup = f"{TRAIN}lr_scheduler_params.num_warmup_steps"
-    words.set_schedule(
+    optimizer_settings.set_schedule(
         draft,
-        words.ScheduleKeys(f"{TRAIN}lr_scheduler", warmup=warmup, cycles=f"{TRAIN}lr_scheduler_params.num_cycles"),
+        optimizer_settings.ScheduleKeys(
+            f"{TRAIN}lr_scheduler", warmup=warmup, cycles=f"{TRAIN}lr_scheduler_params.num_cycles"
+        ),
         warmup=draft.get(warmup, number),
     )
     gammas = [f"{TRAIN}min_snr_gamma", f"{TRAIN}snr_gamma"]
     for key in gammas:
         if draft.has(key):
-            words.set_min_snr(draft, key)
+            objective_settings.set_min_snr(draft, key)
     draft.none(gammas, "off", off=True)
-    words.set_noise_offset(draft, f"{TRAIN}noise_offset")
+    objective_settings.set_noise_offset(draft, f"{TRAIN}noise_offset")
     _set_timesteps(draft)
     for key in (f"{TRAIN}compile", f"{PROCESS}model.compile"):
-        if words.on(draft.get(key)):
+        if common_values.on(draft.get(key)):
             draft.differs(key, {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
         draft.none(key, "off", off=True)
     offload = [f"{PROCESS}model.layer_offloading", f"{PROCESS}model.layer_offloading_transformer_percent"]
     share = draft.get(offload[1], number) if draft.has(offload[1]) else 1.0
     told: str = Message("a share of the layers there, drawn by chance; of the frozen weights here")
-    words.set_offload(draft, offload, share if words.on(draft.get(offload[0])) else 0.0, told)
-    words.set_every(draft, "checkpoint.every", (f"{PROCESS}save.save_every", ""), None, words.SAVED)
+    memory_settings.set_offload(draft, offload, share if common_values.on(draft.get(offload[0])) else 0.0, told)
+    dataset_settings.set_every(draft, "checkpoint.every", (f"{PROCESS}save.save_every", ""), None, remarks.SAVED)
     keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
     if keep:
         told = Message("checkpoints, besides the file at the end") if keep >= 2 else "at least 2 here"
@@ -617,12 +640,14 @@ def _set_optimizer(draft: Draft) -> None:
     """Set the optimizer, its learning rates, betas and eps, and the text encoders."""
     general, denoiser, encoder = f"{TRAIN}lr", f"{TRAIN}unet_lr", f"{TRAIN}text_encoder_lr"
     rate = denoiser if draft.has(denoiser) else general
-    words.set_optimizer(draft, f"{TRAIN}optimizer", [rate], draft.get(rate, number), least=0.1)
-    words.set_prodigy(draft, {name: f"{TRAIN}optimizer_params.{name}" for name in words.OF_PRODIGY})
-    trains_encoder = words.on(draft.get(f"{TRAIN}train_text_encoder"))
+    optimizer_settings.set_optimizer(draft, f"{TRAIN}optimizer", [rate], draft.get(rate, number), least=0.1)
+    optimizer_settings.set_prodigy(
+        draft, {name: f"{TRAIN}optimizer_params.{name}" for name in optimizer_settings.OF_PRODIGY}
+    )
+    trains_encoder = common_values.on(draft.get(f"{TRAIN}train_text_encoder"))
     own = encoder if draft.has(encoder) else general
     rates = {"CLIP": draft.get(own, number)} if trains_encoder else {}
-    words.set_text_encoders(draft, [f"{TRAIN}train_text_encoder"], [encoder], rates)
+    optimizer_settings.set_text_encoders(draft, [f"{TRAIN}train_text_encoder"], [encoder], rates)
     draft.none([general, denoiser], Message("{rate_key} counts for the denoiser", rate_key="unet_lr"), off=True)
     name = str(draft.get(f"{TRAIN}optimizer")).lower()
     if not draft.has(f"{TRAIN}optimizer_params.eps") and ("adam" in name or "prodigy" in name):
@@ -636,19 +661,25 @@ def _set_optimizer(draft: Draft) -> None:
 def _set_timesteps(draft: Draft) -> None:
     keys = [f"{PROCESS}train.{name}" for name in ("timestep_type", "linear_timesteps", "linear_timesteps2")]
     kind = str(draft.get(keys[0]) or "sigmoid")
-    if any(words.on(draft.get(key)) for key in keys[1:]):
-        words.set_timesteps(draft, keys, "uniform", 1.0, "uniform, without the weights by timestep", exact=False)
+    if any(common_values.on(draft.get(key)) for key in keys[1:]):
+        objective_settings.set_timesteps(
+            draft, keys, "uniform", 1.0, "uniform, without the weights by timestep", exact=False
+        )
     elif kind == "sigmoid":
-        words.set_timesteps(draft, keys[:1], "logit_normal", 1.0)
+        objective_settings.set_timesteps(draft, keys[:1], "logit_normal", 1.0)
     elif kind == "linear":
-        words.set_timesteps(draft, keys[:1], "uniform", 1.0)
+        objective_settings.set_timesteps(draft, keys[:1], "uniform", 1.0)
     elif kind == "weighted":
-        words.set_timesteps(draft, keys[:1], "uniform", 1.0, "uniform, without the weights by timestep", exact=False)
+        objective_settings.set_timesteps(
+            draft, keys[:1], "uniform", 1.0, "uniform, without the weights by timestep", exact=False
+        )
     elif kind.endswith("shift"):
         told = Message("uniform and shifted as the model's own scheduler is")
-        words.set_timesteps(draft, keys[:1], "uniform", "auto", told, exact=False)
+        objective_settings.set_timesteps(draft, keys[:1], "uniform", "auto", told, exact=False)
     else:
-        words.set_timesteps(draft, keys[:1], "logit_normal", 1.0, f"{kind!r} has no counterpart", exact=False)
+        objective_settings.set_timesteps(
+            draft, keys[:1], "logit_normal", 1.0, f"{kind!r} has no counterpart", exact=False
+        )
         draft.need("objective.timesteps", Message("choose one for {name}", name=repr(kind)))
     draft.none(keys, "off", off=True)
 
@@ -656,7 +687,7 @@ def _set_timesteps(draft: Draft) -> None:
 def _set_previews(draft: Draft) -> None:
     off_switch = f"{PROCESS}train.disable_sampling"
     starts = [f"{PROCESS}train.skip_first_sample", f"{PROCESS}train.force_first_sample"]
-    if words.on(draft.get(off_switch)):
+    if common_values.on(draft.get(off_switch)):
         draft.mapped(off_switch, {}, Message("no prompts are written"))
         draft.none([key for key in draft.given if key.startswith(SAMPLE)], "previews are off", off=True)
         draft.none(starts, "off", off=True)
@@ -673,12 +704,12 @@ def _set_previews(draft: Draft) -> None:
             told.append(Message("seeds count up here from preview to preview (walk_seed)"))
             first = pictures[0]["seed"]
             pictures = [picture | {"seed": whole(first) + i} for i, picture in enumerate(pictures)]
-        words.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
+        dataset_settings.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
         named = {key: _preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
-        words.set_previews(draft, named, pictures, "; ".join(told))
+        preview_settings.set_previews(draft, named, pictures, "; ".join(told))
     else:
         draft.none(keys, "no prompts", off=True)
-    if pictures and words.on(draft.get(starts[0])):
+    if pictures and common_values.on(draft.get(starts[0])):
         draft.mapped(starts[0], {"preview.at_start": False})
     draft.none([*starts, off_switch], "off", off=True)
 
@@ -707,7 +738,7 @@ def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[d
     seed = common.get("seed")
     pictures: list[dict[str, Any]] = []
     for i, prompt in enumerate(prompts):
-        walks = seed is not None and words.on(draft.get(f"{SAMPLE}walk_seed"))
+        walks = seed is not None and common_values.on(draft.get(f"{SAMPLE}walk_seed"))
         picture = common | ({"seed": whole(seed) + i} if walks else {}) | prompt
         pictures.append(picture | {"prompt": str(picture["prompt"]).replace("[trigger]", trigger)})
     return pictures

@@ -9,7 +9,16 @@ from pathlib import PureWindowsPath
 from typing import Any
 
 from ..errors import Message, UserError
-from . import words
+from . import (
+    adapter_settings,
+    common_values,
+    dataset_settings,
+    memory_settings,
+    model_settings,
+    objective_settings,
+    optimizer_settings,
+    remarks,
+)
 from .base import (
     JOINT,
     Draft,
@@ -68,19 +77,19 @@ RULES: dict[str, Rule] = {
     "checkpoint_every_n_minutes": none(Message("checkpoint.every counts steps")),
     "activation_checkpointing": JOINT,
     "reentrant_activation_checkpointing": idle(),
-    "upload_hf_from_epoch": none(words.UPLOAD),
-    "huggingface_repo": none(words.UPLOAD),
-    "save_dtype": to("export.dtype", words.FILE_DTYPE),
+    "upload_hf_from_epoch": none(remarks.UPLOAD),
+    "huggingface_repo": none(remarks.UPLOAD),
+    "save_dtype": to("export.dtype", common_values.FILE_DTYPE),
     "caching_batch_size": idle(),
     "map_num_proc": idle(),
     "compile": JOINT,
     "steps_per_print": idle(),
     "logging_steps": idle(),
     "video_clip_mode": JOINT,
-    "x_axis_examples": idle(words.LOGGING),
-    "resume_from_checkpoint": none(words.RESUMES),
+    "x_axis_examples": idle(remarks.LOGGING),
+    "resume_from_checkpoint": none(remarks.RESUMES),
     "regenerate_cache": idle(),
-    "monitoring.**": idle(words.LOGGING),
+    "monitoring.**": idle(remarks.LOGGING),
     "model.type": JOINT,
     "model.diffusers_path": JOINT,
     "model.checkpoint_path": JOINT,
@@ -122,7 +131,9 @@ RULES: dict[str, Rule] = {
     "adapter.rank": to("adapter.rank", whole),
     "adapter.alpha": none(Message("theirs refuses it: alpha is the rank")),
     "adapter.dropout": to("adapter.dropout", number),
-    "adapter.dtype": to("adapter.dtype", words.choice({"bfloat16": "bf16", "float32": "fp32"}, "bf16 and fp32")),
+    "adapter.dtype": to(
+        "adapter.dtype", common_values.choice({"bfloat16": "bf16", "float32": "fp32"}, "bf16 and fp32")
+    ),
     "adapter.decompose_factor": JOINT,
     "adapter.init_from_existing": none(Message("name the .safetensors file in that folder in adapter.init_from")),
     "adapter.fuse_adapters": none(Message("no LoRA is merged into the base; merge it beforehand")),
@@ -130,7 +141,7 @@ RULES: dict[str, Rule] = {
     "optimizer.type": JOINT,
     "optimizer.lr": JOINT,
     "optimizer.betas": JOINT,
-    **dict.fromkeys((f"optimizer.{name}" for name in words.OF_PRODIGY), JOINT),
+    **dict.fromkeys((f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
     "optimizer.weight_decay": to("optimizer.weight_decay", number),
     "optimizer.eps": to("optimizer.eps", number),
     "optimizer.beta3": none(Message("not known to the optimizers here")),
@@ -211,29 +222,31 @@ def combine(draft: Draft) -> None:
     """Convert all settings of a job."""
     if "directory" in draft.source.data:
         draft.defaults = {"data.enable_ar_bucket": False}
-        words.set_family(
+        model_settings.set_family(
             draft, (), "", Message("the file holds only the pictures: import the main file with this beside it")
         )
-        words.set_model_path(draft, "model.diffusers_path")
+        model_settings.set_model_path(draft, "model.diffusers_path")
         _set_folders(draft)
         return
     kind = str(draft.get("model.type") or "")
     paths = [draft.get(key) for key in (*DENOISER_FILES, "model.diffusers_path", "model.ckpt_path")]
     controls = any(draft.has(key) for key in draft.keys("data.directory.*.control_path"))
     why = f"model.type = {kind!r}" if kind else Message("the file has no [model] type")
-    words.set_family(draft, "model.type", *words.refined(MODELS.get(kind, kind), why, paths, controls))
+    model_settings.set_family(
+        draft, "model.type", *model_settings.refined(MODELS.get(kind, kind), why, paths, controls)
+    )
     _set_path(draft)
-    words.set_prediction(draft, "model.v_pred", "v" if words.on(draft.get("model.v_pred")) else "")
-    words.set_dtype(draft, "model.dtype")
+    objective_settings.set_prediction(draft, "model.v_pred", "v" if common_values.on(draft.get("model.v_pred")) else "")
+    model_settings.set_dtype(draft, "model.dtype")
     dtypes = [key for key in ("model.transformer_dtype", "model.diffusion_model_dtype") if draft.has(key)]
     stored = draft.get(dtypes[0]) if dtypes else "bfloat16"
-    words.set_storage(draft, dtypes[:1] or ["model.transformer_dtype"], stored, "diffusion-pipe", scaled=False)
+    model_settings.set_storage(draft, dtypes[:1] or ["model.transformer_dtype"], stored, "diffusion-pipe", scaled=False)
     draft.none(["model.transformer_dtype", "model.diffusion_model_dtype"], "the other key counts", off=True)
     _set_adapter(draft)
     _set_folders(draft)
     _set_length_and_rate(draft)
     _set_timesteps(draft)
-    words.set_min_snr(draft, "model.min_snr_gamma")
+    objective_settings.set_min_snr(draft, "model.min_snr_gamma")
     checkpointing = draft.get("activation_checkpointing")
     if checkpointing == "unsloth":
         told = Message("activations are recomputed, not moved to main memory")
@@ -243,10 +256,10 @@ def combine(draft: Draft) -> None:
     if draft.get("compile"):
         draft.differs("compile", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
     draft.none("compile", "off", off=True)
-    words.set_swap(draft, "blocks_to_swap")
+    memory_settings.set_swap(draft, "blocks_to_swap")
     name = PureWindowsPath(str(draft.get("output_dir") or "")).name
     if name:
-        words.set_name(draft, "", name)
+        common_values.set_name(draft, "", name)
         draft.comments["name"] = ["the last part of output_dir; theirs names runs by the time"]
 
 
@@ -254,29 +267,28 @@ def _set_path(draft: Draft) -> None:
     keys = [*DENOISER_FILES, "model.diffusers_path", "model.ckpt_path"]
     given = [key for key in keys if draft.has(key)]
     if not given:
-        words.set_model_path(draft, "model.diffusers_path")
+        model_settings.set_model_path(draft, "model.diffusers_path")
         return
     single = given[0] in DENOISER_FILES
     if single and draft.has("model.diffusers_path"):
         draft.mapped("model.diffusers_path", {"model.components": draft.get("model.diffusers_path", text)})
-    words.set_model_path(draft, given[0])
+    model_settings.set_model_path(draft, given[0])
     draft.none(given[1:], f"{given[0]} is the base model", off=True)
 
 
 def _set_adapter(draft: Draft) -> None:
-    kind = words.plain(draft.get("adapter.type") or "")
+    kind = common_values.plain(draft.get("adapter.type") or "")
     if kind != "lokr":
         draft.none("adapter.decompose_factor", Message("belongs to LoKr"), off=True)
-    own = {words.plain(name): name for name in words.accepted("adapter.type")}
-    if kind in own:
-        draft.mapped("adapter.type", {"adapter.type": own[kind]})
+    if own := adapter_settings.find_type(kind):
+        draft.mapped("adapter.type", {"adapter.type": own})
         rank = draft.get("adapter.rank", whole)
         if kind == "lokr":
             factor = draft.get("adapter.decompose_factor")
-            settings = {"adapter.factor": words.lokr_factor(-1 if factor is None else factor)}
+            settings = {"adapter.factor": adapter_settings.lokr_factor(-1 if factor is None else factor)}
             draft.mapped("adapter.decompose_factor", settings, Message("-1 there is 0 here"))
-            if rank and rank > words.WHOLE_RANK:
-                rank = words.WHOLE_RANK
+            if rank and rank > adapter_settings.WHOLE_RANK:
+                rank = adapter_settings.WHOLE_RANK
                 draft.mapped("adapter.rank", {"adapter.rank": rank}, Message("whole matrices"))
         if rank:
             draft.set("adapter.alpha", float(rank), "theirs forces alpha = rank")
@@ -290,13 +302,13 @@ def _set_adapter(draft: Draft) -> None:
             draft.set("adapter.rank", 16)
             draft.need("adapter.rank", Message("choose one for a LoRA"))
     elif draft.has("model.type"):
-        words.set_whole_model(draft, "the file has no [adapter]: theirs trains the whole model then")
+        model_settings.set_whole_model(draft, "the file has no [adapter]: theirs trains the whole model then")
 
 
 def _set_folders(draft: Draft) -> None:
     tables = sorted({m[0] for key in draft.given if (m := re.match(r"data\.directory\.\d+\.", key))})
     resolutions = [value for table in tables for value in _add_folders(draft, table)]
-    words.set_unmasked(draft)
+    dataset_settings.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
     draft.differs(keys, {}, Message("the folder's trigger: put in front only where it is missing"))
     draft.mapped("dataset", {}, Message("read as well") if tables else Message("not here"))
@@ -305,7 +317,7 @@ def _set_folders(draft: Draft) -> None:
         draft.need("dataset.folders", Message("the folders of {file}, which is not here", file=draft.get("dataset")))
     if any(resolutions):
         sizes = ["data.resolutions", *draft.keys("data.directory.*.resolutions")]
-        words.set_resolutions(draft, sizes, resolutions)
+        dataset_settings.set_resolutions(draft, sizes, resolutions)
     _set_frames(draft)
     _set_buckets(draft, bool(tables))
     _set_captions(draft)
@@ -317,7 +329,7 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
     if not path:
         return []
     repeats = draft.get(f"{table}num_repeats", number) or 1.0
-    folder = words.look_into(draft, Folder(path, max(1, round(repeats))), deep=False)
+    folder = dataset_settings.look_into(draft, Folder(path, max(1, round(repeats))), deep=False)
     at = f"dataset.folders.{len(draft.folders)}"
     draft.mapped(f"{table}path", {}, f"{at}.path")
     if repeats == folder.repeats:
@@ -328,8 +340,8 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
             {},
             Message("{at}.repeats = {repeats}: whole numbers here", at=at, repeats=folder.repeats),
         )
-    words.set_control(draft, f"{table}control_path", folder, at)
-    words.set_mask_folder(draft, f"{table}mask_path", folder, at)
+    dataset_settings.set_control(draft, f"{table}control_path", folder, at)
+    dataset_settings.set_mask_folder(draft, f"{table}mask_path", folder, at)
     prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
     if prefix:
         folder.trigger = prefix.strip().rstrip(",").strip()
@@ -345,7 +357,7 @@ def _set_frames(draft: Draft) -> None:
     """Set dataset.frames and dataset.clip."""
     lengths = ["data.frame_buckets", *draft.keys("data.directory.*.frame_buckets")]
     part = str(draft.get("video_clip_mode") or "single_beginning")
-    words.set_clips(
+    dataset_settings.set_clips(
         draft,
         lengths,
         [whole(one) for key in lengths if draft.has(key) for one in draft.get(key, listed)],
@@ -378,7 +390,7 @@ def _set_captions(draft: Draft) -> None:
     """Set the shuffling of tags, and what to do with images that have no caption."""
     number_of = draft.get("data.cache_shuffle_num", whole) or 0
     shuffle = ["data.shuffle_tags", "data.cache_shuffle_num"]
-    if number_of or words.on(draft.get("data.shuffle_tags")):
+    if number_of or common_values.on(draft.get("data.shuffle_tags")):
         settings: dict[str, Any] = {"dataset.shuffle_tags": True, "dataset.keep_tokens": 0}
         settings["dataset.caption_variants"] = min(64, max(1, number_of))
         draft.mapped(shuffle, settings)
@@ -406,20 +418,20 @@ def _set_length_and_rate(draft: Draft) -> None:
         draft.mapped("max_steps", {"train.steps": draft.get("max_steps", whole)})
         draft.none("epochs", "max_steps counts", off=True)
     elif draft.has("epochs"):
-        words.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, 1)
+        dataset_settings.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, 1)
     rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
-    words.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
+    optimizer_settings.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
     if draft.has("pseudo_huber_c"):
         ours = {"objective.loss": "pseudo_smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
         draft.differs("pseudo_huber_c", ours, Message("the same loss, twice as large here"))
-    words.set_prodigy(draft, {name: f"optimizer.{name}" for name in words.OF_PRODIGY})
+    optimizer_settings.set_prodigy(draft, {name: f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
     general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # it trains text encoders of SDXL only
     own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}
     rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
     why = Message("theirs trains SDXL's text encoders too, unless their rates are 0") if not draft.has(keys[0]) else ""
     left_out = [name for name in ("CLIP-L", "CLIP-G") if name not in rates]
-    words.set_text_encoders(draft, keys, keys, rates, why, left_out)
+    optimizer_settings.set_text_encoders(draft, keys, keys, rates, why, left_out)
     draft.none(
         ["optimizer.lr", "model.unet_lr"], Message("{rate_key} counts for the denoiser", rate_key=rate), off=True
     )
@@ -427,18 +439,18 @@ def _set_length_and_rate(draft: Draft) -> None:
     if betas:
         draft.mapped("optimizer.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
     if draft.has("model.type"):
-        words.set_schedule(
+        optimizer_settings.set_schedule(
             draft,
-            words.ScheduleKeys("lr_scheduler", warmup="warmup_steps"),
+            optimizer_settings.ScheduleKeys("lr_scheduler", warmup="warmup_steps"),
             warmup=draft.get("warmup_steps", number),
             constant_warms_up=True,
         )
-    words.set_every(
+    dataset_settings.set_every(
         draft,
         "checkpoint.every",
         ("save_every_n_steps", "save_every_n_epochs"),
         per_epoch,
-        words.SAVED,
+        remarks.SAVED,
     )
 
 
@@ -447,7 +459,7 @@ def _steps_per_epoch(draft: Draft, samples_per_step: int) -> int | None:
 
     diffusion-pipe takes each image at each resolution, as our folders do, and drops partial steps.
     """
-    count = words.samples(draft)
+    count = dataset_settings.samples(draft)
     return max(1, count // samples_per_step) if count else None
 
 
@@ -465,7 +477,7 @@ def _set_timesteps(draft: Draft) -> None:
     keys = ["model.timestep_sample_method", "model.shift", "model.flux_shift", "model.lumina_shift"]
     method = draft.get("model.timestep_sample_method") or "logit_normal"
     told = []
-    if any(words.on(draft.get(key)) for key in keys[2:]):
+    if any(common_values.on(draft.get(key)) for key in keys[2:]):
         shift: float | str = "auto"
     else:
         shift = draft.get("model.shift", number) or 1.0
@@ -475,7 +487,7 @@ def _set_timesteps(draft: Draft) -> None:
         keys.append("model.sigmoid_scale")
     if draft.has("model.type"):
         shape = "uniform" if method == "uniform" else "logit_normal"
-        words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+        objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
     draft.none([*keys, "model.sigmoid_scale"], "off", off=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import Message
-from . import words
+from . import common_values, model_settings, optimizer_settings
 from .base import Draft, Unfit, number, whole
 from .kohya_table import NO_RATIO
 
@@ -103,7 +103,7 @@ def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
         given: the network's arguments; those that are converted are removed.
         plain: the network is one that uses them.
     """
-    if draft.has("enable_block_weights") and not words.on(draft.given["enable_block_weights"]):
+    if draft.has("enable_block_weights") and not common_values.on(draft.given["enable_block_weights"]):
         draft.none([*RATES, "enable_block_weights"], "block weights are off", off=True)
     if not plain or draft.family not in BLOCKS:
         return
@@ -200,7 +200,7 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
     if not plain or not ratio or _finds_its_rate(draft):
         return
     keys = [name for name in source if name not in given] + _spend(given, LORAPLUS)
-    if own != ratio and draft.family in words.TRAINED_TEXT:
+    if own != ratio and model_settings.trains_text(draft.family):
         told = Message("{ratio} for text encoders there; one ratio here for all that is trained", ratio=f"{own or 1:g}")
         draft.differs(keys, {"optimizer.loraplus_lr_ratio": ratio}, told)
     else:
@@ -210,4 +210,6 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
 
 def _finds_its_rate(draft: Draft) -> bool:
     """Return True if the optimizer finds its own learning rate: Prodigy, or a similar one that does not exist here."""
-    return any(word in words.plain(draft.get("optimizer_type") or "") for word in words.FINDS_ITS_RATE)
+    return any(
+        word in common_values.plain(draft.get("optimizer_type") or "") for word in optimizer_settings.FINDS_ITS_RATE
+    )

@@ -8,7 +8,7 @@ from pathlib import PureWindowsPath
 from typing import Any
 
 from ..errors import Message
-from . import words
+from . import common_values, dataset_settings, model_settings, remarks
 from .base import Draft, Folder, flag, flattened, number, positive, same, text, whole
 
 
@@ -93,11 +93,11 @@ def set_only_pictures(draft: Draft, places: list[str]) -> None:
     """Convert a dataset file alone, except for its folders and sizes."""
     kept = ("keep_tokens", "enable_bucket", "resolution")
     draft.defaults = {name: value for name, value in draft.defaults.items() if name in kept}
-    words.set_family(
+    model_settings.set_family(
         draft, (), "", Message("the file holds only the pictures: import the training's file with this beside it")
     )
-    words.set_model_path(draft, "pretrained_model_name_or_path")
-    words.share(draft, *each(draft, "batch_size", places), "train.batch_size", whole)
+    model_settings.set_model_path(draft, "pretrained_model_name_or_path")
+    dataset_settings.share(draft, *each(draft, "batch_size", places), "train.batch_size", whole)
 
 
 def set_folders(draft: Draft) -> None:
@@ -105,8 +105,8 @@ def set_folders(draft: Draft) -> None:
     found = subsets(draft)
     for subset in found:
         _add_folder(draft, subset)
-    used = [key for key in everywhere(draft, "is_reg") if words.on(draft.given[key])]
-    draft.differs(used, {}, words.SHOWN_ALIKE)
+    used = [key for key in everywhere(draft, "is_reg") if common_values.on(draft.given[key])]
+    draft.differs(used, {}, remarks.SHOWN_ALIKE)
     draft.none(everywhere(draft, "is_reg"), "off", off=True)
     draft.differs(
         everywhere(draft, "caption_prefix"), {}, Message("the folder's trigger: put in front only where it is missing")
@@ -115,12 +115,12 @@ def set_folders(draft: Draft) -> None:
         draft.mapped(everywhere(draft, name), {}, Message("in each of the folders"))
     draft.mapped("dataset_config", {}, Message("read as well") if found else Message("not here"))
     _set_root_folders(draft, bool(found))
-    words.balance_regularization(draft)
-    words.weigh_regularization(draft, "prior_loss_weight")
+    dataset_settings.balance_regularization(draft)
+    dataset_settings.weigh_regularization(draft, "prior_loss_weight")
     if not found:
         for number, folder in enumerate(draft.folders):
             folder.mask = _mask_of(draft, "", number)
-    words.set_unmasked(draft)
+    dataset_settings.set_unmasked(draft)
     if any(folder.mask for folder in draft.folders):
         draft.mapped("masked_loss", {}, Message("folders with a mask"))
     draft.none([*everywhere(draft, "alpha_mask"), "masked_loss"], "off, or it names no masks", off=True)
@@ -133,14 +133,14 @@ def _add_folder(draft: Draft, subset: str) -> None:
         draft.none(f"{subset}metadata_file", Message("captions are .txt or .caption files beside the pictures here"))
         return
     folder = Folder(path, positive(effective(draft, subset, "num_repeats") or 1))
-    words.look_into(draft, folder, deep=False)
+    dataset_settings.look_into(draft, folder, deep=False)
     draft.mapped(f"{subset}image_dir", {}, f"dataset.folders.{len(draft.folders)}.path")
     draft.mapped(f"{subset}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}")
     tokens = effective(draft, subset, "class_tokens")
-    if words.on(effective(draft, subset, "is_reg")):
+    if common_values.on(effective(draft, subset, "is_reg")):
         _regularize(draft, folder, str(tokens or ""))
     elif tokens:
-        draft.differs(f"{subset}class_tokens", {}, words.caption_by_trigger(folder, str(tokens)))
+        draft.differs(f"{subset}class_tokens", {}, dataset_settings.caption_by_trigger(folder, str(tokens)))
     prefix = effective(draft, subset, "caption_prefix")
     if prefix and not folder.regularization:
         folder.trigger = str(prefix).strip().rstrip(",").strip()
@@ -167,10 +167,10 @@ def _set_root_folders(draft: Draft, has_subsets: bool) -> None:
 def _mask_of(draft: Draft, subset: str, number: int) -> str:
     """Return the folder of a folder's masks, "alpha" if the images' transparency is the mask, or "" without masks."""
     masks, alpha = (counting(draft, subset, name) for name in ("conditioning_data_dir", "alpha_mask"))
-    if words.on(draft.get("masked_loss")) and (path := draft.get(masks, text)):
+    if common_values.on(draft.get("masked_loss")) and (path := draft.get(masks, text)):
         draft.mapped(masks, {}, f"dataset.folders.{number}.mask")
-        return words.as_mask_folder(path)
-    if words.on(draft.get(alpha)):
+        return dataset_settings.as_mask_folder(path)
+    if common_values.on(draft.get(alpha)):
         draft.mapped(alpha, {}, Message("mask = 'alpha' in each of these folders"))
         return "alpha"
     return ""
@@ -217,11 +217,11 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
             )
             continue
         folder = Folder(f"{root.rstrip('/' + chr(92))}{separator}{inner.name}", max(1, int(match[1])))
-        words.look_into(draft, folder, deep=False)
+        dataset_settings.look_into(draft, folder, deep=False)
         if others:
             _regularize(draft, folder, match[2])
         else:
-            words.caption_by_trigger(folder, match[2])
+            dataset_settings.caption_by_trigger(folder, match[2])
         told.append(f"{inner.name}: repeats = {folder.repeats}" + (f", trigger {match[2]!r}" if folder.trigger else ""))
         draft.folders.append(folder)
     if not told:
@@ -230,7 +230,7 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
         draft.need("dataset.folders", Message("check the folder and its repeats"))
         return
     if others:
-        draft.differs(key, {}, words.SHOWN_ALIKE)
+        draft.differs(key, {}, remarks.SHOWN_ALIKE)
         return
     if not any(folder.captionless for folder in draft.folders):
         draft.mapped(key, {}, Message("repeats are written out here: {told}", told="; ".join(told)))
@@ -251,7 +251,7 @@ def set_pictures(draft: Draft) -> None:
     places = subsets(draft)
     keys, values = each(draft, "resolution", [place for place in places if draft.has(f"{place}image_dir")])
     if any(values):
-        words.set_resolutions(draft, keys, values)
+        dataset_settings.set_resolutions(draft, keys, values)
     shared = [
         ("enable_bucket", "dataset.buckets", flag),
         ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
@@ -267,10 +267,10 @@ def set_pictures(draft: Draft) -> None:
         if name == "keep_tokens" and not tags:
             draft.none(everywhere(draft, name), Message("means nothing without {key}", key="shuffle_caption"), off=True)
             continue
-        words.share(draft, *each(draft, name, places), setting, read)
-    words.set_bucket_step(draft, *each(draft, "bucket_reso_steps", places))
+        dataset_settings.share(draft, *each(draft, name, places), setting, read)
+    dataset_settings.set_bucket_step(draft, *each(draft, "bucket_reso_steps", places))
     note = Message("theirs also draws one line of a caption with several")
-    words.share(draft, *each(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
+    dataset_settings.share(draft, *each(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
     _set_aspect(draft)
     for name in ("caption_extension", "caption_extention"):
         keys = everywhere(draft, name)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Message
-from . import words
+from . import common_values, preview_settings
 from .base import Draft, decoded, read_source
 
 PROMPT_FLAGS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "scale", "g": "guide"}
@@ -21,7 +21,7 @@ def set_previews(draft: Draft) -> None:
     keys = [key for key in ("sample_prompts", *fields) if draft.has(key)]
     pictures: list[dict[str, Any]] = []
     told: list[str] = []
-    off = draft.has("enable_preview") and not words.on(draft.given["enable_preview"])
+    off = draft.has("enable_preview") and not common_values.on(draft.given["enable_preview"])
     draft.mapped("enable_preview", {}, Message("preview.prompts says it"))
     if draft.has("sample_prompts"):
         pictures, told = read_prompts(draft, str(draft.given["sample_prompts"]))
@@ -36,8 +36,8 @@ def set_previews(draft: Draft) -> None:
         note = "; ".join(dict.fromkeys(filter(None, told)))
         own = ("prompts", "negative", "width", "height", "guidance", "seed", "steps")
         by_key = dict(zip(fields, own, strict=True))
-        words.set_previews(draft, {key: by_key.get(key, "") for key in keys}, pictures, note)
-        first = words.on(draft.get("sample_at_first"))
+        preview_settings.set_previews(draft, {key: by_key.get(key, "") for key in keys}, pictures, note)
+        first = common_values.on(draft.get("sample_at_first"))
         draft.mapped("sample_at_first", {"preview.at_start": first})
         if not draft.has("sample_at_first"):
             draft.set("preview.at_start", False, f"not in the file: the default of {draft.tool.name}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import Message
-from . import sd_scripts, words
+from . import model_settings, remarks, sd_scripts
 from .base import JOINT, Draft, Rule, Source, Tool, flattened, idle, none, parse_options
 from .kohya_data import datasets_of
 from .kohya_table import NO_DROPOUT, NO_PART, SD_SCRIPTS_RULES
@@ -30,7 +30,7 @@ PAGE_RULES: dict[str, Rule] = {
     "noise_offset_type": idle("says which of the noise keys counts"),
     "no_token_padding": none(Message("captions are padded as the pipeline does")),
     "LyCORIS_preset": JOINT,
-    "use_wandb": idle(words.LOGGING),
+    "use_wandb": idle(remarks.LOGGING),
     "extra_accelerate_launch_args": none(Message("give them to `accelerate launch train_lora.py` yourself")),
     **dict.fromkeys(("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"), JOINT),
     **dict.fromkeys(
@@ -102,9 +102,9 @@ def recognise(source: Source) -> str:
 def combine(draft: Draft) -> None:
     """Convert as for sd-scripts, whose command the page writes."""
     if draft.has("num_vectors_per_token") or draft.has("token_string"):
-        words.refuse(draft, Message("it trains an embedding (textual inversion)"))
+        model_settings.refuse(draft, Message("it trains an embedding (textual inversion)"))
     if not draft.has("LoRA_type") and not draft.has("network_dim"):
-        words.set_whole_model(draft, "the file has no LoRA_type, so the page trains the whole model with it")
+        model_settings.set_whole_model(draft, "the file has no LoRA_type, so the page trains the whole model with it")
     sd_scripts.combine(draft)
     draft.mapped("additional_parameters", {}, Message("read as options of sd-scripts"))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import Message
-from . import words
+from . import common_values, objective_settings, remarks
 from .base import JOINT, Rule, always, cached, flag, idle, none, number, text, to, whole
 
-NO_CONV = words.NO_CONV
+NO_CONV = remarks.NO_CONV
 NO_PART = Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
 NO_RATIO = Message("both matrices of an adapter have the same rate here")
 NO_DROPOUT = Message("adapter.dropout drops inputs of the adapter")
@@ -48,7 +48,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "network_dropout": to("adapter.dropout", number),
     "network_train_unet_only": JOINT,
     "network_train_text_encoder_only": none(Message("the denoiser is always trained here")),
-    "network_weights": to("adapter.init_from", text, words.START),
+    "network_weights": to("adapter.init_from", text, remarks.START),
     "dim_from_weights": none(
         Message("set adapter.rank and adapter.alpha to those of the file: `lora-fp8 inspect` tells them")
     ),
@@ -86,9 +86,9 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "num_processes": JOINT,
     "gradient_accumulation_steps": to("train.accumulate", whole),
     "gradient_checkpointing": to("memory.gradient_checkpointing", flag),
-    "initial_epoch": none(words.RESUMES),
-    "initial_step": none(words.RESUMES),
-    "skip_until_initial_step": none(words.RESUMES),
+    "initial_epoch": none(remarks.RESUMES),
+    "initial_step": none(remarks.RESUMES),
+    "skip_until_initial_step": none(remarks.RESUMES),
     "seed": JOINT,
     # Images and captions
     "train_data_dir": JOINT,
@@ -114,7 +114,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "bucket_reso_steps": JOINT,
     "bucket_no_upscale": JOINT,
     "resize_interpolation": none(Message("pictures are resized with Lanczos")),
-    "network_multiplier": none(words.FULL_STRENGTH, 1, 1.0),
+    "network_multiplier": none(remarks.FULL_STRENGTH, 1, 1.0),
     "shuffle_caption": JOINT,
     "keep_tokens": JOINT,
     "caption_separator": JOINT,
@@ -132,7 +132,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "token_warmup_min": none(Message("all tags are shown from the start"), 1),
     "token_warmup_step": none(Message("all tags are shown from the start")),
     "weighted_captions": none(Message("brackets in captions are text here")),
-    "custom_attributes": none(words.NOT_HERE),
+    "custom_attributes": none(remarks.NOT_HERE),
     "color_aug": none(Message("colours are not changed here")),
     "random_crop": none(Message("pictures are cropped at the middle")),
     "face_crop_aug_range": none(Message("pictures are cropped at the middle")),
@@ -144,10 +144,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "clip_skip": none(Message("the text encoder's layer is the one the pipeline uses"), 1),
     "t5xxl_max_token_length": none(Message("the pipeline's own length is used"), 512),
     "apply_t5_attn_mask": none(Message("the pipeline's own attention is used")),
-    "cache_latents": cached(words.ALWAYS_CACHED),
-    "cache_latents_to_disk": cached(words.ALWAYS_CACHED),
-    "cache_text_encoder_outputs": cached(words.ALWAYS_CACHED),
-    "cache_text_encoder_outputs_to_disk": cached(words.ALWAYS_CACHED),
+    "cache_latents": cached(remarks.ALWAYS_CACHED),
+    "cache_latents_to_disk": cached(remarks.ALWAYS_CACHED),
+    "cache_text_encoder_outputs": cached(remarks.ALWAYS_CACHED),
+    "cache_text_encoder_outputs_to_disk": cached(remarks.ALWAYS_CACHED),
     "skip_cache_check": idle(),
     "vae_batch_size": idle(),
     "text_encoder_batch_size": idle(),
@@ -159,15 +159,15 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "max_validation_steps": none(NO_VALIDATION),
     # Noise and loss
     "noise_offset": JOINT,
-    "noise_offset_random_strength": none(words.NO_NOISE),
-    "adaptive_noise_scale": none(words.NO_NOISE),
-    "multires_noise_iterations": none(words.NO_NOISE),
+    "noise_offset_random_strength": none(objective_settings.NO_NOISE),
+    "adaptive_noise_scale": none(objective_settings.NO_NOISE),
+    "multires_noise_iterations": none(objective_settings.NO_NOISE),
     "multires_noise_discount": none(Message("belongs to multires_noise_iterations"), 0.3),
-    "ip_noise_gamma": none(words.NO_NOISE),
-    "ip_noise_gamma_random_strength": none(words.NO_NOISE),
+    "ip_noise_gamma": none(objective_settings.NO_NOISE),
+    "ip_noise_gamma_random_strength": none(objective_settings.NO_NOISE),
     "zero_terminal_snr": none(Message("the model's scheduler_config.json says how it noises")),
-    "min_timestep": to("objective.t_min", words.thousandths),
-    "max_timestep": to("objective.t_max", words.thousandths),
+    "min_timestep": to("objective.t_min", common_values.thousandths),
+    "max_timestep": to("objective.t_max", common_values.thousandths),
     "min_snr_gamma": JOINT,
     "loss_type": JOINT,
     "huber_schedule": JOINT,
@@ -194,16 +194,16 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "train_blocks": none(NO_PART, "all"),
     "torch_compile": JOINT,
     "dynamo_backend": JOINT,
-    "xformers": always(words.ATTENTION),
-    "sdpa": always(words.ATTENTION),
-    "mem_eff_attn": always(words.ATTENTION),
-    "attn_mode": always(words.ATTENTION),
+    "xformers": always(remarks.ATTENTION),
+    "sdpa": always(remarks.ATTENTION),
+    "mem_eff_attn": always(remarks.ATTENTION),
+    "attn_mode": always(remarks.ATTENTION),
     "split_attn": idle(),
     # Saving
     "output_dir": to("output_dir", text, Message("a run folder of the job's name is made in it")),
     "output_name": JOINT,
     "save_model_as": none(Message("files are always .safetensors"), "safetensors"),
-    "save_precision": to("export.dtype", words.FILE_DTYPE),
+    "save_precision": to("export.dtype", common_values.FILE_DTYPE),
     "save_every_n_steps": JOINT,
     "save_every_n_epochs": JOINT,
     "save_n_epoch_ratio": none(Message("checkpoint.every counts steps")),
@@ -213,7 +213,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "save_last_n_epochs_state": none(Message("checkpoint.keep counts checkpoints")),
     "save_state": always(Message("every checkpoint holds the whole state")),
     "save_state_on_train_end": always(Message("every checkpoint holds the whole state")),
-    "resume": none(words.RESUMES),
+    "resume": none(remarks.RESUMES),
     "no_metadata": none(Message("metadata is always written")),
     "training_comment": none(Message("export.description is the text in the file")),
     "metadata_title": to("export.title", text),
@@ -229,18 +229,18 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "sample_every_n_steps": JOINT,
     "sample_every_n_epochs": JOINT,
     "sample_at_first": JOINT,
-    "sample_sampler": none(words.NO_SAMPLER),
+    "sample_sampler": none(remarks.NO_SAMPLER),
     # Logs, uploads and the machine
     **dict.fromkeys(
         ("logging_dir", "log_with", "log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name"),
-        idle(words.LOGGING),
+        idle(remarks.LOGGING),
     ),
-    "wandb_api_key": idle(words.LOGGING),
-    "log_config": idle(words.LOGGING),
+    "wandb_api_key": idle(remarks.LOGGING),
+    "log_config": idle(remarks.LOGGING),
     **dict.fromkeys(
         ("huggingface_repo_id", "huggingface_repo_type", "huggingface_path_in_repo", "huggingface_token")
         + ("huggingface_repo_visibility", "async_upload", "save_state_to_huggingface", "resume_from_huggingface"),
-        none(words.UPLOAD),
+        none(remarks.UPLOAD),
     ),
     **dict.fromkeys(
         ("lowram", "lowvram", "highvram", "max_data_loader_n_workers", "persistent_data_loader_workers")
@@ -272,8 +272,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         ("clip_l_dropout_rate", "clip_g_dropout_rate", "t5_dropout_rate"),
         none(Message("dataset.caption_dropout drops captions for all text encoders together")),
     ),
-    **dict.fromkeys(("pos_emb_random_crop_rate", "enable_scaled_pos_embed"), none(words.NOT_HERE)),
-    **dict.fromkeys(("use_flash_attn", "use_sage_attn"), always(words.ATTENTION)),
+    **dict.fromkeys(("pos_emb_random_crop_rate", "enable_scaled_pos_embed"), none(remarks.NOT_HERE)),
+    **dict.fromkeys(("use_flash_attn", "use_sage_attn"), always(remarks.ATTENTION)),
     **dict.fromkeys(
         ("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype", "text_encoder_cpu", "vae_chunk_size")
         + ("vae_disable_cache", "fused_optimizer_groups"),

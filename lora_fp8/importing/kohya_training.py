@@ -6,7 +6,16 @@ import re
 from pathlib import PureWindowsPath
 
 from ..errors import Message
-from . import kohya_blocks, words
+from . import (
+    adapter_settings,
+    common_values,
+    dataset_settings,
+    kohya_blocks,
+    model_settings,
+    objective_settings,
+    optimizer_settings,
+    remarks,
+)
 from .base import Draft, is_off, listed, number, positive, text, whole
 from .kohya_data import each, subsets
 from .kohya_table import NO_CONV, NO_DROPOUT, NO_LYCORIS, NO_PART, NO_RATIO
@@ -61,7 +70,7 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
         return "chroma", "model_type = 'chroma'", "model_type"
     if draft.get("model_train_type"):
         name = draft.get("model_train_type", text)
-        kind = TRAIN_TYPES.get(re.sub("finetune|dreambooth", "lora", words.plain(name)), "")
+        kind = TRAIN_TYPES.get(re.sub("finetune|dreambooth", "lora", common_values.plain(name)), "")
         why = (
             f"model_train_type = {name!r}"
             if kind
@@ -72,9 +81,9 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
     if module in MODULES:
         return MODULES[module], f"network_module = {module!r}", ""
     for key, kind in (("flux1_checkbox", "flux"), ("flux_checkbox", "flux"), ("sd3_checkbox", "sd3"), ("sdxl", "sdxl")):
-        if words.on(draft.get(key)):
+        if common_values.on(draft.get(key)):
             return kind, Message("{name} is on", name=key), key
-    v2 = words.on(draft.get("v2"))
+    v2 = common_values.on(draft.get("v2"))
     script = draft.source.script
     if script in WHOLE_MODEL and not (v2 and WHOLE_MODEL[script] == "sd15"):
         return WHOLE_MODEL[script], script, ""
@@ -94,10 +103,10 @@ def set_model(draft: Draft) -> None:
     """Set model.family and model.path."""
     kind, why, key = _kind(draft)
     path = str(draft.get("pretrained_model_name_or_path") or "")
-    kind, why = words.refined(kind, why, [path])
-    named = words.family_of_name(path)
+    kind, why = model_settings.refined(kind, why, [path])
+    named = model_settings.family_of_name(path)
     if not kind and named and not draft.family:
-        words.set_family(draft, (), named, Message("read from the name of the base model"))
+        model_settings.set_family(draft, (), named, Message("read from the name of the base model"))
         draft.need(
             "model.family",
             Message(
@@ -107,10 +116,10 @@ def set_model(draft: Draft) -> None:
             ),
         )
     else:
-        words.set_family(draft, key or (), kind, why)
+        model_settings.set_family(draft, key or (), kind, why)
     keys = ["model_train_type", "model_type", "flux1_checkbox", "flux_checkbox", "sd3_checkbox", "sdxl", "v2"]
     draft.none(keys, "another family, or another key that says it", off=True)
-    words.set_model_path(draft, "pretrained_model_name_or_path")
+    model_settings.set_model_path(draft, "pretrained_model_name_or_path")
     for key in ("clip_l", "clip_g", "t5xxl", "ae", "gemma2", "text_encoder", "byt5"):
         draft.none(key, Message("model.components takes a diffusers folder, not single files of its parts"))
 
@@ -124,20 +133,21 @@ def set_network(draft: Draft) -> None:
     """Set adapter.type and the settings that depend on it."""
     module = str(draft.get("network_module") or "")
     given = _network_arguments(draft)
-    page_type = words.plain(draft.get("LoRA_type") or "")
+    page_type = common_values.plain(draft.get("LoRA_type") or "")
     kind = page_type.removeprefix("kohya").removeprefix("lycoris")
     lycoris = "lycoris" in module or "lycoris" in page_type
-    algorithm = words.plain(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
+    algorithm = common_values.plain(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
     algorithm = algorithm if algorithm not in ("", "standard", "flux1", "sd3", "locon", "lora") else "lora"
     other = module.split(".")[-1]
     if not lycoris and other in ("dylora", "oft", "oft_flux", "lora_fa"):
         algorithm = other
-    decomposed = str(given.get("dora_wd", "")).lower() == "true" or words.on(draft.get("dora_wd"))
+    decomposed = str(given.get("dora_wd", "")).lower() == "true" or common_values.on(draft.get("dora_wd"))
     if algorithm == "lora" or not decomposed:  # in LoKr and LoHa, weight decomposition has no counterpart
         given.pop("dora_wd", None)
     if algorithm == "lora" and decomposed:
         algorithm = "dora"
-    _set_type(draft, algorithm)
+    own_type = adapter_settings.set_type(draft, ["network_module", "LoRA_type", "lycoris_algo"], algorithm)
+    draft.set("adapter.type", own_type)
     if algorithm == "lokr":
         _set_lokr(draft, given)
     own_network = algorithm == "lora" and not lycoris
@@ -154,24 +164,6 @@ def _network_arguments(draft: Draft) -> dict[str, str]:
     arguments = arguments.split() if isinstance(arguments, str) else listed(arguments)
     custom = draft.get("network_args_custom", listed) or []
     return dict(str(argument).partition("=")[::2] for argument in [*arguments, *custom])
-
-
-def _set_type(draft: Draft, algorithm: str) -> None:
-    """Set adapter.type; an algorithm without a counterpart becomes a LoRA."""
-    own = {words.plain(name): name for name in words.accepted("adapter.type")}
-    keys = ["network_module", "LoRA_type", "lycoris_algo"]
-    if algorithm in own:
-        draft.mapped(keys, {"adapter.type": own[algorithm]})
-        draft.set("adapter.type", own[algorithm])
-    else:
-        draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=algorithm))
-        draft.set("adapter.type", "lora")
-        draft.need(
-            "adapter.type",
-            Message(
-                "{algorithm} has no counterpart: a LoRA learns otherwise; check rank and alpha", algorithm=algorithm
-            ),
-        )
 
 
 def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
@@ -222,25 +214,25 @@ def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
     """Set what belongs to LoKr alone, and remove it from the network's arguments."""
     keys = [key for key in ("lokr_factor", "factor") if draft.has(key)]
     factor = given.pop("factor", None) or (draft.get(keys[0]) if keys else -1)
-    draft.mapped(keys, {"adapter.factor": words.lokr_factor(factor)}, Message("-1 there is 0 here"))
-    both = given.pop("decompose_both", "").lower() == "true" or words.on(draft.get("decompose_both"))
+    draft.mapped(keys, {"adapter.factor": adapter_settings.lokr_factor(factor)}, Message("-1 there is 0 here"))
+    both = given.pop("decompose_both", "").lower() == "true" or common_values.on(draft.get("decompose_both"))
     draft.mapped("decompose_both", {"adapter.decompose_both": both})
-    full = given.pop("full_matrix", "").lower() == "true" or words.on(draft.get("full_matrix"))
+    full = given.pop("full_matrix", "").lower() == "true" or common_values.on(draft.get("full_matrix"))
     rank = draft.get("network_dim", whole)
-    if full or (rank or 0) > words.WHOLE_RANK:
-        settings = {"adapter.rank": words.lokr_rank(rank or 1, full)}
+    if full or (rank or 0) > adapter_settings.WHOLE_RANK:
+        settings = {"adapter.rank": adapter_settings.lokr_rank(rank or 1, full)}
         draft.mapped(["network_dim", "full_matrix"], settings, Message("whole matrices"))
 
 
 def set_precision(draft: Draft) -> None:
     """Set model.dtype and quantize.storage."""
-    words.set_dtype(draft, "mixed_precision")
+    model_settings.set_dtype(draft, "mixed_precision")
     if not draft.get("mixed_precision"):
         draft.notes.append(
             Message("the file has no mixed_precision: theirs computes in float32 then, here in bf16 (model.dtype)")
         )
-    scaled = words.on(draft.get("fp8_scaled"))
-    cast = [key for key in ("fp8_base", "fp8_base_unet") if words.on(draft.get(key))]
+    scaled = common_values.on(draft.get("fp8_scaled"))
+    cast = [key for key in ("fp8_base", "fp8_base_unet") if common_values.on(draft.get(key))]
     if scaled:
         draft.mapped(
             ["fp8_scaled", *cast],
@@ -260,7 +252,7 @@ def set_precision(draft: Draft) -> None:
             ),
         )
     else:
-        words.set_storage(draft, (), "bf16", "kohya")
+        model_settings.set_storage(draft, (), "bf16", "kohya")
         draft.comments["quantize.storage"] = ["not quantized there either; 'fp8' would halve the base's memory"]
     draft.none(["fp8_base", "fp8_base_unet", "fp8_scaled"], "off", off=True)
 
@@ -269,13 +261,15 @@ def set_length_and_rate(draft: Draft) -> None:
     """Set steps, batch size, learning rate, schedule and how often files are saved."""
     batch, processes = _set_batch(draft)
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = words.steps_per_epoch(draft, batch, accumulate, processes)
+    per_epoch = dataset_settings.steps_per_epoch(draft, batch, accumulate, processes)
     _set_steps(draft, per_epoch, batch)
     _set_optimizer(draft)
     _set_schedule(draft)
-    words.set_every(draft, "checkpoint.every", ("save_every_n_steps", "save_every_n_epochs"), per_epoch, words.SAVED)
+    dataset_settings.set_every(
+        draft, "checkpoint.every", ("save_every_n_steps", "save_every_n_epochs"), per_epoch, remarks.SAVED
+    )
     preview = ("sample_every_n_steps", "sample_every_n_epochs")
-    words.set_every(draft, "preview.every", preview, per_epoch, epochs_count=True)
+    dataset_settings.set_every(draft, "preview.every", preview, per_epoch, epochs_count=True)
 
 
 def _set_batch(draft: Draft) -> tuple[int, int]:
@@ -303,14 +297,14 @@ def _set_steps(draft: Draft, per_epoch: int | None, batch: int) -> None:
     epochs, steps = whole(draft.get("max_train_epochs") or 0), whole(draft.get("max_train_steps") or 0)
     page_epochs = draft.get("epoch")
     if epochs <= 0 and not draft.has("max_train_steps") and page_epochs:
-        words.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
+        dataset_settings.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
     elif epochs > 0:
-        words.set_steps_from_epochs(draft, "max_train_epochs", epochs, per_epoch, batch)
+        dataset_settings.set_steps_from_epochs(draft, "max_train_epochs", epochs, per_epoch, batch)
         draft.none("max_train_steps", "max_train_epochs counts", off=True)
     elif steps > 0:
         draft.mapped("max_train_steps", {"train.steps": steps})
     elif page_epochs:
-        words.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
+        dataset_settings.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
     draft.none(["epoch", "max_train_epochs", "max_train_steps"], Message("another key counts"), off=True)
 
 
@@ -321,16 +315,16 @@ def _set_optimizer(draft: Draft) -> None:
     name_key = "optimizer_type"
     if not draft.has("optimizer_type"):
         for key, name in (("use_8bit_adam", "AdamW8bit"), ("use_lion_optimizer", "Lion")):
-            if words.on(draft.get(key)):
+            if common_values.on(draft.get(key)):
                 draft.given[key], name_key = name, key
-    words.set_optimizer(draft, name_key, [rate_key], rate)
+    optimizer_settings.set_optimizer(draft, name_key, [rate_key], rate)
     draft.none(["use_8bit_adam", "use_lion_optimizer"], "off", off=True)
     if draft.tool.name != "musubi-tuner":
         _set_text_encoders(draft)
     draft.none(["learning_rate", "unet_lr"], Message("{rate_key} counts for the denoiser", rate_key=rate_key), off=True)
     for key in ("optimizer_args", "optimizer_args_custom"):
         if draft.has(key):
-            words.set_optimizer_arguments(draft, key, draft.given[key])
+            optimizer_settings.set_optimizer_arguments(draft, key, draft.given[key])
         draft.none(key, "empty", off=True)
 
 
@@ -344,9 +338,9 @@ def _set_schedule(draft: Draft) -> None:
         if key != warmup_key:
             draft.none(key, f"{warmup_key} counts", off=True)
     cycles = "lr_restart_cycles" if draft.has("lr_restart_cycles") else "lr_scheduler_num_cycles"
-    words.set_schedule(
+    optimizer_settings.set_schedule(
         draft,
-        words.ScheduleKeys(
+        optimizer_settings.ScheduleKeys(
             "lr_scheduler",
             warmup=warmup_key,
             cycles=cycles,
@@ -363,7 +357,7 @@ def _set_schedule(draft: Draft) -> None:
 def _set_text_encoders(draft: Draft) -> None:
     """Set the text encoders: kohya trains the CLIPs, at learning_rate, unless the file says otherwise."""
     keys = ["network_train_unet_only"]
-    off = any(words.on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
+    off = any(common_values.on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
     given = [number(one) for one in listed(draft.given["text_encoder_lr"])] if draft.has("text_encoder_lr") else []
     general = draft.get("learning_rate", number)
     names = {"sdxl": ("CLIP-L", "CLIP-G"), "sd3": ("CLIP-L", "CLIP-G")}.get(draft.family, ("CLIP",))
@@ -374,7 +368,7 @@ def _set_text_encoders(draft: Draft) -> None:
     why = Message(
         "theirs trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
     )
-    words.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
+    optimizer_settings.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
     if draft.settings.get("adapter.text_encoder"):
         cached = ["cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"]
         draft.mapped(cached, {}, Message("off where text encoders are trained, there and here"))
@@ -382,12 +376,14 @@ def _set_text_encoders(draft: Draft) -> None:
 
 def set_noise(draft: Draft) -> None:
     """Set timesteps, their weights, and the guidance during training."""
-    words.set_min_snr(draft, "min_snr_gamma")
-    words.set_prediction(draft, "v_parameterization", "v" if words.on(draft.get("v_parameterization")) else "")
+    objective_settings.set_min_snr(draft, "min_snr_gamma")
+    objective_settings.set_prediction(
+        draft, "v_parameterization", "v" if common_values.on(draft.get("v_parameterization")) else ""
+    )
     _set_offset(draft)
     if not draft.family:
         draft.none(FLOW_KEYS, Message("depends on the family, which the file does not say"))
-    elif draft.family in words.DIFFUSION:
+    elif model_settings.predicts_noise(draft.family):
         draft.none(FLOW_KEYS, "means nothing to a model that predicts noise", off=True)
     else:
         _set_timesteps(draft)
@@ -423,7 +419,7 @@ def _set_timesteps(draft: Draft) -> None:
         shift = "auto"
         told += _remarks_on_method(draft, method)
     told += _remarks_on_shape(draft, method, scheme, keys)
-    words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+    objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
     draft.none(TIMESTEP_KEYS, f"not used with timestep_sampling = {method}", off=True)
 
 
@@ -475,12 +471,12 @@ def _set_flow_objective(draft: Draft) -> None:
 
 def _set_offset(draft: Draft) -> None:
     """Set the noise offset, unless the page selects multires noise instead."""
-    chosen = words.plain(draft.get("noise_offset_type") or "")
+    chosen = common_values.plain(draft.get("noise_offset_type") or "")
     if chosen and chosen != "original":
         keys = ["noise_offset", "noise_offset_random_strength", "adaptive_noise_scale"]
         draft.none(keys, f"not used with noise_offset_type = {draft.get('noise_offset_type')}", off=True)
     else:
-        words.set_noise_offset(draft, "noise_offset", heeded=False)
+        objective_settings.set_noise_offset(draft, "noise_offset", heeded=False)
     if chosen == "original":
         keys = ["multires_noise_iterations", "multires_noise_discount"]
         draft.none(keys, "not used with noise_offset_type = Original", off=True)
@@ -489,7 +485,7 @@ def _set_offset(draft: Draft) -> None:
 def set_compile(draft: Draft) -> None:
     """Set memory.compile from torch_compile or from accelerate's backend."""
     backend = draft.get("dynamo_backend")
-    compiled = words.on(draft.get("torch_compile"))
+    compiled = common_values.on(draft.get("torch_compile"))
     named = draft.has("dynamo_backend") and str(backend).lower() not in ("no", "none")
     if compiled or (named and draft.tool.name == "kohya_ss"):
         draft.differs(

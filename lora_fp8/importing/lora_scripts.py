@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import config
 from ..errors import Message
-from . import sd_scripts, words
+from . import common_values, model_settings, optimizer_settings, sd_scripts
 from .base import JOINT, Draft, Rule, Source, Tool, idle, none, table_in
 from .kohya_data import sections
 from .kohya_table import NO_PART, SD_SCRIPTS_RULES
@@ -79,11 +79,11 @@ def combine(draft: Draft) -> None:
         draft.defaults |= {"timestep_sampling": "sigmoid", "discrete_flow_shift": 1.0, "guidance_scale": 1.0}
         draft.defaults |= {"max_bucket_reso": 2048, "fp8_base": True, "save_precision": "bf16"}
         draft.defaults |= {"gradient_checkpointing": True, "model_prediction_type": "raw"}
-    kind = words.plain(draft.get("model_train_type"))
+    kind = common_values.plain(draft.get("model_train_type"))
     if kind.endswith(("finetune", "dreambooth")):
-        words.set_whole_model(draft, f"{draft.get('model_train_type')} trains the whole model there")
+        model_settings.set_whole_model(draft, f"{draft.get('model_train_type')} trains the whole model there")
     sd_scripts.combine(draft)
-    words.set_prodigy(draft, {"d_coef": "prodigy_d_coef", "d0": "prodigy_d0"})
+    optimizer_settings.set_prodigy(draft, {"d_coef": "prodigy_d_coef", "d0": "prodigy_d0"})
     draft.mapped("ui_custom_params", {}, Message("read as settings"))
 
 

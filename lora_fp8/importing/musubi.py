@@ -8,7 +8,18 @@ from pathlib import PureWindowsPath
 from typing import Any
 
 from ..errors import Message, UserError
-from . import kohya_data, kohya_previews, kohya_table, kohya_training, sd_scripts, words
+from . import (
+    common_values,
+    dataset_settings,
+    kohya_data,
+    kohya_previews,
+    kohya_table,
+    kohya_training,
+    memory_settings,
+    model_settings,
+    remarks,
+    sd_scripts,
+)
 from .base import (
     JOINT,
     Draft,
@@ -62,10 +73,10 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "block_swap_ring_size": idle("belongs to blocks_to_swap"),
     "use_pinned_memory_for_block_swap": idle("belongs to blocks_to_swap"),
     "gradient_checkpointing_cpu_offload": none(Message("activations are recomputed, not moved to main memory")),
-    "img_in_txt_in_offloading": none(words.NO_SWAP),
+    "img_in_txt_in_offloading": none(remarks.NO_SWAP),
     "num_timestep_buckets": none(Message("every timestep is drawn by itself")),
-    "min_timestep": near("objective.t_min", words.thousandths, SQUEEZED),
-    "max_timestep": near("objective.t_max", words.thousandths, SQUEEZED),
+    "min_timestep": near("objective.t_min", common_values.thousandths, SQUEEZED),
+    "max_timestep": near("objective.t_max", common_values.thousandths, SQUEEZED),
     "preserve_distribution_shape": always(
         Message("objective.t_min and t_max cut the distribution off, as this has it")
     ),
@@ -77,8 +88,8 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "compile_fullgraph": idle(),
     "image_directory": JOINT,
     "image_jsonl_file": none(Message("captions are .txt or .caption files beside the pictures here")),
-    "cache_directory": none(words.OTHER_CACHE),
-    "multiple_target": none(words.NOT_HERE),
+    "cache_directory": none(remarks.OTHER_CACHE),
+    "multiple_target": none(remarks.NOT_HERE),
     **dict.fromkeys(
         ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index"),
         none(NO_VIDEO),
@@ -94,7 +105,7 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
         none(NO_CONTROL),
     ),
     **dict.fromkeys(("one_frame", "latent_padding", "fp_1f_no_post", "remove_first_image_from_target"), none(NO_VIDEO)),
-    **dict.fromkeys(("num_layers", "force_v2_1_time_embedding"), none(words.NOT_HERE)),
+    **dict.fromkeys(("num_layers", "force_v2_1_time_embedding"), none(remarks.NOT_HERE)),
     **dict.fromkeys(
         ("cuda_allow_tf32", "cuda_cudnn_benchmark", "fp8_te", "text_encoder_dtype", "compile_cache_size_limit")
         + ("disable_numpy_memmap_loading", "architecture"),
@@ -174,49 +185,52 @@ def combine(draft: Draft) -> None:
     kohya_training.set_length_and_rate(draft)
     kohya_training.set_noise(draft)
     kohya_previews.set_previews(draft)
-    words.set_seed(draft, "seed")
-    words.set_name(draft, "output_name")
-    compiled = words.on(draft.get("compile")) or str(draft.get("dynamo_backend") or "no").lower() not in ("no", "none")
+    common_values.set_seed(draft, "seed")
+    common_values.set_name(draft, "output_name")
+    compiled = common_values.on(draft.get("compile")) or str(draft.get("dynamo_backend") or "no").lower() not in (
+        "no",
+        "none",
+    )
     keys = ["compile", "dynamo_backend", "torch_compile"]
     if compiled:
         draft.differs(keys, {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
     draft.none(keys, "off", off=True)
-    words.set_swap(draft, "blocks_to_swap")
+    memory_settings.set_swap(draft, "blocks_to_swap")
 
 
 def _set_model(draft: Draft) -> None:
     script = draft.source.script
     module = str(draft.get("network_module") or "").split(".")[-1]
     if script and not script.endswith("_train_network.py"):
-        words.set_whole_model(draft, f"{script} trains the whole model there")
+        model_settings.set_whole_model(draft, f"{script} trains the whole model there")
     elif not module:
-        words.set_whole_model(draft, kohya_table.NO_MODULE)
+        model_settings.set_whole_model(draft, kohya_table.NO_MODULE)
     name = re.sub(r"_train(_network)?\.py$", "", script)
     kind, why = SCRIPTS.get(name, name), script
     if not kind and module in MODULES:
         kind, why = MODULES[module], f"network_module = {module!r}"
-    kind, why = words.refined(*_variant(draft, kind, why), [draft.get("dit")])
+    kind, why = model_settings.refined(*_variant(draft, kind, why), [draft.get("dit")])
     keys = ["task", "model_version", "edit", "edit_plus"]
     unsaid = "the file does not say: musubi-tuner takes it from the script that is run"
-    words.set_family(draft, keys, kind, why if kind else unsaid)
+    model_settings.set_family(draft, keys, kind, why if kind else unsaid)
     draft.none(keys, "family is told by model.family", off=True)
-    words.set_model_path(draft, "dit", Message("the denoiser's own file"))
+    model_settings.set_model_path(draft, "dit", Message("the denoiser's own file"))
     for key in ("vae", "text_encoder", "text_encoder1", "text_encoder2", "t5", "clip", "image_encoder"):
         draft.none(key, Message("model.components takes a diffusers folder, not single files of its parts"))
 
 
 def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
     """Return the variant of an architecture that the version, the task or a switch selects, and what shows it."""
-    version = words.plain(draft.get("model_version") or "")
+    version = common_values.plain(draft.get("model_version") or "")
     if kind == "flux2" and "klein" in version:
         kind, why = "flux2_klein", f"model_version = {draft.get('model_version')!r}"
     if kind == "qwen_image" and "edit" in version:
         kind = "qwen_image_edit_plus" if re.search("plus|25", version) else "qwen_image_edit"
         why = f"model_version = {draft.get('model_version')!r}"
-    if kind in words.CLIPS_FROM_PICTURES and "i2v" in (task := str(draft.get("task") or "")).lower():
+    if kind in model_settings.CLIPS_FROM_PICTURES and "i2v" in (task := str(draft.get("task") or "")).lower():
         kind, why = f"{kind}_i2v", f"task = {task!r}"
     for key, edited in (("edit", "qwen_image_edit"), ("edit_plus", "qwen_image_edit_plus")):
-        if kind == "qwen_image" and words.on(draft.get(key)):
+        if kind == "qwen_image" and common_values.on(draft.get(key)):
             kind, why = edited, Message("{name} is on", name=key)
     return kind, why
 
@@ -234,10 +248,12 @@ def _set_folders(draft: Draft) -> None:
         if not path:
             continue
         repeats = positive(kohya_data.effective(draft, table, "num_repeats") or 1)
-        folder = words.look_into(draft, Folder(path, repeats), deep=False)
+        folder = dataset_settings.look_into(draft, Folder(path, repeats), deep=False)
         draft.mapped(f"{table}{kind}", {}, f"dataset.folders.{len(draft.folders)}.path")
         draft.mapped(f"{table}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
-        words.set_control(draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}")
+        dataset_settings.set_control(
+            draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}"
+        )
         draft.folders.append(folder)
     draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, Message("in each of the folders"))
     draft.mapped("dataset_config", {}, Message("read as well") if tables(draft) else Message("not here"))
@@ -250,16 +266,16 @@ def _set_pictures(draft: Draft) -> None:
     named = [place for place in places if draft.has(f"{place}image_directory") or draft.has(f"{place}video_directory")]
     keys, values = kohya_data.each(draft, "resolution", named)
     if any(values):
-        words.set_resolutions(draft, keys, values)
+        dataset_settings.set_resolutions(draft, keys, values)
     for name, setting, read in (
         ("enable_bucket", "dataset.buckets", flag),
         ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
     ):
-        words.share(draft, *kohya_data.each(draft, name, places), setting, read)
+        dataset_settings.share(draft, *kohya_data.each(draft, name, places), setting, read)
     lengths, given = kohya_data.each(draft, "target_frames", places)
     parts, ways = kohya_data.each(draft, "frame_extraction", places)
     named_ways = {str(way) for way in ways if way} or {"head"}
-    words.set_clips(
+    dataset_settings.set_clips(
         draft,
         lengths,
         [whole(one) for value in given if value for one in listed(value)],

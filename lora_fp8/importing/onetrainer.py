@@ -13,7 +13,17 @@ from typing import Any
 
 from .. import families
 from ..errors import Message, UserError
-from . import words
+from . import (
+    adapter_settings,
+    common_values,
+    dataset_settings,
+    memory_settings,
+    model_settings,
+    objective_settings,
+    optimizer_settings,
+    preview_settings,
+    remarks,
+)
 from .base import (
     JOINT,
     Draft,
@@ -42,7 +52,7 @@ NO_LOSS = Message("there is one loss here, objective.loss, weighted by min_snr_g
 CONCEPT_OFF = "the concept is off"
 NO_VALIDATION = Message("say validation.every and validation.pictures, which are kept out of the folders")
 NO_COLOUR = Message("colours are not changed here")
-NO_VIDEO = words.NO_CLIPS
+NO_VIDEO = dataset_settings.NO_CLIPS
 PARTS = ("unet", "prior", "transformer")
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 OTHER_PARTS: tuple[str, ...]
@@ -58,15 +68,15 @@ RULES: dict[str, Rule] = {
     "debug_mode": idle(),
     "debug_dir": idle(),
     "workspace_dir": idle("the run folder holds everything"),
-    "cache_dir": none(words.OTHER_CACHE),
-    "tensorboard": idle(words.LOGGING),
-    "tensorboard_expose": idle(words.LOGGING),
-    "tensorboard_always_on": idle(words.LOGGING),
-    "tensorboard_port": idle(words.LOGGING),
+    "cache_dir": none(remarks.OTHER_CACHE),
+    "tensorboard": idle(remarks.LOGGING),
+    "tensorboard_expose": idle(remarks.LOGGING),
+    "tensorboard_always_on": idle(remarks.LOGGING),
+    "tensorboard_port": idle(remarks.LOGGING),
     "validation": none(NO_VALIDATION),
     "validate_after": idle(NO_VALIDATION),
     "validate_after_unit": idle(NO_VALIDATION),
-    "continue_last_backup": none(words.RESUMES),
+    "continue_last_backup": none(remarks.RESUMES),
     "prevent_overwrites": always(Message("a run folder is never overwritten")),
     "include_train_config": idle("the resolved config is in the run folder"),
     "multi_gpu": JOINT,
@@ -75,7 +85,7 @@ RULES: dict[str, Rule] = {
         ("gradient_reduce_precision", "fused_gradient_reduce", "async_gradient_reduce", "async_gradient_reduce_buffer"),
         idle("train.gradient_exchange says how gradients travel"),
     ),
-    "output_dtype": to("export.dtype", words.FILE_DTYPE),
+    "output_dtype": to("export.dtype", common_values.FILE_DTYPE),
     "output_model_format": none(
         Message("files are .safetensors in the key names of export.formats"), "SAFETENSORS", "KOHYA"
     ),
@@ -84,16 +94,16 @@ RULES: dict[str, Rule] = {
     "enable_async_offloading": idle(),
     "enable_activation_offloading": none(Message("activations are recomputed, not moved to main memory")),
     "layer_offload_fraction": JOINT,
-    "force_circular_padding": none(words.NOT_HERE),
+    "force_circular_padding": none(remarks.NOT_HERE),
     "compile": JOINT,
     "gradient_checkpointing": JOINT,
     "concept_file_name": JOINT,
-    "circular_mask_generation": none(words.NO_MASK),
+    "circular_mask_generation": none(remarks.NO_MASK),
     "random_rotate_and_crop": none(Message("pictures are cropped at the middle")),
     "aspect_ratio_bucketing": to("dataset.buckets", flag),
-    "latent_caching": cached(words.ALWAYS_CACHED),
-    "image_caching": cached(words.ALWAYS_CACHED),
-    "text_caching": cached(words.ALWAYS_CACHED),
+    "latent_caching": cached(remarks.ALWAYS_CACHED),
+    "image_caching": cached(remarks.ALWAYS_CACHED),
+    "text_caching": cached(remarks.ALWAYS_CACHED),
     "latent_caching_epochs": idle(),
     "clear_cache_before_training": idle("the cache is kept by content; what changed is encoded again"),
     "learning_rate": JOINT,
@@ -109,7 +119,7 @@ RULES: dict[str, Rule] = {
     "batch_size": JOINT,
     "gradient_accumulation_steps": to("train.accumulate", whole),
     "clip_grad_norm": to("train.max_grad_norm", number),
-    "ema": none(words.NO_EMA, "OFF"),
+    "ema": none(remarks.NO_EMA, "OFF"),
     "ema_decay": idle("belongs to ema"),
     "ema_update_step_interval": idle("belongs to ema"),
     "non_ema_sampling": idle("belongs to ema"),
@@ -123,7 +133,7 @@ RULES: dict[str, Rule] = {
     "weight_dtype": JOINT,
     "resolution": JOINT,
     "frames": JOINT,
-    "attention_mechanism": always(words.ATTENTION),
+    "attention_mechanism": always(remarks.ATTENTION),
     "mse_strength": none(NO_LOSS, 1, 1.0),
     "mae_strength": none(NO_LOSS),
     "log_cosh_strength": none(NO_LOSS),
@@ -141,8 +151,8 @@ RULES: dict[str, Rule] = {
     "lora_layers": none(NO_PART),
     "lora_layer_preset": none(NO_PART, "full"),
     "offset_noise_weight": JOINT,
-    "generalized_offset_noise": none(words.NO_NOISE),
-    "perturbation_noise_weight": none(words.NO_NOISE),
+    "generalized_offset_noise": none(objective_settings.NO_NOISE),
+    "perturbation_noise_weight": none(objective_settings.NO_NOISE),
     "rescale_noise_scheduler_to_zero_terminal_snr": none(
         Message("the model's scheduler_config.json says how it noises")
     ),
@@ -155,8 +165,8 @@ RULES: dict[str, Rule] = {
     "noising_bias": JOINT,
     "timestep_shift": JOINT,
     "dynamic_timestep_shifting": JOINT,
-    "cep_gamma": none(words.NOT_HERE),
-    "k_noise_sampling": none(words.NO_NOISE, 1),
+    "cep_gamma": none(remarks.NOT_HERE),
+    "k_noise_sampling": none(objective_settings.NO_NOISE, 1),
     "svd_dtype": none(Message("layers are quantized without a low-rank part here"), "NONE"),
     "svd_rank": idle("belongs to svd_dtype"),
     "quantization.layer_filter": none(Message("quantize.keep and quantize.override say which layers are held how")),
@@ -177,7 +187,7 @@ RULES: dict[str, Rule] = {
         for name in ("train_embedding",)
     },
     **{f"{part}.attention_mask": none(Message("the pipeline's own attention is used")) for part in PARTS},
-    **{f"{part}.activation_offloading": none(words.NO_SWAP) for part in PARTS},
+    **{f"{part}.activation_offloading": none(remarks.NO_SWAP) for part in PARTS},
     **{f"{part}.{name}": JOINT for part in TEXT_PARTS for name in ("train", "learning_rate")},
     **{f"{part}.dropout_probability": none(Message("dataset.caption_dropout drops captions")) for part in OTHER_PARTS},
     **{f"{part}.**": idle("text encoders and VAE are used and freed before training") for part in OTHER_PARTS},
@@ -222,7 +232,7 @@ RULES: dict[str, Rule] = {
     "additional_embeddings": none(NO_EMBEDDING),
     "additional_embeddings.**": none(NO_EMBEDDING),
     "peft_type": JOINT,
-    "lora_model_name": to("adapter.init_from", text, words.START),
+    "lora_model_name": to("adapter.init_from", text, remarks.START),
     "lora_rank": to("adapter.rank", whole),
     "lora_alpha": to("adapter.alpha", number),
     "lora_decompose": JOINT,
@@ -251,7 +261,7 @@ RULES: dict[str, Rule] = {
     "optimizer.beta1": to("optimizer.beta1", number),
     "optimizer.beta2": to("optimizer.beta2", number),
     "optimizer.eps": to("optimizer.eps", number),
-    **dict.fromkeys((f"optimizer.{name}" for name in words.OF_PRODIGY), JOINT),
+    **dict.fromkeys((f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
     "optimizer.stochastic_rounding": idle("optimizer.rounding says how small updates are kept"),
     "optimizer.fused_back_pass": none(Message("gradients are summed in float32 and stepped together here")),
     "optimizer.**": none(Message("not known to the optimizers here")),
@@ -271,7 +281,7 @@ RULES: dict[str, Rule] = {
     "samples.*.frames": JOINT,
     "samples.*.enabled": JOINT,
     "samples.*.random_seed": none(Message("previews keep their seeds")),
-    "samples.*.noise_scheduler": none(words.NO_SAMPLER, "DDIM", "EULER"),
+    "samples.*.noise_scheduler": none(remarks.NO_SAMPLER, "DDIM", "EULER"),
     "samples.*.**": idle("belongs to other models"),
     "samples.*.sample_inpainting": none(Message("previews are not inpainted here")),
     "sample_after": JOINT,
@@ -324,8 +334,8 @@ RULES: dict[str, Rule] = {
         for how in ("random", "fixed")
         for what in ("brightness", "contrast", "saturation", "hue")
     },
-    "concepts.*.image.enable_random_circular_mask_shrink": none(words.NO_MASK),
-    "concepts.*.image.enable_random_mask_rotate_crop": none(words.NO_MASK),
+    "concepts.*.image.enable_random_circular_mask_shrink": none(remarks.NO_MASK),
+    "concepts.*.image.enable_random_mask_rotate_crop": none(remarks.NO_MASK),
     "concepts.*.image.**": idle("belongs to a change of colours or angles"),
     "concepts.*.validation_concept": none(NO_VALIDATION),
     "concepts.*.type": JOINT,
@@ -392,19 +402,19 @@ def combine(draft: Draft) -> None:
     """Convert all settings of a job."""
     kind = str(draft.get("model_type") or "")
     paths = [draft.get("base_model_name"), *(draft.get(f"{part}.model_name") for part in PARTS)]
-    words.set_family(
-        draft, "model_type", *words.refined(MODELS.get(kind, kind.lower()), f"model_type = {kind!r}", paths)
+    model_settings.set_family(
+        draft, "model_type", *model_settings.refined(MODELS.get(kind, kind.lower()), f"model_type = {kind!r}", paths)
     )
     method = str(draft.get("training_method") or "LORA")
     if method == "LORA":
         draft.mapped("training_method", {}, Message("a LoRA is trained"))
     elif method in OTHER_METHODS:
-        words.refuse(draft, OTHER_METHODS[method])
+        model_settings.refuse(draft, OTHER_METHODS[method])
     else:
-        words.set_whole_model(draft, "", "training_method")
+        model_settings.set_whole_model(draft, "", "training_method")
     part = _part(draft)
     _set_path(draft, part)
-    words.set_dtype(draft, "train_dtype")
+    model_settings.set_dtype(draft, "train_dtype")
     _set_storage(draft, part)
     _set_adapter(draft)
     _set_folders(draft)
@@ -414,12 +424,14 @@ def combine(draft: Draft) -> None:
     _set_previews(draft, per_epoch)
     destination = draft.get("output_model_destination", text)
     if destination:
-        words.set_name(draft, "output_model_destination", words.stem(destination), Message("the file's name"))
+        common_values.set_name(
+            draft, "output_model_destination", common_values.stem(destination), Message("the file's name")
+        )
 
 
 def _part(draft: Draft) -> str:
     """Return the name of the denoiser among the model's parts: unet, transformer, or (in older files) prior."""
-    if draft.family in words.DIFFUSION:
+    if model_settings.predicts_noise(draft.family):
         return "unet"
     return "transformer" if any(key.startswith("transformer.") for key in draft.given) else "prior"
 
@@ -429,9 +441,9 @@ def _set_path(draft: Draft, part: str) -> None:
     if draft.has(single):
         folder = draft.get("base_model_name", text)
         draft.mapped("base_model_name", {"model.components": folder}, Message("the denoiser has a file of its own"))
-        words.set_model_path(draft, single)
+        model_settings.set_model_path(draft, single)
     else:
-        words.set_model_path(draft, "base_model_name")
+        model_settings.set_model_path(draft, "base_model_name")
     for other in PARTS:
         draft.none(f"{other}.model_name", "another part", off=True)
 
@@ -440,7 +452,7 @@ def _set_storage(draft: Draft, part: str) -> None:
     keys = [f"{part}.weight_dtype", f"{part}_weight_dtype", "weight_dtype"]
     used = next((key for key in keys if draft.has(key) and draft.given[key] != "NONE"), "")
     if used:
-        words.set_storage(draft, [used], draft.given[used], "OneTrainer")
+        model_settings.set_storage(draft, [used], draft.given[used], "OneTrainer")
     rest = [*keys, *(f"{other}.weight_dtype" for other in PARTS), "unet_weight_dtype", "prior_weight_dtype"]
     draft.none(rest, f"{used or part} counts", off=True)
 
@@ -454,29 +466,25 @@ def _set_lokr(draft: Draft, kind: str) -> None:
     rank, both, factor, full = (draft.get(key) for key in keys)
     if factor is not None:
         draft.mapped(
-            "lokr_decompose_factor", {"adapter.factor": words.lokr_factor(factor)}, Message("-1 there is 0 here")
+            "lokr_decompose_factor",
+            {"adapter.factor": adapter_settings.lokr_factor(factor)},
+            Message("-1 there is 0 here"),
         )
-    draft.mapped("lokr_decompose_both", {"adapter.decompose_both": words.on(both)})
-    if rank is not None or words.on(full):
-        settings = {"adapter.rank": words.lokr_rank(words.said_number("lokr_dim", rank or 1), full)}
+    draft.mapped("lokr_decompose_both", {"adapter.decompose_both": common_values.on(both)})
+    if rank is not None or common_values.on(full):
+        settings = {"adapter.rank": adapter_settings.lokr_rank(common_values.said_number("lokr_dim", rank or 1), full)}
         draft.mapped(["lokr_dim", "lokr_full_matrix"], settings)
         draft.none("lora_rank", "lokr_dim counts", off=True)
     draft.none("lokr_full_matrix", "off", off=True)
     for key in more:
-        draft.none(key, Message("LoKr has no such form here"), off=not words.on(draft.get(key)))
+        draft.none(key, Message("LoKr has no such form here"), off=not common_values.on(draft.get(key)))
 
 
 def _set_adapter(draft: Draft) -> None:
-    kind = words.plain(draft.get("peft_type") or "lora")
-    kind = "dora" if kind == "lora" and words.on(draft.get("lora_decompose")) else kind
-    own = {words.plain(name): name for name in words.accepted("adapter.type")}
-    keys = ["peft_type", "lora_decompose"] if words.on(draft.get("lora_decompose")) else ["peft_type"]
-    if kind in own:
-        draft.mapped(keys, {"adapter.type": own[kind]})
-    else:
-        draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
-        draft.set("adapter.type", "lora")
-        draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
+    kind = common_values.plain(draft.get("peft_type") or "lora")
+    kind = "dora" if kind == "lora" and common_values.on(draft.get("lora_decompose")) else kind
+    keys = ["peft_type", "lora_decompose"] if common_values.on(draft.get("lora_decompose")) else ["peft_type"]
+    adapter_settings.set_type(draft, keys, kind)
     draft.none("lora_decompose", "off", off=True)
     _set_lokr(draft, kind)
     for part in PARTS:
@@ -485,28 +493,28 @@ def _set_adapter(draft: Draft) -> None:
         draft.none(f"{part}.train", Message("the denoiser is what is trained here"))
     dtype = draft.get("lora_weight_dtype")
     if dtype:
-        ours = words.FILE_DTYPE(dtype)
+        ours = common_values.FILE_DTYPE(dtype)
         draft.mapped("lora_weight_dtype", {"adapter.dtype": "fp32" if ours == "fp32" else "bf16"})
     filters = ["layer_filter", "layer_filter_preset", "layer_filter_regex"]
     names = draft.get("layer_filter", text)
-    if names and not words.on(draft.get("layer_filter_regex")):
+    if names and not common_values.on(draft.get("layer_filter_regex")):
         rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", whole) or 16
-        words.set_filter(draft, filters, [one.strip() for one in names.split(",") if one.strip()], [], rank)
+        adapter_settings.set_filter(draft, filters, [one.strip() for one in names.split(",") if one.strip()], [], rank)
     draft.none(filters, NO_PART, off=not names)
 
 
 def _set_masks(draft: Draft) -> None:
     keys = ["unmasked_weight", "normalize_masked_area_loss", "masked_prior_preservation_weight"]
-    if words.on(draft.get("masked_training")):
+    if common_values.on(draft.get("masked_training")):
         draft.mapped("masked_training", {}, Message("mask = '*-masklabel' in each folder"))
         weight = draft.get("unmasked_weight", number)
         note = Message("greys are shares of the way from this weight to 1; there what is darker than it counts as it")
         draft.differs("unmasked_weight", {"objective.unmasked_weight": 0.1 if weight is None else weight}, note)
-        if words.on(draft.get("normalize_masked_area_loss")):
-            draft.differs("normalize_masked_area_loss", {}, words.MASK_AREA)
+        if common_values.on(draft.get("normalize_masked_area_loss")):
+            draft.differs("normalize_masked_area_loss", {}, remarks.MASK_AREA)
         draft.none("normalize_masked_area_loss", "off", off=True)
     draft.none(["masked_training", *keys[:2]], "off", off=True)
-    if not words.on(draft.get("masked_training")):
+    if not common_values.on(draft.get("masked_training")):
         draft.none(keys[2:], "belongs to masked_training", off=True)
 
 
@@ -543,14 +551,14 @@ def _set_folders(draft: Draft) -> None:
 def _reason_to_leave_out(draft: Draft, table: str) -> str:
     """Return why a concept is no folder of images to train on; "" if it is one."""
     kind = str(draft.get(f"{table}type") or "STANDARD")
-    validation = words.on(draft.get(f"{table}validation_concept")) or kind == "VALIDATION"
+    validation = common_values.on(draft.get(f"{table}validation_concept")) or kind == "VALIDATION"
     disabled = draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"])
     path = draft.get(f"{table}path", text)
     if disabled:
         return CONCEPT_OFF
     if validation:
         return NO_VALIDATION
-    return words.NO_REG if kind == "PRIOR_PREDICTION" or not path else ""
+    return remarks.NO_REG if kind == "PRIOR_PREDICTION" or not path else ""
 
 
 def _add_folder(draft: Draft, table: str) -> None:
@@ -559,14 +567,14 @@ def _add_folder(draft: Draft, table: str) -> None:
     counted = f"{table}balancing" if draft.has(f"{table}balancing") else f"{table}repeats"
     repeats = draft.get(counted, number) or 1.0
     by_samples = draft.get(f"{table}balancing_strategy") == "SAMPLES"
-    deep = words.on(draft.get(f"{table}include_subdirectories"))
-    masked = words.on(draft.get("masked_training"))
+    deep = common_values.on(draft.get(f"{table}include_subdirectories"))
+    masked = common_values.on(draft.get("masked_training"))
     folder = Folder(
         draft.get(f"{table}path", text),
         1 if by_samples else max(1, round(repeats)),
         mask="*-masklabel" if masked else "",
     )
-    words.look_into(draft, folder, deep=deep)
+    dataset_settings.look_into(draft, folder, deep=deep)
     draft.mapped(f"{table}path", {}, f"{at}.path")
     if by_samples:
         draft.none(
@@ -591,7 +599,7 @@ def _add_folder(draft: Draft, table: str) -> None:
     _report_caption_source(draft, table, at)
     for name in ("type", "enabled"):
         draft.mapped(f"{table}{name}", {}, "on")
-    words.weigh(draft, f"{table}loss_weight", folder, at)
+    dataset_settings.weigh(draft, f"{table}loss_weight", folder, at)
     draft.folders.append(folder)
 
 
@@ -620,8 +628,8 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
         return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
 
     keys, values = each("image.enable_random_flip")
-    words.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
-    words.share(draft, *each("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
+    dataset_settings.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
+    dataset_settings.share(draft, *each("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
     _set_tag_dropout(draft, tables)
     tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
     for name, setting, read in (
@@ -632,7 +640,7 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
     ):
         keys, values = each(name)
         if tags:
-            words.share(draft, keys, values, setting, read)
+            dataset_settings.share(draft, keys, values, setting, read)
         draft.none(keys, Message("means nothing without {key}", key="tag shuffling"), off=True)
 
 
@@ -640,7 +648,7 @@ def _set_frames(draft: Draft) -> None:
     """Set dataset.frames, if the architecture is trained on clips."""
     lengths = [whole(one) for one in str(draft.get("frames") or "").split(",") if one.strip()]
     if draft.family in families.available() and any(families.get(draft.family).clips):
-        words.set_clips(
+        dataset_settings.set_clips(
             draft, ["frames"], lengths, [], "head", Message("of every folder; here a clip's head, see dataset.clip")
         )
     draft.none("frames", NO_VIDEO, off=True)  # the page writes it for every model
@@ -650,15 +658,15 @@ def _set_resolutions(draft: Draft, tables: list[str]) -> None:
     """Set each concept's own resolution, and the general one for the others; of several in one text, the largest."""
     general, own = "resolution", {}
     for table in tables:
-        if words.on(draft.get(f"{table}image.enable_resolution_override")):
+        if common_values.on(draft.get(f"{table}image.enable_resolution_override")):
             own[table] = f"{table}image.resolution_override"
     sizes = {key: re.split(r"\s*,\s*", str(draft.get(key) or "").strip()) for key in [general, *own.values()]}
     if several := [size for key in sizes for size in sizes[key] if len(sizes[key]) > 1 and size]:
-        words.set_resolution(draft, list(sizes), several)
+        dataset_settings.set_resolution(draft, list(sizes), several)
     elif values := [sizes[own.get(table, general)][0] for table in tables]:
-        words.set_resolutions(draft, list(sizes), values)
+        dataset_settings.set_resolutions(draft, list(sizes), values)
     elif sizes[general][0]:
-        words.set_resolution(draft, [general], sizes[general])
+        dataset_settings.set_resolution(draft, [general], sizes[general])
 
 
 def _set_text_encoders(draft: Draft, scale: float) -> None:
@@ -672,19 +680,19 @@ def _set_text_encoders(draft: Draft, scale: float) -> None:
         switches = [key for key in (f"{part}.train", f"train_{part}") if key in draft.given]
         own = [key for key in (f"{part}.learning_rate", f"{part}_learning_rate") if key in draft.given]
         if part not in TEXT_PARTS[:clips]:
-            on = any(words.on(draft.given[key]) for key in switches)
+            on = any(common_values.on(draft.given[key]) for key in switches)
             draft.none([*switches, *own], Message("T5 and language models are not trained here"), off=not on)
             continue
         keys, rate_keys = [*keys, *switches], [*rate_keys, *own]
         used = next((key for key in own if draft.has(key)), "learning_rate")
         rate = draft.get(used, number)
-        trained = all(words.on(draft.given[key]) for key in switches) if switches else trained
+        trained = all(common_values.on(draft.given[key]) for key in switches) if switches else trained
         if rate and trained:
             rates[part] = rate * scale
         else:
             left_out.append(part)
     why = "" if keys else Message("theirs trains the text encoders too, unless the file says otherwise")
-    words.set_text_encoders(draft, keys, rate_keys, rates, why, left_out)
+    optimizer_settings.set_text_encoders(draft, keys, rate_keys, rates, why, left_out)
     for part in rates if draft.settings.get("adapter.text_encoder") else ():
         _set_end_of_text_encoder(draft, part)
 
@@ -713,7 +721,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     """Set steps, batch size, learning rate and schedule; return the steps per epoch if they are known."""
     batch = positive(draft.get("batch_size") or 1)
     devices = [one for one in str(draft.get("device_indexes") or "").split(",") if one.strip()]
-    processes = len(devices) if words.on(draft.get("multi_gpu")) and devices else 1
+    processes = len(devices) if common_values.on(draft.get("multi_gpu")) and devices else 1
     if processes > 1:
         told = Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
         draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, told)
@@ -721,16 +729,16 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
         draft.mapped("batch_size", {"train.batch_size": batch})
     draft.none(["multi_gpu", "device_indexes"], "one process", off=True)
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = words.steps_per_epoch(draft, batch, accumulate, processes)
-    words.set_steps_from_epochs(draft, "epochs", positive(draft.get("epochs")), per_epoch, batch)
+    per_epoch = dataset_settings.steps_per_epoch(draft, batch, accumulate, processes)
+    dataset_settings.set_steps_from_epochs(draft, "epochs", positive(draft.get("epochs")), per_epoch, batch)
     scaler = str(draft.get("learning_rate_scaler") or "NONE")
     factors = {"BATCH": batch, "GRADIENT_ACCUMULATION": accumulate, "BOTH": batch * accumulate}
     scale = math.sqrt(factors.get(scaler, 1))
     rates = [f"{part}.learning_rate", f"{part}_learning_rate", "learning_rate"]
     used = next((key for key in rates if draft.has(key)), "learning_rate")
     name = "optimizer.optimizer" if draft.has("optimizer.optimizer") else "optimizer"
-    words.set_optimizer(draft, name, [used], draft.get(used, number), scale)
-    words.set_prodigy(draft, {name: f"optimizer.{name}" for name in words.OF_PRODIGY})
+    optimizer_settings.set_optimizer(draft, name, [used], draft.get(used, number), scale)
+    optimizer_settings.set_prodigy(draft, {name: f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY})
     if scale != 1:
         told = Message("the rate times the root of {number}", number=factors[scaler])
         draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, told)
@@ -739,9 +747,9 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     others = [f"{other}.learning_rate" for other in PARTS] + ["unet_learning_rate", "prior_learning_rate"]
     draft.none([*rates, *others], Message("{rate_key} counts for the denoiser", rate_key=used), off=True)
     warmup = draft.get("learning_rate_warmup_steps", number)
-    words.set_schedule(
+    optimizer_settings.set_schedule(
         draft,
-        words.ScheduleKeys(
+        optimizer_settings.ScheduleKeys(
             "learning_rate_scheduler",
             warmup="learning_rate_warmup_steps",
             cycles="learning_rate_cycles",
@@ -757,7 +765,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     for key in ("save_every", "save_after"):
         done = _set_every(draft, "export.every", key, per_epoch, Message("the LoRA files"), done) or done
     keep = draft.get("rolling_backup_count", whole)
-    if words.on(draft.get("rolling_backup")) and keep:
+    if common_values.on(draft.get("rolling_backup")) and keep:
         draft.mapped(["rolling_backup_count", "rolling_backup"], {"checkpoint.keep": max(2, keep)})
     draft.none(["rolling_backup_count", "rolling_backup"], "the newest checkpoint.keep are always kept", off=True)
     return per_epoch
@@ -803,7 +811,7 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
     special = [f"{t}text.tag_dropout_special_tags_mode" for t in tables]
     chances = []
     for t in tables:
-        on = words.on(draft.get(f"{t}text.tag_dropout_enable"))
+        on = common_values.on(draft.get(f"{t}text.tag_dropout_enable"))
         chances.append(draft.get(f"{t}text.tag_dropout_probability", number) if on else 0.0)
     modes = {
         str(draft.get(f"{t}text.tag_dropout_mode") or "FULL")
@@ -813,7 +821,7 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
     if modes - {"RANDOM"}:
         draft.none(keys, Message("each tag is left out by itself here, as with RANDOM"))
     elif modes:
-        words.share(draft, keys, chances, "dataset.tag_dropout", number)
+        dataset_settings.share(draft, keys, chances, "dataset.tag_dropout", number)
     draft.none(keys, "off", off=True)
     chosen = any(str(draft.get(key) or "NONE") != "NONE" for key in special)
     draft.none(special, Message("keep_tokens and the trigger word stay here"), off=not (modes and chosen))
@@ -822,8 +830,8 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
 def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
     _set_loss(draft)
     for key, predicts in (("force_v_prediction", "v"), ("force_epsilon_prediction", "epsilon")):
-        words.set_prediction(draft, key, predicts if words.on(draft.get(key)) else "")
-    words.set_noise_offset(draft, "offset_noise_weight")
+        objective_settings.set_prediction(draft, key, predicts if common_values.on(draft.get(key)) else "")
+    objective_settings.set_noise_offset(draft, "offset_noise_weight")
     _set_timesteps(draft)
     guidance = f"{part}.guidance_scale"
     if draft.has(guidance):
@@ -842,13 +850,13 @@ def _set_loss(draft: Draft) -> None:
     draft.none("huber_delta", "belongs to huber_strength", off=True)
     weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", number)
     if weight == "MIN_SNR_GAMMA":
-        words.set_min_snr(draft, "loss_weight_strength", strength or 5.0)
+        objective_settings.set_min_snr(draft, "loss_weight_strength", strength or 5.0)
         draft.mapped("loss_weight_fn", {}, Message("objective.min_snr_gamma says it"))
     else:
         off = weight in ("CONSTANT", "NONE")
         draft.none("loss_weight_fn", Message("min_snr_gamma is the only weight here"), off=off)
         draft.none("loss_weight_strength", f"belongs to {weight}", off=True)
-    words.set_min_snr(draft, "min_snr_gamma")
+    objective_settings.set_min_snr(draft, "min_snr_gamma")
 
 
 def _set_timesteps(draft: Draft) -> None:
@@ -856,7 +864,7 @@ def _set_timesteps(draft: Draft) -> None:
     keys = ["timestep_distribution", "timestep_shift", "dynamic_timestep_shifting", "noising_weight", "noising_bias"]
     kind = str(draft.get("timestep_distribution") or "UNIFORM")
     told: list[str] = []
-    dynamic = words.on(draft.get("dynamic_timestep_shifting"))
+    dynamic = common_values.on(draft.get("dynamic_timestep_shifting"))
     shift: float | str = "auto" if dynamic else draft.get("timestep_shift", number) or 1.0
     shape = "uniform" if kind == "UNIFORM" else "logit_normal"
     if kind not in ("UNIFORM", "LOGIT_NORMAL"):
@@ -866,9 +874,9 @@ def _set_timesteps(draft: Draft) -> None:
         if value and kind != "UNIFORM":
             told.append(Message("{key} = {value} is always 0 here", key=key, value=f"{value:g}"))
     _set_range(draft, kind, shift)
-    if draft.family in words.DIFFUSION and (kind != "UNIFORM" or shift != 1):
+    if model_settings.predicts_noise(draft.family) and (kind != "UNIFORM" or shift != 1):
         draft.none(keys, Message("noise levels are drawn uniformly here for a model that predicts noise"))
-    words.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+    objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
     draft.none(keys, "off", off=True)
 
 
@@ -906,7 +914,7 @@ def _set_memory(draft: Draft, part: str) -> None:
             draft.mapped(used, {"memory.gradient_checkpointing": word in ("ON", "TRUE")})
     keys = ["gradient_checkpointing", *(f"{other}.gradient_checkpointing" for other in PARTS)]
     draft.none(keys, "another part", off=True)
-    if words.on(draft.get("compile")):
+    if common_values.on(draft.get("compile")):
         draft.differs("compile", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
     draft.none("compile", "off", off=True)
     shares = ["layer_offload_fraction", *(f"{other}.offload_fraction" for other in PARTS)]
@@ -914,7 +922,7 @@ def _set_memory(draft: Draft, part: str) -> None:
     if own == "layer_offload_fraction" and str(value).upper() != "CPU_OFFLOADED":
         draft.none(own, "used with gradient_checkpointing = CPU_OFFLOADED only", off=True)
     elif draft.has(own):
-        words.set_offload(
+        memory_settings.set_offload(
             draft, own, draft.get(own, number), Message("a share of the layers there, of the frozen weights here")
         )
     draft.none(shares, "another part", off=True)
@@ -934,7 +942,7 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
         keys |= {f"{table}{name}": ours.replace("prompt", "prompts") for name, ours in names.items()}
         draft.mapped(f"{table}enabled", {}, "on")
     if pictures:
-        words.set_previews(draft, keys, pictures)
+        preview_settings.set_previews(draft, keys, pictures)
         _set_every(draft, "preview.every", "sample_after", per_epoch, "", False)
         draft.set("preview.at_start", False, "theirs draws after training has begun")
     draft.mapped(

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import config
 from ..errors import Message, UserError
-from . import words
+from . import remarks
 from .base import Entry, Import
 
 
@@ -73,12 +73,12 @@ ALIKE_NOTES = (
     "checkpoint.",
     "export.",
     "preview.",
-    words.UPLOAD,
-    words.RESUMES,
-    words.LOGGING,
-    words.OTHER_CACHE,
-    words.NO_SAMPLER,
-    words.NO_SWAP,
+    remarks.UPLOAD,
+    remarks.RESUMES,
+    remarks.LOGGING,
+    remarks.OTHER_CACHE,
+    remarks.NO_SAMPLER,
+    remarks.NO_SWAP,
 )
 """Prefixes of settings and of reasons that affect how a training runs and what it saves, but not what it learns."""
 
@@ -86,7 +86,7 @@ ALIKE_NOTES = (
 def _alike(entry: Entry) -> bool:
     """Return True if an entry changes only settings that do not affect what is learned."""
     settings = re.findall(r"(?:^|, )([a-z_]+(?:\.[a-z_]+)?) = ", entry.to)
-    return all(name.startswith(ALIKE) for name in settings) if settings else words.ATTENTION in entry.note
+    return all(name.startswith(ALIKE) for name in settings) if settings else remarks.ATTENTION in entry.note
 
 
 def differences(made: Import) -> dict[str, list[str]]:

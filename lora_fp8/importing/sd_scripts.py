@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import Message, UserError
-from . import words
+from . import common_values, memory_settings, model_settings, objective_settings
 from .base import Draft, Source, Tool, flattened, read_source
 from .kohya_data import (
     dataset,
@@ -69,24 +69,24 @@ def combine(draft: Draft) -> None:
         set_pictures(draft)
         return
     if what := other_job(draft.source.script):
-        words.refuse(draft, what)
+        model_settings.refuse(draft, what)
     set_model(draft)
     set_network(draft)
     if draft.source.script in WHOLE_MODEL:
-        words.set_whole_model(draft, f"{draft.source.script} trains the whole model there")
+        model_settings.set_whole_model(draft, f"{draft.source.script} trains the whole model there")
     elif draft.tool.name == "sd-scripts" and not draft.has("network_module"):
-        words.set_whole_model(draft, NO_MODULE)
+        model_settings.set_whole_model(draft, NO_MODULE)
     set_precision(draft)
     set_folders(draft)
     set_pictures(draft)
     set_length_and_rate(draft)
     set_noise(draft)
-    words.set_huber(draft)
+    objective_settings.set_huber(draft)
     set_previews(draft)
     set_compile(draft)
-    words.set_swap(draft, "blocks_to_swap")
-    words.set_seed(draft, "seed")
-    words.set_name(draft, "output_name")
+    memory_settings.set_swap(draft, "blocks_to_swap")
+    common_values.set_seed(draft, "seed")
+    common_values.set_name(draft, "output_name")
 
 
 def recognise(source: Source) -> str:

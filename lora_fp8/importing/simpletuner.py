@@ -11,7 +11,17 @@ from typing import Any
 from .. import families
 from ..common.text import shown
 from ..errors import Message
-from . import words
+from . import (
+    adapter_settings,
+    common_values,
+    dataset_settings,
+    memory_settings,
+    model_settings,
+    objective_settings,
+    optimizer_settings,
+    preview_settings,
+    remarks,
+)
 from .base import (
     JOINT,
     Draft,
@@ -60,11 +70,11 @@ RULES: dict[str, Rule] = {
     "lora_dropout": to("adapter.dropout", number),
     "lora_init_type": none(Message("adapters start as peft's LoRA: A at random, B at zero"), "default"),
     "lora_format": none(Message("export.formats says which key names are written"), "diffusers"),
-    "init_lora": to("adapter.init_from", text, words.START),
+    "init_lora": to("adapter.init_from", text, remarks.START),
     "use_dora": JOINT,
     "lycoris_config": JOINT,
     "init_lokr_norm": none(Message("belongs to LoKr")),
-    "peft_lora_mode": none(words.NOT_HERE, "standard"),
+    "peft_lora_mode": none(remarks.NOT_HERE, "standard"),
     "flux_lora_target": none(Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")),
     "fuse_qkv_projections": idle("q, k and v share one quantized input"),
     "controlnet": JOINT,
@@ -104,7 +114,7 @@ RULES: dict[str, Rule] = {
     "gradient_checkpointing_interval": none(Message("every block is recomputed"), 1),
     "seed": JOINT,
     "seed_for_each_device": idle("noise belongs to the sample, whatever process draws it"),
-    "use_ema": none(words.NO_EMA),
+    "use_ema": none(remarks.NO_EMA),
     **dict.fromkeys(
         ("ema_decay", "ema_device", "ema_cpu_only", "ema_update_interval", "ema_foreach_disable", "ema_validation"),
         idle("belongs to use_ema"),
@@ -112,11 +122,11 @@ RULES: dict[str, Rule] = {
     "snr_gamma": JOINT,
     "use_soft_min_snr": none(Message("min_snr_gamma is the only weight here")),
     **dict.fromkeys(("loss_type", "huber_schedule", "huber_c"), JOINT),
-    "noise_offset": none(words.NO_NOISE),
+    "noise_offset": none(objective_settings.NO_NOISE),
     "noise_offset_probability": idle("belongs to noise_offset"),
     "offset_noise": none(Message("theirs is for a share of the samples, objective.noise_offset for all of them")),
     "conditioning_multidataset_sampling": none(NO_CONTROL, "random", "combined"),
-    "input_perturbation": none(words.NO_NOISE),
+    "input_perturbation": none(objective_settings.NO_NOISE),
     "input_perturbation_steps": idle("belongs to input_perturbation"),
     "rescale_betas_zero_snr": none(Message("the model's scheduler_config.json says how it noises")),
     "disable_segmented_timestep_sampling": idle(Message("every timestep is drawn by itself")),
@@ -190,15 +200,15 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("report_to", "tracker_project_name", "logging_dir", "webhook_config", "webhook_reporting_interval")
         + ("disable_benchmark", "print_filenames", "print_sampler_statistics"),
-        idle(words.LOGGING),
+        idle(remarks.LOGGING),
     ),
-    "webhook_config.**": idle(words.LOGGING),
+    "webhook_config.**": idle(remarks.LOGGING),
     **dict.fromkeys(
         ("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_token", "push_to_hub_background")
         + ("model_card_private", "model_card_safe_for_work", "model_card_note", "publishing_config"),
-        none(words.UPLOAD),
+        none(remarks.UPLOAD),
     ),
-    "publishing_config.**": none(words.UPLOAD),
+    "publishing_config.**": none(remarks.UPLOAD),
     **dict.fromkeys(("enable_group_offload", "ramtorch", "ramtorch_transformer_percent"), JOINT),
     "musubi_blocks_to_swap": JOINT,
     **dict.fromkeys(("offload_during_startup", "offload_during_save"), idle()),
@@ -207,7 +217,7 @@ RULES: dict[str, Rule] = {
         + ("group_offload_to_disk_path", "ramtorch_text_encoder", "ramtorch_vae"),
         idle("belongs to offloading"),
     ),
-    "attention_mechanism": always(words.ATTENTION),
+    "attention_mechanism": always(remarks.ATTENTION),
     "sageattention_usage": idle("belongs to attention_mechanism"),
     "dynamo_backend": JOINT,
     "dynamo_mode": idle("memory.compile = 'blocks' has one mode, and memory.cuda_graphs another"),
@@ -218,7 +228,7 @@ RULES: dict[str, Rule] = {
         ("cache_dir", "cache_dir_text", "cache_dir_vae", "compress_disk_cache", "preserve_data_backend_cache")
         + ("vae_cache_ondemand", "vae_cache_scan_behaviour", "vae_cache_disable", "skip_file_discovery")
         + ("aspect_bucket_disable_rebuild", "override_dataset_config", "keep_vae_loaded", "ignore_missing_files"),
-        idle(words.OTHER_CACHE),
+        idle(remarks.OTHER_CACHE),
     ),
     **dict.fromkeys(
         ("vae_batch_size", "vae_dtype", "vae_enable_tiling", "vae_enable_slicing", "vae_enable_patch_conv")
@@ -267,16 +277,16 @@ RULES: dict[str, Rule] = {
     "data.*.caption_shuffle.**": idle("shuffles are drawn from the job's seed"),
     "data.*.probability": none(Message("folders weigh by their pictures and repeats"), 1, 1.0),
     "data.*.metadata_backend": none(Message("pictures are read themselves"), "discovery", "json"),
-    "data.*.is_regularisation_data": none(words.NO_REG),
-    "data.*.is_regularization_data": none(words.NO_REG),
+    "data.*.is_regularisation_data": none(remarks.NO_REG),
+    "data.*.is_regularization_data": none(remarks.NO_REG),
     "data.*.conditioning_data": none(NO_CONTROL),
     "data.*.conditioning.**": none(NO_CONTROL),
     "data.*.conditioning_type": none(NO_CONTROL),
     "data.*.conditioning": none(NO_CONTROL),
-    "data.*.video.**": none(words.NO_CLIPS),
+    "data.*.video.**": none(dataset_settings.NO_CLIPS),
     "data.*.parquet.**": none(Message("captions are .txt or .caption files beside the pictures here")),
     **{
-        f"data.*.{name}": idle(words.OTHER_CACHE)
+        f"data.*.{name}": idle(remarks.OTHER_CACHE)
         for name in ("cache_dir", "cache_dir_vae", "vae_cache_clear_each_epoch", "write_batch_size", "text_embeds")
         + ("image_embeds", "preserve_data_backend_cache", "skip_file_discovery", "hash_filenames", "vae_cache_disable")
     },
@@ -343,32 +353,34 @@ def combine(draft: Draft) -> None:
         _set_adapter(draft)
         _set_precision(draft)
     else:
-        words.set_family(
+        model_settings.set_family(
             draft, (), "", Message("the file holds only the pictures: import {file} beside it", file="config.json")
         )
-        words.set_model_path(draft, "pretrained_model_name_or_path")
+        model_settings.set_model_path(draft, "pretrained_model_name_or_path")
         draft.defaults.clear()
     _set_folders(draft)
     if draft.defaults:
         _set_length_and_rate(draft)
         _set_timesteps(draft)
         _set_previews(draft)
-        words.set_seed(draft, "seed")
+        common_values.set_seed(draft, "seed")
         _set_names(draft)
 
 
 def _set_model(draft: Draft) -> None:
-    if words.on(draft.get("controlnet")):
-        words.refuse(draft, Message("it trains a ControlNet"))
+    if common_values.on(draft.get("controlnet")):
+        model_settings.refuse(draft, Message("it trains a ControlNet"))
     kind = str(draft.get("model_family") or "")
     flavour = str(draft.get("model_flavour") or "")
     known = _variant(FAMILIES.get(kind, kind), flavour)
     why = f"model_family = {kind!r}" if kind else Message("the file names none")
-    words.set_family(draft, "model_family", *words.refined(known, why, [draft.get("pretrained_model_name_or_path")]))
+    model_settings.set_family(
+        draft, "model_family", *model_settings.refined(known, why, [draft.get("pretrained_model_name_or_path")])
+    )
     if draft.get("model_type") in (None, "lora"):
         draft.mapped("model_type", {}, Message("a LoRA is trained"))
     else:
-        words.set_whole_model(draft, "", "model_type")
+        model_settings.set_whole_model(draft, "", "model_type")
     _set_path(draft, kind, flavour)
     draft.mapped("model_flavour", {}, Message("model.path says it"))
     draft.none("controlnet", "off", off=True)
@@ -383,7 +395,7 @@ def _variant(kind: str, flavour: str) -> str:
         return "flux2_klein"
     if kind == "qwen_image" and "edit" in flavour:
         return "qwen_image_edit_plus" if re.search("v2|25(09|11)", flavour) else "qwen_image_edit"
-    if kind in words.CLIPS_FROM_PICTURES and "i2v" in flavour:
+    if kind in model_settings.CLIPS_FROM_PICTURES and "i2v" in flavour:
         return f"{kind}_i2v"
     return kind
 
@@ -394,13 +406,13 @@ def _set_path(draft: Draft, kind: str, flavour: str) -> None:
     whole_model = "pretrained_model_name_or_path"
     if denoiser:
         draft.mapped(whole_model, {"model.components": draft.get(whole_model, text) or ""})
-        words.set_model_path(draft, denoiser)
+        model_settings.set_model_path(draft, denoiser)
     elif draft.has(whole_model):
-        words.set_model_path(draft, whole_model)
+        model_settings.set_model_path(draft, whole_model)
     elif (kind, flavour) in BASES:
         draft.set("model.path", BASES[kind, flavour], "what SimpleTuner takes when no path is given")
     else:
-        words.set_model_path(draft, whole_model)
+        model_settings.set_model_path(draft, whole_model)
 
 
 def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str) -> None:
@@ -409,12 +421,12 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     made: dict[str, Any] = {"adapter.type": kind}
     if kind == "lokr":
         made |= {
-            "adapter.factor": words.lokr_factor(inner.get("factor", -1)),
-            "adapter.decompose_both": words.on(inner.get("decompose_both")),
+            "adapter.factor": adapter_settings.lokr_factor(inner.get("factor", -1)),
+            "adapter.decompose_both": common_values.on(inner.get("decompose_both")),
         }
-    rank = words.said_number("linear_dim", inner.get("linear_dim", 4))
-    made["adapter.rank"] = words.lokr_rank(rank, full) if kind == "lokr" else rank
-    made["adapter.alpha"] = float(words.said_number("linear_alpha", inner.get("linear_alpha", 1)))
+    rank = common_values.said_number("linear_dim", inner.get("linear_dim", 4))
+    made["adapter.rank"] = adapter_settings.lokr_rank(rank, full) if kind == "lokr" else rank
+    made["adapter.alpha"] = float(common_values.said_number("linear_alpha", inner.get("linear_alpha", 1)))
     draft.mapped(keys, made)
     known = {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
     if rest := sorted(inner.keys() - known):
@@ -428,23 +440,17 @@ def _set_adapter(draft: Draft) -> None:
     if draft.get("lora_type") == "lycoris":
         inner = draft.get("lycoris_config", text)
         found = draft.refer("lycoris_config", inner) if inner else None
-        kind = words.plain(found.get("algo")) if isinstance(found, dict) else "lycoris"
+        kind = common_values.plain(found.get("algo")) if isinstance(found, dict) else "lycoris"
         kind = {"locon": "lora"}.get(kind, kind)
-        if kind == "lora" and isinstance(found, dict) and words.on(found.pop("dora_wd", None)):
+        if kind == "lora" and isinstance(found, dict) and common_values.on(found.pop("dora_wd", None)):
             kind = "dora"
-    elif words.on(draft.get("use_dora")):
+    elif common_values.on(draft.get("use_dora")):
         kind = "dora"
-    own = {words.plain(name): name for name in words.accepted("adapter.type")}
     keys = ["lora_type", "lycoris_config"] + (["use_dora"] if kind == "dora" else [])
-    if kind in own and isinstance(found, dict):
-        _set_lycoris(draft, keys, found, own[kind])
+    if isinstance(found, dict) and (own := adapter_settings.find_type(kind)):
+        _set_lycoris(draft, keys, found, own)
         return
-    if kind in own:
-        draft.mapped(keys, {"adapter.type": own[kind]})
-    else:
-        draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
-        draft.set("adapter.type", "lora")
-        draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
+    adapter_settings.set_type(draft, keys, kind)
     draft.none("use_dora", "off", off=True)
     rank = draft.get("lora_rank", whole)
     draft.mapped("lora_rank", {"adapter.rank": rank})
@@ -455,8 +461,8 @@ def _set_adapter(draft: Draft) -> None:
 
 
 def _set_precision(draft: Draft) -> None:
-    words.set_dtype(draft, "mixed_precision")
-    words.set_storage(draft, ["base_model_precision"], draft.get("base_model_precision"), "SimpleTuner")
+    model_settings.set_dtype(draft, "mixed_precision")
+    model_settings.set_storage(draft, ["base_model_precision"], draft.get("base_model_precision"), "SimpleTuner")
     backend = str(draft.get("dynamo_backend") or "no").lower()
     if backend not in ("no", "none"):
         draft.differs("dynamo_backend", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
@@ -466,15 +472,17 @@ def _set_precision(draft: Draft) -> None:
 
 def _set_offload(draft: Draft) -> None:
     """Set memory.offload from RamTorch, group offloading or swapped blocks, whichever is used."""
-    if words.on(draft.get("ramtorch")):
+    if common_values.on(draft.get("ramtorch")):
         percent = draft.get("ramtorch_transformer_percent", number)
         share = 1.0 if not draft.has("ramtorch_transformer_percent") else percent / 100
         told = Message("a share of the linear layers there, of the frozen weights here")
-        words.set_offload(draft, ["ramtorch", "ramtorch_transformer_percent"], share, told)
-    elif words.on(draft.get("enable_group_offload")):
-        words.set_offload(draft, "enable_group_offload", 1.0, Message("all blocks there; here all frozen weights"))
+        memory_settings.set_offload(draft, ["ramtorch", "ramtorch_transformer_percent"], share, told)
+    elif common_values.on(draft.get("enable_group_offload")):
+        memory_settings.set_offload(
+            draft, "enable_group_offload", 1.0, Message("all blocks there; here all frozen weights")
+        )
     else:
-        words.set_swap(draft, "musubi_blocks_to_swap")
+        memory_settings.set_swap(draft, "musubi_blocks_to_swap")
     rest = ["ramtorch", "ramtorch_transformer_percent", "enable_group_offload", "musubi_blocks_to_swap"]
     draft.none(rest, "off, or another way of offloading is on", off=True)
 
@@ -489,7 +497,7 @@ def _set_folders(draft: Draft) -> None:
         if not _account_for_other(draft, table, conditioning):
             kept.append(table)
             _add_folder(draft, table, conditioning)
-    words.set_unmasked(draft)
+    dataset_settings.set_unmasked(draft)
     draft.mapped("data_backend_config", {}, Message("read as well") if tables else Message("not here"))
     if draft.has("data_backend_config") and not tables:
         draft.folders = [Folder("TODO")]
@@ -537,11 +545,11 @@ def _account_for_other(draft: Draft, table: str, conditioning: _Conditioning) ->
     """Report a backend that is no folder of images to train on; return False if it is one."""
     own = [key for key in draft.given if key.startswith(table)]
     kind = str(draft.get(f"{table}dataset_type") or "image")
-    disabled = words.on(draft.get(f"{table}disabled")) or words.on(draft.get(f"{table}disable"))
+    disabled = common_values.on(draft.get(f"{table}disabled")) or common_values.on(draft.get(f"{table}disable"))
     path = draft.get(f"{table}instance_data_dir", text)
     used_for = conditioning.settings.get(table)
     if kind in ("text_embeds", "image_embeds") or disabled:
-        draft.none(own, "the backend is off" if disabled else words.OTHER_CACHE, off=True)
+        draft.none(own, "the backend is off" if disabled else remarks.OTHER_CACHE, off=True)
     elif used_for == "mask":
         draft.mapped(own, {}, Message("the masks of the backends that name it"))
     elif used_for == "control":
@@ -561,7 +569,7 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     at = f"dataset.folders.{len(draft.folders)}"
     # SimpleTuner counts repetitions after the first use: with 0, each image is used once.
     repeats = max(0, whole(draft.get(f"{table}repeats") or 0)) + 1
-    folder = words.look_into(draft, Folder(draft.get(f"{table}instance_data_dir", text), repeats), deep=True)
+    folder = dataset_settings.look_into(draft, Folder(draft.get(f"{table}instance_data_dir", text), repeats), deep=True)
     draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
     if draft.has(f"{table}repeats"):
         told = Message(
@@ -574,7 +582,7 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     named = conditioning.tables.get(str(names[0])) if len(names) == 1 else None
     setting = conditioning.settings.get(named) if named else None
     if setting and (path := draft.get(f"{named}instance_data_dir", text)):
-        setattr(folder, setting, words.as_mask_folder(path) if setting == "mask" else path)
+        setattr(folder, setting, dataset_settings.as_mask_folder(path) if setting == "mask" else path)
         draft.mapped(f"{table}conditioning_data", {}, f"{at}.{setting}")
     _set_captions(draft, table, folder, at)
     draft.none([f"{table}disabled", f"{table}disable"], "off", off=True)
@@ -587,7 +595,7 @@ def _set_shuffling(draft: Draft, tables: list[str]) -> None:
     def each(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
 
-    words.share(draft, *each("caption_shuffle.enable"), "dataset.shuffle_tags", flag)
+    dataset_settings.share(draft, *each("caption_shuffle.enable"), "dataset.shuffle_tags", flag)
     for name, setting, read in (
         ("caption_shuffle.count", "dataset.caption_variants", whole),
         ("caption_shuffle.position_start", "dataset.keep_tokens", whole),
@@ -595,7 +603,7 @@ def _set_shuffling(draft: Draft, tables: list[str]) -> None:
     ):
         keys, values = each(name)
         if draft.settings.get("dataset.shuffle_tags"):
-            words.share(draft, keys, values, setting, read)
+            dataset_settings.share(draft, keys, values, setting, read)
         draft.none(keys, Message("means nothing without {key}", key="caption_shuffle"), off=True)
 
 
@@ -610,7 +618,9 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
     strategy = str(draft.get(f"{table}caption_strategy") or draft.get("caption_strategy") or "filename")
     prompt = str(draft.get(f"{table}instance_prompt") or draft.get("instance_prompt") or "")
     key = f"{table}caption_strategy"
-    alone = strategy in ("instanceprompt", "instance_prompt") or words.on(draft.get(f"{table}only_instance_prompt"))
+    alone = strategy in ("instanceprompt", "instance_prompt") or common_values.on(
+        draft.get(f"{table}only_instance_prompt")
+    )
     if alone:
         folder.trigger, folder.trigger_is_caption = prompt, True
         told: str = Message(
@@ -635,7 +645,7 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
                 strategy=strategy,
             )
         )
-    if words.on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
+    if common_values.on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
         folder.trigger = prompt
         told = f"{at}.trigger: put in front only where it is missing"
         draft.differs([f"{table}prepend_instance_prompt", f"{table}instance_prompt"], {}, told)
@@ -657,7 +667,7 @@ def _set_sizes(draft: Draft, tables: list[str]) -> None:
         sides.append(side)
         told += [note] if note else []
     if sides:
-        words.set_resolutions(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(told)))
+        dataset_settings.set_resolutions(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(told)))
     kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
     draft.mapped(kinds, {}, Message("dataset.resolution is the side of the square with the training area"))
     draft.none("resolution", "the backends say it", off=True)
@@ -685,7 +695,7 @@ def _set_buckets(draft: Draft, tables: list[str]) -> None:
     """Set dataset.buckets, which is off if every backend crops its images to squares."""
     keys = [f"{table}crop" for table in tables] + [f"{table}crop_aspect" for table in tables]
     square = [
-        words.on(draft.get(f"{table}crop")) and (draft.get(f"{table}crop_aspect") or "square") == "square"
+        common_values.on(draft.get(f"{table}crop")) and (draft.get(f"{table}crop_aspect") or "square") == "square"
         for table in tables
     ]
     if all(square) and square:
@@ -708,13 +718,13 @@ def _set_length_and_rate(draft: Draft) -> None:
         ["train_batch_size", "num_processes"], {"train.batch_size": batch * processes}, note
     )
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = words.steps_per_epoch(draft, batch, accumulate, processes)
+    per_epoch = dataset_settings.steps_per_epoch(draft, batch, accumulate, processes)
     steps, epochs = whole(draft.get("max_train_steps") or 0), whole(draft.get("num_train_epochs") or 0)
     if steps > 0:
         draft.mapped("max_train_steps", {"train.steps": steps})
         draft.none("num_train_epochs", "max_train_steps counts", off=True)
     elif epochs > 0:
-        words.set_steps_from_epochs(draft, "num_train_epochs", epochs, per_epoch, batch)
+        dataset_settings.set_steps_from_epochs(draft, "num_train_epochs", epochs, per_epoch, batch)
     draft.none(["max_train_steps", "num_train_epochs"], Message("another key counts"), off=True)
     _set_rate(draft, batch, accumulate, processes)
     _set_clipping(draft)
@@ -724,9 +734,9 @@ def _set_length_and_rate(draft: Draft) -> None:
 def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None:
     """Set the optimizer, its learning rates with their scale, and the schedule."""
     scale, told = 1.0, ""
-    if words.on(draft.get("lr_scale")):
+    if common_values.on(draft.get("lr_scale")):
         factor = processes * accumulate * batch
-        root = words.on(draft.get("lr_scale_sqrt"))
+        root = common_values.on(draft.get("lr_scale_sqrt"))
         scale = math.sqrt(factor) if root else float(factor)
         told = Message(
             "{processes} processes x {accumulate} accumulated x {batch} in a batch",
@@ -735,19 +745,21 @@ def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None
             batch=batch,
         )
     rate = draft.get("learning_rate", number)
-    words.set_optimizer(draft, "optimizer", ["learning_rate"], rate, scale)
+    optimizer_settings.set_optimizer(draft, "optimizer", ["learning_rate"], rate, scale)
     own = draft.get("text_encoder_lr", number) or rate
-    rates = {"CLIP": own * scale} if words.on(draft.get("train_text_encoder")) and own else {}
-    words.set_text_encoders(draft, ["train_text_encoder"], ["text_encoder_lr"], rates)
+    rates = {"CLIP": own * scale} if common_values.on(draft.get("train_text_encoder")) and own else {}
+    optimizer_settings.set_text_encoders(draft, ["train_text_encoder"], ["text_encoder_lr"], rates)
     if scale != 1:
         draft.mapped(["lr_scale", "lr_scale_sqrt"], {"optimizer.lr_scale": scale}, told)
     draft.none(["lr_scale", "lr_scale_sqrt"], "off", off=True)
     if draft.has("optimizer_config"):
-        words.set_optimizer_arguments(draft, "optimizer_config", str(draft.given["optimizer_config"]).split(","))
+        optimizer_settings.set_optimizer_arguments(
+            draft, "optimizer_config", str(draft.given["optimizer_config"]).split(",")
+        )
     end = draft.get("lr_end", number)
-    words.set_schedule(
+    optimizer_settings.set_schedule(
         draft,
-        words.ScheduleKeys(
+        optimizer_settings.ScheduleKeys(
             "lr_scheduler", warmup="lr_warmup_steps", cycles="lr_num_cycles", power="lr_power", floor="lr_end"
         ),
         warmup=draft.get("lr_warmup_steps", number),
@@ -770,32 +782,36 @@ def _set_clipping(draft: Draft) -> None:
 def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
     """Set how often checkpoints are saved and previews are drawn, and how many checkpoints are kept."""
     key = "checkpoint_step_interval" if draft.has("checkpoint_step_interval") else "checkpointing_steps"
-    words.set_every(draft, "checkpoint.every", (key, "checkpoint_epoch_interval"), per_epoch, words.SAVED)
+    dataset_settings.set_every(draft, "checkpoint.every", (key, "checkpoint_epoch_interval"), per_epoch, remarks.SAVED)
     draft.none(["checkpoint_step_interval", "checkpointing_steps"], Message("another key counts"), off=True)
     keep = draft.get("checkpoints_total_limit", whole)
     if keep:
         told = "" if keep >= 2 else "at least 2 here"
         (draft.differs if told else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": max(2, keep)}, told)
     key = "validation_step_interval" if draft.has("validation_step_interval") else "validation_steps"
-    words.set_every(draft, "preview.every", (key, "validation_epoch_interval"), per_epoch)
+    dataset_settings.set_every(draft, "preview.every", (key, "validation_epoch_interval"), per_epoch)
     draft.none(["validation_step_interval", "validation_steps"], Message("another key counts"), off=True)
 
 
 def _set_timesteps(draft: Draft) -> None:
-    words.set_min_snr(draft, "snr_gamma")
-    predicts = {"vprediction": "v", "epsilon": "epsilon"}.get(words.plain(draft.get("prediction_type") or ""), "")
-    words.set_prediction(draft, "prediction_type", predicts)
-    words.set_huber(draft)
+    objective_settings.set_min_snr(draft, "snr_gamma")
+    predicts = {"vprediction": "v", "epsilon": "epsilon"}.get(
+        common_values.plain(draft.get("prediction_type") or ""), ""
+    )
+    objective_settings.set_prediction(draft, "prediction_type", predicts)
+    objective_settings.set_huber(draft)
     keys = ["flow_schedule_shift", "flow_schedule_auto_shift", "flow_sigmoid_scale", "flow_use_uniform_schedule"]
-    uniform = words.on(draft.get("flow_use_uniform_schedule"))
+    uniform = common_values.on(draft.get("flow_use_uniform_schedule"))
     shift: float | str = draft.get("flow_schedule_shift", number) or 1.0
     told = []
-    if words.on(draft.get("flow_schedule_auto_shift")):
+    if common_values.on(draft.get("flow_schedule_auto_shift")):
         shift = "auto"
     scale = draft.get("flow_sigmoid_scale", number)
     if scale not in (None, 1.0) and not uniform:
         told.append(Message("flow_sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
-    words.set_timesteps(draft, keys, "uniform" if uniform else "logit_normal", shift, "; ".join(told), exact=not told)
+    objective_settings.set_timesteps(
+        draft, keys, "uniform" if uniform else "logit_normal", shift, "; ".join(told), exact=not told
+    )
 
 
 def _set_previews(draft: Draft) -> None:
@@ -803,7 +819,7 @@ def _set_previews(draft: Draft) -> None:
     fields |= {"validation_num_inference_steps": "steps", "validation_num_video_frames": "frames"}
     keys = ["validation_prompt", *fields, "validation_resolution"]
     prompt = draft.get("validation_prompt", text)
-    if words.on(draft.get("validation_disable")) or not prompt:
+    if common_values.on(draft.get("validation_disable")) or not prompt:
         draft.mapped("validation_disable", {}, Message("no prompts are written"))
         draft.none([*keys, "validation_on_startup"], "no previews", off=True)
         return
@@ -815,8 +831,8 @@ def _set_previews(draft: Draft) -> None:
     if "," in str(draft.get("validation_resolution") or ""):
         told = Message("several validation_resolution: one size here, the training resolution")
     own = fields | {"validation_prompt": "prompts", "validation_resolution": "width height"}
-    words.set_previews(draft, {key: own[key] for key in keys}, [picture], told)
-    first = words.on(draft.get("validation_on_startup"))
+    preview_settings.set_previews(draft, {key: own[key] for key in keys}, [picture], told)
+    first = common_values.on(draft.get("validation_on_startup"))
     draft.mapped("validation_on_startup", {"preview.at_start": first})
     draft.none("validation_disable", "off", off=True)
 
@@ -825,12 +841,12 @@ def _set_names(draft: Draft) -> None:
     path = str(draft.get("output_dir") or "")
     parent, _, last = re.sub(r"[/\\]+$", "", path).replace("\\", "/").rpartition("/")
     if draft.has("tracker_run_name"):
-        words.set_name(draft, "tracker_run_name")
+        common_values.set_name(draft, "tracker_run_name")
         draft.mapped(
             "output_dir", {"output_dir": path or "runs"}, Message("a run folder of the job's name is made in it")
         )
     elif last:
-        words.set_name(draft, "output_dir", last, Message("the last part of output_dir"))
+        common_values.set_name(draft, "output_dir", last, Message("the last part of output_dir"))
         draft.set("output_dir", parent or ".", "output_dir")
 
 

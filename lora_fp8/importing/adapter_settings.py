@@ -1,0 +1,73 @@
+"""The adapter: which layers it is for, and the ranks of LoKr."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import Message
+from .base import Draft, Unfit
+from .common_values import accepted, on, plain, said_number
+
+
+def find_type(kind: str) -> str:
+    """Return our adapter.type of a kind of adapter, which other trainers may spell otherwise; "" if there is none."""
+    return {plain(name): name for name in accepted("adapter.type")}.get(kind, "")
+
+
+def set_type(draft: Draft, keys: str | Sequence[str], kind: str) -> str:
+    """Set adapter.type, and return it. A kind of adapter without a counterpart becomes a LoRA.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys for it.
+        kind: the kind, in lower case, with letters and digits only.
+    """
+    if own := find_type(kind):
+        draft.mapped(keys, {"adapter.type": own})
+        return own
+    draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
+    draft.set("adapter.type", "lora")
+    draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
+    return "lora"
+
+
+def part_of_name(word: str) -> str:
+    """Convert a part of a layer's name to our pattern; "transformer." or "unet." stands for the start of the name."""
+    inner = re.sub(r"^(transformer|unet)\.", "", word)
+    begin = "^" if inner != word else "" if word.startswith(".") else "*"
+    found = begin + inner.strip(".") + ("" if word.endswith(".") else "*")
+    if not inner.strip(".") or re.search(r"[\s=]", found):
+        raise Unfit(Message("{word} is no part of a name", word=repr(word)))
+    return found
+
+
+def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: Sequence[str], rank: int) -> None:
+    """Set adapter.ranks from parts of names that a layer must contain (`only`), or must not (`without`)."""
+    try:
+        entries = dict.fromkeys(map(part_of_name, without), 0)
+        entries |= {name: rank for name in map(part_of_name, only) if name not in entries}
+        entries |= {"*": 0} if only and "*" not in entries else {}
+    except Unfit as error:
+        draft.none(keys, Message("adapter.ranks was not written: {why}", why=error))
+        return
+    told = Message("of the layers that are adapted here; take out what fits none of them, which `check` tells")
+    draft.differs(keys, {"adapter.ranks": entries}, told)
+
+
+WHOLE_RANK = 1024
+"""Rank that selects LoKr's whole matrices here, as no side of a matrix is twice as long as this.
+
+Other tools use a flag, or a rank larger than any layer's.
+"""
+
+
+def lokr_factor(value: Any) -> int:
+    """Return adapter.factor from LyCORIS' factor, whose -1 is 0 here."""
+    return max(said_number("factor", value), 0)
+
+
+def lokr_rank(rank: int, whole: Any) -> int:
+    """Return adapter.rank for a LoKr."""
+    return WHOLE_RANK if on(whole) or rank > WHOLE_RANK else rank

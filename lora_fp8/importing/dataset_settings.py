@@ -1,0 +1,401 @@
+"""Folders, masks, clips, resolutions, and the counting of steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import families
+from ..data.caption_text import CAPTIONS
+from ..data.decoding import EXTENSIONS
+from ..data.image_files import labelled, masked_stem
+from ..errors import Message
+from .base import Draft, Folder, Unfit, number, text, whole
+
+OUTSIDE = "what is outside of a mask counts nothing there"
+NO_WEIGHT = Message("a folder's weight is above 0 here: take the folder out instead")
+NO_CLIPS = Message("clips are trained of wan, hunyuan_video and ltx_video only: dataset.frames")
+
+
+def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
+    """Set a folder of control images, named as the images are, for families that take any.
+
+    Args:
+        draft: the import.
+        key: the tool's key with the path.
+        folder: the folder of images.
+        at: our name of the folder, such as "dataset.folders.0".
+    """
+    if not draft.has(key) or not (path := draft.get(key)):
+        return
+    if draft.family not in families.available() or not any(families.get(draft.family).controls):
+        draft.none(key, Message("{family} is shown no control pictures here", family=draft.family))
+        draft.need(
+            "dataset.folders",
+            Message(
+                "theirs shows control images ({path}), which {family} is not shown here", path=path, family=draft.family
+            ),
+        )
+    elif not isinstance(path, str):
+        draft.none(
+            key,
+            Message(
+                "one folder here: put several of one picture into it as name_1, name_2, and name it in {at}", at=at
+            ),
+        )
+    else:
+        folder.control = path
+        draft.mapped(key, {}, f"{at}.control")
+
+
+def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
+    """Set a folder of masks, named as the images are.
+
+    Args:
+        draft: the import.
+        key: the tool's key with the path.
+        folder: the folder of images.
+        at: our name of the folder, such as "dataset.folders.0".
+    """
+    if path := draft.get(key, text):
+        folder.mask = as_mask_folder(path)
+        draft.mapped(key, {}, f"{at}.mask")
+
+
+def as_mask_folder(path: str) -> str:
+    """Return the path of a mask folder for our setting, in which "alpha" alone means the images' transparency."""
+    return "./alpha" if path == "alpha" else path
+
+
+def set_unmasked(draft: Draft) -> None:
+    """Set objective.unmasked_weight for tools that ignore what is outside a mask."""
+    if any(folder.mask for folder in draft.folders):
+        draft.set("objective.unmasked_weight", 0.0, OUTSIDE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders and steps
+
+
+def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
+    """Count a folder's images, and those without a caption, if the folder exists here.
+
+    Args:
+        draft: the import.
+        folder: receives the counts.
+        deep: the other tool searches subfolders. Ours does; images that only ours would find are reported.
+    """
+    place = draft.find(folder.path)
+    if place is None or not place.is_dir():
+        return folder
+    every = sorted(p for p in place.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+    labels = {parent / name for parent in {p.parent for p in every} for name in labelled(os.listdir(parent))}
+    every = [p for p in every if p not in labels and not masked_stem(folder.mask, p.name)]
+    pictures = every if deep else [p for p in every if p.parent == place]
+    if len(pictures) < len(every):
+        draft.notes.append(
+            Message(
+                "{path}: {count} pictures in subfolders, which ours takes and theirs does not",
+                path=folder.path,
+                count=len(every) - len(pictures),
+            )
+        )
+    folder.images = len(pictures)
+    folder.captionless = sum(not any(p.with_suffix(end).is_file() for end in CAPTIONS) for p in pictures)
+    return folder
+
+
+def caption_by_trigger(folder: Folder, words: str) -> str:
+    """Set the trigger to the words that caption images without a caption file; return the remark for the report."""
+    if folder.images and folder.captionless == folder.images:
+        folder.trigger, folder.trigger_is_caption = words, True
+        return Message(
+            "no picture has a caption file, so it is the folder's trigger, and with missing_caption the caption"
+        )
+    return Message(
+        "the caption of pictures without one there; here dataset.missing_caption = 'trigger' with this as "
+        "trigger, which is put in front of the captions that lack it as well"
+    )
+
+
+def samples(draft: Draft) -> int | None:
+    """Return images times repeats, summed over all folders; None if a folder does not exist here."""
+    if not draft.folders or any(folder.images is None for folder in draft.folders):
+        return None
+    shown = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
+    # kohya's trainers train on as many regularization images as on others, whatever their number.
+    return sum(shown) * (2 if any(folder.regularization for folder in draft.folders) else 1)
+
+
+def balance_regularization(draft: Draft) -> None:
+    """Set the repeats of regularization folders so that they are trained on about as often as the others."""
+    others = [folder for folder in draft.folders if folder.regularization]
+    wanted, there = samples(draft), sum(folder.images or 0 for folder in others)
+    if others and wanted and there:
+        for folder in others:
+            folder.repeats = max(1, round(wanted / 2 / there))
+        if there > wanted // 2:
+            draft.notes.append(
+                Message(
+                    "there are {count} regularization pictures, of which theirs shows the first {shown} an "
+                    "epoch; here all are shown, so that they count more: take some out, or lower their folders' "
+                    "weight",
+                    count=there,
+                    shown=wanted // 2,
+                )
+            )
+
+
+def weigh_regularization(draft: Draft, key: str) -> None:
+    """Set the weight of the regularization folders."""
+    others, weight = [folder for folder in draft.folders if folder.regularization], draft.get(key, number)
+    if not others:
+        draft.none(key, "there are no regularization pictures", off=True)
+    elif weight is not None and weight <= 0:
+        draft.none(key, Message("here they count, as without it: take their folders out instead"))
+    elif weight is not None:
+        for folder in others:
+            folder.weight = weight
+        draft.mapped(key, {}, Message("the weight of the folders for regularization"))
+
+
+def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
+    """Set the weight of one folder's images in the loss.
+
+    Args:
+        draft: the import.
+        key: the tool's key.
+        folder: the folder of images.
+        at: our name of the folder, such as "dataset.folders.0".
+    """
+    weight = draft.get(key, number)
+    if weight is not None and weight <= 0:
+        draft.none(key, NO_WEIGHT)
+    elif weight is not None:
+        folder.weight *= weight
+        draft.mapped(key, {}, f"{at}.weight")
+
+
+def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
+    """Return the optimizer steps per epoch as kohya's trainers count them; None if the images are not here.
+
+    With `batch` above 1, bucketing adds a partly filled batch per bucket, which is not counted.
+    """
+    count = samples(draft)
+    if not count:
+        return None
+    return math.ceil(math.ceil(count / batch) / processes / accumulate)
+
+
+def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | None, batch: int) -> None:
+    """Set train.steps from epochs, by counting the images; add a TODO if they are not here."""
+    if per_epoch is None:
+        draft.none(
+            key, Message("train.steps counts steps; {epochs} epochs are not known without the pictures", epochs=epochs)
+        )
+        draft.need(
+            "train.steps",
+            Message(
+                "{epochs} epochs = {epochs} x pictures x repeats / (train.batch_size x train.accumulate); import "
+                "again where the pictures are, or put the number in",
+                epochs=epochs,
+            ),
+        )
+        draft.set("train.steps", 1500)
+        return
+    note: str = Message(
+        "{epochs} epochs x {steps} steps, from {samples} samples; steps are counted here, not epochs",
+        epochs=epochs,
+        steps=per_epoch,
+        samples=samples(draft),
+    )
+    if batch > 1:
+        note += ", and each bucket's last batch may be smaller and add a step"
+    draft.differs(key, {"train.steps": epochs * per_epoch}, note)
+
+
+def set_every(
+    draft: Draft,
+    setting: str,
+    keys: tuple[str, str],
+    per_epoch: int | None,
+    note: str = "",
+    *,
+    epochs_count: bool = False,
+) -> None:
+    """Set checkpoint.every (and with it export.every) or preview.every from steps, or by counting from epochs.
+
+    Args:
+        draft: the import.
+        setting: our setting.
+        keys: the tool's keys with the steps and with the epochs; "" if there is none.
+        per_epoch: steps per epoch; None if unknown.
+        note: the difference in meaning, if there is one.
+        epochs_count: if both are given, the tool ignores the steps; other tools do both.
+    """
+    steps_key, epochs_key = keys
+
+    def every(steps: int) -> dict[str, int]:
+        return {setting: steps} | ({"export.every": steps} if setting == "checkpoint.every" else {})
+
+    steps = whole(draft.get(steps_key) or 0) if steps_key else 0
+    epochs = whole(draft.get(epochs_key) or 0) if epochs_key else 0
+    if steps > 0 and epochs > 0 and epochs_count:
+        draft.none(steps_key, f"{epochs_key} counts", off=True)
+        steps = 0
+    if steps > 0:
+        account = draft.differs if note else draft.mapped
+        account(steps_key, every(steps), note)
+        if epochs > 0:
+            draft.none(epochs_key, Message("theirs does both; here one interval, that of {key}", key=steps_key))
+        elif epochs_key:
+            draft.none(epochs_key, "off", off=True)
+        return
+    if steps_key:
+        draft.none(steps_key, "off", off=True)
+    if epochs > 0 and per_epoch:
+        told = Message(
+            "every {epochs} x {steps} steps; steps are counted here, not epochs", epochs=epochs, steps=per_epoch
+        )
+        draft.differs(epochs_key, every(epochs * per_epoch), f"{told}; {note}" if note else told)
+    elif epochs > 0:
+        draft.none(
+            epochs_key,
+            Message("{setting} counts steps, and an epoch's are not known without the pictures", setting=setting),
+        )
+        draft.todo.append(
+            Message("{key}: theirs is every {epochs} epochs; the default was left", key=setting, epochs=epochs)
+        )
+    elif epochs_key:
+        draft.none(epochs_key, "off", off=True)
+
+
+def share(
+    draft: Draft, keys: Sequence[str], values: Sequence[Any], setting: str, read: Callable[[Any], Any], note: str = ""
+) -> None:
+    """Set one setting of ours from what the other tool sets per folder.
+
+    Args:
+        draft: the import.
+        keys: all of the tool's keys for it.
+        values: the value for each folder; None if it has none.
+        setting: our setting.
+        read: converts the tool's value to ours.
+        note: the difference in meaning, if there is one.
+    """
+    try:
+        found = [None if value in (None, "") else read(value) for value in values]
+    except Unfit as error:
+        draft.none(keys, Message("{setting} was not written: {line}", setting=setting, line=error))
+        return
+    given = [value for value in found if value is not None]
+    if not given:
+        draft.none(keys, "empty", off=True)
+        return
+    common = Counter(given).most_common(1)[0][0]
+    told = [note] if note else []
+    if len(set(found)) > 1:
+        told.append(Message("one value here for all folders, the most frequent: {value}", value=repr(common)))
+    (draft.differs if told else draft.mapped)(keys, {setting: common}, "; ".join(told))
+
+
+def side_of(value: Any) -> tuple[int, str]:
+    """Return the side of the square with the area of a side, "w,h" or [w, h], and the remark if it was rounded."""
+    parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
+    numbers = [whole(part) for part in parts]
+    if not numbers or min(numbers) <= 0 or len(numbers) > 2:
+        raise Unfit(Message("{value} is no resolution", value=repr(value)))
+    side = math.sqrt(numbers[0] * numbers[-1])
+    if side == int(side):
+        return int(side), ""
+    rounded = max(64, round(side / 64) * 64)
+    return rounded, Message(
+        "{size} is an area of {side} squared; here the side of a square, {ours}",
+        size=value,
+        side=f"{side:.1f}",
+        ours=rounded,
+    )
+
+
+def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
+    """Set dataset.resolution, the side of the square with the training area, from sides, "w,h" or [w, h].
+
+    Of several resolutions the largest is taken, which is reported.
+    """
+    found = [side_of(value) for value in values]
+    if not found:
+        draft.none(keys, "empty", off=True)
+        return
+    side, rounded = max(found)
+    told = [note] if note else []
+    if len(set(found)) > 1:
+        told.append(
+            Message(
+                "one resolution here, the largest; theirs were {sizes}", sizes=", ".join((str(one) for one, _ in found))
+            )
+        )
+    told += [rounded] if rounded else []
+    account = draft.differs if told else draft.mapped
+    account(keys, {"dataset.resolution": side}, "; ".join(told))
+
+
+def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
+    """Set dataset.resolution to the largest resolution, and that of each folder that has another one.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys.
+        values: as for `set_resolution`, one per folder in `draft.folders`; None if a folder has none.
+        note: the difference in meaning, if there is one.
+    """
+    if len(values) != len(draft.folders) or len(set(map(str, values))) == 1:
+        set_resolution(draft, keys, [value for value in values if value], note)
+        return
+    found = [side_of(value) if value else None for value in values]
+    largest = max(one for one in found if one)[0]
+    for folder, one in zip(draft.folders, found, strict=True):
+        folder.resolution = one[0] if one and one[0] != largest else 0
+    rounded = [one[1] for one in found if one and one[1]]
+    told = "; ".join(dict.fromkeys([*([note] if note else []), *rounded]))
+    account = draft.differs if told else draft.mapped
+    account(keys, {"dataset.resolution": largest}, told or Message("the largest, and folders that have another say so"))
+
+
+def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) -> None:
+    """Set dataset.bucket_step, which is at least 8 pixels.
+
+    Args:
+        draft: the import.
+        keys, values: as for `share`.
+    """
+    given = [whole(value) for value in values if value not in (None, "")]
+    note = Message("{number} there; 8 pixels is the least here", number=min(given)) if given and min(given) < 8 else ""
+    share(draft, keys, values, "dataset.bucket_step", lambda value: max(8, whole(value)), note)
+
+
+def set_clips(
+    draft: Draft, keys: Sequence[str], lengths: Sequence[int], part_keys: Sequence[str], part: str | None, note: str
+) -> None:
+    """Set the lengths of clips, and which part of a clip is taken, if the architecture draws clips.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys with the lengths.
+        lengths: in frames; rounded down to what the model's VAE takes, as the other trainers do too.
+        part_keys: the tool's keys with the part.
+        part: our word for the part; None if there is none.
+        note: the difference in meaning.
+    """
+    step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
+    if max(lengths, default=1) <= 1 or not step:
+        draft.none([*keys, *part_keys], NO_CLIPS, off=max(lengths, default=1) <= 1)
+        return
+    draft.differs(keys, {"dataset.frames": sorted({max(1, (one - 1) // step * step + 1) for one in lengths})}, note)
+    if part is None:
+        draft.none(part_keys, Message("of a clip its head, its middle or chunks are taken here: dataset.clip"))
+    else:
+        draft.mapped(part_keys, {"dataset.clip": part})

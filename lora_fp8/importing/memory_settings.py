@@ -1,0 +1,68 @@
+"""What is offloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import families
+from ..errors import Message
+from ..settings import Quantize
+from .base import Draft, whole
+
+BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0)}
+"""Numbers of double-stream and single-stream blocks, for families that do not state those of the released model."""
+
+
+def set_offload(draft: Draft, keys: str | Sequence[str], share: float, told: str) -> None:
+    """Set memory.offload; called after precision and compilation are set, as it depends on them.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys.
+        share: fraction of the frozen weights that the tool keeps in RAM.
+        told: the difference in meaning.
+    """
+    if share <= 0:
+        draft.none(keys, "off", off=True)
+        return
+    share = min(1.0, round(share, 2))
+    storage = draft.settings.get("quantize.storage", Quantize.model_fields["storage"].default)
+    if storage in ("bf16", "none"):
+        draft.none(keys, Message("memory.offload needs a quantized base: quantize.storage = 'fp8' halves it"))
+        what = Message(
+            "theirs keeps about {share} of the base in main memory; with quantize.storage = 'fp8' set this share",
+            share=f"{share:g}",
+        )
+        draft.need("memory.offload", what)
+        return
+    if draft.settings.get("memory.compile", "off") != "off":
+        draft.set("memory.compile", "off", "excluded by memory.offload")
+        told += "; memory.compile was left off, which excludes it"
+    draft.differs(keys, {"memory.offload": share}, told)
+
+
+def set_swap(draft: Draft, key: str) -> None:
+    """Set memory.offload from a number of blocks; kohya swaps two single-stream blocks per double-stream block."""
+    number_of = draft.get(key, whole) or 0
+    stated: Mapping[str, Any] = {}
+    if draft.family in families.available():
+        stated = families.get(draft.family).reference_config
+    double = stated.get("num_layers", stated.get("n_layers", 0))
+    double, single = BLOCKS.get(draft.family, (double, stated.get("num_single_layers", 0)))
+    if draft.family == "wan" and re.search(r"1[._]3b", str(draft.settings.get("model.path")).lower()):
+        double = 30
+    if number_of > 0 and not double:
+        draft.none(key, Message("how many blocks this architecture has is not known here; memory.offload is a share"))
+        draft.need(
+            "memory.offload", Message("theirs keeps {number} blocks in main memory; choose a share", number=number_of)
+        )
+        return
+    swapped = number_of if not single else number_of // 2 + 2 * (number_of - number_of // 2)
+    told = Message(
+        "about {swapped} of {blocks} blocks; here a share of all frozen weights",
+        swapped=min(swapped, double + single),
+        blocks=double + single,
+    )
+    set_offload(draft, key, swapped / (double + single) if number_of > 0 else 0.0, told)

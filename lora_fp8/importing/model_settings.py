@@ -1,0 +1,312 @@
+"""The base model: its architecture, path, dtype and storage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import PureWindowsPath
+from typing import Any, NoReturn
+
+from .. import families
+from ..errors import Message, UserError
+from .base import Draft, text
+from .common_values import plain
+
+COMPONENTS = Message("a diffusers folder with the VAE, text encoders and tokenizers, which a single file lacks")
+
+FAMILY_NAMES = {
+    "sd15": ("sd15",),
+    "sd2": ("sd2", "sd21", "sd20"),
+    "sdxl": ("sdxl",),
+    "sd3": ("sd3", "sd35"),
+    "flux": ("flux", "flux1"),
+    "flux_kontext": ("flux_kontext", "kontext"),
+    "flux2": ("flux2",),
+    "flux2_klein": ("flux2_klein", "flux2"),
+    "qwen_image": ("qwen_image", "qwen"),
+    "qwen_image_edit": ("qwen_image_edit",),
+    "qwen_image_edit_plus": ("qwen_image_edit_plus",),
+    "z_image": ("z_image", "zimage"),
+    "chroma": ("chroma",),
+    "lumina2": ("lumina2", "lumina"),
+    "krea2": ("krea2",),
+    "hidream": ("hidream",),
+    "sana": ("sana",),
+    "auraflow": ("auraflow",),
+    "kolors": ("kolors",),
+    "anima": ("anima",),
+    "ernie_image": ("ernie_image", "ernie"),
+    "wan": ("wan",),
+    "ltx_video": ("ltx_video",),
+    "ltx2": ("ltx2",),
+    "hunyuan_video": ("hunyuan_video",),
+    "hunyuan_image": ("hunyuan_image",),
+}
+"""Architectures by the field's names -> the names that our family may have; the first that exists is taken."""
+UNLIKE = {
+    "hunyuan_video_1_5": "HunyuanVideo 1.5, which is not the architecture of hunyuan_video",
+    "hunyuan_video_i2v": "HunyuanVideo image-to-video",
+    "wan_i2v": "Wan image-to-video",
+    "hidream_o1": "HiDream-O1, which is not the architecture of hidream (HiDream-I1)",
+    "qwen_image_21": "Qwen-Image 2.1, which is not the architecture of qwen_image",
+}
+"""Architectures that are not supported although their names resemble supported ones."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model
+
+
+def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> None:
+    """Set model.family from an architecture, named as the field does; "" if the file does not say.
+
+    A family that the user gave (`Draft.family`) takes precedence.
+    """
+    available = families.available()
+    if draft.family:
+        given = draft.family
+        draft.set("model.family", given, "--family")
+        draft.mapped(keys, {}, Message("--family was given"))
+        if given not in available:
+            draft.need(
+                "model.family",
+                Message(
+                    "{family} is not a family of this version; there are {names}",
+                    family=repr(given),
+                    names=", ".join(available),
+                ),
+            )
+        return
+    if not kind:
+        draft.set("model.family", "TODO")
+        draft.need("model.family", Message("{line}; there are {names}", line=why, names=", ".join(available)))
+        return
+    spelled = {plain(name): name for name in available}
+    name = next((spelled[plain(n)] for n in (*FAMILY_NAMES.get(kind, ()), kind) if plain(n) in spelled), "")
+    draft.family = name or kind
+    draft.mapped(keys, {"model.family": draft.family}, why)
+    draft.comments["model.family"] = [why]
+    if not name:
+        what = UNLIKE.get(kind, kind)
+        draft.need(
+            "model.family",
+            Message("this version has no family for {kind}; there are {names}", kind=what, names=", ".join(available)),
+        )
+
+
+def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ()) -> None:
+    """Write a LoRA where the tool trains the whole model, with a TODO for its rank.
+
+    Args:
+        draft: the import.
+        why: what shows it, if no key does.
+        keys: the tool's keys that say so.
+    """
+    draft.none(keys, Message("only LoRAs are trained here; a LoRA was written"))
+    if why:
+        draft.notes.append(Message("{why}; here a LoRA is trained", why=why))
+    if not draft.has("network_dim"):
+        draft.settings.setdefault("adapter.rank", 16)
+    draft.need("adapter.rank", Message("theirs trained the whole model: choose the size of a LoRA"))
+
+
+def refuse(draft: Draft, what: str) -> NoReturn:
+    """Refuse a file whose job is not LoRA training.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        Message(
+            "{path}: {line}, which has no counterpart here: this trains LoRAs on images with captions. Give the "
+            "settings of a LoRA training",
+            path=draft.source.path,
+            line=what,
+        )
+    )
+
+
+def refined(kind: str, why: str, paths: Iterable[Any], controls: bool = False) -> tuple[str, str]:
+    """Tell apart the variants of an architecture that other tools give one name.
+
+    Args:
+        kind: an architecture, named as the field does.
+        why: what shows it.
+        paths: paths of the base model.
+        controls: the dataset has control images.
+
+    Returns:
+        The architecture, and what shows it.
+    """
+    for path in map(str, filter(None, paths)):
+        named = family_of_name(path)
+        if named in RELATIVES.get(kind, ()):
+            return named, f"{why}, and the name of {PureWindowsPath(path).name}"
+        if kind in CLIPS_FROM_PICTURES and re.search(r"i2v|image[-_. ]?to[-_. ]?video", path.lower()):
+            return f"{kind}_i2v", f"{why}, and the name of {PureWindowsPath(path).name}"
+    if controls and kind in RELATIVES and kind != "flux2":
+        return RELATIVES[kind][0], f"{why}, and the dataset has control images"
+    return kind, why
+
+
+RELATIVES = {
+    "flux": ("flux_kontext",),
+    "flux2": ("flux2_klein",),
+    "qwen_image": ("qwen_image_edit", "qwen_image_edit_plus"),
+}
+"""Architectures whose variants other tools give the same name; the first variant is the one that edits images."""
+CLIPS_FROM_PICTURES = ("wan", "hunyuan_video")
+"""Architectures with an image-to-video variant."""
+
+
+def family_of_name(path: str) -> str:
+    """Return the architecture that a well-known hub id or file name stands for; "" for any other."""
+    name = PureWindowsPath(path).name.lower()
+    for pattern, kind in (
+        (r"flux[._-]?2.*klein|klein", "flux2_klein"),
+        (r"flux[._-]?2", "flux2"),
+        (r"kontext", "flux_kontext"),
+        (r"flux", "flux"),
+        (r"qwen.*image.*edit.*(plus|25(09|11))", "qwen_image_edit_plus"),
+        (r"qwen.*image.*edit", "qwen_image_edit"),
+        (r"qwen.*image", "qwen_image"),
+        (r"z[._-]?image", "z_image"),
+        (r"chroma", "chroma"),
+        (r"krea[._-]?2", "krea2"),
+        (r"stable-diffusion-3|sd3", "sd3"),
+        (r"sd_?xl|stable-diffusion-xl|pony|illustrious|noobai|animagine", "sdxl"),
+        (r"stable-diffusion-2|v2-1_", "sd2"),
+        (r"stable-diffusion-v1|v1-5|sd[._-]?v?1[._-]?5|sd15", "sd15"),
+    ):
+        if re.search(pattern, name):
+            return kind
+    return ""
+
+
+def set_model_path(draft: Draft, key: str, note: str = "") -> None:
+    """Set model.path as given, and add a TODO for model.components, which single files need."""
+    path = draft.get(key, text)
+    if not path:
+        draft.set("model.path", "TODO")
+        draft.need("model.path", Message("the base model: Hugging Face id, diffusers folder or .safetensors file"))
+        return
+    draft.mapped(key, {"model.path": path}, note)
+    suffix = PureWindowsPath(path).suffix.lower()
+    if suffix in (".ckpt", ".pt", ".pth", ".bin", ".gguf"):
+        draft.need(
+            "model.path",
+            Message("{suffix} files are not opened here; give the model as .safetensors or a folder", suffix=suffix),
+        )
+    if suffix == ".sft":
+        draft.need(
+            "model.path", Message("a .sft file is a .safetensors file, and is opened under that name: rename it")
+        )
+    if (suffix in (".safetensors", ".sft", ".ckpt")) and "model.components" not in draft.settings:
+        draft.set("model.components", "")
+        draft.need("model.components", COMPONENTS)
+
+
+def set_dtype(draft: Draft, key: str) -> None:
+    """Set model.dtype from the mixed precision."""
+    value = draft.get(key)
+    kind = plain(value)
+    if value is None:
+        draft.none(key, "empty", off=True)
+    elif kind in ("no", "none", "fp32", "float32", "tf32", "tfloat32"):
+        draft.mapped(key, {"model.dtype": "fp32"})
+    elif kind in ("bf16", "bfloat16", "fp8"):
+        draft.mapped(key, {"model.dtype": "bf16"})
+    elif kind in ("fp16", "float16"):
+        draft.differs(
+            key, {"model.dtype": "bf16"}, Message("float16 is not used here: bf16, which needs no loss scaling")
+        )
+    else:
+        draft.none(key, Message("{value} is no dtype that is known here", value=repr(value)))
+
+
+STORAGES = {
+    "own": ("nochange", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "none", "tfloat32"),
+    "fp8": ("float8", "fp8", "qfloat8", "float8e4m3fn", "float8wo", "fp8quanto", "fp8woquanto", "fp8uzquanto")
+    + ("fp8wotorchao", "float8e5m2", "ostrisfloat8"),
+    "fp8 matmul": ("fp8torchao", "fp8native", "floatw8a8", "w8a8fp8"),
+    "int8": ("int8", "qint8", "uint8", "int8quanto", "int8torchao", "int8sdnq", "intw8a8", "w8a8int8", "convrot8"),
+    "nf4": ("nf4", "nfloat4", "nf4bnb", "fp4bnb"),
+    "fewer": ("int4quanto", "int2quanto", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "qint4", "int4", "gguf")
+    + ("nvfp4", "convrot2", "convrot3", "convrot4", "convrot5", "convrot6", "convrot7", "uint4sdnq", "float6"),
+}
+
+
+def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scaled: bool = True) -> None:
+    """Set quantize.storage from another tool's name for it; each tool scales differently, which is reported.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys.
+        word: the tool's name of the storage.
+        tool: the tool's name, for the remark.
+        scaled: the tool's FP8 has a scale; some tools cast the weights without one.
+    """
+    kind = next((kind for kind, words in STORAGES.items() if plain(word) in words), "")
+    if kind == "own":
+        plain_storage = "bf16" if draft.settings.get("model.dtype", "bf16") == "bf16" else "none"
+        note = Message("the base is not quantized; quantize.storage = 'fp8' would halve its memory")
+        draft.mapped(keys, {"quantize.storage": plain_storage}, note)
+    elif kind == "fp8":
+        draft.differs(
+            keys,
+            {"quantize.storage": "fp8"},
+            Message(
+                "e4m3 as there; {tool} has scales of its own kind, here each row has one, and modulation is held "
+                "in int8",
+                tool=tool,
+            )
+            if scaled
+            else Message(
+                "{tool} casts the weights without a scale, so that small ones become zero; here each row has "
+                "one. quantize.scale = 'none' is the exact equivalent",
+                tool=tool,
+            ),
+        )
+    elif kind == "fp8 matmul":
+        draft.differs(
+            keys,
+            {"quantize.storage": "fp8", "quantize.compute": "fp8"},
+            Message(
+                "{tool} multiplies in FP8 too, forward and backward; scales are one per row and per token here",
+                tool=tool,
+            ),
+        )
+    elif kind == "int8":
+        draft.differs(
+            keys,
+            {"quantize.storage": "int8"},
+            Message("blocks of 128 share a scale here; {tool} has one per row or tensor", tool=tool),
+        )
+    elif kind == "nf4":
+        draft.mapped(keys, {"quantize.storage": "nf4"})
+    elif kind == "fewer":
+        draft.differs(
+            keys,
+            {"quantize.storage": "nf4"},
+            Message(
+                "{word} is not known here; nf4 (4 bits) is the smallest storage, and may take more memory or less",
+                word=repr(word),
+            ),
+        )
+    else:
+        draft.none(
+            keys,
+            Message("{word} is no storage that is known here; quantize.storage = 'fp8' was written", word=repr(word)),
+        )
+        draft.set("quantize.storage", "fp8")
+        draft.need("quantize.storage", Message("choose one for {name}", name=repr(word)))
+
+
+def trains_text(family: str) -> bool:
+    """Return True if text encoders of this family can be trained."""
+    return family in families.available() and bool(families.get(family).trained_text)
+
+
+def predicts_noise(family: str) -> bool:
+    """Return True for a family that predicts noise or v: it has min-SNR weighting, but no timestep shift."""
+    return family in families.available() and families.get(family).objective == "Diffusion"

@@ -1,0 +1,111 @@
+"""Timesteps, losses and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import Message
+from .base import Draft, number
+from .common_values import plain
+from .model_settings import predicts_noise
+
+NO_NOISE = Message("plain Gaussian noise is used here")
+
+
+ONE_LOSS = Message("objective.loss knows mse, and huber and smooth_l1 with a sharp or a round corner")
+
+
+def set_huber(draft: Draft) -> None:
+    """Set objective.loss and its delta from loss_type and huber_c, as kohya's scripts and SimpleTuner define them."""
+    kind = plain(draft.get("loss_type") or "l2")
+    more = ["huber_c", "huber_scale", "huber_schedule"]
+    flow = bool(draft.family) and not predicts_noise(draft.family)
+    if kind in ("huber", "smoothl1") and flow and draft.tool.name == "simpletuner":
+        draft.none(
+            ["loss_type", *more], Message("theirs trains flow-matching models with the squared error all the same")
+        )
+    elif kind in ("huber", "smoothl1"):
+        schedule = str(draft.get("huber_schedule") or "snr")
+        delta = 0.1 if draft.get("huber_c") is None else draft.get("huber_c", number)
+        scale = 1.0 if draft.get("huber_scale") is None else draft.get("huber_scale", number)
+        ours: dict[str, Any] = {"objective.loss": "pseudo_huber" if kind == "huber" else "pseudo_smooth_l1"}
+        if schedule == "constant":
+            draft.mapped(["loss_type", *more], ours | {"objective.huber_delta": delta * scale})
+        elif schedule == "exponential":
+            ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
+            draft.mapped(["loss_type", *more], ours | ({"objective.huber_scale": scale} if scale != 1 else {}))
+        elif schedule == "snr" and not flow:
+            draft.none("huber_scale", Message("means nothing with {key}", key="huber_schedule = snr"), off=True)
+            ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
+            draft.mapped(["loss_type", *more], ours)
+        else:
+            told = Message(
+                "huber_schedule = {schedule} is for no flow-matching model, there or here; constant was written",
+                schedule=schedule,
+            )
+            draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, told)
+    draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
+    draft.none(more, Message("belongs to the Huber loss"), off=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Timesteps and previews
+
+
+def set_timesteps(
+    draft: Draft, keys: Sequence[str], shape: str, shift: float | str, note: str = "", exact: bool = True
+) -> None:
+    """Set objective.timesteps and shift, which families that predict noise do not have."""
+    if predicts_noise(draft.family):
+        draft.none(keys, f"means nothing to {draft.family}, which draws its timesteps uniformly", off=True)
+        return
+    account = draft.mapped if exact else draft.differs
+    shift = "scheduler" if shift == "auto" else shift  # the sampler's; our "auto" may differ
+    account(keys, {"objective.timesteps": shape, "objective.shift": shift}, note)
+
+
+def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
+    """Set objective.min_snr_gamma, for families that have it."""
+    gamma = draft.get(key, number) if weight is None else weight
+    if not gamma:
+        draft.none(key, "off", off=True)
+    elif draft.family and not predicts_noise(draft.family):
+        draft.none(key, f"flow-matching models such as {draft.family} have no such weight, there or here", off=True)
+    else:
+        draft.mapped(key, {"objective.min_snr_gamma": float(gamma)})
+
+
+def set_prediction(draft: Draft, key: str, predicts: str) -> None:
+    """Set objective.prediction, for families of which some models predict noise and some v.
+
+    Args:
+        draft: the import.
+        key: the tool's key.
+        predicts: "epsilon" or "v"; "" if the key is off.
+    """
+    if not predicts:
+        draft.none(key, "off", off=True)
+    elif draft.family and not predicts_noise(draft.family):
+        draft.none(key, f"flow-matching models such as {draft.family} predict neither noise nor v", off=True)
+    else:
+        draft.mapped(key, {"objective.prediction": predicts})
+
+
+def set_noise_offset(draft: Draft, key: str, heeded: bool = True) -> None:
+    """Set objective.noise_offset, for families that have it.
+
+    Args:
+        draft: the import.
+        key: the tool's key.
+        heeded: the other tool shifts the noise of flow-matching models too.
+    """
+    offset = draft.get(key, number)
+    if not offset:
+        draft.none(key, "off", off=True)
+    elif predicts_noise(draft.family):
+        draft.mapped(key, {"objective.noise_offset": float(offset)})
+    elif draft.family and not heeded:
+        draft.none(key, f"flow-matching models such as {draft.family} have no noise offset, there or here", off=True)
+    else:
+        draft.none(key, NO_NOISE)

@@ -1,0 +1,376 @@
+"""Optimizers, schedules and the training of text encoders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.relations import LEAST_FACTOR
+from ..errors import Message
+from ..settings import MOST_LR
+from .base import Draft, Unfit, flag, listed, number, text, whole
+from .common_values import accepted, plain
+from .model_settings import trains_text
+
+NO_TEXT_ENCODER = Message("no text encoder of this architecture is trained here; only the denoiser is")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer and schedule
+
+ALIKE = {
+    "pagedadamw8bit": ("adamw8bit", "its state is not paged to main memory here"),
+    "bnbadamw8bit": ("adamw8bit", ""),
+    "bnbadamw8bitpaged": ("adamw8bit", "its state is not paged to main memory here"),
+    "adamw8bitkahan": (
+        "adamw8bit",
+        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+    ),
+    "aoadamw8bit": ("adamw8bit", "bitsandbytes' instead of torchao's"),
+    "adamw8": ("adamw8bit", "bitsandbytes' instead of a build of its own"),
+    "adam8bit": ("adamw8bit", Message("weight decay is decoupled here")),
+    "bnbadam8bit": ("adamw8bit", Message("weight decay is decoupled here")),
+    "aoadamw4bit": ("adamw8bit", "8 bits of state instead of 4"),
+    "aoadamwfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
+    "bnbadamw": ("adamw", ""),
+    "pagedadamw": ("adamw", "its state is not paged to main memory here"),
+    "pagedadamw32bit": ("adamw", "its state is not paged to main memory here"),
+    "adamwoptimi": (
+        "adamw",
+        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+    ),
+    "optimiadamw": (
+        "adamw",
+        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+    ),
+    "adamwbf16": (
+        "adamw",
+        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="stochastic rounding"),
+    ),
+    "adam": ("adamw", Message("weight decay is decoupled here")),
+    "adamwadv": ("adamw", "its additions are not known here"),
+    "torchoptimadamw": ("adamw", ""),
+    "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
+    "lion": ("lion8bit", Message("8 bits of state instead of 32")),
+    "optimilion": ("lion8bit", Message("8 bits of state instead of 32")),
+    "lionoptimi": ("lion8bit", Message("8 bits of state instead of 32")),
+    "bnblionpaged": ("lion8bit", Message("8 bits of state instead of 32")),
+    "torchadamw": ("adamw", ""),
+    "stableadamw": ("adamw", Message("updates are not stabilized beyond Adam's")),
+    "optimistableadamw": ("adamw", Message("updates are not stabilized beyond Adam's")),
+    "optimiadam": ("adamw", Message("weight decay is decoupled here")),
+    "bnbadam": ("adamw", Message("weight decay is decoupled here")),
+    "bnbadamwpaged": ("adamw", "its state is not paged to main memory here"),
+    "aoadamfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
+    "bnblion": ("lion8bit", Message("8 bits of state instead of 32")),
+    "bnblion8bit": ("lion8bit", ""),
+    "bitsandbytesoptimlion8bit": ("lion8bit", ""),
+    "pagedlion8bit": ("lion8bit", "its state is not paged to main memory here"),
+    "bnblion8bitpaged": ("lion8bit", "its state is not paged to main memory here"),
+    "prodigyoptprodigy": ("prodigy", ""),
+    "prodigy8bit": ("prodigy", Message("32 bits of state instead of 8")),
+}
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "prodigy": {"weight_decay": 0.0, "safeguard_warmup": False, "use_bias_correction": False},
+    "lion8bit": {"weight_decay": 0.0},
+}
+"""The other tools' defaults for these optimizers, where ours differ."""
+FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
+
+
+def set_text_encoders(
+    draft: Draft,
+    keys: Sequence[str],
+    rate_keys: Sequence[str],
+    rates: Mapping[str, float],
+    why: str = "",
+    left_out: Sequence[str] = (),
+) -> None:
+    """Set adapter.text_encoder and optimizer.text_encoder_lr.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys that say whether text encoders are trained.
+        rate_keys: the tool's keys with the learning rates.
+        rates: learning rate, with scaling, of each CLIP that the tool trains, by name; {} if it trains none.
+        why: the remark if the file itself does not ask for it.
+        left_out: names of CLIPs that the tool does not train.
+    """
+    if not rates:
+        draft.mapped(keys, {}, Message("text encoders are not trained"))
+        draft.none(rate_keys, Message("text encoders are not trained"), off=True)
+        return
+    if not trains_text(draft.family):
+        draft.none([*keys, *rate_keys], NO_TEXT_ENCODER)
+        return
+    if left_out:
+        why = Message(
+            "theirs leaves {names} as it is; here all of the CLIPs are trained or none", names=" and ".join(left_out)
+        )
+        draft.differs(keys, {"adapter.text_encoder": True}, why)
+    else:
+        draft.mapped(keys, {"adapter.text_encoder": True}, why)
+    if why and not any(draft.has(key) for key in keys):
+        draft.notes.append(why)
+    rate = next(iter(rates.values()))
+    if draft.settings.get("optimizer.name") == "prodigy":
+        if set(rates.values()) == {draft.settings["optimizer.lr"]}:
+            draft.mapped(rate_keys, {}, Message("Prodigy finds one rate for all that is trained"))
+        else:
+            draft.none(rate_keys, Message("Prodigy finds one rate for all that is trained"))
+    elif not 0 < rate < 1:  # learning rates for optimizers that find their own
+        draft.none(rate_keys, Message("{rate} is no rate for AdamW; half of optimizer.lr is taken", rate=f"{rate:g}"))
+    elif len(set(rates.values())) > 1:
+        told = ", ".join(f"{name} {value:g}" for name, value in rates.items())
+        draft.differs(
+            rate_keys,
+            {"optimizer.text_encoder_lr": rate},
+            Message("one rate for all here, the first of {told}", told=told),
+        )
+    else:
+        draft.mapped(rate_keys, {"optimizer.text_encoder_lr": rate})
+
+
+def set_optimizer(
+    draft: Draft, name_key: str, rate_keys: Sequence[str], rate: Any, scale: float = 1.0, least: float = 0.0
+) -> None:
+    """Set optimizer.name, lr and lr_scale so that the learning rate of every step equals the other tool's.
+
+    Args:
+        draft: the import.
+        name_key: the tool's key with the optimizer.
+        rate_keys: the tool's keys with the learning rate.
+        rate: the learning rate; None if neither the file nor the tool sets it.
+        scale: factor that the tool applies to it (for the batch size, for example).
+        least: with Prodigy, the tool itself takes 1 for learning rates below this.
+    """
+    unlike = _set_optimizer_name(draft, name_key)
+    finds_rate = any(word in plain(unlike) for word in FINDS_ITS_RATE)
+    if unlike and (finds_rate or rate is None or not 0 < rate < 1):
+        draft.none(rate_keys, Message("{name} finds its rate by itself; AdamW8bit needs one", name=unlike))
+        draft.set("optimizer.lr", 1e-4)
+        draft.need(
+            "optimizer.lr",
+            Message(
+                "a rate for AdamW8bit; {rate} was {name}'s", rate=rate if rate is not None else "the file", name=unlike
+            ),
+        )
+    elif draft.settings.get("optimizer.name") == "prodigy":
+        _set_factor(draft, rate_keys, rate, least)
+    elif rate is None:
+        draft.set("optimizer.lr", 1e-4)
+        draft.need("optimizer.lr", Message("the file has no learning rate"))
+    else:
+        told = (
+            ""
+            if scale == 1
+            else Message(
+                "{rate} x {factor} = {result}, as there",
+                rate=f"{rate:g}",
+                factor=f"{scale:g}",
+                result=f"{rate * scale:g}",
+            )
+        )
+        draft.mapped(rate_keys, {"optimizer.lr": rate}, told)
+        if unlike:
+            draft.need("optimizer.lr", Message("this is {name}'s rate; AdamW8bit may need another", name=unlike))
+    # By default, lr_scale would multiply the learning rate on an FP8 base by 1.4; no other tool does.
+    draft.set("optimizer.lr_scale", "none" if scale == 1 else float(scale), "the rate is theirs, unscaled")
+    if scale != 1:
+        draft.comments["optimizer.lr_scale"] = [f"{rate} x {scale:g}: the rate as they scale it"]
+    written = draft.settings.get("optimizer.name", "")
+    for key, value in OWN_DEFAULTS.get(written, {}).items():
+        draft.assume(f"optimizer.{key}", value, key, Message("the optimizer's own"))
+
+
+def _set_optimizer_name(draft: Draft, key: str) -> str:
+    """Set optimizer.name from the tool's key; return the tool's name of an optimizer without a counterpart, else ""."""
+    name = draft.get(key, text) or ""
+    kind = plain(name)
+    own = {plain(word): word for word in accepted("optimizer.name")}
+    if kind == "prodigy" and draft.tool.name == "simpletuner":
+        draft.differs(key, {"optimizer.name": kind}, Message("its authors' package instead of a build of its own"))
+    elif kind in own:
+        draft.mapped(key, {"optimizer.name": own[kind]})
+    elif kind in ALIKE:
+        ours, note = ALIKE[kind]
+        (draft.differs if note else draft.mapped)(key, {"optimizer.name": ours}, note)
+    elif kind:
+        draft.none(key, Message("there is no {name} here; AdamW8bit was written instead", name=name))
+        draft.set("optimizer.name", "adamw8bit", f"instead of {name}")
+        return name
+    return ""
+
+
+def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float) -> None:
+    """Set optimizer.lr for Prodigy: a factor on the learning rate that it finds."""
+    if rate is None:
+        draft.set("optimizer.lr", 1.0, Message("Prodigy's own factor"))
+    elif rate < least:
+        draft.mapped(
+            rate_keys,
+            {"optimizer.lr": 1.0},
+            Message("theirs takes 1 for rates below {least} with Prodigy", least=f"{least:g}"),
+        )
+    elif not LEAST_FACTOR <= rate <= MOST_LR:
+        told = Message(
+            "with Prodigy it is a factor on the rate that is found, which {rate} is not; 1 was written",
+            rate=f"{rate:g}",
+        )
+        draft.differs(rate_keys, {"optimizer.lr": 1.0}, told)
+    else:
+        draft.mapped(rate_keys, {"optimizer.lr": rate})
+
+
+def growth_rate(value: Any) -> float | str:
+    """Read Prodigy's growth_rate; our word for infinity is "unlimited"."""
+    return "unlimited" if str(value).strip().lower() in ("inf", "infinity", "float('inf')") else number(value)
+
+
+def set_prodigy(draft: Draft, keys: Mapping[str, str]) -> None:
+    """Set Prodigy's own settings; `keys` maps our names to the tool's keys."""
+    for name, key in keys.items():
+        if draft.settings.get("optimizer.name") != "prodigy":
+            draft.none(key, Message("belongs to Prodigy"), off=True)
+        elif draft.has(key):
+            draft.mapped(key, {f"optimizer.{name}": draft.get(key, OF_PRODIGY[name])})
+
+
+OF_PRODIGY: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("d0", "d_coef"), number),
+    **dict.fromkeys(("safeguard_warmup", "use_bias_correction", "decouple"), flag),
+    "growth_rate": growth_rate,
+}
+"""Prodigy's own settings, which have the same names here."""
+OPTIMIZER_ARGUMENTS = {
+    "weight_decay": ("optimizer.weight_decay", number),
+    "eps": ("optimizer.eps", number),
+    "beta1": ("optimizer.beta1", number),
+    "beta2": ("optimizer.beta2", number),
+}
+
+
+def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
+    """Set weight_decay, betas, eps and Prodigy's settings from ["weight_decay=0.1", "betas=0.9,0.99"] or "a=1 b=2"."""
+    if isinstance(arguments, str):
+        arguments = re.split(r"[ ;]+|,(?=\s*[A-Za-z_])", arguments.strip())
+    prodigy = draft.settings.get("optimizer.name") == "prodigy"
+    of_prodigy = {name: (f"optimizer.{name}", read) for name, read in OF_PRODIGY.items()}
+    known = OPTIMIZER_ARGUMENTS | (of_prodigy if prodigy else {})
+    settings: dict[str, Any] = {}
+    left: list[str] = []
+    for argument in listed(arguments):
+        name, _, value = (part.strip().strip("\"'") for part in str(argument).partition("="))
+        try:
+            if name == "betas":
+                first, second = (number(part) for part in value.strip("()[] ").split(","))
+                settings |= {"optimizer.beta1": first, "optimizer.beta2": second}
+            elif name in known:
+                setting, read = known[name]
+                settings[setting] = read(value)
+            elif name:
+                left.append(str(argument))
+        except (Unfit, ValueError):
+            left.append(str(argument))
+    if left and settings:
+        draft.differs(key, settings, Message("not known here: {names}", names=", ".join(left)))
+    elif left:
+        draft.none(key, Message("not known to the optimizers here"))
+    else:
+        draft.mapped(key, settings)
+
+
+@dataclass(frozen=True)
+class ScheduleKeys:
+    """The tool's keys of a schedule; "" if there is none."""
+
+    name: str
+    warmup: str = ""
+    cycles: str = ""
+    power: str = ""
+    floor: str = ""
+
+
+def set_schedule(
+    draft: Draft,
+    keys: ScheduleKeys,
+    *,
+    warmup: float | None = None,
+    floor: float | None = None,
+    warmup_note: str = "",
+    constant_warms_up: bool = False,
+) -> None:
+    """Set schedule.name, warmup and min_lr.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys.
+        warmup: steps, or a fraction below 1; None or 0 for none.
+        floor: final learning rate, as a fraction of the learning rate.
+        warmup_note: remark on the warm-up.
+        constant_warms_up: the tool's "constant" schedule warms up (diffusers' does not).
+    """
+    name = draft.get(keys.name, text) or "constant"
+    spent = _set_curve(draft, keys, name)
+    for key in (keys.cycles, keys.power):
+        if key and key != spent:
+            draft.none(key, f"means nothing to {name}", off=True)
+    if keys.warmup:
+        ignored = plain(name) == "constant" and not constant_warms_up
+        if warmup and ignored:
+            draft.none(keys.warmup, "'constant' does not warm up there, so it does not here", off=True)
+        elif warmup:
+            steps = float(warmup) if warmup < 1 else round(warmup)
+            draft.mapped(keys.warmup, {"schedule.warmup": steps}, warmup_note)
+        else:
+            draft.mapped(keys.warmup, {"schedule.warmup": 0})
+    if keys.floor:
+        if floor and draft.settings.get("schedule.name") in ("cosine", "cosine_with_restarts", "linear"):
+            draft.mapped(keys.floor, {"schedule.min_lr": float(f"{floor:.12g}")})
+        else:
+            draft.none(keys.floor, f"means nothing to {name}", off=True)
+
+
+def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
+    """Set schedule.name, and schedule.cycles with it; return the key of the cycles or the power if it counted."""
+    kind = plain(name)
+    cycles = draft.get(keys.cycles, number) if keys.cycles else None
+    power = draft.get(keys.power, number) if keys.power else None
+    own = {plain(word): word for word in accepted("schedule.name")}
+    if kind in ("cosinewithrestarts", "cosinewithhardrestarts"):
+        if cycles is None or cycles == 1:
+            draft.mapped(
+                [keys.name, keys.cycles], {"schedule.name": "cosine"}, Message("one cycle of restarts is the cosine")
+            )
+        else:
+            settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
+            draft.mapped([keys.name, keys.cycles], settings)
+        return keys.cycles
+    if kind == "polynomial" and kind not in own:
+        if power is None or power == 1:
+            draft.mapped(
+                [keys.name, keys.power], {"schedule.name": "linear"}, Message("a polynomial of power 1 is the line")
+            )
+        else:
+            draft.differs(
+                [keys.name, keys.power],
+                {"schedule.name": "linear"},
+                Message("a line instead of power {power}", power=f"{power:g}"),
+            )
+        return keys.power
+    ours = {"constantwithwarmup": "constant", "cosinewithminlr": "cosine"}.get(kind, kind)
+    if kind == "sine":
+        draft.differs(
+            keys.name, {"schedule.name": "cosine"}, Message("a falling cosine instead of a sine that rises again")
+        )
+    elif ours in own:
+        draft.mapped(keys.name, {"schedule.name": own[ours]})
+    else:
+        draft.none(keys.name, Message("there is no schedule {name} here; constant was written", name=repr(name)))
+        draft.set("schedule.name", "constant")
+        draft.need(
+            "schedule.name", Message("choose one of {names} for {name}", names=", ".join(own.values()), name=repr(name))
+        )
+    return ""
