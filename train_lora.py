@@ -10,8 +10,9 @@ is "done", "stopped" (saved; --resume continues) or "error" (see the last line o
 import argparse
 import os
 
-from lora_fp8.cli.commands import guarded, train_or_resume
+from lora_fp8.cli.commands import guarded
 from lora_fp8.cli.options import LANGUAGE
+from lora_fp8.cli.training import train_or_resume
 
 parser = argparse.ArgumentParser(
     description="Train a LoRA from a TOML config.",

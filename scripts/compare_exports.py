@@ -276,7 +276,7 @@ verify = false
 )
 
 AVERAGED = ("sd15",)
-"""Jobs whose checkpoints are averaged after training (`lora-fp8 ema RUN`)."""
+"""Jobs whose checkpoints are averaged after training (`lora-fp8 average RUN`)."""
 DEMOS = {"demo_sd15": "sd15", "demo_flux": "flux"}
 DEMO_WARMUP = 20
 JOBS = (*DEMOS, "debug", *MINIATURES)
@@ -311,7 +311,7 @@ class Side:
     checkout: Path
     folder: Path
     changes: tuple[tuple[str, tuple[str, ...], Any], ...] = ()
-    average: tuple[str, ...] = ("ema",)
+    average: tuple[str, ...] = ("average",)
 
 
 @dataclass(frozen=True)
@@ -701,7 +701,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--new-set", action="append", default=[], metavar="[JOB:]KEY=VALUE", help="set (KEY=: remove) in NEW's configs"
     )
-    parser.add_argument("--new-average", default="ema", help="NEW's command that averages checkpoints (default: ema)")
+    for side in ("old", "new"):
+        text = f"{side.upper()}'s command that averages checkpoints (default: average; until 2026-11-24 it was ema)"
+        parser.add_argument(f"--{side}-average", default="average", metavar="COMMAND", help=text)
     parser.add_argument("--allow-metadata", nargs="+", default=[], metavar="KEY", help="metadata that may differ")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder for configs, logs and runs")
     given = parser.parse_args(arguments)
@@ -724,7 +726,12 @@ def compare(given: argparse.Namespace) -> int:
         work = work.resolve()
         work.mkdir(parents=True, exist_ok=True)
         trees = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-exports-trees-")))
-        old = Side("OLD", stack.enter_context(checkout_of(given.old, trees / "old")), work / "old")
+        old = Side(
+            "OLD",
+            stack.enter_context(checkout_of(given.old, trees / "old")),
+            work / "old",
+            average=tuple(shlex.split(given.old_average)),
+        )
         new = Side(
             "NEW",
             stack.enter_context(checkout_of(given.new, trees / "new")),

@@ -23,7 +23,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lora_fp8 import cli, config, families, run, settings, train
-from lora_fp8.cli import commands
+from lora_fp8.cli import commands, events
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
 from lora_fp8.stages import step
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     *("dataset", "caption"),
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
-    *("estimate", "inspect", "convert", "resize", "merge", "extract", "ema", "kit"),
+    *("estimate", "inspect", "convert", "resize", "merge", "extract", "average", "kit"),
     *("submit", "jobs", "worker", "ui", "mcp"),
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -471,7 +471,7 @@ def ask_export(ask: Callable[..., Answer], folder: Path, dtype: str, keep: Path)
 def test_a_terminal_that_lacks_a_character_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)
-    commands.guarded(lambda: commands._print_event({"event": "warning", "text": "a 猫"}))
+    commands.guarded(lambda: events.print_event({"event": "warning", "text": "a 猫"}))
     screen.flush()
     assert screen.buffer.getvalue() == b"warning: a \\u732b\n"
     monkeypatch.setenv("LORA_FP8_MESSAGE", str(tmp_path / "message"))

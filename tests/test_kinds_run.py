@@ -1,4 +1,4 @@
-"""DoRA, LoKr and LoHa in runs, tools and imports: resume, processes, ema, merge, inspect, convert, other programs."""
+"""DoRA, LoKr and LoHa in runs, tools and imports: resume, processes, average, merge, convert, other programs."""
 
 import json
 import os

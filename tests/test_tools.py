@@ -221,7 +221,7 @@ def test_broken_files_are_refused_by_each_tool(
         ("convert", path, "--format", "diffusers", "--output", out),
         ("merge", path, file, "--output", out),
         ("merge", path, "--into", "demo", "--output", out),
-        ("ema", path, file, "--output", out),
+        ("average", path, file, "--output", out),
         ("kit", path, "--out", out),
         ("inspect", path),
     ):
@@ -533,7 +533,7 @@ def test_models_that_cannot_be_compared(ask: Callable, tiny: Callable[[str], Pat
         assert code == 2 and words in said and not out.exists(), (words, said)
 
 
-# ------------------------------------------------------------------------------------------------------------------ ema
+# -------------------------------------------------------------------------------------------------------------- average
 
 
 def test_the_two_averages_of_files(ask: Callable, tmp_path: Path) -> None:
@@ -541,9 +541,11 @@ def test_the_two_averages_of_files(ask: Callable, tmp_path: Path) -> None:
     for i, path in enumerate(paths):
         save_file(as_kohya(lora_for(LAYERS, seed=50 * i), 3.0), path, {"ss_base_model_version": "sd_v1", "i": str(i)})
     whole, factors, half = (tmp_path / f"{name}.safetensors" for name in ("whole", "factors", "half"))
-    assert ask("ema", *paths, "--average", "delta", "--rank", 3 * RANK, "--dtype", "fp32", "--output", whole)[0] == 0
-    assert ask("ema", *paths, "--output", factors)[0] == 0
-    assert ask("ema", *paths, "--average", "delta", "--half-life", 1, "--dtype", "fp32", "--output", half)[0] == 0
+    assert (
+        ask("average", *paths, "--average", "delta", "--rank", 3 * RANK, "--dtype", "fp32", "--output", whole)[0] == 0
+    )
+    assert ask("average", *paths, "--output", factors)[0] == 0
+    assert ask("average", *paths, "--average", "delta", "--half-life", 1, "--dtype", "fp32", "--output", half)[0] == 0
     mean = {name: sum(deltas(path)[name] for path in paths) / 3 for name in deltas(paths[0])}
     later = {
         name: sum(share * deltas(path)[name] for path, share in zip(paths, (1 / 7, 2 / 7, 4 / 7), strict=True))
@@ -574,7 +576,7 @@ def test_files_that_cannot_be_averaged(ask: Callable, file: Path, tmp_path: Path
         (file, file): "--output",
         (tmp_path,): "not a run folder",
     }.items():
-        code, _, said = ask("ema", *arguments)
+        code, _, said = ask("average", *arguments)
         assert code == 2 and words in said and not out.exists(), (words, said)
 
 
@@ -589,7 +591,7 @@ def test_the_average_of_a_run_is_a_file_of_the_run(ask: Callable, job: Callable,
     )
     path.write_text(config.dumps(job(*settings)), encoding="utf-8")
     assert ask("train", path)[0] == 0
-    code, said, wrong = ask("ema", folder, "--half-life", 2)
+    code, said, wrong = ask("average", folder, "--half-life", 2)
     assert code == 0 and "33.33%  step 4" in said and "66.67%  step 6" in said, said + wrong
     (written,) = (folder / "export" / "average").iterdir()
     assert ask("export", folder, "--step", 4)[0] == 0
@@ -599,10 +601,10 @@ def test_the_average_of_a_run_is_a_file_of_the_run(ask: Callable, job: Callable,
     for name, tensor in mean.items():
         assert torch.allclose(tensor, one[name] / 3 + two[name] * 2 / 3, rtol=1e-5, atol=1e-8), name
     both = {name: deltas(four)[name] / 3 + deltas(six)[name] * 2 / 3 for name in deltas(six)}
-    assert ask("ema", folder, "--half-life", 2, "--average", "delta")[0] == 0  # the nearest pair of the run's rank
+    assert ask("average", folder, "--half-life", 2, "--average", "delta")[0] == 0  # the nearest pair of the run's rank
     for name, delta in both.items():
         u, s, v = torch.linalg.svd(delta, full_matrices=False)
         assert rel(deltas(written)[name], u[:, :4] * s[:4] @ v[:4]) < 1e-4, name
     assert verify.check_file(written).ok
-    code, _, said = ask("ema", folder, "--last", 1)
+    code, _, said = ask("average", folder, "--last", 1)
     assert code == 2 and "checkpoint.keep" in said

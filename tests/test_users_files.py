@@ -120,7 +120,7 @@ CASES: dict[str, list[list[str]]] = {
     "merge": [[f"{LORA}:1", f"{LORA}:1", "--output", to] for to in (LORA, P)]
     + [[f"{LORA}:1", "--into", "project", "--family", "sd15", "--output", "project"]],
     "extract": [["project", "project", "--family", "sd15", "--output", LORA]],
-    "ema": [[P], [R], [LORA, LORA, "--output", LORA]],
+    "average": [[P], [R], [LORA, LORA, "--output", LORA]],
     "kit": [[P, "--out", P], [R, "--out", P], [LORA, "--out", P], [LORA, "--out", "project/photos"]],
     "cache": [[P], [P, "--prune-unused-days", "1"], [R, "--prune-unused-days", "1"]],
     "caption": [[P, "--model", "project"], ["project/photos", "--model", "project/photos", "--overwrite"]],

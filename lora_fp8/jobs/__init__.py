@@ -55,7 +55,7 @@ __all__ = [
     "was_worker_killed",
 ]
 
-COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "ema")
+COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "average")
 """Subcommands of `lora-fp8` that may be queued: they compute something and then exit."""
 
 

@@ -1,4 +1,4 @@
-"""`lora-fp8 ema`: averages a run's checkpoints, or LoRA files, after training.
+"""`lora-fp8 average`: averages a run's checkpoints, or LoRA files, after training.
 
 There are two averages, which differ:
 

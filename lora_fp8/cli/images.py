@@ -1,0 +1,96 @@
+"""The commands for the image cache and for captions by a model; commands.py adds them."""
+
+import time
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from ..errors import Message
+from .events import print_event, print_json_line
+from .options import FOLDER, JSON, print_json, print_lines
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `lora-fp8`."""
+    for command in (cache, caption):
+        app.command()(command)
+
+
+def cache(
+    folder: Path = typer.Argument(Path("cache"), help="Cache folder: dataset.cache_dir of your runs."),
+    prune_unused_days: float | None = typer.Option(
+        None, metavar="N", help="Days without use after which entries are deleted. Default: delete nothing."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Show size and last use of the image cache. Delete entries that no run uses any more."""
+    from ..data import cache_cleanup
+
+    deleted = cache_cleanup.prune(folder, prune_unused_days) if prune_unused_days is not None else []
+    entries = cache_cleanup.stored(folder)
+    held_bytes, deleted_bytes = (sum(entry.bytes for entry in each) for each in (entries, deleted))
+    content = {
+        "folder": str(folder),
+        "entries": len(entries),
+        "bytes": held_bytes,
+        "oldest_use": entries[0].used if entries else None,
+        "newest_use": entries[-1].used if entries else None,
+        "deleted": len(deleted),
+        "deleted_bytes": deleted_bytes,
+    }
+    if as_json:
+        print_json(content)
+        return
+    if prune_unused_days is not None:
+        size = f"{deleted_bytes / 2**20:.1f}"
+        print_lines(Message("{path}: {count} entries deleted, {size} MiB", path=folder, count=len(deleted), size=size))
+    size = f"{held_bytes / 2**20:.1f}"
+    print_lines(Message("{path}: {count} entries, {size} MiB", path=folder, count=len(entries), size=size))
+    if entries:
+        most, least = (f"{(time.time() - entry.used) / 86400:.0f}" for entry in (entries[0], entries[-1]))
+        print_lines(Message("last used between {most} and {least} days ago", most=most, least=least))
+
+
+def caption(
+    folder: Path = FOLDER,
+    model: str = typer.Option(..., help="Captioning model: folder or Hugging Face id (OWNER/NAME)."),
+    kind: str = typer.Option("text", help="Kind of caption: text or tags."),
+    prompt: str = typer.Option("", help="Prompt for the model. Default: one that fits the kind."),
+    overwrite: bool = typer.Option(
+        False, "--overwrite/--only-missing", help="Caption all images, or only those without a caption."
+    ),
+    trigger: str = typer.Option("", help="Trigger word to put in front."),
+    mask: str = typer.Option(
+        "", help="Name pattern of masks beside the images, such as '*-masklabel'; masks get no caption."
+    ),
+    threshold: float = typer.Option(0.35, min=0, max=1, help="Lowest probability of a tag, for a tagger."),
+    exclude: list[str] = typer.Option([], metavar="TAG", help="Tag to leave out. Repeatable."),
+    max_tokens: int = typer.Option(300, min=1, help="Longest caption, in tokens."),
+    batch_size: int = typer.Option(1, min=1, max=256, help="Images at once."),
+    dtype: str = typer.Option("", help="Dtype of the model: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."),
+    revision: str = typer.Option("", help="Branch, tag or commit on the hub."),
+    as_json: bool = JSON,
+) -> None:
+    """Caption images with a model. A second call continues a stopped one; `dataset undo` restores the old captions."""
+    from ..errors import UserError
+
+    if kind not in ("text", "tags"):
+        raise UserError(Message("--kind {kind}: accepted are text, tags", kind=repr(kind)))
+    from ..data import captioner
+
+    checked: Literal["text", "tags"] = "text" if kind == "text" else "tags"
+    settings = captioner.Settings(
+        model, checked, prompt, overwrite, trigger, max_tokens, threshold, tuple(exclude), batch_size, dtype, revision
+    )
+    result = captioner.run(folder, settings, echo=print_json_line if as_json else print_event, mask=mask)
+    captioner.problems(result, folder)
+    if not as_json:
+        print_lines(
+            Message(
+                "{path}: {count} captions written, {kept} were there",
+                path=folder,
+                count=result.written,
+                kept=result.kept,
+            )
+        )

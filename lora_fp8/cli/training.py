@@ -1,0 +1,217 @@
+"""The commands that take a config or a run: `lora-fp8 new | check | train | ...`; commands.py adds them."""
+
+import os
+import sys
+from pathlib import Path
+
+import typer
+
+from ..errors import Message
+from .events import print_event, print_json_line
+from .options import CONFIG, JSON, RUN, SET, print_json, print_lines
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `lora-fp8`."""
+    for command in (new, check, import_config, plan, estimate, precision, train, resume):
+        app.command()(command)
+
+
+def new(
+    path: Path = typer.Argument(..., help="Config file to write."),
+    family: str = typer.Option("", help="Architecture, such as sdxl, flux or qwen_image. Default: sd15."),
+    preset: list[str] = typer.Option([], help="Preset to start from; its values are written out. Repeatable."),
+    from_lora: Path | None = typer.Option(None, metavar="FILE", help="LoRA file whose settings to copy."),
+    force: bool = typer.Option(False, help="Replace an existing file."),
+) -> None:
+    """Write a config with every setting explained."""
+    from .. import config, errors
+    from ..common.writing import atomic_write
+    from ..config import example
+
+    if os.path.lexists(path) and not force:
+        raise errors.UserError(
+            Message("{path}: exists already; choose another name, or --force to replace it", path=path)
+        )
+    if from_lora:
+        from ..lora_files.export_metadata import config_of
+
+        if preset or family:
+            line = Message("--from-lora: the file says family and settings; leave out --family and --preset")
+            raise errors.UserError(line)
+        job = config.loads(config_of(from_lora), [config.toml_line("name", path.stem)], where=str(from_lora))
+    else:
+        job = example(path.stem, family or "sd15", preset)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path.resolve(), config.commented(job.model_copy(update={"preset": []})).encode())
+    except OSError as error:
+        raise errors.UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
+    print_lines(
+        Message("{path} written; put your base model and picture folder in, then: lora-fp8 check {path}", path=path)
+    )
+
+
+def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+    """Check config, images and base model files. No model is loaded."""
+    from .. import config, errors
+    from ..plan.check import Check
+    from ..plan.check import check as check_job
+
+    try:
+        result = check_job(config.load(config_file, overrides))
+    except errors.UserError as error:
+        if not as_json:
+            raise
+        result = Check(getattr(error, "problems", [str(error)]))
+    if as_json:
+        print_json(result.to_json())
+        sys.exit(2 if result.problems else 0)
+    print_lines(*result.lines)
+    if result.problems:
+        raise errors.UserErrors(result.problems, str(config_file))
+    print_lines(Message("{path}: all right", path=config_file))
+
+
+def import_config(
+    file: Path = typer.Argument(
+        ...,
+        metavar="FILE",
+        help="Settings of another trainer: TOML, JSON, YAML, or a script with the training command.",
+    ),
+    tool: str = typer.Option(
+        "", "--from", metavar="TOOL", help="Trainer that the file is for. Default: detected from the file."
+    ),
+    family: str = typer.Option("", help="Architecture, if the file does not name it."),
+    output: Path | None = typer.Option(
+        None, help="Config file to write. Default: FILE's name with .lora-fp8.toml, here."
+    ),
+    verbose: bool = typer.Option(False, help="List every key with its new setting."),
+    as_json: bool = JSON,
+) -> None:
+    """Convert another trainer's settings, and list differences."""
+    from .. import errors, importing
+    from ..common.writing import atomic_write
+
+    path = output or Path(f"{file.stem}.lora-fp8.toml")
+    if os.path.lexists(path):
+        raise errors.UserError(Message("{path}: exists already; choose another name with --output", path=path))
+    imported = importing.import_file(file, tool, family)
+    importing.relocate(imported, Path.cwd())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, importing.to_toml(imported).encode())
+    except OSError as error:
+        raise errors.UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
+    if as_json:
+        print_json(importing.to_json(imported) | {"output": str(path)})
+        return
+    written = Message("{file} written; next: lora-fp8 check {path}", file=path.resolve(), path=path)
+    print_lines(*importing.report(imported, verbose), written)
+
+
+def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+    """Show storage, matmul and memory of each layer. No weights are read."""
+    from .. import config
+
+    job = config.load(config_file, overrides)
+    from ..config import find_unused_settings
+    from ..plan import resolve
+    from ..plan.plan import plan_layers
+
+    family = resolve.make_family(job)
+    layers = plan_layers(job, family)
+    unused = find_unused_settings(job, family.facts_of_base() | layers.facts)
+    notes = [f"warning: {line}" for line in unused if "quantize." in line]
+    if job.quantize.sensitivity == "auto" and layers.quantized:
+        notes.append(
+            Message(
+                "quantize.sensitivity = 'auto': a training first measures these layers on its pictures, and "
+                "holds those above {bound} in int8 or bf16; `lora-fp8 precision {path}` measures now",
+                bound=f"{job.quantize.sensitivity_bound:g}",
+                path=config_file,
+            )
+        )
+    if as_json:
+        print_json(layers.to_json() | {"notes": notes})
+    else:
+        print_lines(layers.table(), *notes)
+
+
+def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+    """Estimate memory, steps, cache and file sizes. No weights are read, and nothing is encoded."""
+    from .. import config
+
+    job = config.load(config_file, overrides)
+    from ..families import _files
+
+    base = job.model
+    if _files.is_hub_id(base.path) and not os.path.exists(os.path.expanduser(base.path)):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # only the hub's cache is read; an estimate downloads nothing
+    import torch
+
+    from ..plan import plan as planning
+    from ..plan import resolve
+    from ..plan.estimate import estimate as estimate_plan
+    from ..run import ownership
+
+    folder = resolve.get_run_folder(job)
+    if not ownership.is_run(folder):  # an existing run may be estimated again
+        ownership.require_new(folder)
+    estimated = estimate_plan(planning.make(job), "cuda" if torch.cuda.is_available() else "cpu")
+    if as_json:
+        print_json(estimated.to_json())
+    else:
+        print_lines(*estimated.lines())
+
+
+def precision(
+    config_file: Path = CONFIG,
+    overrides: list[str] = SET,
+    pictures: int = typer.Option(4, min=1, help="Number of the job's images to measure on."),
+    layers_only: bool = typer.Option(
+        False, help="Measure layers only; the unquantized base model need not fit into memory."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Measure the quantization error on your images. It reports each layer, and the prediction."""
+    from .. import config
+
+    job = config.load(config_file, overrides)
+    from ..stages import measure
+
+    report = measure.report(job, num_pictures=pictures, whole=not layers_only, echo=None if as_json else print_event)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print_lines(*report.lines())
+
+
+def train(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+    """Train a LoRA from a config file."""
+    train_or_resume(config_file, overrides, resume=False, as_json=as_json)
+
+
+def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+    """Resume a run from its newest checkpoint. The result has the same bytes as without the stop."""
+    from ..config import toml_line
+    from ..run import Run
+
+    run = Run.open(folder)
+    # The folder may have been moved or renamed: its current place counts.
+    here = folder.resolve()
+    place = [toml_line("name", here.name), toml_line("output_dir", str(here.parent))]
+    train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
+
+
+def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bool, as_json: bool) -> None:
+    """Load the config and run the job, for `train`, `resume` and train_lora.py."""
+    from .. import config
+
+    job = config.load(config_file, overrides)  # a wrong file is reported before torch is loaded
+    from .. import train as training
+
+    result = training.run(job, resume=resume, progress=not as_json, echo=print_json_line if as_json else print_event)
+    if not as_json:
+        for path in result.files:
+            print(path)
