@@ -29,7 +29,9 @@ LAYERS = (
 """Rooms (folders of lora_fp8, and its two files) from the ground up. A room imports rooms of the layers below it."""
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms.split()}
 MOST_ROOMS = 22
+MOST_LAYERS = 14
 MOST_IMPORTERS = 30
+MOST_LINES = 80
 MAY_IMPORT_TRAIN = {"cli.training", "demo.show", "train_lora", "scripts"}
 LIBRARIES = {
     "peft": {"adapters"},
@@ -132,6 +134,7 @@ def test_every_room_has_a_layer() -> None:
     rooms = set(map(room_of, LIBRARY)) - {""}
     assert rooms == LAYER.keys()
     assert len(rooms - {"__main__"}) <= MOST_ROOMS
+    assert len(LAYERS) <= MOST_LAYERS
 
 
 def test_imports_go_down_only() -> None:
@@ -160,10 +163,50 @@ def test_there_are_no_circles() -> None:
 def test_few_files_are_imported_everywhere() -> None:
     """What everybody needs is the errors or a room's face; any other file would be a second hall."""
     counted = {target: sum(target in targets for targets in GRAPH.values()) for target in LIBRARY}
+    # Each family file is made of this one, so there it counts who else needs it.
+    counted["families.base"] -= sum(
+        "families.base" in targets for name, targets in GRAPH.items() if room_of(name) == "families"
+    )
     faces = {name for name, path in LIBRARY.items() if path.name == "__init__.py"}
-    # A family file is made of these, and there are as many importers as families.
-    of_families = {"families.base", "families._prompts"}
-    assert {name for name, count in counted.items() if count > MOST_IMPORTERS} <= {"errors"} | faces | of_families
+    assert {name for name, count in counted.items() if count > MOST_IMPORTERS} <= {"errors"} | faces
+
+
+def test_functions_fit_on_a_screen() -> None:
+    """What is in one function is read together. The pages, which build their components in one, are to follow."""
+    functions = [
+        (f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}", (node.end_lineno or 0) - node.lineno + 1)
+        for path in CODE
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert len(functions) > 2000
+    assert [(name, lines) for name, lines in functions if lines > MOST_LINES] == []
+
+
+TAKES_THE_JOB = {"config", "plan", "stages", "train", "training", "data", "tools"}
+"""Rooms of a training in which a function may take the whole job. All others take the sections that they need."""
+
+
+def test_the_job_goes_into_the_plan_and_no_further() -> None:
+    """The story gives the job to the plan, which reads it once; each stage takes the Session, which has the Plan."""
+    story = tree(ROOT / "lora_fp8/train.py")
+    given = {
+        ast.unparse(node.func)
+        for node in ast.walk(story)
+        if isinstance(node, ast.Call) and any(ast.unparse(argument) == "job" for argument in node.args)
+    }
+    assert given == {"planning.make", "get_run_folder", "_set_torch_options"}
+    takers: dict[str, list[str]] = {}
+    for name, path in LIBRARY.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef):
+                types = [ast.unparse(one.annotation) for one in node.args.args if one.annotation]
+                if {"Job", "settings.Job"} & set(types):
+                    takers.setdefault(room_of(name), []).append(f"{name}.{node.name}")
+    ways_in = {"cli", "demo", "importing", "jobs"}  # they make a job, or write one
+    assert takers.keys() - ways_in <= TAKES_THE_JOB, takers
+    few = {room: names for room, names in takers.items() if room not in ways_in | {"config", "plan", "train"}}
+    assert sum(map(len, few.values())) <= 12, few
 
 
 def test_nothing_imports_train_but_the_ways_in() -> None:

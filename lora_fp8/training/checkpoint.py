@@ -85,7 +85,6 @@ def save(
         RunFailure: the disk refused. The newest bundle before it is untouched.
     """
     final = folder / f"step-{state['step']:06d}"
-    staged = folder / f".tmp-{final.name}-{os.getpid()}"
     files = {
         "adapter.safetensors": safetensors.torch.save(_plain(adapter)),
         "optimizer.safetensors": safetensors.torch.save(_plain(optimizer)),
@@ -93,11 +92,43 @@ def save(
     }
     manifest = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files["manifest.json"] = json.dumps(manifest, indent=1, sort_keys=True).encode()
+    gone = _write_or_make_room(final, files)
+    if problem := _broken(final):
+        raise RunFailure(
+            Message(
+                "{key}: what was read back is not what was written ({why}); {line}",
+                key=final,
+                why=problem,
+                line=_before(final),
+            )
+        )
+    try:
+        gone += _prune(folder, keep)
+    except OSError as error:
+        raise RunFailure(
+            Message(
+                "{path} is saved, but older checkpoints could not be removed ({why})", path=final, why=error.strerror
+            )
+        ) from None
+    return final, gone
+
+
+def _write_or_make_room(final: Path, files: dict[str, bytes]) -> list[str]:
+    """Write a bundle. On a full disk, remove older bundles first, as long as a complete one is left.
+
+    Returns:
+        A line for each bundle that was removed.
+
+    Raises:
+        RunFailure: the disk refused.
+    """
+    folder = final.parent
+    staged = folder / f".tmp-{final.name}-{os.getpid()}"
     gone: list[str] = []
     while True:
         try:
             _write(staged, final, files)
-            break
+            return gone
         except OSError as error:
             with contextlib.suppress(OSError):
                 ownership.remove_bundle(staged)
@@ -129,24 +160,6 @@ def save(
                     line=_before(final),
                 )
             ) from None
-    if problem := _broken(final):
-        raise RunFailure(
-            Message(
-                "{key}: what was read back is not what was written ({why}); {line}",
-                key=final,
-                why=problem,
-                line=_before(final),
-            )
-        )
-    try:
-        gone += _prune(folder, keep)
-    except OSError as error:
-        raise RunFailure(
-            Message(
-                "{path} is saved, but older checkpoints could not be removed ({why})", path=final, why=error.strerror
-            )
-        ) from None
-    return final, gone
 
 
 def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
