@@ -25,7 +25,7 @@ from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8 import cli, config, jobs, settings
 from lora_fp8.errors import UserError, UserErrors
-from lora_fp8.jobs import Queue, Sentence, job_state, procs, store, worker
+from lora_fp8.jobs import Queue, Sentence, job_endings, job_view, procs, run_events, store, worker
 from lora_fp8.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -462,7 +462,7 @@ def test_how_it_ended(
     for name, status in {**named, **{f"trainer-{i}": status for i, status in enumerate(trainers)}}.items():
         (attempt / f"{name}.json").write_text(json.dumps({"status": status}), encoding="utf-8")
     queue.store.update(row.id, phase="launched", token="t", boot=procs.read_boot_id(), mark=len(before), wanted=wanted)
-    end = job_state.find_ending(queue.store.row(row.id), attempt, job_state.Follower())
+    end = job_endings.find_ending(queue.store.row(row.id), attempt, run_events.Follower())
     assert (end.state, end.sentence.key, end.crash) == (state, key, crash)
     assert "{" not in end.sentence.text and end.sentence.text
 
@@ -474,7 +474,7 @@ def test_done_needs_files_that_were_verified(queue: Queue, add: Callable[..., in
     (folder / "events.jsonl").write_text(json.dumps(DONE) + "\n", encoding="utf-8")
 
     def answer() -> tuple[str, str]:
-        end = job_state.find_ending(row, tmp_path, job_state.Follower())
+        end = job_endings.find_ending(row, tmp_path, run_events.Follower())
         return end.state, end.sentence.key
 
     assert answer() == ("failed", "no_files")
@@ -494,28 +494,28 @@ def test_what_was_killed_for_memory_says_so_only_with_evidence(
     for kills, key in ((0, "killed"), (1, "killed_memory")):
         record = json.dumps({"status": -9, "oom_kills": kills})
         (tmp_path / "trainer-0.json").write_text(record, encoding="utf-8")
-        assert job_state.find_ending(row, tmp_path, job_state.Follower()).sentence.key == key
+        assert job_endings.find_ending(row, tmp_path, run_events.Follower()).sentence.key == key
 
 
 def test_every_sentence_is_said_somewhere() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "lora_fp8/jobs").glob("*.py"))
     built = {"stopped_hard", "stopped_hard_early"}  # from parts
-    unsaid = [key for key in job_state.SENTENCES if code.count(f'"{key}"') < 2 and key not in built]
+    unsaid = [key for key in job_view.SENTENCES if code.count(f'"{key}"') < 2 and key not in built]
     assert not unsaid
 
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    assert job_state.read_tail(log) == []
+    assert run_events.read_tail(log) == []
     bar = "\r".join(f"\x1b[31m{i}%\x1b[0m|###" for i in range(101))
     log.write_bytes(f"first\r\n\x1b]0;title\x07second\n{bar}\nwei\xdf\n\n".encode("latin-1"))
-    assert job_state.read_tail(log) == ["first", "second", "100%|###", "wei\N{REPLACEMENT CHARACTER}"]
+    assert run_events.read_tail(log) == ["first", "second", "100%|###", "wei\N{REPLACEMENT CHARACTER}"]
     log.write_text(f'Traceback:\n  File "{Path.home()}/a.py", line 1\n', encoding="utf-8")
-    assert job_state.read_tail(log) == ["Traceback:", '  File "~/a.py", line 1'], "also while it is being written"
+    assert run_events.read_tail(log) == ["Traceback:", '  File "~/a.py", line 1'], "also while it is being written"
     log.write_text("".join(f"line {i}\n" for i in range(100_000)), encoding="utf-8")
-    assert job_state.read_tail(log, 3) == ["line 99997", "line 99998", "line 99999"]
+    assert run_events.read_tail(log, 3) == ["line 99997", "line 99998", "line 99999"]
     log.write_text("x" * 1_000_000, encoding="utf-8")
-    assert len(job_state.read_tail(log)) == 1
+    assert len(run_events.read_tail(log)) == 1
 
 
 def test_events_are_followed_by_offset(queue: Queue, add: Callable[..., int]) -> None:
@@ -536,7 +536,7 @@ def test_events_are_followed_by_offset(queue: Queue, add: Callable[..., int]) ->
 
 
 def test_the_time_left_is_of_this_process() -> None:
-    progress = job_state.Progress(0)
+    progress = run_events.Progress(0)
     now = time.time()
     for event in (
         {"event": "step", "step": 500, "t": now - 9000},

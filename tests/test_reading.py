@@ -23,7 +23,7 @@ from lora_fp8.common import reading
 from lora_fp8.data import caption_text, captions, clips, decoding, images
 from lora_fp8.errors import UserError
 from lora_fp8.families import _files
-from lora_fp8.jobs import job_state, worker
+from lora_fp8.jobs import run_events, worker
 from lora_fp8.lora_files import export
 from lora_fp8.run import Run
 from lora_fp8.tools import files
@@ -63,8 +63,8 @@ def scan(path: Path) -> None:
 
 
 def read_progress(path: Path) -> None:
-    assert job_state.follow(path, 0) == ([], 0) and job_state.read_tail(path) == []
-    assert job_state.read_records(path.parent) == {}
+    assert run_events.follow(path, 0) == ([], 0) and run_events.read_tail(path) == []
+    assert run_events.read_records(path.parent) == {}
     raise UserError("told nothing")
 
 

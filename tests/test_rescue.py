@@ -16,7 +16,7 @@ from lora_fp8 import cli, jobs
 from lora_fp8.cli import jobs as cli_jobs
 from lora_fp8.common import locks
 from lora_fp8.errors import UserError
-from lora_fp8.jobs import job_state, rescue, store, worker
+from lora_fp8.jobs import job_endings, rescue, store, worker
 
 TEXT = 'name = "{name}"\noutput_dir = "{folder}"\n[model]\nfamily = "sd15"\npath = "demo"\n[dataset]\n'
 
@@ -209,7 +209,7 @@ def test_a_worker_whose_folder_was_deleted_ends_in_one_line(
 
 def test_files_of_a_run_with_names_that_no_disk_takes_are_missing_files(tmp_path: Path) -> None:
     event = {"event": "done", "files": ["x" * 5000, "a\0b"]}
-    assert job_state._check_done(tmp_path, event, 0).sentence.key == "no_files"
+    assert job_endings.check_done(tmp_path, event, 0).sentence.key == "no_files"
     assert store.MIGRATIONS  # the room's door
 
 

@@ -15,7 +15,7 @@ import psutil
 from lora_fp8 import config, jobs
 from lora_fp8.common import reading
 from lora_fp8.errors import Message, UserError
-from lora_fp8.jobs import JobView, Queue, job_state
+from lora_fp8.jobs import JobView, Queue, run_events
 from lora_fp8.run import Run
 
 from . import form
@@ -253,4 +253,4 @@ def list_gpus() -> list[dict[str, Any]]:
 
 def read_log_tail(view: JobView) -> list[str]:
     """Return the last 40 lines that a job printed."""
-    return job_state.read_tail(view.log) if view.log else []
+    return run_events.read_tail(view.log) if view.log else []

@@ -29,8 +29,8 @@ from ..common.reading import load_text
 from ..common.text import is_utf8
 from ..errors import Message, UserError
 from ..run import Run, ownership
-from . import job_state, procs
-from .job_state import ENDED, SENTENCES, JobView, Sentence
+from . import job_state, procs, run_events
+from .job_view import ENDED, SENTENCES, JobView, Sentence
 from .store import Damaged, Row, Store, StoreError, find_home, now, parse_command
 from .worker import Info, Settings, Worker, ensure_worker, find_worker, normalize_group, was_worker_killed
 
@@ -107,7 +107,7 @@ class Queue:
         self.store = Store(home or find_home())
         self.home = self.store.home
         self.roots = tuple(Path(os.path.abspath(root)) for root in roots)
-        self._follower = job_state.Follower()
+        self._follower = run_events.Follower()
         self._follow = threading.Lock()  # the web page calls from several threads
 
     # -- queries
@@ -159,12 +159,12 @@ class Queue:
         If the log has become shorter, it is read from the start.
         """
         folder = self._find_folder(id)
-        return job_state.follow(folder / "events.jsonl", offset) if folder else ([], 0)
+        return run_events.follow(folder / "events.jsonl", offset) if folder else ([], 0)
 
     def log_tail(self, id: int | str, lines: int = 40) -> list[str]:
         """Return the last lines of a job's output, without control characters and not escaped for HTML; [] if none."""
         log = self.job(id).log
-        return job_state.read_tail(log, lines) if log else []
+        return run_events.read_tail(log, lines) if log else []
 
     # -- submitting
 

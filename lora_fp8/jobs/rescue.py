@@ -17,7 +17,7 @@ from .. import config
 from ..common.locks import try_lock
 from ..common.reading import MOST_TEXT, load_text, parse_json, read_bytes
 from ..errors import Message, UserError
-from . import job_state
+from . import job_endings, run_events
 from .store import COLUMNS, CONFIG, RECORD, RECORD_COLUMNS, Damaged, Row, Store, now
 
 FILES = ("queue.db", "queue.db-wal", "queue.db-shm")
@@ -135,6 +135,6 @@ def _find_ending(id: int, values: dict[str, Any], folder: Path) -> dict[str, Any
     """Find out how a job that was started ended, from its run folder and the records of its last attempt."""
     defaults = {name: 0 for name in COLUMNS} | {"wanted": "run", "state": "", "sentence": "", "token": "", "boot": ""}
     row = Row(**(defaults | {"id": id, "exit_code": None, "name": "", "folder": "", "assigned": ""} | values))
-    end = job_state.find_ending(row, folder / f"attempt-{row.attempts}", job_state.Follower())
+    end = job_endings.find_ending(row, folder / f"attempt-{row.attempts}", run_events.Follower())
     ending = {"state": end.state, "sentence": json.dumps(end.sentence.to_json()), "exit_code": end.exit_code}
     return ending | {"phase": "ended", "ended": now()}

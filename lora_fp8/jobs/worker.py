@@ -35,7 +35,7 @@ from ..config import read_toml
 from ..errors import Message, UserError, UserErrors
 from ..run import Run, ownership
 from ..settings import Section
-from . import job_state, procs
+from . import job_endings, job_view, procs, run_events
 from .store import CONFIG, Row, Store, StoreError, now, parse_command
 
 TICK_SECONDS = 0.25
@@ -181,7 +181,7 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
             if worker.pid or time.monotonic() > deadline:
                 return worker
             time.sleep(0.02)
-    lines = job_state.read_tail(log, 3)
+    lines = run_events.read_tail(log, 3)
     raise UserError(
         Message("the worker did not start; {log} ends with: {tail}", log=log, tail=" / ".join(lines) or "nothing")
     )
@@ -223,7 +223,7 @@ class Worker:
         self.store, self.home, self.report = Store(home), home, report
         self.settings = read_settings(home)
         self.groups = parse_groups(gpus or self.settings.gpus)
-        self.follower = job_state.Follower()
+        self.follower = run_events.Follower()
         self.since = now()
         self._lock: Any = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -290,7 +290,7 @@ class Worker:
         try:
             return action()
         except (ValueError, TypeError, OverflowError) as error:
-            self._end(row, job_state.Ending("failed", job_state.describe_damage(error)))
+            self._end(row, job_view.Ending("failed", job_view.describe_damage(error)))
             return if_damaged
 
     # -- starting
@@ -306,11 +306,11 @@ class Worker:
             log = self._open_log(folder / "log.txt" if folder else self.store.folder(row.id) / "log.txt")
             mark = (folder / "events.jsonl").stat().st_size if folder and (folder / "events.jsonl").exists() else 0
         except OSError as error:
-            reason = job_state.Sentence("folder", {"message": f"{error.filename or folder}: {error.strerror}"})
-            self._end(row, job_state.Ending("failed", reason, 3))
+            reason = job_view.Sentence("folder", {"message": f"{error.filename or folder}: {error.strerror}"})
+            self._end(row, job_view.Ending("failed", reason, 3))
             return False
         except UserError as error:  # the folder came to belong to another run after the job was queued
-            self._end(row, job_state.Ending("failed", job_state.Sentence("input", {"message": str(error)}), 2))
+            self._end(row, job_view.Ending("failed", job_view.Sentence("input", {"message": str(error)}), 2))
             return False
         with log:
             token = uuid.uuid4().hex
@@ -408,10 +408,10 @@ class Worker:
 
     def _check_ended(self, row: Row) -> bool:
         """Check a started job, which may have ended or may have to be stopped. Return True if its GPUs are free."""
-        if not job_state.is_alive(row):
+        if not job_endings.is_alive(row):
             if not row.pid and time.time() - row.launched < 2 and row.boot == procs.read_boot_id():
                 return False  # the worker was killed around the start, and the processes may only just be appearing
-            end = job_state.find_ending(row, self.store.folder(row.id) / f"attempt-{row.attempts}", self.follower)
+            end = job_endings.find_ending(row, self.store.folder(row.id) / f"attempt-{row.attempts}", self.follower)
             self._end(row, end)
             return True
         if not row.pid:
@@ -465,14 +465,14 @@ class Worker:
         procs.send(trainers or launcher, signal.SIGTERM)
         self.report(f"job {row.id} ({row.name}): SIGTERM to {len(trainers or launcher)} processes")
 
-    def _end(self, row: Row, end: job_state.Ending) -> None:
+    def _end(self, row: Row, end: job_view.Ending) -> None:
         """Record how an attempt ended; after a crash, queue the job again."""
         folder = Path(row.folder) if row.folder else self.store.folder(row.id)
         with contextlib.suppress(OSError):  # there is no log, or no space for another
             _hide_home(folder / "log.txt")
         values: dict[str, Any] = {"exit_code": end.exit_code, "crashes": row.crashes + end.crash}
-        if job_state.will_retry(row, end):
-            sentence = job_state.describe_retry(row, end)
+        if job_endings.will_retry(row, end):
+            sentence = job_endings.describe_retry(row, end)
             values |= {"phase": "queued"}
         else:
             sentence = end.sentence

@@ -1,0 +1,148 @@
+"""Reads what a run and its processes write: events, checkpoints, the log and records."""
+
+import contextlib
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.messages import without_home
+from ..common.reading import MOST_JSON, MOST_TEXT, open_regular, parse_json, read_bytes
+
+
+@dataclass
+class Progress:
+    """What the event log says about one attempt; updated by reading what was added."""
+
+    offset: int
+    stage: str = ""
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    last: dict[str, Any] | None = None  # the newest of done, stopped and error, if no event follows it
+    first: tuple[float, int] | None = None  # time and step number of the first step of this process
+    newest: tuple[float, int] | None = None
+
+    def compute_eta_s(self) -> float | None:
+        """Return the seconds left at the pace of this process, including previews and checkpoints; None if unknown."""
+        if not (self.first and self.newest and self.steps and self.newest[1] > self.first[1]):
+            return None
+        seconds = (self.newest[0] - self.first[0]) / (self.newest[1] - self.first[1])
+        return max(0.0, (self.steps - self.newest[1]) * seconds - max(0.0, time.time() - self.newest[0]))
+
+    def update(self, event: dict[str, Any]) -> None:
+        """Update the progress with one event."""
+        kind = event.get("event")
+        if kind in ("done", "stopped", "error"):
+            self.last = event
+            return
+        self.last = None
+        if kind == "start":
+            self.stage, self.first, self.newest = "start", None, None
+        elif kind == "stage":
+            self.stage = str(event.get("stage"))
+            if _are_numbers(event, "step", "steps"):
+                self.step, self.steps = event["step"], event["steps"]
+        elif kind == "step" and _are_numbers(event, "step", "t"):  # another program may have written this log
+            self.step, self.loss = event["step"], event.get("loss")
+            self.newest = (event["t"], event["step"])
+            self.first = self.first or self.newest
+
+
+def _are_numbers(event: dict[str, Any], *names: str) -> bool:
+    return all(isinstance(event.get(name), int | float) for name in names)
+
+
+def follow(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """Read the complete lines of an event log from this byte on.
+
+    If the log is now shorter, it is a different one and is read from the start. Damaged lines are skipped. A log that
+    does not exist or may not be read has no events.
+
+    Returns:
+        The events, and the byte to continue from.
+    """
+    try:
+        with open_regular(file) as log:
+            size = log.seek(0, 2)
+            if size == offset:
+                return [], offset
+            log.seek(0 if size < offset else offset)
+            begin, data = log.tell(), log.read()
+    except OSError:
+        return [], 0
+    whole = data[: data.rfind(b"\n") + 1]
+    events = []
+    for line in whole.decode(errors="replace").split("\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            event = parse_json(line)
+            if isinstance(event, dict):
+                events.append(event)
+    return events, begin + len(whole)
+
+
+class Follower:
+    """Progress of many runs, each read incrementally. Keep one instance for as long as you follow the runs."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Path, int], Progress] = {}
+
+    def read_progress(self, folder: Path, mark: int) -> Progress:
+        """Return what the log of this run says after byte `mark`."""
+        progress = self._seen.setdefault((folder, mark), Progress(mark))
+        events, offset = follow(folder / "events.jsonl", progress.offset)
+        if offset < progress.offset:  # a different log
+            progress = self._seen[folder, mark] = Progress(0)
+        for event in events:
+            progress.update(event)
+        progress.offset = offset
+        return progress
+
+
+def find_saved_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint in a run folder, complete or not; None if there is none."""
+    steps = [int(m[1]) for path in folder.glob("checkpoints/step-*") if (m := re.fullmatch(r"step-(\d+)", path.name))]
+    return max(steps, default=None)
+
+
+ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
+
+
+def read_tail(file: Path, lines: int = 40) -> list[str]:
+    """Return the last lines of a job's output, with progress bars in their newest state and no terminal escapes.
+
+    The home folder is shown as `~`, as it is in the log itself once the job has ended.
+    """
+    try:
+        with open_regular(file) as log:
+            size = log.seek(0, 2)
+            log.seek(max(0, size - 400 * lines - 4096))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return []
+    if size > 400 * lines + 4096:
+        text = text.partition("\n")[2] or text
+    visible = [ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]
+    visible = ["".join(c if c.isprintable() or c == "\t" else " " for c in line).rstrip() for line in visible]
+    while visible and not visible[-1]:
+        visible.pop()
+    return without_home("\n".join(visible[-lines:])).split("\n") if visible else []
+
+
+def read_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what the keepers of an attempt wrote, by file name without suffix: "launch", "trainer-0", ..."""
+    contents = {}
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            contents[path.stem] = parse_json(read_bytes(path, MOST_TEXT))
+    return contents
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; {} if the file has something else. Raises OSError."""
+    try:
+        content = parse_json(read_bytes(path, MOST_JSON))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
