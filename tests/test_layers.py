@@ -3,6 +3,7 @@
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -226,6 +227,29 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
     used = {(library, place) for library, name in names for place in (name, name.split(".")[0])}
     for library in ("peft", "bitsandbytes", "accelerate", "typer"):
         assert {(library, place) for place in LIBRARIES[library]} <= used
+
+
+def test_no_list_of_families_stands_outside_of_their_folder() -> None:
+    """A new family is a file. The importers are left out: their tables are of the names that other trainers use."""
+    names = {path.stem for path in (ROOT / "lora_fp8/families").glob("[!_]*.py")} - {"base"}
+    looked_at = [path for name, path in LIBRARY.items() if room_of(name) not in ("families", "importing")]
+    looked_at += sorted((ROOT / "webui").rglob("*.py"))
+    found = []
+    for path in looked_at:
+        for node in ast.walk(tree(path)):
+            texts: list[str] = []
+            most = 2
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                texts = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            elif isinstance(node, ast.Dict):
+                texts = [one.value for one in node.keys if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                most = 3  # "such as sd15, sdxl or flux"
+                lists = re.findall(r"\w+(?:, \w+)+(?: and \w+)?", node.value)
+                texts = max((re.findall(r"\w+", one) for one in lists), key=lambda one: len(names & {*one}), default=[])
+            if len(names & set(texts)) > most:
+                found.append(f"{path}:{node.lineno}: {sorted(names & set(texts))}")
+    assert not found, "\n".join(found)
 
 
 WITHOUT_TORCH = [

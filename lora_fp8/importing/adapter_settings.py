@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import Message
+from ..settings import MOST_RANK
 from .base import Draft, Unfit
 from .common_values import accepted, on, plain, said_number
 
@@ -56,7 +57,7 @@ def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: 
     draft.differs(keys, {"adapter.ranks": entries}, told)
 
 
-WHOLE_RANK = 1024
+WHOLE_RANK = MOST_RANK
 """Rank that selects LoKr's whole matrices here, as no side of a matrix is twice as long as this.
 
 Other tools use a flag, or a rank larger than any layer's.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import Message, UserError
+from ..settings import Adapter
 from . import (
     adapter_settings,
     common_values,
@@ -443,7 +444,7 @@ def _set_network(draft: Draft) -> None:
     keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
     only, without = ([text(one) for one in draft.get(key, listed) or []] for key in keys)
     if only or without:
-        adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", 16))
+        adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", Adapter().rank))
 
 
 def _set_lokr(draft: Draft, kind: str) -> None:

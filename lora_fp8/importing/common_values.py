@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PureWindowsPath
 from typing import Any, get_args
 
+from ..config.validation import number_ranges
 from ..errors import Message, UserError
 from ..settings import MAX_SEED, Job
 from .base import Draft, Unfit, flag, number, text, whole
@@ -29,6 +30,14 @@ def accepted(setting: str) -> list[str]:
 
     look(model.model_fields[name].annotation)
     return found
+
+
+def bounds(setting: str) -> tuple[Any, Any]:
+    """Return the lowest and the highest number that one of our settings accepts; None where there is no such bound."""
+    section, _, name = setting.rpartition(".")
+    model: Any = Job.model_fields[section].annotation
+    (_, limits), *_ = number_ranges(model.model_fields[name])
+    return limits.get("ge"), limits.get("le")
 
 
 def plain(name: Any) -> str:

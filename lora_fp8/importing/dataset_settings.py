@@ -14,11 +14,13 @@ from ..data.caption_text import CAPTIONS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import labelled, masked_stem
 from ..errors import Message
+from ..settings import Train
 from .base import Draft, Folder, Unfit, number, text, whole
+from .common_values import bounds
 
 OUTSIDE = "what is outside of a mask counts nothing there"
 NO_WEIGHT = Message("a folder's weight is above 0 here: take the folder out instead")
-NO_CLIPS = Message("clips are trained of wan, hunyuan_video and ltx_video only: dataset.frames")
+NO_CLIPS = Message("clips are trained only on base models that generate video: dataset.frames")
 
 
 def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
@@ -205,7 +207,7 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
                 epochs=epochs,
             ),
         )
-        draft.set("train.steps", 1500)
+        draft.set("train.steps", Train().steps)
         return
     note: str = Message(
         "{epochs} epochs x {steps} steps, from {samples} samples; steps are counted here, not epochs",
@@ -373,8 +375,11 @@ def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) ->
         keys, values: as for `share`.
     """
     given = [whole(value) for value in values if value not in (None, "")]
-    note = Message("{number} there; 8 pixels is the least here", number=min(given)) if given and min(given) < 8 else ""
-    share(draft, keys, values, "dataset.bucket_step", lambda value: max(8, whole(value)), note)
+    least, _ = bounds("dataset.bucket_step")
+    note = ""
+    if given and min(given) < least:
+        note = Message("{number} there; {least} pixels is the least here", number=min(given), least=least)
+    share(draft, keys, values, "dataset.bucket_step", lambda value: max(least, whole(value)), note)
 
 
 def set_clips(

@@ -9,6 +9,7 @@ from pathlib import PureWindowsPath
 from typing import Any
 
 from ..errors import Message, UserError
+from ..settings import Adapter
 from . import (
     adapter_settings,
     common_values,
@@ -297,9 +298,9 @@ def _set_adapter(draft: Draft) -> None:
         draft.set("adapter.type", "lora")
         draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
         rank = draft.get("adapter.rank", whole) or 0
-        if rank > 1024:  # a LoKr's way to say "whole matrices"
+        if rank > adapter_settings.WHOLE_RANK:  # a LoKr's way to say "whole matrices"
             draft.none("adapter.rank", Message("belongs to LoKr"))
-            draft.set("adapter.rank", 16)
+            draft.set("adapter.rank", Adapter().rank)
             draft.need("adapter.rank", Message("choose one for a LoRA"))
     elif draft.has("model.type"):
         model_settings.set_whole_model(draft, "the file has no [adapter]: theirs trains the whole model then")

@@ -302,11 +302,13 @@ def _set_aspect(draft: Draft) -> None:
     wide = effective(draft, first, "max_bucket_reso", positive) or 1024
     step = draft.settings.get("dataset.bucket_step", 64)
     tall = min(wide, side * side // narrow // step * step)
+    least, most = common_values.bounds("dataset.max_aspect")
     draft.differs(
         [*small, *large] or ["min_bucket_reso", "max_bucket_reso"],
-        {"dataset.max_aspect": min(8.0, max(1.0, tall / narrow))},
+        {"dataset.max_aspect": float(min(most, max(least, tall / narrow)))},
         Message(
-            "the widest bucket there is {wide} x {high}; here buckets keep the whole area, and 8 is the limit",
+            "the widest bucket there is {wide} x {high}; here buckets keep the whole area, and {limit} is the limit",
+            limit=f"{most:g}",
             wide=tall,
             high=narrow,
         ),

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from .. import families
 from ..errors import Message, UserError
+from ..settings import Adapter
 from .base import Draft, text
 from .common_values import plain
 
@@ -106,7 +107,7 @@ def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ())
     if why:
         draft.notes.append(Message("{why}; here a LoRA is trained", why=why))
     if not draft.has("network_dim"):
-        draft.settings.setdefault("adapter.rank", 16)
+        draft.settings.setdefault("adapter.rank", Adapter().rank)
     draft.need("adapter.rank", Message("theirs trained the whole model: choose the size of a LoRA"))
 
 

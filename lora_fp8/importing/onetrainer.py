@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import families
 from ..errors import Message, UserError
+from ..settings import Adapter
 from . import (
     adapter_settings,
     common_values,
@@ -498,7 +499,7 @@ def _set_adapter(draft: Draft) -> None:
     filters = ["layer_filter", "layer_filter_preset", "layer_filter_regex"]
     names = draft.get("layer_filter", text)
     if names and not common_values.on(draft.get("layer_filter_regex")):
-        rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", whole) or 16
+        rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", whole) or Adapter().rank
         adapter_settings.set_filter(draft, filters, [one.strip() for one in names.split(",") if one.strip()], [], rank)
     draft.none(filters, NO_PART, off=not names)
 
@@ -766,7 +767,10 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
         done = _set_every(draft, "export.every", key, per_epoch, Message("the LoRA files"), done) or done
     keep = draft.get("rolling_backup_count", whole)
     if common_values.on(draft.get("rolling_backup")) and keep:
-        draft.mapped(["rolling_backup_count", "rolling_backup"], {"checkpoint.keep": max(2, keep)})
+        draft.mapped(
+            ["rolling_backup_count", "rolling_backup"],
+            {"checkpoint.keep": max(common_values.bounds("checkpoint.keep")[0], keep)},
+        )
     draft.none(["rolling_backup_count", "rolling_backup"], "the newest checkpoint.keep are always kept", off=True)
     return per_epoch
 

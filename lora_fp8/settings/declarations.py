@@ -268,8 +268,7 @@ class Adapter(Section):
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights during training.")
     text_encoder: bool = setting(
         False,
-        "Also train all CLIP text encoders (sd15, sd2, sdxl, sd3, flux, flux_kontext), but not T5. This needs more "
-        "memory.",
+        "Also train all CLIP text encoders, but not T5. This needs more memory.",
         when={"family.text_encoder": (True,)},
         also="kohya: network_train_unet_only = false; ai-toolkit: train_text_encoder; SimpleTuner: train_text_encoder",
     )

@@ -43,7 +43,8 @@ PUBLIC -= {"ss_training_comment"}
 """Metadata keys that are published. Headers of other programs hold captions, paths and whole configs under their own
 keys, so this lists what stays and not what is removed."""
 
-SD_VERSION = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}  # A1111 knows no others
+SD_VERSION = {"sd_v1": "SD1", "sd_v2": "SD2", "sdxl_base_v1-0": "SDXL"}
+"""kohya's name of a base (`ss_base_model_version`) -> A1111's, which knows no others."""
 LANGUAGES = {"en": "publish.en.md", "zh": "publish.zh-CN.md"}
 
 
@@ -330,7 +331,7 @@ def _sidecar(facts: Facts) -> dict[str, Any]:
     return {
         "name": facts.title,
         "description": facts.description,
-        "sd version": SD_VERSION.get(facts.family, "Unknown"),
+        "sd version": SD_VERSION.get(families.get(facts.family).kohya_base_version, "Unknown"),
         "baseModel": civitai[0] if len(civitai) == 1 else "",
         "activation text": facts.trigger,
         "trainedWords": [facts.trigger] if facts.trigger else [],
