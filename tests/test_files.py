@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from lora_fp8 import families, settings
-from lora_fp8.cli import commands
+from lora_fp8.cli import lora_files as lora_commands
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.lora_files import export, export_metadata, layouts, safetensors_file
 from lora_fp8.tools import files
@@ -34,7 +34,7 @@ def made(folder, name, layout, scaling=0.5, dtype="bf16", every=9):
 
 def test_inspect_tells_what_was_written(tmp_path, capsys):
     path, state = made(tmp_path, "sdxl", "kohya")
-    commands.inspect(path, as_json=True)
+    lora_commands.inspect(path, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["layout"], told["families"], told["dtypes"]) == ("kohya", ["sdxl"], {"bf16": len(state) // 2})
     assert told["ranks"] == {"2": len(state) // 2} and told["alphas"] == {"1.0": len(state) // 2}
@@ -45,7 +45,7 @@ def test_inspect_tells_what_was_written(tmp_path, capsys):
     a, b = (state[f"{module}.lora_{half}.weight"].bfloat16().double().flatten(1) for half in "AB")
     norm = float((b @ a).norm()) * 0.5
     assert any(abs(found / norm - 1) < 1e-6 for found in told["norms"].values())
-    commands.inspect(path, as_json=False)
+    lora_commands.inspect(path, as_json=False)
     assert "kohya layout" in capsys.readouterr().out
 
 

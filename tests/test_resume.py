@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lora_fp8 import adapters, config, families, train
-from lora_fp8.cli import commands
+from lora_fp8.cli import training as training_commands
 from lora_fp8.common import writing
 from lora_fp8.data import loader
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
@@ -235,7 +235,7 @@ def test_the_run_folder_may_be_moved_and_renamed(make_job, tmp_path, settings, w
     moved = tmp_path / "elsewhere" / "renamed"
     moved.parent.mkdir()
     folder_of(job).rename(moved)
-    commands.resume(moved, [], as_json=True)
+    training_commands.resume(moved, [], as_json=True)
     assert not folder_of(job).exists()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [line["step"] for line in lines if line["event"] == "resume"] == [3] and lines[-1]["event"] == "done"

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lora_fp8 import families, train, verify
-from lora_fp8.cli import commands, jobs
+from lora_fp8.cli import jobs
+from lora_fp8.cli.events import print_event
 from lora_fp8.common import writing
 from lora_fp8.data.cache import Cache
 from lora_fp8.distributed.processes import Gradients
@@ -474,7 +475,7 @@ def test_log_every_thins_the_step_events_but_not_the_last(job):
 )
 def test_the_effective_learning_rate_is_told_and_kept(job, capsys, storage, scale, factor):
     mine = job(*SMALL, "train.steps=2", f"quantize.storage={storage}", f"optimizer.lr_scale={scale}")
-    run(mine, echo=commands._print_event)
+    run(mine, echo=print_event)
     assert f"learning rate: 0.001 x {factor:g} = {1e-3 * factor:g}" in capsys.readouterr().out
     (model,) = events(mine, "model")
     assert (model["lr"], model["lr_factor"]) == (1e-3, factor)
