@@ -26,7 +26,7 @@ from PIL import Image
 
 from lora_fp8 import adapters, cli, config, families, importing
 from lora_fp8.errors import UserError
-from lora_fp8.importing import base, dataset_settings
+from lora_fp8.importing import dataset_settings, import_draft, readers, source_files
 from lora_fp8.lora_files import layer_names
 from lora_fp8.objectives import Diffusion, FlowMatching
 from lora_fp8.settings import Adapter, Job, Optimizer
@@ -96,11 +96,11 @@ def settings(made: importing.Import) -> dict[str, Any]:
     return tomllib.loads(importing.to_toml(made))
 
 
-def entries(made: importing.Import) -> list[base.Entry]:
+def entries(made: importing.Import) -> list[import_draft.Entry]:
     return [*made.mapped, *made.differs, *made.no_counterpart, *made.unknown]
 
 
-def keys(found: list[base.Entry]) -> set[str]:
+def keys(found: list[import_draft.Entry]) -> set[str]:
     return {entry.key for entry in found}
 
 
@@ -839,7 +839,7 @@ def test_every_setting_that_a_trainer_knows_is_mapped_or_told_by_name(tool: str,
         found = []
         for value in (3, 0.5, "0.5", "abc", True, ["a=1"]):
             kind = "json" if tool == "onetrainer" else "toml"
-            source = base.Source(tmp_path / f"x.{kind}", kind, with_key(LEAST[tool], key, value))
+            source = source_files.Source(tmp_path / f"x.{kind}", kind, with_key(LEAST[tool], key, value))
             try:
                 made = importing.convert(source, table, "")
             except UserError as error:
@@ -857,7 +857,7 @@ def test_every_setting_that_a_trainer_knows_is_mapped_or_told_by_name(tool: str,
 @pytest.mark.parametrize("name", [name for name in TOOLS if not name.endswith(".sh")])
 def test_a_key_that_no_table_has_is_told(here: Path, name: str) -> None:
     """In every table of every example. Tables that are nobody's business as a whole hold no surprise."""
-    source = base.read_source(here / name)
+    source = source_files.read_source(here / name)
     tool, why = importing.recognise(source)
     told = 0
     for table in places(source.data):
@@ -865,14 +865,14 @@ def test_a_key_that_no_table_has_is_told(here: Path, name: str) -> None:
         made = importing.convert(source, tool, why)
         del table["surprise_of_tomorrow"]
         found = [entry for entry in entries(made) if entry.key.endswith("surprise_of_tomorrow")]
-        assert len(found) == 1 and found[0].value in ("7", base.HIDDEN)
+        assert len(found) == 1 and found[0].value in ("7", readers.HIDDEN)
         told += found[0] in made.unknown
     assert told >= 1
 
 
 @pytest.mark.parametrize("name", ["sd_scripts_flux.toml", "kohya_ss_flux.json", "onetrainer_sdxl.json"])
 def test_a_value_of_any_kind_is_accounted_for_or_refused(here: Path, name: str) -> None:
-    source = base.read_source(here / name)
+    source = source_files.read_source(here / name)
     tool, why = importing.recognise(source)
     counts = {"accounted": 0, "refused": 0}
     for table in list(places(source.data)):
@@ -897,7 +897,7 @@ EXTREME = (0, "0", -1e9, 10**400, "1" * 400, "1e200,1e200", [0], {"a": 0})
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_no_number_and_no_shape_of_a_value_ends_in_a_traceback(here: Path, name: str) -> None:
-    source = base.read_source(here / name)
+    source = source_files.read_source(here / name)
     tool, why = importing.recognise(source)
     for number, table in enumerate(places(source.data)):
         for key, value in list(table.items()):
@@ -925,7 +925,7 @@ def test_no_number_and_no_shape_of_a_value_ends_in_a_traceback(here: Path, name:
     ],
 )
 def test_a_value_that_cannot_be_reckoned_with_is_told(here: Path, file: str, key: str, value: Any) -> None:
-    source = base.read_source(here / file)
+    source = source_files.read_source(here / file)
     tool, why = importing.recognise(source)
     for table in places(source.data):
         if key in table or key == "bucket_reso_steps":
@@ -945,7 +945,7 @@ def test_a_file_without_a_table_is_refused(tmp_path: Path, tool: str) -> None:
 
 
 @pytest.mark.parametrize("tool", importing.TOOLS.values(), ids=importing.TOOLS)
-def test_the_tables_name_settings_that_exist(tool: base.Tool) -> None:
+def test_the_tables_name_settings_that_exist(tool: import_draft.Tool) -> None:
     for key, rule in tool.rules.items():
         if rule.to:
             section, _, name = rule.to.rpartition(".")
@@ -1611,7 +1611,7 @@ def test_no_token_is_shown(bring: Callable[..., importing.Import], name: str) ->
     said = everything_said(bring(name))
     assert "canary" not in said.lower() and "0123456789abcdef0123" not in said
     if name in ("sd_scripts_flux.toml", "onetrainer_sdxl.json", "simpletuner_flux.json"):
-        assert base.HIDDEN in said
+        assert readers.HIDDEN in said
 
 
 @pytest.mark.parametrize(
@@ -1628,14 +1628,14 @@ def test_no_token_is_shown(bring: Callable[..., importing.Import], name: str) ->
 )
 def test_a_token_anywhere_is_hidden(tmp_path: Path, line: str) -> None:
     said = everything_said(kohya(tmp_path, line))
-    assert "CANARY" not in said and base.HIDDEN in said
+    assert "CANARY" not in said and readers.HIDDEN in said
 
 
 def test_what_only_looks_like_a_token_is_shown(tmp_path: Path) -> None:
     folder = "models--a--b/snapshots/0123456789abcdef0123456789abcdef01234567"
     text = f"keep_tokens = 3\nshuffle_caption = true\nmax_token_length = 225\noutput_dir = '{folder}'\n"
     made = kohya(tmp_path, text)
-    assert base.HIDDEN not in everything_said(made) and settings(made)["output_dir"] == folder
+    assert readers.HIDDEN not in everything_said(made) and settings(made)["output_dir"] == folder
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -1787,8 +1787,8 @@ def test_masks_of_every_tool(here: Path, tmp_path: Path) -> None:
     )
     assert (set(folders), weight) == ({"*-masklabel"}, 0.3)
     assert {"unmasked_weight", "normalize_masked_area_loss"} <= keys(found.differs)
-    draft = base.Draft(found.tool, base.read_source(here / "onetrainer_sdxl.json"), "", "sdxl")
-    folder = dataset_settings.look_into(draft, base.Folder("pictures/plain", mask="*-masklabel"), deep=True)
+    draft = import_draft.Draft(found.tool, source_files.read_source(here / "onetrainer_sdxl.json"), "", "sdxl")
+    folder = dataset_settings.look_into(draft, import_draft.Folder("pictures/plain", mask="*-masklabel"), deep=True)
     assert folder.images == 7
     # ai-toolkit's: transparency counts before a folder; its loss is divided by the area
     folders, weight, found = made(

@@ -15,7 +15,7 @@ import pytest
 
 from lora_fp8 import cli, importing
 from lora_fp8.errors import UserError
-from lora_fp8.importing import base
+from lora_fp8.importing import import_draft, source_files
 from webui import translations
 
 
@@ -30,7 +30,7 @@ def settings(found: importing.Import) -> dict[str, Any]:
     return tomllib.loads(importing.to_toml(found))
 
 
-def keys(entries: list[base.Entry]) -> set[str]:
+def keys(entries: list[import_draft.Entry]) -> set[str]:
     return {entry.key for entry in entries}
 
 
@@ -91,7 +91,7 @@ def test_words_are_those_that_a_shell_passes_on(tmp_path: Path, line: str) -> No
     printer = "import sys; print(sys.argv[1:], file=open('words', 'w'))"
     shell = f'p() {{ python3 -c {shlex.quote(printer)} "$@"; }}\n{line}'
     subprocess.run(["bash", "-c", shell], cwd=tmp_path, check=True)
-    assert base.split_commands(line, ".sh") == [["p", *eval((tmp_path / "words").read_text())]]
+    assert source_files.split_commands(line, ".sh") == [["p", *eval((tmp_path / "words").read_text())]]
 
 
 def test_a_script_of_variables_is_refused_in_words(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from lora_fp8 import importing
 from lora_fp8.errors import Message, UserError
-from lora_fp8.importing.base import Entry, Import, decoded
+from lora_fp8.importing.import_draft import Entry, Import
+from lora_fp8.importing.source_files import decoded
 
 from . import form, sanitize, translations
 

@@ -19,8 +19,10 @@ from pathlib import Path
 
 from ..errors import Message, UserError
 from . import ai_toolkit, diffusion_pipe, kohya_ss, lora_scripts, musubi, onetrainer, sd_scripts, simpletuner
-from .base import Draft, Import, Source, Tool, Unfit, hide, read_source
+from .import_draft import Draft, Import, Tool
+from .readers import Unfit, hide
 from .render import differences, few, grouped, problems, relocate, report, to_json, to_toml, verdict
+from .source_files import Source, read_source
 
 __all__ = ["TOOLS", "Import", "convert", "import_file", "problems", "recognise", "relocate", "report", "to_json"]
 __all__ += ["differences", "few", "grouped", "to_toml", "verdict"]

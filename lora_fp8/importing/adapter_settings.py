@@ -8,8 +8,9 @@ from typing import Any
 
 from ..errors import Message
 from ..settings import MOST_RANK
-from .base import Draft, Unfit
 from .common_values import accepted, on, plain, said_number
+from .import_draft import Draft
+from .readers import Unfit
 
 
 def find_type(kind: str) -> str:

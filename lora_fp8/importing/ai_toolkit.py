@@ -21,27 +21,10 @@ from . import (
     preview_settings,
     remarks,
 )
-from .base import (
-    JOINT,
-    Draft,
-    Folder,
-    Rule,
-    Source,
-    Tool,
-    always,
-    cached,
-    flag,
-    flattened,
-    idle,
-    listed,
-    none,
-    number,
-    pair,
-    positive,
-    text,
-    to,
-    whole,
-)
+from .import_draft import Draft, Folder, Tool
+from .readers import flag, listed, number, pair, positive, text, whole
+from .rules import JOINT, Rule, always, cached, idle, none, to
+from .source_files import Source, flattened
 
 PROCESS = "config.process.0."
 SAMPLE = f"{PROCESS}sample."

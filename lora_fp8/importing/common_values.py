@@ -10,7 +10,8 @@ from typing import Any, get_args
 from ..config.validation import number_ranges
 from ..errors import Message, UserError
 from ..settings import MAX_SEED, Job
-from .base import Draft, Unfit, flag, number, text, whole
+from .import_draft import Draft
+from .readers import Unfit, flag, number, text, whole
 
 
 def thousandths(value: Any) -> float:

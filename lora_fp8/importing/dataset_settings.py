@@ -15,8 +15,9 @@ from ..data.decoding import EXTENSIONS
 from ..data.image_files import labelled, masked_stem
 from ..errors import Message
 from ..settings import Train
-from .base import Draft, Folder, Unfit, number, text, whole
 from .common_values import bounds
+from .import_draft import Draft, Folder
+from .readers import Unfit, number, text, whole
 
 OUTSIDE = "what is outside of a mask counts nothing there"
 NO_WEIGHT = Message("a folder's weight is above 0 here: take the folder out instead")

@@ -20,25 +20,10 @@ from . import (
     optimizer_settings,
     remarks,
 )
-from .base import (
-    JOINT,
-    Draft,
-    Folder,
-    Rule,
-    Source,
-    Tool,
-    flag,
-    flattened,
-    idle,
-    listed,
-    none,
-    number,
-    pair,
-    positive,
-    text,
-    to,
-    whole,
-)
+from .import_draft import Draft, Folder, Tool
+from .readers import flag, listed, number, pair, positive, text, whole
+from .rules import JOINT, Rule, idle, none, to
+from .source_files import Source, flattened
 
 NO_EVAL = Message("say validation.every and validation.pictures, which are kept out of the folders")
 PARTS = Message("model.components takes a diffusers folder, not single files of its parts")

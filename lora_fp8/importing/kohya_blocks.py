@@ -8,8 +8,9 @@ from typing import Any
 
 from ..errors import Message
 from . import common_values, model_settings, optimizer_settings
-from .base import Draft, Unfit, number, whole
+from .import_draft import Draft
 from .kohya_table import NO_RATIO
+from .readers import Unfit, number, whole
 
 UNET_BLOCKS = {
     **{3 * i + j + 1: f"down_blocks.{i}.attentions.{j}" for i in range(3) for j in range(2)},

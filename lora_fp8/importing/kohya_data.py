@@ -9,7 +9,9 @@ from typing import Any
 
 from ..errors import Message
 from . import common_values, dataset_settings, model_settings, remarks
-from .base import Draft, Folder, flag, flattened, number, positive, same, text, whole
+from .import_draft import Draft, Folder
+from .readers import flag, number, positive, same, text, whole
+from .source_files import flattened
 
 
 def sections(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:

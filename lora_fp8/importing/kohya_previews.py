@@ -8,7 +8,8 @@ from typing import Any
 
 from ..errors import Message
 from . import common_values, preview_settings
-from .base import Draft, decoded, read_source
+from .import_draft import Draft
+from .source_files import decoded, read_source
 
 PROMPT_FLAGS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "scale", "g": "guide"}
 PROMPT_FLAGS |= {"f": "frames", "ci": "controls"}

@@ -7,9 +7,11 @@ from typing import Any
 
 from ..errors import Message
 from . import model_settings, remarks, sd_scripts
-from .base import JOINT, Draft, Rule, Source, Tool, flattened, idle, none, parse_options
+from .import_draft import Draft, Tool
 from .kohya_data import datasets_of
 from .kohya_table import NO_DROPOUT, NO_PART, SD_SCRIPTS_RULES
+from .rules import JOINT, Rule, idle, none
+from .source_files import Source, flattened, parse_options
 
 OF_OTHERS = "of another architecture."
 PAGE_RULES: dict[str, Rule] = {

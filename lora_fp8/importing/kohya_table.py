@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..errors import Message
 from . import common_values, objective_settings, remarks
-from .base import JOINT, Rule, always, cached, flag, idle, none, number, text, to, whole
+from .readers import flag, number, text, whole
+from .rules import JOINT, Rule, always, cached, idle, none, to
 
 NO_CONV = remarks.NO_CONV
 NO_PART = Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")

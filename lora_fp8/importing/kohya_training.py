@@ -16,9 +16,10 @@ from . import (
     optimizer_settings,
     remarks,
 )
-from .base import Draft, is_off, listed, number, positive, text, whole
+from .import_draft import Draft
 from .kohya_data import each, subsets
 from .kohya_table import NO_CONV, NO_DROPOUT, NO_LYCORIS, NO_PART, NO_RATIO
+from .readers import is_off, listed, number, positive, text, whole
 
 SCRIPTS = {
     "train_network.py": "sd15",

@@ -11,9 +11,11 @@ from typing import Any
 from .. import config
 from ..errors import Message
 from . import common_values, model_settings, optimizer_settings, sd_scripts
-from .base import JOINT, Draft, Rule, Source, Tool, idle, none, table_in
+from .import_draft import Draft, Tool
 from .kohya_data import sections
 from .kohya_table import NO_PART, SD_SCRIPTS_RULES
+from .rules import JOINT, Rule, idle, none
+from .source_files import Source, table_in
 
 LORA_SCRIPTS_RULES: dict[str, Rule] = {
     "metadata.**": idle("tells about the preset"),

@@ -9,7 +9,8 @@ from typing import Any
 from .. import families
 from ..errors import Message
 from ..settings import Quantize
-from .base import Draft, whole
+from .import_draft import Draft
+from .readers import whole
 
 BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0)}
 """Numbers of double-stream and single-stream blocks, for families that do not state those of the released model."""

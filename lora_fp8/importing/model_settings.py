@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 from .. import families
 from ..errors import Message, UserError
 from ..settings import Adapter
-from .base import Draft, text
 from .common_values import plain
+from .import_draft import Draft
+from .readers import text
 
 COMPONENTS = Message("a diffusers folder with the VAE, text encoders and tokenizers, which a single file lacks")
 

@@ -20,25 +20,10 @@ from . import (
     remarks,
     sd_scripts,
 )
-from .base import (
-    JOINT,
-    Draft,
-    Folder,
-    Rule,
-    Source,
-    Tool,
-    always,
-    flag,
-    flattened,
-    idle,
-    listed,
-    near,
-    none,
-    positive,
-    read_source,
-    text,
-    whole,
-)
+from .import_draft import Draft, Folder, Tool
+from .readers import flag, listed, positive, text, whole
+from .rules import JOINT, Rule, always, idle, near, none
+from .source_files import Source, flattened, read_source
 
 NO_VIDEO = Message("no clip is begun with a picture here")
 FRAMES_OF_PARTS = Message("belongs to the other ways of cutting; here a clip's head, middle or chunks: dataset.clip")

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import Message
-from .base import Draft, number
 from .common_values import plain
+from .import_draft import Draft
 from .model_settings import predicts_noise
+from .readers import number
 
 NO_NOISE = Message("plain Gaussian noise is used here")
 

@@ -25,25 +25,10 @@ from . import (
     preview_settings,
     remarks,
 )
-from .base import (
-    JOINT,
-    Draft,
-    Folder,
-    Rule,
-    Source,
-    Tool,
-    always,
-    cached,
-    flag,
-    flattened,
-    idle,
-    none,
-    number,
-    positive,
-    text,
-    to,
-    whole,
-)
+from .import_draft import Draft, Folder, Tool
+from .readers import flag, number, positive, text, whole
+from .rules import JOINT, Rule, always, cached, idle, none, to
+from .source_files import Source, flattened
 
 NO_PART = Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
 NO_EMBEDDING = Message("no embeddings are trained here")

@@ -10,9 +10,10 @@ from typing import Any
 from ..config.relations import LEAST_FACTOR
 from ..errors import Message
 from ..settings import MOST_LR
-from .base import Draft, Unfit, flag, listed, number, text, whole
 from .common_values import accepted, plain
+from .import_draft import Draft
 from .model_settings import trains_text
+from .readers import Unfit, flag, listed, number, text, whole
 
 NO_TEXT_ENCODER = Message("no text encoder of this architecture is trained here; only the denoiser is")
 

@@ -9,7 +9,8 @@ from typing import Any
 from .. import families
 from ..data.decoding import EXTENSIONS
 from ..errors import Message
-from .base import Draft, number, text, whole
+from .import_draft import Draft
+from .readers import number, text, whole
 
 
 def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mapping[str, Any]], note: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from .. import config
 from ..errors import Message, UserError
 from . import remarks
-from .base import Entry, Import
+from .import_draft import Entry, Import
 
 
 def to_toml(made: Import) -> str:

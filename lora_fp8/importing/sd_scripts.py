@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import Message, UserError
 from . import common_values, memory_settings, model_settings, objective_settings
-from .base import Draft, Source, Tool, flattened, read_source
+from .import_draft import Draft, Tool
 from .kohya_data import (
     dataset,
     datasets_of,
@@ -32,6 +32,7 @@ from .kohya_training import (
     set_noise,
     set_precision,
 )
+from .source_files import Source, flattened, read_source
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:

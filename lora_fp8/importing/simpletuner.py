@@ -22,26 +22,10 @@ from . import (
     preview_settings,
     remarks,
 )
-from .base import (
-    JOINT,
-    Draft,
-    Folder,
-    Rule,
-    Source,
-    Tool,
-    Unfit,
-    always,
-    flag,
-    flattened,
-    idle,
-    listed,
-    none,
-    number,
-    positive,
-    text,
-    to,
-    whole,
-)
+from .import_draft import Draft, Folder, Tool
+from .readers import Unfit, flag, listed, number, positive, text, whole
+from .rules import JOINT, Rule, always, idle, none, to
+from .source_files import Source, flattened
 
 NO_VALIDATION = Message("say validation.every and validation.pictures, which are kept out of the folders")
 NO_CONTROL = Message("not carried over: for an editing model name the control pictures in dataset.folders.N.control")

@@ -15,7 +15,7 @@ from PIL import Image
 
 from lora_fp8 import importing
 from lora_fp8.errors import UserError
-from lora_fp8.importing import base
+from lora_fp8.importing import source_files
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "data" / "import"
 TEXT = (
@@ -48,7 +48,7 @@ class Cases:
             for number in range(3):
                 Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
         self.paths = sorted(path for path in EXAMPLES.iterdir() if path.suffix != ".txt")
-        self.sources = {path: base.read_source(path) for path in self.paths}
+        self.sources = {path: source_files.read_source(path) for path in self.paths}
 
     def make(self, draw: random.Random, folder: Path) -> None:
         path = draw.choice(self.paths)

@@ -1,0 +1,115 @@
+"""Convert values of other trainers: numbers, flags, lists. Secrets are hidden."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from ..common.text import shown
+from ..errors import Message
+
+NOTHING: tuple[Any, ...] = (None, "", (), [], {})
+"""Values that mean "not set" in every tool: settings pages write them for empty fields."""
+SECRET_KEY = re.compile(
+    r"(^|[._-])(?:token|passw(?:or)?d|secret|credentials?|access_key(?:_id)?|webhook(?:_url|_config)?)$"
+    r"|(?:hf|hub|huggingface|access|auth|bot|api|wandb|github|civitai|user|session)_?(?:api_?)?(?:token|key)$|secret",
+    re.IGNORECASE,
+)
+SECRET_VALUE = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bAKIA[0-9A-Z]{16}"
+    r"|^[0-9a-f]{40}$|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+SECRET_ASSIGNMENT = re.compile(
+    r"((?:token|api[_-]?key|secret|passw(?:or)?d)(?:\s*=\s*|[\"']\s*:\s*)[\"']?)[^\s\"',}]+"
+    r"|(--[\w-]*(?:token|api[_-]?key|secret|passw(?:or)?d)\s+)\S+",
+    re.IGNORECASE,
+)
+HIDDEN = "(not shown)"
+MOST_NUMBER = 1e20
+"""Largest number in a setting: above every 64-bit seed, and two of them can still be multiplied."""
+
+
+class Unfit(Exception):
+    """A value that our setting does not accept; the message says why, and what was done instead."""
+
+
+def hide(text: str) -> str:
+    """Return the text without tokens, API keys and passwords in URLs."""
+    return SECRET_ASSIGNMENT.sub(lambda m: (m[1] or m[2]) + HIDDEN, SECRET_VALUE.sub(HIDDEN, text))
+
+
+def same(value: Any) -> Any:
+    """Return the value unchanged."""
+    return value
+
+
+def text(value: Any) -> str:
+    """Return the value as text."""
+    if isinstance(value, dict | list):
+        raise Unfit(Message("is not text"))
+    return str(value)
+
+
+def number(value: Any) -> float:
+    """Read a number, which settings pages and YAML (1e-4 without a point) may store as text."""
+    if isinstance(value, bool):
+        raise Unfit(Message("{value} is not a number", value=value))
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        raise Unfit(Message("{value} is not a number", value=shown(value))) from None
+    except OverflowError:
+        found = math.inf
+    if not abs(found) <= MOST_NUMBER:  # NaN fails this comparison too
+        raise Unfit(
+            Message("is not a number that can be used") if math.isfinite(found) else Message("is not a finite number")
+        )
+    return found
+
+
+def whole(value: Any) -> int:
+    """Read a whole number, which may be stored as text or with a decimal point."""
+    found = number(value)
+    if found != int(found):
+        raise Unfit(Message("{value} is not a whole number", value=shown(value)))
+    return int(found)
+
+
+def positive(value: Any) -> int:
+    """Read a whole number of at least 1."""
+    found = whole(value)
+    if found < 1:
+        raise Unfit(Message("{value} is less than 1", value=shown(value)))
+    return found
+
+
+def flag(value: Any) -> bool:
+    """Read true or false, which may be stored as text or as 0 and 1."""
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    found = words.get(str(value).strip().lower())
+    if found is None:
+        raise Unfit(Message("{value} is neither true nor false", value=shown(value)))
+    return found
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a list; a single value becomes a list of one."""
+    if isinstance(value, bool | dict):
+        raise Unfit(Message("{value} is not a list", value=shown(value)))
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def pair(value: Any) -> tuple[float, float]:
+    """Read a list of two numbers."""
+    found = listed(value)
+    if len(found) != 2:
+        raise Unfit(Message("{value} are not two numbers", value=shown(value)))
+    return number(found[0]), number(found[1])
+
+
+def is_off(value: Any) -> bool:
+    """Return True if a value switches its key off: empty, false, zero or "none"."""
+    return (
+        value in NOTHING or value is False or str(value).strip().lower() in ("0", "0.0", "false", "none", "no", "off")
+    )

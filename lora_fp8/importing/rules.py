@@ -1,0 +1,62 @@
+"""The rules by which a table converts the keys of a tool, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .readers import same
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one key of another tool is converted.
+
+    Attributes:
+        kind: mapped (same meaning), differs, none (no counterpart), idle (no effect on what is learned), or joint
+            (`Tool.combine` converts it).
+        to: our setting, such as "adapter.rank"; empty if there is none.
+        read: converts the tool's value to ours; raises `Unfit`.
+        note: a remark, the difference, or why there is no counterpart and what to do instead.
+        off: values, besides those of `is_off`, at which a key without a counterpart has no effect anyway.
+    """
+
+    kind: str
+    to: str = ""
+    read: Callable[[Any], Any] = same
+    note: str = ""
+    off: tuple[Any, ...] = ()
+
+
+JOINT = Rule("joint")
+
+
+def to(setting: str, read: Callable[[Any], Any] = same, note: str = "") -> Rule:
+    """Return the rule of a key that means the same here."""
+    return Rule("mapped", setting, read, note)
+
+
+def near(setting: str, read: Callable[[Any], Any], note: str) -> Rule:
+    """Return the rule of a key whose counterpart here differs in meaning."""
+    return Rule("differs", setting, read, note)
+
+
+def always(note: str) -> Rule:
+    """Return the rule of a feature that is always on here; a value that switches it off is reported."""
+    return Rule("mapped", "", same, note)
+
+
+def cached(note: str) -> Rule:
+    """Return the rule of a feature that is always on here, and that can be off without changing what is learned."""
+    return Rule("mapped", "", same, note, (False,))
+
+
+def none(note: str, *off: Any) -> Rule:
+    """Return the rule of a key that has no counterpart."""
+    return Rule("none", "", same, note, off)
+
+
+def idle(note: str = "says how the machine is used, not what is learned") -> Rule:
+    """Return the rule of a key that has no counterpart and needs none."""
+    return Rule("idle", "", same, note)
