@@ -65,7 +65,7 @@ FORBIDDEN = {
 
 def module_name(path: Path) -> str:
     """ "data.cache" for lora_fp8/data/cache.py; "scripts" and "train_lora" for what lies outside the library."""
-    if path.parent.name == "scripts":
+    if path.relative_to(ROOT).parts[0] == "scripts":
         return "scripts"
     if path.parent == ROOT:
         return path.stem
@@ -74,7 +74,7 @@ def module_name(path: Path) -> str:
 
 
 LIBRARY = {module_name(path): path for path in sorted((ROOT / "lora_fp8").rglob("*.py"))}
-OUTSIDE = [ROOT / "train_lora.py", *sorted((ROOT / "scripts").glob("*.py"))]
+OUTSIDE = [ROOT / "train_lora.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 CODE = [*LIBRARY.values(), *OUTSIDE]
 
 
