@@ -560,8 +560,9 @@ def test_a_file_that_does_something_else_fails_the_run(job, monkeypatch):
     """A bug in the export planted: half the strength. The verification is what stands between it and the user."""
     real = export.write
 
-    def weak(state, scaling, *arguments):
-        return real(state, {name: scale / 2 for name, scale in scaling.items()}, *arguments)
+    def weak(adapter, *arguments):
+        halved = {name: scale / 2 for name, scale in adapter.scaling.items()}
+        return real(export.Adapter(adapter.state, halved), *arguments)
 
     monkeypatch.setattr(export, "write", weak)
     mine = job("export.verify=true", "optimizer.lr=1e-2")
