@@ -267,7 +267,7 @@ def test_settings_that_another_page_wrote_in_the_same_tick_of_the_clock_are_read
 
 def test_a_broken_settings_file_is_told(place: Place) -> None:
     place.settings_file.write_text("roots = [", encoding="utf-8")
-    with pytest.raises(UserError, match="settings.toml.*mend it"):
+    with pytest.raises(UserError, match="settings.toml.*repair it"):
         place.roots  # noqa: B018
 
 

@@ -62,7 +62,7 @@ def test_a_newcomers_way_to_a_training(site: Site, visit: Callable[..., Page]) -
     field(page, "new-name").fill(name)
 
     field(page, "new-train-steps").fill("0")
-    expect(summary.locator(".problems li")).to_contain_text("不能小于 1，实际为 0")
+    expect(summary.locator(".problems li")).to_contain_text("必须不小于 1，实际为 0")
     beside = "getComputedStyle(document.querySelector('#new-train-steps'), '::after').content"
     page.wait_for_function(f"{beside} !== 'none'")
     assert not summary.locator(".ready").count()
