@@ -1,6 +1,6 @@
 """Messages for people, and the errors that end a command with one of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -98,8 +98,8 @@ class UserErrors(UserError):
         where: the file (or other source) that they were found in.
     """
 
-    def __init__(self, problems: list[str], where: str = ""):
-        self.problems, self.where = problems, where
+    def __init__(self, problems: Sequence[str], where: str = ""):
+        self.problems, self.where = list(problems), where
         super().__init__(Joined("\n", [self._heading(), *(Message("  {line}", line=problem) for problem in problems)]))
 
     def _heading(self) -> Message:

@@ -59,14 +59,14 @@ def test_prompt_tokens(name, facts, family):
     encode = getattr(pipeline, "encode_prompt", None)
     default = inspect.signature(encode).parameters.get("max_sequence_length") if encode else None
     # Without a length of ours, `encode_prompt` is called without one.
-    told = family.prompt_tokens or (default and default.default) or None
+    told = family.trained_length() or (default and default.default) or None
     assert told == facts.get("prompt_tokens")
 
 
 @pytest.mark.parametrize("name", ["flux"])
 def test_prompt_tokens_of_schnell(name):
     # Its model card; black-forest-labs/flux src/flux/util.py: load_t5(max_length=256 if is_schnell else 512)
-    assert family_of(name, guidance_embeds=False).prompt_tokens == 256
+    assert family_of(name, guidance_embeds=False).trained_length() == 256
 
 
 def test_sizes(facts, family):

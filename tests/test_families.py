@@ -565,7 +565,7 @@ def test_flux_without_guidance_embedding(tmp_path):
     Family = families.get("flux")
     Family.tiny(tmp_path)
     assert make(Family, tmp_path).facts_of_base() == {"base.guidance": True}
-    assert make(Family, tmp_path).modelspec_architecture == "flux-1-dev"
+    assert make(Family, tmp_path).architecture_name() == "flux-1-dev"
     schnell = diffusers.FluxTransformer2DModel.from_config(
         {**make(Family, tmp_path).denoiser_config(), "guidance_embeds": False}
     )
@@ -576,7 +576,7 @@ def test_flux_without_guidance_embedding(tmp_path):
         answer = family.predict(load_denoiser(family), some_latents(family), some_t(family), conditioning(family))
     assert answer.isfinite().all()
     assert family.facts_of_base() == {"base.guidance": False}
-    assert family.modelspec_architecture == "flux-1-schnell", "sai_model_spec.py of sd-scripts"
+    assert family.architecture_name() == "flux-1-schnell", "sai_model_spec.py of sd-scripts"
 
 
 def test_guidance_is_reported_where_nothing_reads_it(Family, family, folder):

@@ -214,9 +214,9 @@ def test_klein_is_read_in_both_sizes(tmp_path):
     expected = family.empty_denoiser().state_dict()
     assert sum(tensor.numel() for tensor in expected.values()) == pytest.approx(9e9, rel=0.02)
     assert family.convert_checkpoint(shapes).keys() == expected.keys()
-    assert family.modelspec_architecture == "Flux.2-klein-9b"
+    assert family.architecture_name() == "Flux.2-klein-9b"
     path.write_text(json.dumps({"hidden_size": 2560}), encoding="utf-8")
-    assert make(Family, tmp_path / "base").modelspec_architecture == "Flux.2-klein-4b"
+    assert make(Family, tmp_path / "base").architecture_name() == "Flux.2-klein-4b"
 
 
 def test_distilled_klein_is_told_and_drawn_without_guidance(tmp_path):

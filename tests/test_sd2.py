@@ -50,10 +50,10 @@ def test_a_single_file_is_the_same_model_and_does_not_tell_what_it_predicts(tmp_
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     (told,) = one.warnings
     assert "'v' is taken from" in told and whole.warnings == []
-    assert one.modelspec_architecture == "stable-diffusion-v2-768-v"
+    assert one.architecture_name() == "stable-diffusion-v2-768-v"
     edit(tmp_path / "base" / "scheduler" / "scheduler_config.json", prediction_type="epsilon")
     base = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
-    assert "'epsilon'" in base.warnings[0] and base.modelspec_architecture == "stable-diffusion-v2-512"
+    assert "'epsilon'" in base.warnings[0] and base.architecture_name() == "stable-diffusion-v2-512"
 
 
 @pytest.mark.usefixtures("foreign_components")

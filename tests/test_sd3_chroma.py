@@ -116,7 +116,7 @@ def test_the_sizes_of_sd3_are_read_from_the_file(variant, tmp_path):
     write_header(tmp_path / "big.safetensors", shapes)
     family = make(Family, tmp_path / "big.safetensors", components=without_config(Family, tmp_path / "rest"))
     assert family.denoiser_config() == told
-    assert family.modelspec_architecture == f"stable-diffusion-3-{variant.replace('3.5', '5')}"
+    assert family.architecture_name() == f"stable-diffusion-3-{variant.replace('3.5', '5')}"
     read = family.convert_checkpoint(_files.read_header(tmp_path / "big.safetensors"))
     assert read.keys() == family.empty_denoiser().state_dict().keys()
     controlnet = {key: shape for key, shape in shapes.items() if not key.startswith("final_layer")}

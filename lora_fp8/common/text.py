@@ -1,10 +1,11 @@
 """Format names, paths and values for messages."""
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 
-def first_few(names: list[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """Return the first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

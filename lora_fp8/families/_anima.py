@@ -25,7 +25,7 @@ from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
-from transformers import Qwen2Tokenizer, Qwen3Model, T5TokenizerFast
+from transformers import Qwen2Tokenizer, Qwen3Model, T5Tokenizer
 
 from ._latents import as_clip, as_picture, denormalised
 
@@ -64,7 +64,7 @@ class AnimaPipeline(Pipeline, AnimaLoraLoaderMixin):
         vae: AutoencoderKLQwenImage,
         text_encoder: Qwen3Model,
         tokenizer: Qwen2Tokenizer,
-        t5_tokenizer: T5TokenizerFast,
+        t5_tokenizer: T5Tokenizer,
         text_conditioner: AnimaTextConditioner,
         transformer: CosmosTransformer3DModel,
     ):
@@ -97,8 +97,10 @@ class AnimaPipeline(Pipeline, AnimaLoraLoaderMixin):
         read = AnimaTextEncoderStep.encode_prompt(
             self, [prompt], prepare_unconditional_embeds=False, max_sequence_length=max_sequence_length
         )
+        states = read["qwen_prompt_embeds"]
+        assert states is not None
         return self.text_conditioner(
-            source_hidden_states=read["qwen_prompt_embeds"].to(self.text_conditioner.dtype),
+            source_hidden_states=states.to(self.text_conditioner.dtype),
             target_input_ids=read["t5_input_ids"],
             target_attention_mask=read["t5_attention_mask"],
             source_attention_mask=read["qwen_attention_mask"],
@@ -129,6 +131,7 @@ class AnimaPipeline(Pipeline, AnimaLoraLoaderMixin):
         device, dtype = self._execution_device, self.transformer.dtype
         embeds_BLD = prompt_embeds.to(device, dtype)
         if guided:
+            assert negative_prompt_embeds is not None
             negative_BLD = negative_prompt_embeds.to(device, dtype).expand(len(embeds_BLD), -1, -1)
         scale = 2 ** len(self.vae.temperal_downsample)
         shape = (len(embeds_BLD), self.vae.config.z_dim, height // scale, width // scale)

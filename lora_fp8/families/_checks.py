@@ -158,7 +158,7 @@ def check_denoiser(family: ModelFamily) -> None:
     found: Header = {}
     for path in family._denoiser_files():
         found |= WeightFile(path).header
-    wrong = [Message("{name} is missing", name=name) for name in wanted if name not in found]
+    wrong: list[str] = [Message("{name} is missing", name=name) for name in wanted if name not in found]
     wrong += [f"{name} is not part of this model" for name in found if name not in wanted]
     wrong += [
         f"{name} is {list(shape)} and not {list(wanted[name])}"

@@ -255,7 +255,7 @@ class Encoders(Facts):
         if storage != "none":
             # For T5 it lists `wo`, which transformers itself keeps in float32 only if the rest is float16.
             encoder._keep_in_fp32_modules = ()
-            quantize_(encoder, settings.Quantize(storage=storage), TEXT_PRECISE, self.dtype)
+            quantize_(encoder, settings.Quantize.model_validate({"storage": storage}), TEXT_PRECISE, self.dtype)
             return encoder.to(self.device).eval()
         return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
 

@@ -9,6 +9,8 @@ from ..lora_files import naming
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .base import Cond, Inputs, ModelFamily
+
 ADAPTER_TARGETS = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
     *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -52,6 +54,21 @@ def positions(latents_BCHW: Tensor, embeds_BLD: Tensor) -> dict[str, Tensor]:
     return {
         "txt_ids": torch.zeros(embeds_BLD.shape[1], 3, device=device),
         "img_ids": FluxPipeline._prepare_latent_image_ids(num, height // 2, width // 2, device, torch.float32),
+    }
+
+
+def inputs(family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    """Return the arguments of FLUX.1's transformer: see `ModelFamily.inputs`."""
+    import torch
+
+    guidance_B = torch.full(t_B.shape, guidance, device=t_B.device)
+    return {
+        "hidden_states": family.pack(noisy_BCHW),
+        "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
+        "guidance": guidance_B if denoiser.config.guidance_embeds else None,
+        "pooled_projections": cond["pooled_prompt_embeds"],
+        "encoder_hidden_states": cond["prompt_embeds"],
+        **positions(noisy_BCHW, cond["prompt_embeds"]),
     }
 
 

@@ -6,11 +6,13 @@ is encoded as the empty negative prompt that the pipelines use if none is given.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from .base import Cond, ModelFamily
 
 if TYPE_CHECKING:
+    from PIL import Image
     from transformers import Gemma2Model, GemmaTokenizer
 
 AVOIDED = "\0"
@@ -27,7 +29,9 @@ def is_negative(prompt: str) -> bool:
     return not prompt or prompt.startswith(AVOIDED)
 
 
-def encode_prompts(family: ModelFamily, prompts: list[str]) -> list[Cond]:
+def encode_prompts(
+    family: ModelFamily, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()
+) -> list[Cond]:
     """Encode prompts one by one, because their beginnings differ, and without padding.
 
     See `ModelFamily.encode_prompts`.
@@ -35,7 +39,7 @@ def encode_prompts(family: ModelFamily, prompts: list[str]) -> list[Cond]:
     import torch
 
     with torch.no_grad():
-        options = {"device": family.device, **family.text_options}
+        options = {"device": family.device, **family.encoding_options()}
         if family.max_sequence_length:
             options["max_sequence_length"] = family.max_sequence_length
         found = []
@@ -67,9 +71,10 @@ def tokenizer(known: str) -> GemmaTokenizer:
         for letter in word:
             merges[whole, letter] = None
             whole += letter
+    pairs: list[Any] = list(merges)  # transformers' annotation of `merges` says strings, and means pairs too
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*pieces, *map("".join, merges)]))}
-    tokenizer = GemmaTokenizer(vocab=vocab, merges=list(merges), padding_side="right")
-    tokenizer._tokenizer.post_processor = TemplateProcessing(
+    tokenizer = GemmaTokenizer(vocab=vocab, merges=pairs, padding_side="right")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", vocab["<bos>"])]
     )
     return tokenizer

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     T5Config,
     T5EncoderModel,
-    T5TokenizerFast,
+    T5Tokenizer,
     UMT5Config,
     UMT5EncoderModel,
 )
@@ -55,7 +55,7 @@ def clip_tokenizer() -> CLIPTokenizer:
     """Return a byte-level BPE tokenizer as CLIP's: bytes, bytes that end a word, a few merges, two special tokens."""
     letters = sorted(ByteLevel.alphabet())
     pieces = letters + [f"{c}</w>" for c in letters]
-    merges: list[tuple[str, str]] = []
+    merges: list[Any] = []  # pairs, which transformers' annotation leaves out
     for word in _WORDS:
         parts = [*word[:-1], f"{word[-1]}</w>"]
         while len(parts) > 1:
@@ -70,12 +70,12 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_TOKENS)
 
 
-def t5_tokenizer(tokens: int = T5_TOKENS) -> T5TokenizerFast:
+def t5_tokenizer(tokens: int = T5_TOKENS) -> T5Tokenizer:
     """Return a unigram tokenizer of `tokens` tokens as T5's: printable ASCII, a few words, <pad> 0, </s> 1, <unk> 2."""
     scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     scores += [(f"▁{word}", -3.0) for word in _WORDS if len(word) > 1]
     scores += [(c, -6.0) for c in string.ascii_letters + string.digits + string.punctuation]
-    return T5TokenizerFast(vocab=scores, extra_ids=0, model_max_length=tokens)
+    return T5Tokenizer(vocab=scores, extra_ids=0, model_max_length=tokens)
 
 
 def clip_text(vocab: CLIPTokenizer, *, projection: int | None = None, width: int = 32) -> torch.nn.Module:
@@ -102,7 +102,7 @@ def clip_pair(vocab: CLIPTokenizer, *widths: int) -> dict[str, Any]:
     return dict(zip(names, encoders, strict=True)) | {"tokenizer": vocab, "tokenizer_2": vocab}
 
 
-def t5_text(vocab: T5TokenizerFast, *, width: int = 32) -> T5EncoderModel:
+def t5_text(vocab: T5Tokenizer, *, width: int = 32) -> T5EncoderModel:
     """Return a one-layer T5 encoder in the v1.1 variant (gated GELU)."""
     settings = T5Config(
         vocab_size=len(vocab),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -62,6 +64,8 @@ def mistral3(vocab: PreTrainedTokenizerFast, *, num_layers: int, width: int = 16
         "max_position_embeddings": 1024,
         "initializer_range": 0.2,  # with transformers' 0.02 and so few features, prompts would hardly differ
     }
-    eye = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    eye: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     eye |= {"model_type": "pixtral", "head_dim": 16, "image_size": 32, "patch_size": 16}
-    return Mistral3Config(text_config=text, vision_config=eye, image_token_index=vocab.convert_tokens_to_ids("[IMG]"))
+    picture = vocab.convert_tokens_to_ids("[IMG]")
+    assert isinstance(picture, int)
+    return Mistral3Config(text_config=text, vision_config=eye, image_token_index=picture)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ._encoders import Encoders
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor
 
 Cond = dict[str, "Tensor"]
@@ -43,9 +44,18 @@ class Prompts(Encoders):
     # -- token limits ----------------------------------------------------------------------------------------------
     @property
     def max_sequence_length(self) -> int | None:
-        """The given model's `prompt_tokens`, or less if a tokenizer reads less; None if there is no such argument."""
+        """The trained length, or less if a tokenizer reads less; None if the pipeline has no such argument."""
         limits = (self.tokenizer(name).model_max_length for name in self.judge_length_by)
-        return min(self.prompt_tokens, *limits) if self.prompt_tokens else None
+        length = self.trained_length()
+        return min(length, *limits) if length else None
+
+    def trained_length(self) -> int:
+        """Return the `prompt_tokens` of the given model."""
+        return self.prompt_tokens
+
+    def encoding_options(self) -> dict[str, Any]:
+        """Return the `text_options` of the given model."""
+        return self.text_options
 
     def token_limit(self, name: str) -> int:
         """Return how many tokens of a prompt this tokenizer's encoder reads, with its special tokens."""
@@ -108,12 +118,14 @@ class Prompts(Encoders):
         return {name: tuple(map(size, shape)) for name, shape in self.text_shapes.items()}
 
     # -- encoding --------------------------------------------------------------------------------------------------
-    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
+    def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
         """Encode prompts with the pipeline's own `encode_prompt`.
 
         Returns one unbatched Cond per prompt, in the model's dtype.
 
-        With `prompts_see_controls` there is a second argument: each prompt's control images, RGB, not resized.
+        Args:
+            prompts: the prompts.
+            pictures: each prompt's control images, RGB, not resized; empty unless `prompts_see_controls`.
         """
         import torch
 
@@ -133,7 +145,7 @@ class Prompts(Encoders):
         usual = {"device": self.device, "num_images_per_prompt": 1, "do_classifier_free_guidance": False}
         usual["max_sequence_length"] = self.max_sequence_length
         known = inspect.signature(pipeline.encode_prompt).parameters
-        options = {name: value for name, value in usual.items() if name in known} | self.text_options
+        options = {name: value for name, value in usual.items() if name in known} | self.encoding_options()
         answers = pipeline.encode_prompt(list(prompts), **options)  # a copy, as some pipelines write into the list
         return {name: answer for name, answer in zip(self.text_answers, answers, strict=False) if name}
 

@@ -80,7 +80,7 @@ def tokenizer(more: Sequence[str] = (), marks: Sequence[str] = ()) -> Qwen2Token
     from transformers import Qwen2Tokenizer
 
     pieces = sorted(ByteLevel.alphabet())
-    merges: list[tuple[str, str]] = []
+    merges: list[Any] = []  # pairs, which transformers' annotation leaves out
     inner = *_INNER, *string.punctuation, *string.ascii_letters, *more
     for word in (*(f"Ġ{word}" for word in inner), *_FIRST, *more):
         whole = word[0]

@@ -20,7 +20,7 @@ from ._files import read_json
 from .base import Cond, ModelFamily
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 MARKER = "__index_timestep_zero__"
 """A tensor by which ComfyUI tells files of release 2511 from 2509; all other tensors have the same names."""
@@ -53,7 +53,7 @@ def mend_(pipeline: Any) -> None:
         pipeline.text_encoder.register_forward_pre_hook(_tell_pictures, with_kwargs=True)
 
 
-def _tell_pictures(encoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _tell_pictures(encoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if kwargs.get("image_grid_thw") is not None and kwargs.get("mm_token_type_ids") is None:
         kwargs["mm_token_type_ids"] = (kwargs["input_ids"] == encoder.config.image_token_id).int()
     return args, kwargs
@@ -150,7 +150,7 @@ _WORDS = (
 ).split()
 
 
-def wake_(denoiser: nn.Module) -> None:
+def wake_(denoiser: Any) -> None:
     """Enlarge the attention's weights: random attention changes little, and tests must see whether images are used.
 
     See `ModelFamily.wake_`.

@@ -19,6 +19,7 @@ from ._prompts import Overlong
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor, nn
 
 CONDITIONER = "llm_adapter"
@@ -127,7 +128,7 @@ class Family(ModelFamily):
 
         return _anima.AnimaPipeline
 
-    def encode_prompts(self, prompts: list[str]) -> list[Cond]:
+    def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
         # One by one: an empty prompt has no token at all, so in a batch it would consist of padding only.
         texts = [self.text_pipeline.encode_prompt(prompt, self.max_sequence_length)[0] for prompt in prompts]
         return [{"prompt_embeds": embeds_LD.to(self.dtype, copy=True)} for embeds_LD in texts]
@@ -189,6 +190,7 @@ class Family(ModelFamily):
     def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
         from diffusers import AnimaAutoBlocks
 
-        pipeline = AnimaAutoBlocks().init_pipeline()
+        blocks: Any = AnimaAutoBlocks()  # diffusers has no types for modular pipelines
+        pipeline = blocks.init_pipeline()
         pipeline.update_components(**parts)
         pipeline.save_pretrained(str(folder), overwrite_modular_index=True)

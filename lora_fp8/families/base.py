@@ -257,6 +257,14 @@ class ModelFamily(Latents, Prompts, ABC):
         """Return the images in the result of the pipeline's call; of clips, their first frames."""
         return [_as_images(frames)[0] for frames in output.frames] if any(self.clips) else output.images
 
+    def pipeline_arguments(self) -> dict[str, Any]:
+        """Return the pipeline's `pipeline_options` for the given model."""
+        return self.pipeline_options
+
+    def architecture_name(self) -> str:
+        """Return the `modelspec_architecture` of the given model."""
+        return self.modelspec_architecture
+
     def usual_guidance(self) -> float:
         """Return the guidance scale for previews of the given model."""
         return 1.0 if self.is_distilled() else self.default_guidance
@@ -576,7 +584,7 @@ class ModelFamily(Latents, Prompts, ABC):
                 arguments[name] = parts.get(name)
             elif name in index and not _is_component(index[name]):
                 arguments[name] = index[name]
-        pipeline = cls(**{**arguments, **self.pipeline_options})
+        pipeline = cls(**{**arguments, **self.pipeline_arguments()})
         self.mend_(pipeline)
         return pipeline
 

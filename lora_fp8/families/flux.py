@@ -14,10 +14,10 @@ from ..lora_files import naming
 from . import _flux
 from ._facts import TextEncoder
 from ._files import Header
-from .base import Cond, Inputs, ModelFamily
+from .base import Cond, ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 class Family(ModelFamily):
@@ -30,6 +30,7 @@ class Family(ModelFamily):
         "joint_attention_dim": "text_encoder_2.d_model",
         "pooled_projection_dim": "text_encoder.hidden_size",
     }
+    prompt_tokens = 512  # of dev; `trained_length` tells schnell's
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModel",
@@ -55,6 +56,7 @@ class Family(ModelFamily):
     default_guidance = 3.5
     uses_negative = False  # it would need true_cfg_scale > 1, twice the time, on a model distilled to do without
     embeds_guidance = True
+    modelspec_architecture = "flux-1-dev"  # `architecture_name` tells schnell
     kohya_base_version = "flux1"
     kohya_naming = "bfl_flux"
     kohya_module = "networks.lora_flux"
@@ -88,14 +90,14 @@ class Family(ModelFamily):
     }
     tiny_config = {**_flux.TINY, "pooled_projection_dim": 32, "guidance_embeds": True}
 
-    @property
-    def modelspec_architecture(self) -> str:
-        """The name that sd-scripts writes (sai_model_spec.py); a model without a guidance input counts as schnell."""
+    inputs = _flux.inputs
+
+    def architecture_name(self) -> str:
+        """Return the name that sd-scripts writes (sai_model_spec.py): schnell's if there is no guidance input."""
         return "flux-1-dev" if self.denoiser_config().get("guidance_embeds", False) else "flux-1-schnell"
 
-    @property
-    def prompt_tokens(self) -> int:
-        """The length that the model was trained with: 512 for dev, 256 for schnell (their model cards).
+    def trained_length(self) -> int:
+        """Return the length that the model was trained with: 512 for dev, 256 for schnell (their model cards).
 
         It matters for short prompts too, because T5's padding is attended to.
         """
@@ -104,19 +106,6 @@ class Family(ModelFamily):
     def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
         pooled_BD = pipeline._get_clip_prompt_embeds(prompts, device=self.device)
         return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
-
-    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        import torch
-
-        guidance_B = torch.full(t_B.shape, guidance, device=t_B.device)
-        return {
-            "hidden_states": self.pack(noisy_BCHW),
-            "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
-            "guidance": guidance_B if denoiser.config.guidance_embeds else None,
-            "pooled_projections": cond["pooled_prompt_embeds"],
-            "encoder_hidden_states": cond["prompt_embeds"],
-            **_flux.positions(noisy_BCHW, cond["prompt_embeds"]),
-        }
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
         return {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # dev and schnell differ in nothing else

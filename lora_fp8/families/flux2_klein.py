@@ -39,6 +39,7 @@ class Family(ModelFamily):
     native_resolution = 1024
     default_guidance = 4.0
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
+    modelspec_architecture = "Flux.2-klein-4b"  # `architecture_name` tells 9b
     kohya_base_version = "flux_2_klein"
     kohya_naming = "native"
     kohya_module = "networks.lora_flux_2"
@@ -75,14 +76,12 @@ class Family(ModelFamily):
             named = True  # the makers' name for the distilled model
         return bool(self.index().get("is_distilled")) if named is None else named
 
-    @property
-    def pipeline_options(self) -> dict[str, Any]:
-        """Arguments of the pipeline, which skips guidance for distilled models; the index may be the other model's."""
+    def pipeline_arguments(self) -> dict[str, Any]:
+        """Return what makes the pipeline skip guidance for distilled models; the index may be the other model's."""
         return {"is_distilled": self.is_distilled()}
 
-    @property
-    def modelspec_architecture(self) -> str:
-        """The architecture's ModelSpec name, which includes the size."""
+    def architecture_name(self) -> str:
+        """Return the architecture's ModelSpec name, which includes the size."""
         return f"Flux.2-klein-{'9b' if self.denoiser_config()['num_attention_heads'] > 24 else '4b'}"
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:

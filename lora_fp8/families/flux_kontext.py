@@ -30,7 +30,6 @@ class Family(ModelFamily):
     text_parts = flux.Family.text_parts
     trained_text = flux.Family.trained_text
     judge_length_by = flux.Family.judge_length_by
-    prompt_tokens = flux.Family.prompt_tokens
     text_answers = flux.Family.text_answers
     text_shapes = flux.Family.text_shapes
     adapter_targets = flux.Family.adapter_targets
@@ -61,6 +60,7 @@ class Family(ModelFamily):
 
     # The network is FLUX.1's; only control images are new.
     encode_with = flux.Family.encode_with
+    trained_length = flux.Family.trained_length
     sizes = flux.Family.sizes
     tiny_parts = flux.Family.tiny_parts
 
@@ -90,7 +90,7 @@ class Family(ModelFamily):
             place_S3[:, 0] = i
             tokens.append(self.pack(latents_BCHW))
             ids.append(place_S3)
-        inputs = flux.Family.inputs(self, denoiser, noisy_BCHW, t_B, cond, guidance)
+        inputs = _flux.inputs(self, denoiser, noisy_BCHW, t_B, cond, guidance)
         return inputs | {"hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids)}
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:

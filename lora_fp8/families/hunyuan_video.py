@@ -140,7 +140,8 @@ class Family(ModelFamily):
     def token_limit(self, name: str) -> int:
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-        cropped: int = DEFAULT_PROMPT_TEMPLATE["crop_start"]  # tokens of the template, cut off the conditioning
+        template: dict[str, Any] = DEFAULT_PROMPT_TEMPLATE
+        cropped: int = template["crop_start"]  # tokens of the template, cut off the conditioning
         return cropped + self.max_sequence_length if name == "tokenizer" else self.tokenizer(name).model_max_length
 
     @property
@@ -186,4 +187,4 @@ def _before() -> str:
     """Return the text that the pipeline puts before a prompt."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-    return DEFAULT_PROMPT_TEMPLATE["template"].partition("{}")[0]
+    return str(DEFAULT_PROMPT_TEMPLATE["template"]).partition("{}")[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ class Family(ModelFamily):
             if len(tokens) > limit:
                 read = len(model.decode(tokens[:limit]))
                 ends = range(len(prompt))
-                end = bisect_left(ends, read, key=lambda end, text=prompt: len(model.decode(model.encode(text[:end]))))
+                end = bisect_left(ends, read, key=partial(_decoded_length, model, prompt))
                 found[prompt] = Overlong(prompt, prompt[end:], len(tokens) - limit, limit)
         return found
 
@@ -175,3 +176,8 @@ def _tokenizer() -> ChatGLMTokenizer:
     tokenizer = ChatGLMTokenizer(str(prefix.with_suffix(".model")))
     tokenizer.made_in = folder  # keeps the folder until the tokenizer is deleted
     return tokenizer
+
+
+def _decoded_length(model: Any, prompt: str, end: int) -> int:
+    """Return the length of the text that the tokens of the first `end` characters stand for."""
+    return len(model.decode(model.encode(prompt[:end])))

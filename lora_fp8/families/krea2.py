@@ -120,7 +120,7 @@ class Family(ModelFamily):
     )
 
     def token_limit(self, name: str) -> int:
-        return self.max_sequence_length - SUFFIX_TOKENS
+        return (self.max_sequence_length or self.prompt_tokens) - SUFFIX_TOKENS
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         from diffusers import Krea2Pipeline
@@ -143,9 +143,8 @@ class Family(ModelFamily):
         named = self.distilled_by_name()
         return bool(self.index().get("is_distilled")) if named is None else named
 
-    @property
-    def pipeline_options(self) -> dict[str, Any]:
-        """Arguments of the pipeline, which chooses its shift by them; the index may be the other model's."""
+    def pipeline_arguments(self) -> dict[str, Any]:
+        """Return arguments of the pipeline, which chooses its shift by them; the index may be the other model's."""
         return {"is_distilled": self.is_distilled()}
 
     def convert_checkpoint(self, header: Header) -> Conversion:

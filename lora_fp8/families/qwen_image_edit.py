@@ -6,6 +6,7 @@ together with the prompt, and its latents follow the noise as tokens; the networ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ class Family(ModelFamily):
     def mend_(cls, pipeline: Any) -> None:
         _qwen_edit.mend_(pipeline)
 
-    def encode_prompts(self, prompts: list[str], pictures: list[list[Image.Image]]) -> list[Cond]:
+    def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
         sizes = [[self.control_size(*picture.size) for picture in seen] for seen in pictures]
         return _qwen_edit.encode_prompts(self, prompts, pictures, sizes)
 

@@ -7,7 +7,7 @@ are at timestep 0, whatever the noise's timestep is (`zero_cond_t`); its tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ class Family(ModelFamily):
     def mend_(cls, pipeline: Any) -> None:
         _qwen_edit.mend_(pipeline)
 
-    def encode_prompts(self, prompts: list[str], pictures: list[list[Image.Image]]) -> list[Cond]:
+    def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
         sizes = [[_pipelines_size(SEEN_SIDE, *picture.size) for picture in seen] for seen in pictures]
         return _qwen_edit.encode_prompts(self, prompts, pictures, sizes)
 

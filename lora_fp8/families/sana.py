@@ -102,9 +102,8 @@ class Family(ModelFamily):
         "sample_size": 32,
     }
 
-    @property
-    def text_options(self) -> dict[str, Any]:
-        """The instruction before a prompt, which the pipeline has as the default of its call only."""
+    def encoding_options(self) -> dict[str, Any]:
+        """Return the instruction before a prompt, which the pipeline has as the default of its call only."""
         return {"complex_human_instruction": _instruction()}
 
     negative_text, encode_prompts = _gemma.negative_text, _gemma.encode_prompts

@@ -36,6 +36,7 @@ class Family(ModelFamily):
     native_resolution = 768
     default_guidance = 7.5
     captions = "tags"  # as for SD 1.5, with the same trainers
+    modelspec_architecture = "stable-diffusion-v2-768-v"  # `architecture_name` tells the model that predicts epsilon
     kohya_base_version = "sd_v2"
     kohya_naming = "diffusers_underscored"
     config_marks = {"in_channels": 4, "use_linear_projection": True}
@@ -66,9 +67,8 @@ class Family(ModelFamily):
         "upcast_attention": True,
     }
 
-    @property
-    def modelspec_architecture(self) -> str:
-        """The architecture's ModelSpec name, which depends on the prediction type."""
+    def architecture_name(self) -> str:
+        """Return the architecture's ModelSpec name, which depends on the prediction type."""
         return f"stable-diffusion-v2-{'768-v' if self.predicts() == 'v' else '512'}"
 
     def caveats(self) -> list[str]:

@@ -61,6 +61,7 @@ class Family(ModelFamily):
     native_resolution = 1024
     default_guidance = 7.0
     train_shift = 3.0  # Esser et al. 2024, sect. 5.3.2: trained and sampled with 3 at 1024 x 1024
+    modelspec_architecture = "stable-diffusion-3-5-large"  # of the largest; `architecture_name` tells the others
     kohya_base_version = "sd3"
     kohya_naming = "native"
     kohya_module = "networks.lora_sd3"
@@ -133,9 +134,8 @@ class Family(ModelFamily):
         "3.5 large and draw with Turbo, or train few steps at a low rate"
     )
 
-    @property
-    def modelspec_architecture(self) -> str:
-        """The architecture's ModelSpec name, which includes the size."""
+    def architecture_name(self) -> str:
+        """Return the architecture's ModelSpec name, which includes the size."""
         config = self.denoiser_config()
         if not config.get("qk_norm"):
             return "stable-diffusion-3-medium"

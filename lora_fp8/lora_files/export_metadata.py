@@ -70,6 +70,7 @@ class ExportFacts:
         mixed_precision: "bf16" or "no".
         base_name: the base model; of a path, only the last part is written.
         base_hash: sha256 hex over the base's denoiser files.
+        architecture: ModelSpec name of the given model's architecture; empty: the family's usual one.
         kind: kind of adapter: "lora", "dora", "lokr", "loha".
         kind_settings: entries of `ss_network_args` about the kind.
         prediction_type: "epsilon" or "v_prediction"; None for flow matching.
@@ -89,6 +90,7 @@ class ExportFacts:
     resolution: tuple[int, int]
     learning_rate_factor: float = 1.0
     text_encoder_lr: float | None = None
+    architecture: str = ""
     kind: str = "lora"
     kind_settings: Mapping[str, str] = field(default_factory=dict)
     folders: tuple[FolderFacts, ...] = ()
@@ -173,7 +175,7 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
     written: dict[str, Any] = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": f"{family.modelspec_architecture}/lora",
+        "modelspec.architecture": f"{facts.architecture or family.modelspec_architecture}/lora",
         "modelspec.implementation": implementation(family, layout),
         "modelspec.implementation_version": f"lora_fp8/{__version__}",
         "modelspec.title": section.title or facts.name,

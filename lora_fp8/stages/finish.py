@@ -311,6 +311,7 @@ def _make_facts(
         sizes[width, height] += len(members)
     factor = optim.lr_factor(job.optimizer, job.quantize.storage)
     return export_metadata.ExportFacts(
+        architecture=family.architecture_name(),
         name=job.name,
         steps=step,
         rank=job.adapter.rank,

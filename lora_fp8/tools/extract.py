@@ -312,7 +312,7 @@ def _write(tensors: dict[str, Tensor], output: Path, dtype: torch.dtype, family:
         **pairs.named(output),
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": f"{family.modelspec_architecture}/lora",
+        "modelspec.architecture": f"{family.architecture_name()}/lora",
         "modelspec.implementation": export_metadata.implementation(family, layout),
         "modelspec.resolution": f"{side}x{side}",
         "ss_network_module": export_metadata.network_module(family, "lora"),
