@@ -188,6 +188,7 @@ def test_a_relative_of_another_architecture_stays_unknown(
          "flux_kontext"),
         ({"arch": "qwen_image", "name_or_path": "Qwen/Qwen-Image-Edit-2509"}, "qwen_image_edit_plus"),
         ({"is_flux": True, "name_or_path": "black-forest-labs/FLUX.1-Kontext-dev"}, "flux_kontext"),
+        ({"arch": "wan22_5b", "name_or_path": "ai-toolkit/Wan2.2-TI2V-5B-Diffusers-bf16"}, "wan22_5b"),
         ({"arch": "ssd", "name_or_path": "segmind/SSD-1B"}, "ssd"),
     ],
 )  # fmt: skip
@@ -290,6 +291,8 @@ lr = 5e-5
         ("type = 'qwen_image'\ntransformer_path = 'm/mine.safetensors'", False, "qwen_image"),
         ("type = 'flux'\ntransformer_path = 'm/flux1-kontext-dev.safetensors'", True, "flux_kontext"),
         ("type = 'wan'\nckpt_path = 'm/Wan2.1-I2V-14B-480P'", False, "wan_i2v"),
+        ("type = 'wan'\nckpt_path = 'm/Wan2.2-TI2V-5B'", False, "wan22_5b"),
+        ("type = 'wan'\nckpt_path = 'm/Wan2.1-T2V-1.3B'", False, "wan"),
         ("type = 'hunyuan_video_15'\ndiffusion_model = 'm/x.safetensors'", False, "hunyuan_video_15"),
     ],
 )

@@ -54,14 +54,14 @@ def single_file(folder, name, *, extra=None):
 
 
 def test_what_is_known_of_wan_2_2(tmp_path):
-    """Its experts are told by their names, and 5B by the channels of its latents."""
+    """Its experts are told by their names, and TI2V-5B, which is another family, by the channels of its latents."""
     families.get("wan").tiny(tmp_path)
     for name in ("wan2.2_t2v_high_noise_14B_fp8_scaled", "Wan2_2-T2V-A14B-LOW_fp8", "my_low_noise"):
         (warning,) = single_file(tmp_path, f"{name}.safetensors").warnings
         assert "expert of Wan 2.2" in warning and "objective.t_min" in warning and "\n" not in warning
     assert single_file(tmp_path, "wan2.1_t2v_14B.safetensors").warnings == []
     small = {"patch_embedding.weight": torch.zeros(64, 48, 1, 2, 2), "head.head.weight": torch.zeros(192, 64)}
-    with pytest.raises(UserError, match=r"48 channels, as that of Wan 2\.2 TI2V-5B, .* gives 16"):
+    with pytest.raises(UserError, match=r"is Wan 2\.2 TI2V-5B.*set model\.family = 'wan22_5b'"):
         single_file(tmp_path, "small.safetensors", extra=small)
 
 

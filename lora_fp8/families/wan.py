@@ -7,8 +7,7 @@ this autoencoder.
 
 Wan 2.2 A14B consists of two denoisers of this architecture, one for high and one for low noise levels. One job trains
 one denoiser over all noise levels: give the wanted one as a single file. The diffusers folder is refused, because a
-pipeline with one of the two could not generate. Wan 2.2 5B has an autoencoder of its own with 48 channels, by which it
-is refused.
+pipeline with one of the two could not generate. Wan 2.2 TI2V-5B is the family `wan22_5b`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Message, UserError
 from ..lora_files import naming
-from . import _files, _qwen
-from ._files import Header, blocks_with, native_header
+from . import _qwen
+from ._files import Header, blocks_with
 from .base import Cond, ModelFamily
 
 if TYPE_CHECKING:
@@ -140,23 +139,6 @@ class Family(ModelFamily):
                     path=self.folder,
                 )
             )
-        if self.checkpoint:
-            channels = native_header(self._header)["patch_embedding.weight"][1]
-            given = _files.read_json(self.folder / "vae" / "config.json").get("z_dim", 16)
-            if channels != given:
-                other = ", as that of Wan 2.2 TI2V-5B" if channels == 48 else ""
-                raise UserError(
-                    Message(
-                        "{file} takes latents of {channels} channels{more}, and the VAE in {folder} gives "
-                        "{given}: {title} has 16",
-                        file=self.checkpoint,
-                        channels=channels,
-                        more=other,
-                        folder=self.folder,
-                        given=given,
-                        title=self.title,
-                    )
-                )
         return ModelFamily.caveats(self)
 
     @classmethod

@@ -314,7 +314,7 @@ ARCHITECTURES = {
     "hidream": "hidream",
     "wan21": "wan",
     "wan2214b": "wan",
-    "wan225b": "wan",
+    "wan225b": "wan22_5b",
     "ltx2": "ltx2",
 }
 

@@ -39,6 +39,7 @@ FAMILY_NAMES = {
     "anima": ("anima",),
     "ernie_image": ("ernie_image", "ernie"),
     "wan": ("wan",),
+    "wan22_5b": ("wan22_5b",),
     "ltx_video": ("ltx_video",),
     "ltx2": ("ltx2",),
     "hunyuan_video": ("hunyuan_video",),
@@ -146,8 +147,8 @@ def refined(kind: str, why: str, paths: Iterable[Any], controls: bool = False) -
             return named, f"{why}, and the name of {PureWindowsPath(path).name}"
         if kind in CLIPS_FROM_PICTURES and re.search(r"i2v|image[-_. ]?to[-_. ]?video", path.lower()):
             return f"{kind}_i2v", f"{why}, and the name of {PureWindowsPath(path).name}"
-    if controls and kind in RELATIVES and kind != "flux2":
-        return RELATIVES[kind][0], f"{why}, and the dataset has control images"
+    if controls and kind in EDITING:
+        return EDITING[kind], f"{why}, and the dataset has control images"
     return kind, why
 
 
@@ -155,8 +156,11 @@ RELATIVES = {
     "flux": ("flux_kontext",),
     "flux2": ("flux2_klein",),
     "qwen_image": ("qwen_image_edit", "qwen_image_edit_plus"),
+    "wan": ("wan22_5b",),
 }
-"""Architectures whose variants other tools give the same name; the first variant is the one that edits images."""
+"""Architectures whose variants other tools give the same name."""
+EDITING = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit"}
+"""Architectures with a variant of the same name that edits images."""
 CLIPS_FROM_PICTURES = ("wan", "hunyuan_video")
 """Architectures with an image-to-video variant."""
 
@@ -172,6 +176,7 @@ def family_of_name(path: str) -> str:
         (r"qwen.*image.*edit.*(plus|25(09|11))", "qwen_image_edit_plus"),
         (r"qwen.*image.*edit", "qwen_image_edit"),
         (r"qwen.*image", "qwen_image"),
+        (r"wan.*(ti2v|2[._-]?2.*5b)", "wan22_5b"),
         (r"z[._-]?image", "z_image"),
         (r"chroma", "chroma"),
         (r"krea[._-]?2", "krea2"),
