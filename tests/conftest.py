@@ -115,6 +115,21 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["LORA_FP8_HOME"] = before
 
 
+def _freeze() -> None:
+    """Take all that is alive out of the garbage collection.
+
+    The library collects whenever it frees an encoder: 0.3 s for all objects of torch, diffusers and transformers,
+    nothing once they are frozen.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    _freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Each test draws the same numbers with one thread, whichever tests ran before it in its process."""
@@ -171,10 +186,9 @@ def make_job(
     All jobs share one cache of encoded examples; `dataset.cache_dir=...` gives one its own.
     """
     cache = tmp_path_factory.mktemp("cache")
-    from lora_fp8 import train  # noqa: F401 - everything that a run imports, for the next line
+    from lora_fp8 import train  # noqa: F401 - everything that a run imports
 
-    # A run collects garbage when it frees the encoders: 0.3 s for all that the libraries hold, 0 once that is frozen.
-    gc.freeze()
+    _freeze()
 
     def make(folder: Path, *overrides: str, family: str = "sd15") -> settings.Job:
         two = [layout for layout in ("diffusers", "kohya") if layout in families.get(family).layouts]

@@ -9,7 +9,6 @@ The table is held against the declarations in settings.py: a new setting without
 """
 
 import dataclasses
-import gc
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -260,7 +259,7 @@ def gallery(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def observe(
     make_job: Callable[..., Job], gallery: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., dict[str, Any]]]:
+) -> Callable[..., dict[str, Any]]:
     """observe("seed=1"): run BASE with these overrides and take apart what it left."""
     # A cache of its own: what other tests have encoded would not be encoded here.
     cache = tmp_path_factory.mktemp("cache")
@@ -283,12 +282,7 @@ def observe(
             hook.remove()
         return observables(result.run) | {"blocks": blocks}
 
-    # A run collects garbage when the encoders have left; with all of torch's objects to look through, that is a third
-    # of these short runs. What is alive now stays alive, and need not be looked at.
-    gc.collect()
-    gc.freeze()
-    yield observe
-    gc.unfreeze()
+    return observe
 
 
 def observables(of: run.Run) -> dict[str, Any]:
