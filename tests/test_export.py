@@ -462,6 +462,8 @@ def test_metadata_says_what_hosts_read(tmp_path):
     assert "ss_noise_offset" not in m
     offset = export_metadata.metadata(families.get("sd15"), settings.Export(), facts(noise_offset=0.05), "kohya")
     assert offset["ss_noise_offset"] == "0.05"
+    of_sd2 = export_metadata.metadata(families.get("sd2"), settings.Export(), facts(), "kohya")
+    assert of_sd2["ss_v2"] == "True"  # A1111 shows the file with SD 2 models only if this says so
     # baked: nobody may scale a second time
     assert safetensors_file.read(diffusers_file)[1]["ss_network_alpha"] == "3.0"
 
