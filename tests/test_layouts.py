@@ -131,6 +131,10 @@ QWEN_IMAGE = {
     *(f"transformer_blocks.#.attn.add_{x}_proj" for x in "qkv"),
     *(f"transformer_blocks.#.{s}_mlp.net.{x}" for s in ("img", "txt") for x in ("0.proj", "2")),
 }
+WAN = {
+    *(f"blocks.#.{attn}.{x}" for attn in ("self_attn", "cross_attn") for x in "qkvo"),
+    *("blocks.#.ffn.0", "blocks.#.ffn.2"),
+}
 COMFYUI = {
     "flux": (BFL, 19 * 8 + 38 * 2),
     "flux_kontext": (BFL, 19 * 8 + 38 * 2),
@@ -155,11 +159,8 @@ COMFYUI = {
         | {f"layers.#.mlp.{x}" for x in ("gate_proj", "up_proj", "linear_fc2")},
         36 * 7,
     ),
-    "wan": (
-        {f"blocks.#.{attn}.{x}" for attn in ("self_attn", "cross_attn") for x in "qkvo"}
-        | {"blocks.#.ffn.0", "blocks.#.ffn.2"},
-        40 * 10,
-    ),
+    "wan": (WAN, 40 * 10),
+    "wan22_5b": (WAN, 30 * 10),
     "anima": (
         {f"blocks.#.{attn}.{x}_proj" for attn in ("self_attn", "cross_attn") for x in ("q", "k", "v", "output")}
         | {"blocks.#.mlp.layer1", "blocks.#.mlp.layer2"},
