@@ -14,6 +14,10 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hub_server import HubServer
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error")
@@ -231,6 +235,15 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(stream, "_couriers", {})
     monkeypatch.setattr(stream, "Courier", lambda device: made.append(courier(device)) or made[-1])
     return made
+
+
+@pytest.fixture
+def hub() -> Iterator["HubServer"]:
+    """A model hub on the loopback, empty; see `hub_server`. `hub.use(monkeypatch, tmp_path)` for this process."""
+    from hub_server import HubServer
+
+    with HubServer() as server:
+        yield server
 
 
 @pytest.fixture
