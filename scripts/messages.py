@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lora_fp8.common import messages
+from lora_fp8.families.sources import known_bases
 
 KEYWORDS = {"Message": None, "Joined": None}
 """Calls whose first argument is a template."""
@@ -30,7 +31,7 @@ def extract() -> set[str]:
     for folder in ("lora_fp8", "webui"):
         for _, _, text, _, _ in extract_from_dir(ROOT / folder, [("**.py", "python")], keywords=KEYWORDS):
             found.add(text if isinstance(text, str) else text[0])
-    return found
+    return found | {base.purpose for base in known_bases.read()}
 
 
 def update(catalogue: Catalog, templates: set[str]) -> tuple[list[str], list[str]]:

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from ..common.reading import load_text
 from ..common.text import shown, similar
 from ..errors import Message, UserError, UserErrors
+from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from .relations import KINDS, contradictions, kinds_of
 from .validation import OUT_OF_BOUNDS, Location, accepted, model_at, real_location, said
@@ -83,7 +84,9 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     for keys, value in assignments:
         _assign(data, keys, _read_table(".".join(keys), value, "--set"), problems)
     _read_tables(data, where)  # again: `--set adapter.ranks.ff.net=8` has made tables in tables
+    wrong_base = _normalise_base(data)
     job, found = _validate(data)
+    found = [*wrong_base, *found]
     problems += [_add_origin(line, location, given, presets, assignments) for location, line in found]
     if problems:
         raise UserErrors(problems, where)
@@ -460,6 +463,33 @@ def _add_origin(
         return line
     preset = next((name for name in reversed(presets) if holds(presets[name], location)), None)
     return line if preset is None else Message("{line} (from preset {preset})", line=line, preset=preset)
+
+
+def _normalise_base(data: dict[str, Any]) -> list[tuple[Location, str]]:
+    """Bring `model.path` into its normal form in place, and move the revision of an address into `model.revision`.
+
+    Returns:
+        (place, line) of each problem.
+    """
+    model = data.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("path"), str):
+        return []  # the validation reports it
+    try:
+        reference = parse_reference(model["path"])
+    except UserError as error:
+        return [(("model", "path"), str(error))]
+    own = model.get("revision") or ""
+    if reference.revision and own not in ("", reference.revision):
+        line = Message(
+            "model.path names the revision {named}, and model.revision is {own}. Leave one of them out",
+            named=repr(reference.revision),
+            own=repr(own),
+        )
+        return [(("model", "revision"), line)]
+    model["path"] = reference.name
+    if reference.revision and not reference.file:
+        model["revision"] = reference.revision
+    return []
 
 
 def _repaired(data: dict[str, Any], wrong: list[Location]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def available() -> list[str]:
 @cache  # called many times by each check of a config
 def _names() -> tuple[str, ...]:
     modules = pkgutil.iter_modules(__path__)
-    return tuple(sorted(m.name for m in modules if m.name != "base" and not m.name.startswith("_")))
+    return tuple(sorted(m.name for m in modules if not (m.ispkg or m.name == "base" or m.name.startswith("_"))))
 
 
 def get(name: str) -> type[ModelFamily]:

@@ -1,0 +1,13 @@
+"""Where base models come from: what a person may name, what is known of it, and how it gets onto this machine.
+
+    reference.py      parses `model.path`: an id, an address, a path
+    known_bases.py    the released models of every family, from known_bases.toml
+    description.py    what a base is and needs, before a weight is transferred
+
+Nothing here imports torch, so the page, the command line and the queue use it too.
+"""
+
+from .description import BaseDescription, BaseFile, Gate, Header, Licence
+from .reference import Reference, parse
+
+__all__ = ["BaseDescription", "BaseFile", "Gate", "Header", "Licence", "Reference", "parse"]
