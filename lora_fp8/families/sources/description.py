@@ -1,6 +1,6 @@
 """Describe a base model before a weight of it is transferred: what it is, what it needs, what is in the way.
 
-`describe` asks the place where the model is kept (see `hub`, `modelscope`, `civitai`) and remembers the answer; without a
+`describe` asks the place where the model is kept (Hugging Face, ModelScope, Civitai) and remembers the answer; without a
 connection it takes what was remembered, and then what is known of released models.
 """
 
