@@ -5,13 +5,14 @@
 #   make fuzz                 50,000 broken and hostile files: settings, LoRA files, images, imports (about half an hour)
 #   make torture              every crash point and every power loss of tests/crash, and thousands of kills (two hours)
 #   make mutants              planted one-line bugs, each of which a test must notice (a quarter of an hour)
+#   make docs                 the documentation as a site with search, in both languages: build/site/index.html
 # All create .venv when it is missing and install what pyproject.toml and constraints.txt name.
 
 PYTHON ?= python3
 FAMILY ?= sd15
 BIN := .venv/bin
 
-.PHONY: demo test torture fuzz mutants check format clean
+.PHONY: demo test torture fuzz mutants docs check format clean
 
 demo: .venv/installed
 	$(BIN)/lora-fp8 demo --family $(FAMILY)
@@ -36,6 +37,10 @@ torture: .venv/installed fuzz
 
 mutants: .venv/installed
 	$(BIN)/python scripts/mutants.py
+
+docs: .venv/installed
+	$(BIN)/python scripts/build_docs.py
+	@echo "read it with: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000"
 
 check: .venv/installed
 	@echo "== ruff"
