@@ -3,11 +3,15 @@
     reference.py      parses `model.path`: an id, an address, a path
     known_bases.py    the released models of every family, from known_bases.toml
     description.py    what a base is and needs, before a weight is transferred
+    hosts.py          Hugging Face, ModelScope and Civitai, and what their errors mean
+    selection.py      which files of a repository training needs
+    headers.py        headers of safetensors files, by range requests
+    remembered.py     what hubs answered, for times without a connection
 
 Nothing here imports torch, so the page, the command line and the queue use it too.
 """
 
-from .description import BaseDescription, BaseFile, Gate, Header, Licence
+from .description import BaseDescription, BaseFile, Gate, Header, Licence, describe
 from .reference import Reference, parse
 
-__all__ = ["BaseDescription", "BaseFile", "Gate", "Header", "Licence", "Reference", "parse"]
+__all__ = ["BaseDescription", "BaseFile", "Gate", "Header", "Licence", "Reference", "describe", "parse"]

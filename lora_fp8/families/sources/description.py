@@ -1,17 +1,31 @@
 """Describe a base model before a weight of it is transferred: what it is, what it needs, what is in the way.
 
-`describe` asks the place where the model is kept (Hugging Face, ModelScope, Civitai) and remembers the answer; without a
-connection it takes what was remembered, and then what is known of released models.
+`describe` asks the place where the model is kept (Hugging Face, ModelScope, Civitai): one request for the list of
+files, then the configs and tokenizers (a few MB, kept where they belong), and the headers of the weights by range
+requests. The answer is remembered; without a connection it takes what was remembered, then what is in the cache, and
+then the published sizes of known bases.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from .reference import Reference
+from ...common.reading import MOST_JSON, parse_json, read_bytes
+from ...errors import Message, UserError
+from ...run import disk_space
+from . import hosts, known_bases, remembered, selection
+from .headers import Header
+from .hosts import Host, NoAnswer
+from .reference import Reference, is_here, parse, suggest
+from .remembered import Answer, RemoteFile
+
+__all__ = ["BaseDescription", "BaseFile", "Gate", "Header", "Licence", "describe"]
 
 
 class BaseFile(NamedTuple):
@@ -51,13 +65,6 @@ class Gate(NamedTuple):
     is_open: bool | None
 
 
-class Header(NamedTuple):
-    """The header of a safetensors file: (name, dtype, shape) of its tensors, and its metadata."""
-
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    metadata: Mapping[str, str]
-
-
 Origin = Literal["local", "asked", "remembered", "published", "unknown"]
 """How something is known: from the files of this machine, from the hub now, from an earlier answer of the hub, from the
 published sizes of a known base, or not at all."""
@@ -73,7 +80,7 @@ class BaseDescription:
         family: the architecture by its files; "" if they do not tell.
         files: the files that training needs, configs and tokenizers too.
         folder: where the files are put, and where those that are here already are; None if that is not known.
-        headers: path in the repository -> header, of the weights.
+        headers: path in the repository -> header, of the weights that are not on this machine.
         licence: None if the model states none.
         gate: None for an open model.
         free_bytes: free space on the disk of `folder`; None if unknown.
@@ -101,6 +108,374 @@ class BaseDescription:
         return sum(file.size for file in self.files)
 
     @property
+    def missing(self) -> list[BaseFile]:
+        """The files that must still be transferred."""
+        return [file for file in self.files if file.local is None]
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes that must still be transferred."""
-        return sum(file.size for file in self.files if file.local is None)
+        return sum(file.size for file in self.missing)
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person should know of a base that is not a local path: one line each."""
+        lines: list[str] = []
+        if self.missing and self.free_bytes is not None:
+            lines.append(
+                Message(
+                    "download: {missing} of {total}, and {free} are free on that disk",
+                    missing=disk_space.amount(self.missing_bytes),
+                    total=disk_space.amount(self.total_bytes),
+                    free=disk_space.amount(self.free_bytes),
+                )
+            )
+        if self.licence and self.licence.name and self.missing:
+            if self.licence.link:
+                lines.append(Message("licence: {name}, {link}", name=self.licence.name, link=self.licence.link))
+            else:
+                lines.append(Message("licence: {name}", name=self.licence.name))
+        return [*lines, *self.notes]
+
+
+def describe(path: str, revision: str = "", family: str = "") -> BaseDescription:
+    """Describe the base model that `model.path` names. Nothing large is transferred.
+
+    Args:
+        path: `model.path`.
+        revision: `model.revision`.
+        family: `model.family`, to compare with; "" compares nothing.
+
+    Returns:
+        The description; nothing is raised for a wrong base.
+    """
+    try:
+        reference = parse(path)
+    except UserError as error:
+        return BaseDescription(Reference("path", path), problems=_lines(error))
+    if reference.kind == "demo" or (reference.kind == "path" or is_here(reference)):
+        return _describe_local(reference)
+    host = hosts.of(reference, revision)
+    try:
+        answer, origin, notes = _ask(host)
+        description = _describe_answer(host, answer, origin, family)
+    except UserError as error:
+        return BaseDescription(reference, problems=_lines(error))
+    except NoAnswer as error:
+        return _describe_unasked(host, family, str(error))
+    return _with_disk(dataclasses.replace(description, notes=(*notes, *description.notes)))
+
+
+def _lines(error: UserError) -> tuple[str, ...]:
+    return tuple(getattr(error, "problems", [str(error)]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bases on this machine
+
+
+def _describe_local(reference: Reference) -> BaseDescription:
+    """Describe a folder, a file or the demo base; the family's own checks look into it."""
+    path = Path(os.path.expanduser(reference.name))
+    if reference.kind == "demo":
+        return BaseDescription(reference, origin="local")
+    if path.is_dir():
+        return BaseDescription(reference, family=find_family(path), folder=path, origin="local")
+    if path.is_file():
+        file = BaseFile(path.name, path.stat().st_size, None, path)
+        return BaseDescription(reference, files=(file,), folder=path.parent, origin="local")
+    if meant := suggest(reference):
+        problem = Message(
+            "model.path = {path} does not exist; did you mean {meant}?", path=repr(path), meant=repr(meant)
+        )
+    else:
+        problem = Message(
+            "model.path = {path} does not exist; give a diffusers folder, a .safetensors file, a Hugging Face id "
+            "such as 'name/model', or 'demo'",
+            path=repr(reference.name),
+        )
+    return BaseDescription(reference, problems=(problem,))
+
+
+def find_family(folder: Path) -> str:
+    """Return the family of a diffusers folder by its configs; "" if they do not tell."""
+    from .. import get
+
+    candidates = find_candidates(folder)
+    if len(candidates) > 1:
+        candidates = [
+            name for name in candidates if _has_marks(folder, get(name).denoiser_name, get(name).config_marks)
+        ]
+    return candidates[0] if len(candidates) == 1 else ""
+
+
+def find_candidates(folder: Path) -> list[str]:
+    """Return the families whose pipeline a diffusers folder's index names."""
+    from .. import available, get
+
+    pipeline = read_pipeline(folder)
+    return [name for name in available() if get(name).pipeline_class == pipeline]
+
+
+def read_pipeline(folder: Path) -> str:
+    """Return the pipeline class that a diffusers folder's index names; "" without one."""
+    for name in selection.INDEXES:
+        if (folder / name).is_file():
+            return str(_read_json(folder / name).get("_class_name") or "")
+    return ""
+
+
+def _has_marks(folder: Path, part: str, marks: Mapping[str, Any]) -> bool:
+    """Return True if the config of a part has these entries; a missing one has its default, "no" or "none"."""
+    config = _read_json(folder / part / "config.json")
+    return all((config.get(key) or None) == (value or None) for key, value in marks.items())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(read_bytes(path, MOST_JSON))
+    except (OSError, ValueError):  # the checks of the family report it
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bases elsewhere
+
+
+def _ask(host: Host) -> tuple[Answer, Origin, tuple[str, ...]]:
+    """Ask the host for the files of a base, or take its last answer if it cannot be asked.
+
+    Raises:
+        UserError: there is no such model, or it is not accessible.
+        NoAnswer: it cannot be asked, and has never been.
+    """
+    kept = remembered.read(_memory(host))
+    if kept is not None and kept.revision == host.revision:  # the files of a commit never change
+        return kept, "remembered", ()
+    try:
+        answer = host.ask()
+    except NoAnswer as error:
+        if kept is None:
+            raise
+        note = Message("{why}; what it answered before is used (commit {commit})", why=error, commit=kept.revision[:12])
+        return kept, "remembered", (note,)
+    if kept is not None and kept.revision == answer.revision:
+        answer = dataclasses.replace(answer, headers=kept.headers)
+    return answer, "asked", ()
+
+
+def _memory(host: Host) -> Path:
+    return remembered.find_file(host.endpoint, host.reference.name, host.revision)
+
+
+def _describe_answer(host: Host, answer: Answer, origin: Origin, family: str) -> BaseDescription:
+    """Describe a base by its host's answer; configs and headers are fetched as far as they are not here."""
+    commit, reference = answer.revision, host.reference
+    gate = None
+    if answer.gated:
+        is_open = host.may_read() if origin == "asked" else None
+        gate = Gate(host.page, host.has_token(), is_open)
+    description = BaseDescription(
+        reference,
+        commit,
+        folder=host.folder(commit),
+        licence=Licence(answer.licence, answer.licence_link) if answer.licence else None,
+        gate=gate,
+        origin=origin,
+    )
+    is_closed = gate is not None and gate.is_open is False
+    recognised, chosen = _select(host, answer, family, is_closed)
+    problems = (host.gate_problem(),) if is_closed else chosen.problems
+    headers: dict[str, Header] = {}
+    if not problems:
+        if isinstance(host, hosts.HuggingFace):
+            host.link(commit, [*chosen.small, *chosen.weights])
+        host.fetch_small(commit, chosen.small)
+        absent = [file for file in chosen.weights if host.find(commit, file) is None]
+        asked = [file for file in absent if file.path not in answer.headers]
+        headers = {**answer.headers, **host.fetch_headers(commit, asked)}
+        if origin == "asked":
+            remembered.write(_memory(host), dataclasses.replace(answer, headers=headers))
+        headers = {file.path: headers[file.path] for file in absent}
+    files = tuple(BaseFile(*file, host.find(commit, file)) for file in (*chosen.small, *chosen.weights))
+    return dataclasses.replace(description, family=recognised, files=files, headers=headers, problems=tuple(problems))
+
+
+def _select(host: Host, answer: Answer, family: str, is_closed: bool) -> tuple[str, selection.Selection]:
+    """Select the files of a base that training needs, with what is wrong with it.
+
+    Args:
+        family: `model.family`, or "".
+        is_closed: its files cannot be read, so that its architecture cannot be told.
+
+    Returns:
+        The architecture or "", and the files.
+    """
+    from .. import get
+
+    reference = host.reference
+    if reference.is_single_file:
+        weights = tuple(file for file in answer.files if file.path == (reference.file or file.path))
+        if not weights:
+            raise UserError(
+                Message(
+                    "model.path: there is no file {file} in {repo}",
+                    file=repr(reference.file),
+                    repo=repr(reference.repo),
+                )
+            )
+        return "", selection.Selection((), weights)
+    if not any(file.path in selection.INDEXES for file in answer.files):
+        return "", selection.Selection(problems=(_no_diffusers(reference, answer),))
+    if is_closed:
+        known = known_bases.get(reference.repo)
+        usual = known.family if known else family
+        return usual, selection.select(answer.files, get(usual), reference.name) if usual else selection.Selection()
+    recognised, candidates = _recognise(host, answer)
+    problem = _family_problem(host, answer, recognised or (family if family in candidates else ""), family)
+    wanted = recognised or (family if family in candidates else "")
+    chosen = selection.select(answer.files, get(wanted), reference.name) if wanted else selection.Selection()
+    return recognised, dataclasses.replace(chosen, problems=(*filter(None, [problem]), *chosen.problems))
+
+
+def _recognise(host: Host, answer: Answer) -> tuple[str, list[str]]:
+    """Fetch the configs that tell the architecture. Returns the family or "", and those with the same pipeline."""
+    from .. import get
+
+    commit = answer.revision
+    folder = host.folder(commit)
+    host.fetch_small(commit, [file for file in answer.files if file.path in selection.INDEXES])
+    candidates = find_candidates(folder)
+    if len(candidates) > 1:
+        paths = {f"{get(name).denoiser_name}/config.json" for name in candidates}
+        host.fetch_small(commit, [file for file in answer.files if file.path in paths])
+    return find_family(folder), candidates
+
+
+def _family_problem(host: Host, answer: Answer, recognised: str, family: str) -> str:
+    """Return the problem of a repository of no family here, or of another than the job's; "" if there is none."""
+    from .. import get
+
+    name = repr(host.reference.name)
+    if not recognised:
+        pipeline = read_pipeline(host.folder(answer.revision)) or "?"
+        return Message(
+            "model.path = {name} is made for {pipeline}, and no family here trains that", name=name, pipeline=pipeline
+        )
+    if not family or recognised == family:
+        return ""
+    return Message(
+        "model.path = {name} is {title}, and model.family is {family} ({own}). Set model.family = {other}, or choose "
+        "another base",
+        name=name,
+        title=get(recognised).title,
+        family=repr(family),
+        own=get(family).title,
+        other=repr(recognised),
+    )
+
+
+def _no_diffusers(reference: Reference, answer: Answer) -> str:
+    """Return the problem of a repository that is not in diffusers' layout, with what to give instead."""
+    name = repr(reference.name)
+    if meant := suggest(reference):
+        return Message(
+            "model.path = {name} is no diffusers repository (it has no model_index.json); did you mean {meant}?",
+            name=name,
+            meant=repr(meant),
+        )
+    if single := selection.single_files(answer.files):
+        file = dataclasses.replace(reference, file=single[0])
+        return Message(
+            "model.path = {name} is no diffusers repository (it has no model_index.json). For the single file in it, "
+            "give {address}",
+            name=name,
+            address=repr(file_address(file)),
+        )
+    return Message(
+        "model.path = {name} is no diffusers repository (it has no model_index.json). Choose one with that file, or a "
+        "single .safetensors file",
+        name=name,
+    )
+
+
+def file_address(reference: Reference) -> str:
+    """Return what `model.path` says for a file of a repository."""
+    if reference.kind == "modelscope":
+        return f"modelscope:{reference.repo}@{reference.revision or 'master'}/{reference.file}"
+    return f"https://huggingface.co/{reference.repo}/resolve/{reference.revision or 'main'}/{reference.file}"
+
+
+def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
+    """Describe a base whose host cannot be asked and never was: from the cache, or by published sizes."""
+    from .. import get
+
+    reference, known = host.reference, known_bases.get(host.reference.repo)
+    if isinstance(host, hosts.HuggingFace) and not reference.is_single_file and (commit := host.find_commit()):
+        folder = host.folder(commit)
+        recognised = find_family(folder)
+        usual = recognised or family
+        if usual and (chosen := _select_cached(folder, usual, reference.name)):
+            files = tuple(BaseFile(*file, folder / file.path) for file in (*chosen.small, *chosen.weights))
+            return BaseDescription(reference, commit, recognised, files, folder, origin="local")
+    notes: tuple[str, ...] = ()
+    files = ()
+    if known and get(known.family):
+        files = tuple(
+            BaseFile(f"{part}/*.safetensors", round(size * known_bases.GIGABYTE), None, None)
+            for part, size in known.gigabytes.items()
+        )
+        size = disk_space.amount(known.total_bytes)
+        notes = (Message("{title} takes about {size} (counted, not asked)", title=known.title, size=size),)
+        if known.gated:
+            notes = (*notes, Message("its licence must be accepted at {page} first", page=host.page))
+    problem = Message(
+        "model.path = {name} is not on this machine, and cannot be looked up: {why}", name=repr(reference.name), why=why
+    )
+    if host.endpoint == "https://huggingface.co" and "connection" in why:
+        problem = Message("{line}. In mainland China, set HF_ENDPOINT=https://hf-mirror.com", line=problem)
+    return BaseDescription(
+        reference,
+        family=known.family if known else "",
+        files=files,
+        licence=Licence(known.licence, known.licence_link) if known else None,
+        gate=Gate(host.page, host.has_token(), None) if known and known.gated else None,
+        origin="published" if known else "unknown",
+        problems=(problem,),
+        notes=notes,
+    )
+
+
+def _select_cached(folder: Path, family: str, name: str) -> selection.Selection | None:
+    """Select the files of a snapshot in the cache; None unless every part that has a config has its weights."""
+    from .. import get
+
+    files = [
+        RemoteFile(path.relative_to(folder).as_posix(), path.stat().st_size, None)
+        for path in folder.rglob("*")
+        if path.is_file()
+    ]
+    chosen = selection.select(files, get(family), name)
+    weighed = {file.path.rpartition("/")[0] for file in chosen.weights}
+    needed = {"vae", get(family).denoiser_name, *(part for part in get(family).text_parts if part.startswith("text_"))}
+    return chosen if needed <= weighed else None
+
+
+def _with_disk(description: BaseDescription) -> BaseDescription:
+    """Return the description with the free space on its disk, and with the problem if the download does not fit."""
+    if description.folder is None:
+        return description
+    folder = next(path for path in (description.folder, *description.folder.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    problems = description.problems
+    if description.missing_bytes > free:
+        problem = Message(
+            "{folder}: the disk has no room for the base model: {size} are still to be downloaded, and {free} "
+            "are free. Free some space, or set HF_HOME to a folder on another disk",
+            folder=folder,
+            size=disk_space.amount(description.missing_bytes),
+            free=disk_space.amount(free),
+        )
+        problems = (*problems, problem)
+    return dataclasses.replace(description, free_bytes=free, problems=problems)

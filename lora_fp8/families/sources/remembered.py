@@ -1,0 +1,103 @@
+"""Remember what hubs answered about bases, so that a base is known without a connection.
+
+One JSON file per base in the program's own cache, by endpoint, id and revision. It holds the list of the repository's
+files, its licence and gate, and the headers of the weights that training needs; no secrets, and nothing that cannot be
+asked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...common.reading import MOST_JSON, parse_json, read_bytes
+from ...common.writing import atomic_write
+from .headers import Header
+
+SCHEMA = 1
+
+
+class RemoteFile(NamedTuple):
+    """A file of a repository: its path, size in bytes, and SHA-256 where the place states it."""
+
+    path: str
+    size: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a hub answers about a repository.
+
+    Attributes:
+        revision: the commit.
+        files: all of its files.
+        licence, licence_link: as the model states them; "" if it does not.
+        gated: its licence must be accepted first.
+        title: the model's name for people; "" if it is its id.
+        headers: path -> header, of the weights that were looked at.
+    """
+
+    revision: str
+    files: tuple[RemoteFile, ...]
+    licence: str = ""
+    licence_link: str = ""
+    gated: bool = False
+    title: str = ""
+    headers: Mapping[str, Header] = field(default_factory=dict)
+
+
+def cache_folder() -> Path:
+    """Return the folder for what the program remembers between runs; it may not exist yet."""
+    default = os.environ.get("LOCALAPPDATA") or "~/.cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lora_fp8"
+
+
+def digest(content: Any) -> str:
+    """Return a name of 40 hexadecimal digits for content of plain JSON types, as commits have."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:40]
+
+
+def find_file(endpoint: str, name: str, revision: str) -> Path:
+    """Return the file that remembers a base."""
+    return cache_folder() / "bases" / f"{digest([endpoint.rstrip('/'), name, revision])}.json"
+
+
+def read(path: Path) -> Answer | None:
+    """Read a remembered answer; None if there is none, or it is of another version."""
+    try:
+        content = parse_json(read_bytes(path, MOST_JSON))
+        if content["schema"] != SCHEMA:
+            return None
+        headers = {name: _read_header(entry) for name, entry in content["headers"].items()}
+        files = tuple(RemoteFile(str(path), int(size), sha256) for path, size, sha256 in content["files"])
+        texts = {name: str(content[name]) for name in ("revision", "licence", "licence_link", "title")}
+        return Answer(files=files, gated=bool(content["gated"]), headers=headers, **texts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # asked again, or not known offline
+        return None
+
+
+def write(path: Path, answer: Answer) -> None:
+    """Remember an answer. A disk that cannot be written is logged and does no harm."""
+    headers = {
+        name: {"tensors": header.tensors, "metadata": header.metadata} for name, header in answer.headers.items()
+    }
+    texts = {name: getattr(answer, name) for name in ("revision", "licence", "licence_link", "title")}
+    content = {"schema": SCHEMA, **texts, "gated": answer.gated, "files": answer.files, "headers": headers}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(content, separators=(",", ":")).encode())
+    except OSError as error:
+        message = "%s cannot be written (%s): the base model is not remembered for times without a connection"
+        logging.getLogger(__name__).warning(message, path, error.strerror)
+
+
+def _read_header(entry: dict[str, Any]) -> Header:
+    tensors = tuple((str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in entry["tensors"])
+    return Header(tensors, {str(key): str(value) for key, value in entry["metadata"].items()})
