@@ -90,6 +90,23 @@ class UserError(Exception):
     """Something the user gave is wrong: one clear line, exit code 2, no traceback."""
 
 
+def cannot_read(path: Path | str, error: Exception) -> UserError:
+    """Return the error for a file of the user's that could not be read."""
+    return UserError(
+        Message("{path}: cannot be read ({why})", path=path, why=getattr(error, "strerror", None) or error)
+    )
+
+
+def cannot_write(path: Path | str, error: OSError) -> UserError:
+    """Return the error for a file or folder that could not be written."""
+    return UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror or error))
+
+
+def exists_already(path: Path) -> UserError:
+    """Return the error for an output file that would replace another one."""
+    return UserError(Message("{path}: exists already; choose another name with --output", path=path))
+
+
 class UserErrors(UserError):
     """Several things are wrong; all are reported at once.
 

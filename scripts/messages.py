@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Bring the catalogues of messages up to date with the templates in the source.
 
-    python scripts/messages.py            add what is new (without a translation), remove what nothing says any more
-    python scripts/messages.py --check    only say what it would do; exit code 1 if there is anything
+    python scripts/messages.py            add what is new, without a translation
+    python scripts/messages.py --prune    also remove what is no template any more; texts that are not messages yet
+                                          are recognised by such entries
+    python scripts/messages.py --check    only list new templates; exit code 1 if there are any
 
 Translations are then written into lora_fp8/common/zh_CN.po by hand, or with any gettext editor.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -31,13 +34,14 @@ def extract() -> set[str]:
     for folder in ("lora_fp8", "webui"):
         for _, _, text, _, _ in extract_from_dir(ROOT / folder, [("**.py", "python")], keywords=KEYWORDS):
             found.add(text if isinstance(text, str) else text[0])
-    return found | {base.purpose for base in known_bases.read()}
+    worded = {text for text in found if re.search("[A-Za-z]", text)}  # not the separators of joined messages
+    return worded | {base.purpose for base in known_bases.read()}
 
 
-def update(catalogue: Catalog, templates: set[str]) -> tuple[list[str], list[str]]:
+def update(catalogue: Catalog, templates: set[str], prune: bool) -> tuple[list[str], list[str]]:
     """Add and remove entries. Returns the new and the removed templates."""
     there = {str(entry.id) for entry in catalogue if entry.id}
-    new, gone = sorted(templates - there), sorted(there - templates)
+    new, gone = sorted(templates - there), sorted(there - templates) if prune else []
     for text in new:
         catalogue.add(text)
     for text in gone:
@@ -49,19 +53,20 @@ def main() -> int:
     """Update each catalogue, or only compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    only_check = parser.parse_args().check
+    parser.add_argument("--prune", action="store_true")
+    options = parser.parse_args()
     templates, changed = extract(), False
     for file in messages.CATALOGUES.values():
         with open(messages.FOLDER / file, "rb") as source:
             catalogue = read_po(source)
-        new, gone = update(catalogue, templates)
+        new, gone = update(catalogue, templates, options.prune)
         for sign, texts in (("+", new), ("-", gone)):
             print("".join(f"{sign} {text!r}\n" for text in texts), end="")
         changed |= bool(new or gone)
-        if not only_check:
+        if not options.check:
             with open(messages.FOLDER / file, "wb") as target:
                 write_po(target, catalogue, width=0)
-    return int(only_check and changed)
+    return int(options.check and changed)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import config, jobs
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView
 
 from . import submission as entry
 from .context import Place, Ui
+from .run_monitor import require_run_folder
 
 
 def add_endpoints(ui: Ui) -> None:
@@ -43,9 +44,7 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
 
     def find_run(id: str) -> tuple[JobView, Any]:
         view = find_job(id)
-        if view.folder is None:
-            raise UserError(Message("job {id} is a command and has no run folder", id=view.id))
-        return view, place.resolve(view.folder)
+        return view, place.resolve(require_run_folder(view))
 
     def submit(config: str, priority: int = 0, gpus: str = "") -> dict:
         """Queue a training. config: TOML text, its paths below the page's folders. Returns {"id"}."""

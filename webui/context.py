@@ -129,8 +129,7 @@ class Place:
                 Message("this page answers other machines: folders are named when it is started, with --root")
             )
         path = sanitize.resolve_path(text)
-        if not path.is_dir():
-            raise UserError(Message("{text}: there is no such folder", text=sanitize.shorten(text)))
+        sanitize.require_folder(path, text)
         if path == Path("/") or path.name == ".ssh" or any(path.is_relative_to(folder) for folder in SYSTEM):
             raise UserError(
                 Message(

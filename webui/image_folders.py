@@ -17,7 +17,7 @@ from lora_fp8.data import clips
 from lora_fp8.data.caption_text import CAPTIONS
 from lora_fp8.data.decoding import EXTENSIONS
 from lora_fp8.data.image_files import OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Message, UserError, cannot_write
 
 from . import sanitize
 from .decoder import Decoders
@@ -157,7 +157,7 @@ def add_uploads(files: list[str], folder: Path) -> tuple[int, list[str]]:
             except UserError as error:
                 refused.append(str(error))
     except OSError as error:
-        raise UserError(Message("{path}: cannot be written ({why})", path=folder, why=error.strerror)) from None
+        raise cannot_write(folder, error) from None
     for known in [known for known in list(_counted) if known[0] == folder]:
         _counted.pop(known, None)
     return taken, refused

@@ -14,9 +14,8 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 from lora_fp8 import config, jobs
 from lora_fp8.config import example
-from lora_fp8.errors import Message, UserError
 
-from . import api, submission
+from . import api, sanitize, submission
 from .context import Place
 from .server import DEMO
 
@@ -35,8 +34,7 @@ def run(roots: Sequence[Path] = (), home: Path | None = None) -> None:
         UserError: a root is not a folder, or no worker can be started.
     """
     for root in roots:
-        if not root.is_dir():
-            raise UserError(Message("{text}: there is no such folder", text=f"--root {root}"))
+        sanitize.require_folder(root, f"--root {root}")
     place = Place((home or jobs.find_home()).resolve(), [*roots, Path("runs"), DEMO])
     jobs.ensure_worker(place.home)
     make_server(place).run()

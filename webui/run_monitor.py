@@ -14,7 +14,7 @@ import psutil
 
 from lora_fp8 import config, jobs
 from lora_fp8.common import reading
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Message, UserError, cannot_read
 from lora_fp8.jobs import JobView, Queue, run_events
 from lora_fp8.run import Run
 
@@ -99,15 +99,20 @@ def find_job(ui: Ui, text: str) -> JobView:
     raise UserError(Message("{name}: there is no run of that name", name=text))
 
 
+def require_run_folder(view: JobView) -> Path:
+    """Return the run folder of a job. Raises UserError if the job is a command, which has none."""
+    if view.folder is None:
+        raise UserError(Message("job {id} is a command and has no run folder", id=view.id))
+    return view.folder
+
+
 def get_run_folder(ui: Ui, view: JobView) -> Path:
     """Return the run folder of a job, which the page may read.
 
     Raises:
         UserError: it is not allowed, or the job has none.
     """
-    if view.folder is None:
-        raise UserError(Message("job {id} is a command and has no run folder", id=view.id))
-    return ui.path(str(view.folder))
+    return ui.path(str(require_run_folder(view)))
 
 
 def read_run_log(ui: Ui, view: JobView) -> RunLog:
@@ -162,7 +167,7 @@ def _edit(ui: Ui, view: JobView) -> None:
         try:
             text = reading.load_text(file)
         except OSError as error:
-            raise UserError(Message("{path}: cannot be read ({why})", path=file, why=error.strerror)) from None
+            raise cannot_read(file, error) from None
     if view.folder is not None:
         text = form.put(text, "name", queue.find_free_name(view.folder), ui.place.home)
     Draft(ui.place.home).replace(text)

@@ -65,6 +65,12 @@ def resolve_path(text: str) -> Path:
         raise UserError(Message("{text}: cannot be followed to a file or folder", text=shorten(text))) from None
 
 
+def require_folder(path: Path, text: object) -> None:
+    """Check that a folder exists. Raises UserError, which names it by what was typed."""
+    if not path.is_dir():
+        raise UserError(Message("{text}: there is no such folder", text=shorten(text)))
+
+
 def check_name(text: str) -> str:
     """Check the name of a new file or folder, without its location.
 

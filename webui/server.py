@@ -17,6 +17,7 @@ from typing import Any
 from lora_fp8 import jobs
 from lora_fp8.errors import Message, UserError
 
+from . import sanitize
 from .context import Place
 from .login import Login
 
@@ -65,8 +66,7 @@ def run(
         missing = f"{PASSWORD} is not set" if user else "--user NAME is not given"
         raise UserError(Message("a login needs a user and a password: {what}", what=missing))
     for root in roots:
-        if not root.is_dir():
-            raise UserError(Message("{text}: there is no such folder", text=f"--root {root}"))
+        sanitize.require_folder(root, f"--root {root}")
     place = Place(home, [*roots, Path("runs"), DEMO], fixed=host not in LOOPBACK)
     listening = _listen(host, port)
     with listening:

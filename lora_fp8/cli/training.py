@@ -46,7 +46,7 @@ def new(
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path.resolve(), config.commented(job.model_copy(update={"preset": []})).encode())
     except OSError as error:
-        raise errors.UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
+        raise errors.cannot_write(path, error) from None
     print_lines(
         Message("{path} written; put your base model and picture folder in, then: lora-fp8 check {path}", path=path)
     )
@@ -95,14 +95,14 @@ def import_config(
 
     path = output or Path(f"{file.stem}.lora-fp8.toml")
     if os.path.lexists(path):
-        raise errors.UserError(Message("{path}: exists already; choose another name with --output", path=path))
+        raise errors.exists_already(path)
     imported = importing.import_file(file, tool, family)
     importing.relocate(imported, Path.cwd())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, importing.to_toml(imported).encode())
     except OSError as error:
-        raise errors.UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
+        raise errors.cannot_write(path, error) from None
     if as_json:
         print_json(importing.to_json(imported) | {"output": str(path)})
         return

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from ..common.reading import load_text
 from ..common.text import shown, similar
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, UserError, UserErrors, cannot_read
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from .relations import KINDS, contradictions, kinds_of
@@ -56,7 +56,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
             Message("{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=path, byte=error.start)
         ) from None
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror)) from None
+        raise cannot_read(path, error) from None
     return loads(text, overrides, where=str(path), folder=path.parent)
 
 

@@ -412,10 +412,10 @@ class Cache:
             raw = read_bytes(path)
             # The scan's hash is part of the key; other bytes must not be stored under it.
             if hashlib.sha256(raw).hexdigest() != sha256:
-                raise RunFailure(Message("{path} changed while the run was starting; start it again", path=path))
+                raise _changed(path)
             yield io.BytesIO(raw)
         except (OSError, ImageError) as error:
-            raise RunFailure(Message("{path} can no longer be read: {why}", path=path, why=error)) from error
+            raise _lost(path, error) from error
 
     def _clip_in_place(self, placed: Placed) -> list[Image.Image]:
         """Return the frames of a clip, cropped to its bucket. They are kept, as the mirrored version comes next."""
@@ -434,15 +434,13 @@ class Cache:
                 self._leave_video()
                 with open_regular(example.path) as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != example.image_sha256:
-                        raise RunFailure(
-                            Message("{path} changed while the run was starting; start it again", path=example.path)
-                        )
+                        raise _changed(example.path)
                 self._video = about, clips.Reader(example.path)
             if example.path.suffix.lower() in clips.VIDEOS:
                 return self._video[1].read(example.frames, example.begins)
             return read_clip(example.path, example.frames, self.section.background)
         except (OSError, ImageError, clips.ClipError) as error:
-            raise RunFailure(Message("{path} can no longer be read: {why}", path=example.path, why=error)) from error
+            raise _lost(example.path, error) from error
 
     def _leave_video(self) -> None:
         """Close the video that pieces were read from, and drop its frames."""
@@ -650,3 +648,11 @@ _TEMPORARY = re.compile(r"(latents|conds)/[0-9a-f]{2}/\.[0-9a-f]{32}\.tmp")
 
 def _size(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _changed(path: Path) -> RunFailure:
+    return RunFailure(Message("{path} changed while the run was starting; start it again", path=path))
+
+
+def _lost(path: Path, error: Exception) -> RunFailure:
+    return RunFailure(Message("{path} can no longer be read: {why}", path=path, why=error))

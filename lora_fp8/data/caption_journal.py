@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.writing import atomic_write, sync_folder
-from ..errors import Message, UserError
+from ..errors import Message, UserError, cannot_read
 from . import caption_text
 from .caption_files import write_all
 
@@ -223,7 +223,7 @@ class Journal:
         except FileNotFoundError:
             return self._forget()
         except OSError as error:
-            raise UserError(Message("{path}: cannot be read ({why})", path=self.path, why=error.strerror)) from None
+            raise cannot_read(self.path, error) from None
         status = os.fstat(found)
         descriptor = self._descriptor
         same = descriptor is not None and os.path.samestat(os.fstat(descriptor), status)

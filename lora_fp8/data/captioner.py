@@ -37,7 +37,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from ..common.reading import MOST_JSON, parse_json, read_bytes
 from ..common.text import first_few
-from ..errors import Message, Stopped, UserError, UserErrors
+from ..errors import Message, Stopped, UserError, UserErrors, cannot_read
 from ..precision.dtypes import DTYPES
 from ..run import StopSignal
 from ..settings import Dataset
@@ -313,7 +313,7 @@ def _model_type(folder: Path, model: str) -> str:
     try:
         kind = parse_json(read_bytes(folder / "config.json", MOST_JSON)).get("model_type", "")
     except (ValueError, AttributeError) as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=folder / "config.json", why=error)) from None
+        raise cannot_read(folder / "config.json", error) from None
     writes, ticks = (
         kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,

@@ -14,7 +14,7 @@ from PIL import Image
 
 from .. import settings
 from ..common.writing import atomic_write
-from ..errors import Message, UserError
+from ..errors import cannot_write
 from . import decoding
 
 FACTS_VERSION = 4
@@ -164,7 +164,7 @@ class Memory:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(self.file, json.dumps(self.kept).encode())
         except OSError as error:
-            raise UserError(Message("{path}: cannot be written ({why})", path=self.file, why=error.strerror)) from None
+            raise cannot_write(self.file, error) from None
 
     def masks(self, paths: Sequence[Path], section: settings.Dataset) -> list[decoding.Looked]:
         """Decode masks as `mask_files.look_at_masks` does, with what is remembered of them."""

@@ -328,15 +328,9 @@ class Store:
                         error=error,
                     )
                 ) from error
-            raise StoreError(
-                Message("{file}: the queue cannot be used ({error})", file=self.file, error=error)
-            ) from error
+            raise _unusable(self.file, error) from error
         except OSError as error:
-            raise StoreError(
-                Message(
-                    "{file}: the queue cannot be used ({error})", file=error.filename or self.home, error=error.strerror
-                )
-            ) from error
+            raise _unusable(error.filename or self.home, error.strerror) from error
 
     def _migrate(self) -> None:
         with self._translate_errors():
@@ -367,6 +361,10 @@ class StoreError(UserError):
 
 class Damaged(StoreError):
     """The file is not a valid database any more, or lacks a table or column of the queue."""
+
+
+def _unusable(file: Path | str, why: object) -> StoreError:
+    return StoreError(Message("{file}: the queue cannot be used ({error})", file=file, error=why))
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

@@ -32,7 +32,7 @@ from ..common.messages import without_home
 from ..common.reading import load_text
 from ..common.writing import atomic_write
 from ..config import read_toml
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, UserError, UserErrors, cannot_read, cannot_write
 from ..run import Run, ownership
 from ..settings import Section
 from . import job_endings, job_view, procs, run_events
@@ -83,7 +83,7 @@ def read_settings(home: Path) -> Settings:
     except FileNotFoundError:
         return Settings()
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror)) from None
+        raise cannot_read(path, error) from None
     except ValidationError as error:
         accepted = ", ".join(Settings.model_fields)
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}; accepted: {accepted}" for e in error.errors()]
@@ -194,7 +194,7 @@ def _open_rotated(path: Path) -> Iterator[Any]:
             os.replace(path, path.with_suffix(".1.log"))
         file = open(path, "ab")  # noqa: SIM115 - closed below
     except OSError as error:
-        raise UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
+        raise cannot_write(path, error) from None
     with file:
         yield file
 

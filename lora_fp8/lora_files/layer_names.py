@@ -204,7 +204,11 @@ def _sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) ->
             if "attentions" in path and inner == "conv":
                 continue
             return (f"{path}.{resnet.get(inner) or _dotted(inner)}",)
-    raise UserError(Message("{name}: no layer of this base has that name", name=f"lora_unet_{kohya}"))
+    raise _unknown(kohya)
+
+
+def _unknown(kohya: str) -> UserError:
+    return UserError(Message("{name}: no layer of this base has that name", name=f"lora_unet_{kohya}"))
 
 
 def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
@@ -239,7 +243,7 @@ def _native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str,
     # Only the base's own layers tell which of the underscores were dots.
     known = _underscored(family.native_layers, tuple(family.layer_shapes(denoiser_config)))
     if kohya not in known:
-        raise UserError(Message("{name}: no layer of this base has that name", name=f"lora_unet_{kohya}"))
+        raise _unknown(kohya)
     return known[kohya]
 
 

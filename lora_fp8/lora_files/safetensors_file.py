@@ -21,7 +21,7 @@ from torch import Tensor
 from ..common.reading import open_regular
 from ..common.text import is_utf8, shown
 from ..common.writing import atomic_write
-from ..errors import Message, UserError
+from ..errors import Message, UserError, cannot_read
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -135,7 +135,7 @@ def read_header(path: Path) -> Header:
                 )
             content = json.loads(file.read(length), object_pairs_hook=unique)
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror)) from None
+        raise cannot_read(path, error) from None
     except (ValueError, RecursionError):  # JSON and UTF-8 errors, or brackets nested a thousand deep
         raise UserError(Message("{path}: not a safetensors file (its header is not JSON)", path=path)) from None
     if not isinstance(content, dict):
@@ -209,7 +209,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (safetensors.SafetensorError, AttributeError, KeyError) as error:  # a dtype that this torch does not have
         raise UserError(Message("{path}: not a safetensors file ({why})", path=path, why=error)) from None
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror or error)) from None
+        raise cannot_read(path, error) from None
 
 
 def payload_hash(path: Path) -> str:

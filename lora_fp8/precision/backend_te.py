@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 from ..errors import Message, UserError
-from .formats import E4M3_MAX, MIN_SCALE
+from .formats import E4M3_MAX, MIN_SCALE, not_finite
 from .linear import AMAX_HISTORY, AmaxHistory, FrozenLinear, frozen_layers
 from .quantized import Weight, plain
 
@@ -77,7 +77,7 @@ class TeLinear(FrozenLinear):
         if weight_NK.device.type == "meta":
             return
         if not weight_NK.isfinite().all():
-            raise ValueError(Message("{name}: weight has NaN or infinity", name=name))
+            raise not_finite(name)
         # Gradients are enabled although none is wanted: otherwise the layout that the backward multiplies is left out.
         with torch.enable_grad(), te.quantized_model_init(enabled=True, recipe=recipe_of(self.recipe)):
             inner = te.Linear(

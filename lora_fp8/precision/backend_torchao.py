@@ -23,7 +23,7 @@ from torchao.quantization import (
     quantize_,
 )
 
-from ..errors import Message
+from .formats import not_finite
 from .linear import FrozenLinear
 from .quantized import Quantized, Weight, plain
 
@@ -61,7 +61,7 @@ class TorchaoLinear(FrozenLinear):
             return
         weight_NK = plain(weight)
         if weight_NK.device.type != "meta" and not weight_NK.isfinite().all():
-            raise ValueError(Message("{name}: weight has NaN or infinity", name=name))
+            raise not_finite(name)
         self._hold_(weight_NK)
 
     def _hold_(self, weight_NK: Tensor) -> None:

@@ -306,12 +306,17 @@ def load_bitsandbytes() -> None:
         torch.compile = compile_
 
 
+def not_finite(name: str) -> ValueError:
+    """Return the error for a weight that cannot be quantized."""
+    return ValueError(Message("{name}: weight has NaN or infinity", name=name))
+
+
 def _encode_nf4(weight_NK: Tensor, name: str) -> tuple[Tensor, ...]:
     """Quantize with bitsandbytes' NF4 and double quantization: 4 bits a weight, and 8.1 bits per 64 weights' scale."""
     from bitsandbytes import functional
 
     if not weight_NK.abs().amax().isfinite():
-        raise ValueError(Message("{name}: weight has NaN or infinity", name=name))
+        raise not_finite(name)
     quantized, state = functional.quantize_4bit(
         weight_NK.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
     )

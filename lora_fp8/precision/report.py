@@ -28,10 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import Message
 from ..settings import SCALES
 from .backends import num_bytes
-from .formats import Format
+from .formats import Format, not_finite
 from .linear import FrozenLinear, decoded_compute, frozen_layers
 from .matmul import forget_shared
 from .quantized import Weight, plain
@@ -206,7 +205,7 @@ def _layer_error(
     tensor = tensor.to(device)
     plain_NK = tensor.to(dtype)
     if not plain_NK.isfinite().all():
-        raise ValueError(Message("{name}: weight has NaN or infinity", name=name))
+        raise not_finite(name)
     if x_MK is None or not x_MK.numel():
         called, x_MK = False, plain_NK.new_zeros(0, layer.in_features)
     else:

@@ -95,9 +95,7 @@ class Run:
         except BaseException as error:
             run.close()  # the error's traceback would keep the lock held for as long as it exists
             if isinstance(error, OSError):
-                raise UserError(
-                    Message("{path}: the run folder cannot be made or written ({why})", path=path, why=error.strerror)
-                ) from None
+                raise ownership.unusable(path, error) from None
             raise
         return run
 

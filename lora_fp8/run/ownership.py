@@ -256,9 +256,14 @@ def _names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise UserError(
-            Message("{path}: the run folder cannot be made or written ({why})", path=folder, why=error.strerror)
-        ) from None
+        raise unusable(folder, error) from None
+
+
+def unusable(folder: Path, error: OSError) -> UserError:
+    """Return the error for a run folder that cannot be made, listed or written."""
+    return UserError(
+        Message("{path}: the run folder cannot be made or written ({why})", path=folder, why=error.strerror)
+    )
 
 
 def counted(names: list[str]) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from ..errors import Message, Stopped
 
+STOPPED_EARLY = Message("stopped before the first step; what was cached stays cached")
+
 
 class StopSignal:
     """SIGTERM and Ctrl-C: during training, finish the step, save and exit; at other times, exit at once.
@@ -23,7 +25,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
-        self.at_once: str | None = Message("stopped before the first step; what was cached stays cached")
+        self.at_once: str | None = STOPPED_EARLY
         self._first = 0.0
         self._raised = self._held = False
 

@@ -18,11 +18,12 @@ from ..data.caption_variants import plain_captions, truncation_warnings
 from ..data.examples import Example
 from ..data.loader import Item, Loader
 from ..data.prompts import text_of
-from ..errors import Message, Stopped
+from ..errors import Stopped
 from ..families.base import Cond
 from ..plan.disk_budget import count_pixels
 from ..plan.plan import Plan
 from ..run import Run
+from ..run.signals import STOPPED_EARLY
 from .session import Session
 
 
@@ -133,7 +134,7 @@ def _make_progress_log(run: Run) -> Callable[[int, int], None]:
     def log_progress(done: int, total: int) -> None:
         nonlocal last
         if run.requested("stop"):
-            raise Stopped(Message("stopped before the first step; what was cached stays cached"))
+            raise Stopped(STOPPED_EARLY)
         if time.monotonic() - last >= 2:
             last = time.monotonic()
             run.log_event("progress", stage="cache", done=done, total=total)

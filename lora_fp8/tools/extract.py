@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import families, precision, settings
 from ..common.numbers import sides
 from ..common.text import first_few
-from ..errors import Message, UserError
+from ..errors import Message, UserError, exists_already
 from ..families.base import CLIP_LAYERS, ModelFamily
 from ..lora_files import export_metadata, layouts
 from ..lora_files.layer_names import text_encoder_of
@@ -124,7 +124,7 @@ def extract(
     pairs.check_size(options.rank, options.energy)
     held = pairs.dtype_of(options.dtype, torch.bfloat16)
     if output.exists():
-        raise UserError(Message("{path}: exists already; choose another name with --output", path=output))
+        raise exists_already(output)
     Family = families.get(given.family)
     models = [
         Family(

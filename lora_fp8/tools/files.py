@@ -14,8 +14,7 @@ from torch import Tensor
 from .. import families, settings, verify
 from ..adapters import kinds
 from ..common.reading import open_regular
-from ..common.text import first_few
-from ..errors import Message, RunFailure, UserError
+from ..errors import Message, UserError, cannot_write, exists_already
 from ..lora_files import export, export_metadata, layouts, safetensors_file
 from . import pairs
 from .pairs import Lora, Pair
@@ -225,16 +224,9 @@ def _write_other(
 ) -> None:
     """Write a file as `pairs.write` does, for the other kinds."""
     if path.exists():
-        raise UserError(Message("{path}: exists already; choose another name with --output", path=path))
+        raise exists_already(path)
     held = {name: tensor if name.endswith(export.KEPT_WIDE) else tensor.to(dtype) for name, tensor in tensors.items()}
-    if wrong := export.not_finite(held):
-        raise RunFailure(
-            Message(
-                "{names} is not finite in {dtype}; write it with --dtype fp32",
-                names=first_few(wrong),
-                dtype=pairs.short(dtype),
-            )
-        )
+    pairs.require_finite(held, dtype)
     kept = {key: value for key, value in metadata.items() if key not in pairs.STALE}
     layers = kinds.grouped({name: tensor for name, tensor in held.items() if not name.endswith(".alpha")})
     alphas = {float(tensor) for name, tensor in held.items() if name.endswith(".alpha")}
@@ -244,7 +236,7 @@ def _write_other(
         path.parent.mkdir(parents=True, exist_ok=True)
         safetensors_file.write_file(path, held, kept | dict(about), hashes=True)
     except OSError as error:
-        raise UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
+        raise cannot_write(path, error) from None
 
 
 def _only(found: list[str], path: Path) -> str:

@@ -29,7 +29,7 @@ from .. import config, families
 from ..adapters import kinds
 from ..common.text import first_few
 from ..common.writing import atomic_write, sync_folder, write_synced
-from ..errors import Message, UserError
+from ..errors import Message, UserError, cannot_write
 from ..families import _files
 from ..lora_files import export, export_metadata, layouts, safetensors_file
 from ..lora_files import header as adapter_header
@@ -223,9 +223,7 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
     except BaseException as error:  # an incomplete kit would look like a complete one
         _empty(folder, remove=made_here)
         if isinstance(error, OSError):
-            raise UserError(
-                Message("{path}: cannot be written ({why})", path=folder, why=error.strerror or error)
-            ) from None
+            raise cannot_write(folder, error) from None
         raise
     notes: list[str] = []
     if not pictures:

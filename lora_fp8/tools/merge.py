@@ -27,7 +27,7 @@ from ..adapters import kinds
 from ..common.numbers import sides
 from ..common.text import first_few
 from ..common.writing import sync_folder, write_synced
-from ..errors import Message, UserError
+from ..errors import Message, UserError, cannot_write, exists_already
 from ..families import _files
 from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..lora_files.layer_names import text_encoder_of
@@ -177,7 +177,7 @@ def into(
         UserError: the architectures differ, the base is quantized or lacks a layer, or the output exists.
     """
     if output.exists():
-        raise UserError(Message("{path}: exists already; choose another name with --output", path=output))
+        raise exists_already(output)
     loras = [export.read_adapter(path) for path, _ in sources]
     known = {families.get(name).kohya_base_version: name for name in families.available()}
     family_name = family_name or known.get(loras[0][1].get("ss_base_model_version", ""), "")
@@ -413,9 +413,7 @@ def _copy_without_weights(folder: Path, parts: Sequence[Path], output: Path) -> 
     try:
         shutil.copytree(folder, output, ignore=left_out)
     except OSError as error:
-        raise UserError(
-            Message("{path}: cannot be written ({why})", path=output, why=error.strerror or error)
-        ) from None
+        raise cannot_write(output, error) from None
 
 
 def _rewrite(
@@ -446,7 +444,7 @@ def _rewrite(
                 write.write(data)
         os.replace(temporary, target)
     except OSError as error:
-        raise UserError(Message("{path}: cannot be written ({why})", path=target, why=error.strerror)) from None
+        raise cannot_write(target, error) from None
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(target.parent)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..common.text import first_few
-from ..errors import Message, RunFailure, UserError
+from ..errors import Message, RunFailure, UserError, cannot_write, exists_already
 from ..lora_files import export, export_metadata, layouts, safetensors_file
 from ..precision.dtypes import DTYPES
 
@@ -150,7 +150,7 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
         RunFailure: a value does not fit the dtype, or is NaN.
     """
     if path.exists():
-        raise UserError(Message("{path}: exists already; choose another name with --output", path=path))
+        raise exists_already(path)
     tensors: dict[str, Tensor] = {}
     for module, pair in lora.pairs.items():
         b = pair.b.float() * pair.scale if pair.scale != 1 else pair.b
@@ -158,14 +158,7 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
             tensors[module + half] = tensor.to(dtype).contiguous()
         if lora.has_alpha:
             tensors[f"{module}.alpha"] = torch.tensor(float(pair.rank))
-    if wrong := export.not_finite(tensors):
-        raise RunFailure(
-            Message(
-                "{names} is not finite in {dtype}; write it with --dtype fp32",
-                names=first_few(wrong),
-                dtype=short(dtype),
-            )
-        )
+    require_finite(tensors, dtype)
     ranks = {pair.rank for pair in lora.pairs.values()}
     rank = str(ranks.pop()) if len(ranks) == 1 else "Dynamic"  # kohya's word for differing ranks
     kept = {key: value for key, value in lora.metadata.items() if key not in STALE}
@@ -174,7 +167,19 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
         path.parent.mkdir(parents=True, exist_ok=True)
         safetensors_file.write_file(path, tensors, written, hashes=True)
     except OSError as error:
-        raise UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror)) from None
+        raise cannot_write(path, error) from None
+
+
+def require_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Check that all values of a file fit its dtype. Raises RunFailure."""
+    if wrong := export.not_finite(tensors):
+        raise RunFailure(
+            Message(
+                "{names} is not finite in {dtype}; write it with --dtype fp32",
+                names=first_few(wrong),
+                dtype=short(dtype),
+            )
+        )
 
 
 def named(path: Path) -> dict[str, str]:

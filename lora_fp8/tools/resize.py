@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import Message, UserError
+from ..errors import Message, UserError, exists_already
 from ..lora_files import export_metadata
 from . import pairs
 from .pairs import Pair
@@ -103,7 +103,7 @@ def resize(file: Path, output: Path, *, rank: int, energy: float, uniform: bool,
     lora = pairs.read(file)
     held = pairs.dtype_of(dtype, lora.dtype)
     if output.exists():
-        raise UserError(Message("{path}: exists already; choose another name with --output", path=output))
+        raise exists_already(output)
     made, report = shrink(lora.pairs, rank, energy, uniform)
     wanted = " ".join([f"rank {rank}"] * bool(rank) + [f"energy {energy:g}"] * bool(energy))
     resized = replace(lora, pairs=made)

@@ -592,8 +592,7 @@ class _Page:
     def _add_folder(self, folder: str, everything: bool) -> dict[Any, Any]:
         def add() -> None:
             path = self.ui.path(folder or "")
-            if not path.is_dir():
-                raise UserError(Message("{text}: there is no such folder", text=sanitize.shorten(folder)))
+            sanitize.require_folder(path, folder)
             self._put_folder(path)
 
         return {self.taken: ""} | self._warn_on_error(add) | self._paint_side(everything) | self._paint_folders()
