@@ -21,6 +21,7 @@ from babel.messages.pofile import read_po, write_po
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from lora_fp8.cli import app, help
 from lora_fp8.common import messages
 from lora_fp8.families.sources import known_bases
 
@@ -29,13 +30,13 @@ KEYWORDS = {"Message": None, "Joined": None}
 
 
 def extract() -> set[str]:
-    """Return every template that is written in the source."""
+    """Return every template that is written in the source, and the texts of `--help`."""
     found: set[str] = set()
     for folder in ("lora_fp8", "webui"):
         for _, _, text, _, _ in extract_from_dir(ROOT / folder, [("**.py", "python")], keywords=KEYWORDS):
             found.add(text if isinstance(text, str) else text[0])
     worded = {text for text in found if re.search("[A-Za-z]", text)}  # not the separators of joined messages
-    return worded | {base.purpose for base in known_bases.read()}
+    return worded | {base.purpose for base in known_bases.read()} | help.list_texts(app)
 
 
 def update(catalogue: Catalog, templates: set[str], prune: bool) -> tuple[list[str], list[str]]:

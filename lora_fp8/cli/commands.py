@@ -20,18 +20,20 @@ from typing import Any
 import typer
 
 from ..common.messages import add_translations, without_home
-from ..errors import Message
+from ..errors import Message, UserError
 from . import dataset, images, jobs, lora_files, programs, training
 from .events import escape
+from .help import Program, explain
 from .options import LANGUAGE, print_lines
 
-app = typer.Typer(
+app = Program(
     help="Train LoRAs for diffusion models on a base model frozen in FP8, and verify that the files work.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""typer's UsageError, which it does not export."""
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 """Errors that make a path wrong input; other errors of the system may not occur the next time."""
 
@@ -44,26 +46,47 @@ def _show_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
+def _choose_language(lang: str) -> str:
+    if lang:
+        os.environ[LANGUAGE] = lang
+    return lang
+
+
 @app.callback()
 def _read_options(
     version: bool = typer.Option(
         False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
     ),
-    lang: str = typer.Option("", help="Language of messages: en or zh. Default: that of the environment (LANG)."),
+    lang: str = typer.Option(
+        "",
+        callback=_choose_language,
+        is_eager=True,
+        help="Language of messages: en or zh. Default: that of the environment (LANG).",
+    ),
 ) -> None:
-    if lang:
-        os.environ[LANGUAGE] = lang
+    pass
 
 
 def main() -> None:
     """Run the command line: the entry point of `lora-fp8`."""
-    guarded(app)
+    guarded(_run)
+
+
+def _run() -> None:
+    """Run a command, and turn a mistake in the command line into a message."""
+    try:
+        code = app(prog_name="lora-fp8", standalone_mode=False)
+    except USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        raise UserError(explain(error)) from None
+    if isinstance(code, int):
+        sys.exit(code)
 
 
 def guarded(action: Callable[[], Any]) -> None:
     """Run an action, and turn an error into one clear message and its exit code."""
-    from ..errors import UserError
-
     # The notices of the libraries (no torchvision, no optional kernel, keys of untrained encoders) do not help our
     # users. They appear if these variables are set.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 from ..common.text import first_few
 from ..errors import Message
+from .help import Group, Program
 from .options import FOLDER, JSON, SET, print_json, print_lines
 
 
-class _Dataset(typer.core.TyperGroup):
+class _Dataset(Group):
     """A group whose default command is `look`: `dataset FOLDER` is `dataset look FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -27,7 +28,7 @@ class _Dataset(typer.core.TyperGroup):
         return super().parse_args(ctx, args)
 
 
-dataset_app = typer.Typer(
+dataset_app = Program(
     cls=_Dataset,
     no_args_is_help=True,
     help="Examine a dataset (`dataset FOLDER`), or edit its captions.",

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from ..errors import Message
+from .help import Program
 from .options import JSON, SET, print_json, print_lines
 
 JOB = typer.Argument(..., metavar="JOB", help="Number of the job, from `lora-fp8 jobs`.")
@@ -15,7 +16,7 @@ PRIORITY = typer.Option(0, help="Priority: higher starts earlier.")
 GPUS = typer.Option("", help="GPU group of the worker to wait for, such as 0,1. Default: any.")
 WORKER = typer.Option(True, "--worker/--no-worker", help="Start a worker in the background if none is running.")
 
-jobs_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+jobs_app = Program(invoke_without_command=True)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -251,6 +251,16 @@ def _suggest(location: Location) -> Message:
     return Message("unknown setting; accepted here: {names}", names=", ".join(names)) if names else unknown
 
 
+def find_settings(name: str) -> list[str]:
+    """Return the settings of this name: "train.steps", "steps", or what another trainer calls it."""
+    section, _, key = name.rpartition(".")
+    if section:
+        model = model_at((section,))
+        return [name] if model is not None and key in model.model_fields else []
+    homes = [s for s in Job.model_fields if (m := model_at((s,))) is not None and name in m.model_fields]
+    return [f"{home}.{name}" for home in homes] or list(names_elsewhere().get(name.lower(), {}))
+
+
 @cache
 def names_elsewhere() -> dict[str, dict[str, str]]:
     """Return, by each name that other trainers use, our settings of that meaning and who calls them so.

@@ -1,0 +1,246 @@
+"""What `--help` prints: commands in groups and whole sentences, in English and Chinese; and mistakes in a command line.
+
+Texts are written where a command is declared (its docstring, and `help=` of its options) and are the keys of their
+translations, which `scripts/messages.py` collects with `list_texts`.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+import typer.core
+import typer.main
+
+from ..common.messages import load, translate
+from ..common.text import similar
+from ..errors import Message
+from .options import get_language
+
+WIDTH = 80
+"""Columns of the help, whatever the terminal has: longer lines are harder to read."""
+GROUPS = {
+    Message("Train"): ("new", "recipes", "check", "estimate", "train", "resume", "export", "demo"),
+    Message("Queue"): ("submit", "jobs", "stop", "worker"),
+    Message("Images and captions"): ("dataset", "caption", "cache"),
+    Message("LoRA files"): ("verify", "inspect", "convert", "resize", "merge", "extract", "average", "kit"),
+    Message("Base model and precision"): ("download", "plan", "precision"),
+    Message("This machine, page and other programs"): ("doctor", "ui", "mcp", "import-config"),
+}
+"""Title of a group -> its commands, in the order of the help."""
+FIXED = {
+    "Show this message and exit.": Message("Show this message and exit."),
+    "required": Message("required"),
+    "default: ": Message("default: "),
+}
+"""Texts of typer itself that appear in a help."""
+
+TYPE = re.compile(r"<(?:list\[)?(\w+)(?: range)?\]?>")
+"""Matches how typer writes a type behind an option."""
+KINDS = {"str": "TEXT", "int": "N", "float": "NUMBER"}
+"""What stands behind an option of a type."""
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose help is in the user's language."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        formatter.write("\n".join(_lines(self, ctx)) + "\n")
+
+
+class Group(typer.core.TyperGroup):
+    """A group of commands whose help is in the user's language."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the commands in the groups of `GROUPS` if they are those of `lora-fp8`."""
+        lines = _lines(self, ctx)
+        commands = {name: command for name, command in self.commands.items() if not command.hidden}
+        grouped = GROUPS if ctx.parent is None else {}
+        rows = {title: [name for name in names if name in commands] for title, names in grouped.items()}
+        rows[Message("Commands") if not grouped else Message("More")] = [
+            name for name in commands if not any(name in names for names in grouped.values())
+        ]
+        indent = max(map(len, commands)) + 4
+        for title, names in rows.items():
+            lines += ["", _title(title)] if names else []
+            for name in names:
+                first = _sentences(commands[name])[0]
+                lines += _columns(name, translate_help(first), indent)
+        formatter.write("\n".join(lines) + "\n")
+
+
+class Program(typer.Typer):
+    """A typer application whose commands have this help."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"cls": Group, "rich_markup_mode": None, **options})
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        """Add a command, as typer does."""
+        return super().command(name, **{"cls": Command, **options})
+
+
+def translate_help(text: str) -> str:
+    """Return a text of the help in the user's language."""
+    return load(get_language()).get(text, text)
+
+
+def list_texts(program: Program) -> set[str]:
+    """Return every text of the help of a program and its commands."""
+    return set(_texts(typer.main.get_command(program)))
+
+
+def _texts(command: Any) -> Iterator[str]:
+    yield from _sentences(command)
+    for parameter in command.params:
+        if parameter.help:
+            yield parameter.help
+    for inner in getattr(command, "commands", {}).values():
+        yield from _texts(inner)
+
+
+def _sentences(command: Any) -> list[str]:
+    """Return the first sentence of a command's help, which lists of commands show, and the rest if there is one."""
+    whole = " ".join((command.help or "").split())
+    first, stop, rest = whole.partition(". ")
+    return [first + "." * bool(stop), rest] if rest else [whole]
+
+
+def _lines(command: Any, ctx: Any) -> list[str]:
+    """Return usage, description, arguments and options."""
+    language = get_language()
+    usage = f"{ctx.command_path} {' '.join(command.collect_usage_pieces(ctx))}"
+    between = "" if language != "en" else " "
+    lines = [translate(language, Message("Usage: {usage}", usage=usage)), ""]
+    lines += [f"  {line}" for line in _wrap(between.join(map(translate_help, _sentences(command))), WIDTH - 2)]
+    rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+    for parameter in command.get_params(ctx):
+        if record := parameter.get_help_record(ctx):
+            name = TYPE.sub(lambda kind: KINDS.get(kind[1], kind[1].upper()), record[0])
+            rows[parameter.param_type_name].append((name, _describe(parameter, record[1])))
+    for title, records in zip((Message("Arguments"), Message("Options")), rows.values(), strict=True):
+        indent = min(max((len(name) for name, _ in records), default=0), 26) + 4
+        lines += ["", _title(title)] if records else []
+        for name, text in records:
+            lines += _columns(name, text, indent)
+    return lines
+
+
+def _title(title: str) -> str:
+    return translate(get_language(), title) + (":" if get_language() == "en" else "：")
+
+
+def _describe(parameter: Any, text: str) -> str:
+    """Translate an option's help; what typer appends to it (its default, that it is required) follows."""
+    given = parameter.help or ""
+    rest = text.removeprefix(given).strip() if given and text.startswith(given) else ""
+    for english, message in FIXED.items():
+        rest = rest.replace(english, translate(get_language(), message))
+    known = {english: translate(get_language(), message) for english, message in FIXED.items()}
+    return " ".join(filter(None, (translate_help(known.get(given, given) if rest or given else text), rest)))
+
+
+def _columns(name: str, text: str, indent: int) -> list[str]:
+    """Return a name with its text beside it; below it if the name is too long."""
+    lines = _wrap(text, WIDTH - indent) or [""]
+    if len(name) + 4 > indent:
+        return [f"  {name}", *(" " * indent + line for line in lines)]
+    return [f"  {name}".ljust(indent) + lines[0], *(" " * indent + line for line in lines[1:])]
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Break a text into lines of at most `width` columns; Chinese may be broken between any two characters."""
+    words: list[str] = []
+    for word in text.split(" "):
+        part = ""
+        for character in word:
+            if part and (_columns_of(character) == 2 or _columns_of(part[-1]) == 2) and character not in "，。；：、）":
+                words.append(part)
+                part = ""
+            part += character
+        words.append(f"{part} ")
+    lines = [""]
+    for word in words:
+        if lines[-1] and _columns_of(lines[-1]) + _columns_of(word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def _columns_of(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes in a command line
+
+
+def explain(error: Any) -> Message:
+    """Return the message for a mistake in a command line: what is wrong, and what to do.
+
+    Args:
+        error: typer's UsageError, a class that typer does not export.
+    """
+    command = error.ctx.command_path if error.ctx is not None else "lora-fp8"
+    match type(error).__name__:
+        case "MissingParameter" if error.param is not None:
+            what = translate_help(error.param.help or "").rstrip(".。")
+            line = Message("{name} is missing ({what}).", name=_name(error.param), what=what)
+        case "NoSuchOption":
+            line = _explain_option(error)
+        case "BadOptionUsage":
+            line = Message("{option} needs a value.", option=error.option_name)
+        case "BadParameter" if error.param is not None:
+            line = Message("{name}: {line}.", name=_name(error.param), line=_explain_value(error.message))
+        case _:
+            line = _explain_words(error)
+    return Message("{command}: {line} See `{command} --help`", command=command, line=line)
+
+
+def _name(parameter: Any) -> str:
+    """Return the name of an option or an argument as the help shows it."""
+    return parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar or parameter.name.upper()
+
+
+def _explain_option(error: Any) -> Message:
+    """Explain an option that does not exist: a setting of the config, or a typing mistake."""
+    from ..config.validation import find_settings
+
+    name = error.option_name
+    options = [option for parameter in error.ctx.command.params for option in parameter.opts]
+    if "--set" in options and (keys := find_settings(name.lstrip("-").replace("-", "_"))):
+        return Message(
+            "there is no option {option}. It is a setting: write --set {key}=VALUE, or {key} in the config.",
+            option=name,
+            key=keys[0],
+        )
+    if near := similar(name, options):
+        return Message("there is no option {option}, did you mean {meant}?", option=name, meant=near)
+    return Message("there is no option {option}.", option=name)
+
+
+def _explain_value(text: str) -> Message:
+    """Explain a value of a wrong type or out of range, by typer's text."""
+    if "valid integer" in text:
+        return Message("expected a whole number")
+    if "valid number" in text:
+        return Message("expected a number")
+    if match := re.search(r"(greater|less) than( or equal to)? (\S+)", text):
+        sign = {"greater": ">", "less": "<"}[match[1]] + "=" * bool(match[2])
+        return Message("expected a number {sign} {limit}", sign=sign, limit=match[3])
+    return Message("{text}", text=text.rstrip("."))
+
+
+def _explain_words(error: Any) -> Message:
+    """Explain words that are too many, or a command that does not exist, by typer's text."""
+    text: str = error.message
+    if text.startswith("No such command") and error.ctx is not None:
+        given = text.split("'")[1] if "'" in text else ""
+        if near := similar(given, list(error.ctx.command.commands)):
+            return Message("there is no command {given}, did you mean {meant}?", given=repr(given), meant=repr(near))
+        return Message("there is no command {given}.", given=repr(given))
+    if match := re.search(r"extra argument\S* \((.+)\)", text):
+        return Message("too many arguments: {words}. A path with spaces needs quotation marks.", words=match[1])
+    return Message("{text}.", text=text.rstrip("."))
