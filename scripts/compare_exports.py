@@ -7,8 +7,8 @@ Every job runs once with each version, in a fresh process with one CPU thread, n
 The program is driven through its command line only, so that files and modules may move between the two versions.
 
 Jobs: `demo_sd15`, `demo_flux` and `debug` run each version's own config. The others run the configs of this file on
-random miniature models (made once, by OLD's code) and on images that this file draws. Compared are every exported
-.safetensors file, the loss column of events.jsonl, and the tensors of the last checkpoint.
+random miniature models (made once, by tests/miniatures of this checkout) and on images that this file draws. Compared
+are every exported .safetensors file, the loss column of events.jsonl, and the tensors of the last checkpoint.
 
 A setting that NEW renamed is translated with --new-set: KEY=VALUE sets it in NEW's configs (VALUE is TOML; {side},
 {bases} and {data} stand for the folders of this run), KEY= removes it. Such files differ in the metadata key
@@ -284,11 +284,12 @@ JOBS = (*DEMOS, "debug", *MINIATURES)
 MAKE_BASES = """
 import sys
 from pathlib import Path
-from lora_fp8 import families
+sys.path.insert(0, "tests")
+import miniatures
 for name in sys.argv[2:]:
-    families.get(name).tiny(Path(sys.argv[1], name))
+    miniatures.save(name, Path(sys.argv[1], name))
 """
-"""Run by OLD's interpreter: the only place that imports the project."""
+"""Run in this checkout: the only place that imports the project."""
 
 
 class InputError(Exception):
@@ -493,11 +494,13 @@ def parse_change(text: str) -> tuple[str, tuple[str, ...], Any]:
         return job, tuple(key.split(".")), value  # a bare word, as with --set
 
 
-def make_bases(old: Side, folder: Path, families: set[str]) -> None:
-    """Make the random miniatures of these families with OLD's code."""
-    if families and start(old, "bases", "-c", MAKE_BASES, str(folder), *sorted(families)).wait():
-        log = (old.folder / "bases.log").read_text(encoding="utf-8", errors="replace")
-        raise InputError(f"{old.checkout}: cannot make miniatures of {', '.join(sorted(families))}.\n{log}")
+def make_bases(folder: Path, families: set[str]) -> None:
+    """Make the random miniatures of these families in folder/bases, with the code of this checkout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    here = Side("HERE", ROOT, folder)
+    if start(here, "bases", "-c", MAKE_BASES, str(folder / "bases"), *sorted(families)).wait():
+        log = (folder / "bases.log").read_text(encoding="utf-8", errors="replace")
+        raise InputError(f"{ROOT}: cannot make miniatures of {', '.join(sorted(families))}.\n{log}")
 
 
 def draw_data(folder: Path, *, with_clips: bool) -> None:
@@ -744,7 +747,7 @@ def compare(given: argparse.Namespace) -> int:
         inputs, jobs = work / "inputs", [name for name in JOBS if name in given.jobs]
         families = {MINIATURES[job][0] for job in jobs if job in MINIATURES}
         if families:
-            make_bases(old, inputs / "bases", families)
+            make_bases(inputs, families)
             draw_data(inputs / "data", with_clips="wan" in families)
         print("job | file | result", flush=True)
         rows: list[Row] = []

@@ -23,6 +23,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELIS
 os.environ.update(TRANSFORMERS_VERBOSITY="error", DIFFUSERS_VERBOSITY="error")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each process that a test starts compiles all our files
 
+import miniatures
 import numpy  # noqa: E402
 import pytest  # noqa: E402
 from PIL import Image  # noqa: E402
@@ -151,7 +152,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(family: str) -> Path:
         if not (root / family).exists():
-            families.get(family).tiny(root / family)
+            miniatures.save(family, root / family)
         return root / family
 
     return folder

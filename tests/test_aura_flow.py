@@ -1,6 +1,7 @@
 """AuraFlow: what the contract of all families does not ask. The judge of single files is diffusers' converter."""
 
 import diffusers
+import miniatures
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_auraflow_transformer_checkpoint_to_diffusers
@@ -16,7 +17,7 @@ from lora_fp8.lora_files import naming
 def test_a_file_as_published_for_comfyui_is_the_same_model(tmp_path):
     """`model.` before the denoiser's names and `vae.` before the VAE's."""
     Family = families.get("aura_flow")
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     weights = load_file(tmp_path / "base" / "transformer" / "diffusion_pytorch_model.safetensors")
     weights = {name: torch.randn_like(tensor) for name, tensor in weights.items()}
     tensors = {}
@@ -31,7 +32,7 @@ def test_a_file_as_published_for_comfyui_is_the_same_model(tmp_path):
     (tmp_path / "base" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     one = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
     one.load_vae()
-    pixels = torch.rand(1, 3, *Family.tiny_hw)
+    pixels = torch.rand(1, 3, *miniatures.get_hw(Family.name))
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     found = dict(one.denoiser_tensors())
     assert found.keys() == weights.keys() and all(torch.equal(found[key], weights[key]) for key in weights)
@@ -49,7 +50,7 @@ def test_full_size_files_are_read_as_diffusers_reads_them(positions, tmp_path):
     assert len(shapes) == len(rows)
     assert [name for name in families.available() if families.get(name).recognises(shapes)] == ["aura_flow"]
     write_header(tmp_path / "big.safetensors", shapes)
-    Family.tiny(tmp_path / "rest")
+    miniatures.save(Family.name, tmp_path / "rest")
     (tmp_path / "rest" / "transformer" / "config.json").unlink()
     family = make(Family, tmp_path / "big.safetensors", components=str(tmp_path / "rest"))
     assert family.denoiser_config() == told

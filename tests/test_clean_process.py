@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import miniatures
 import numpy as np
 import pytest
 import torch
@@ -120,7 +121,7 @@ def train_case(
     wide = dtype == "fp32"
     steps = 2 if wide else 6  # of a preview
     base = folder / "base"
-    Family.tiny(base)
+    miniatures.save(Family.name, base)
     if wide:
         widen(base)
     job = config.loads(

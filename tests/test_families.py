@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import diffusers
+import miniatures
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
@@ -110,24 +111,24 @@ def pipeline(Family, folder):
 
 
 def conditioning(family, prompts=PROMPTS):
-    facts = family.image_conditioning(ORIGINAL_HW, CROP_TOP_LEFT, family.tiny_hw) | shown(family)
+    facts = family.image_conditioning(ORIGINAL_HW, CROP_TOP_LEFT, miniatures.get_hw(family.name)) | shown(family)
     return family.collate([{**cond, **facts} for cond in encode(family, prompts)])
 
 
 def some_pixels(family, num=2):
-    return torch.rand(num, 3, *family.tiny_hw, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return torch.rand(num, 3, *miniatures.get_hw(family.name), generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 def some_latents(family, num=2):
-    shape = family.encode_images(torch.zeros(1, 3, *family.tiny_hw)).shape[1:]
+    shape = family.encode_images(torch.zeros(1, 3, *miniatures.get_hw(family.name))).shape[1:]
     return torch.randn(num, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def called(family, *, told_sizes=True, **options):
     """The options that this pipeline's call knows, and those that this family always gives."""
     accepted = inspect.signature(family.pipeline_type().__call__).parameters
-    height, width = family.tiny_hw
-    sizes = {"original_size": ORIGINAL_HW, "crops_coords_top_left": CROP_TOP_LEFT, "target_size": family.tiny_hw}
+    height, width = miniatures.get_hw(family.name)
+    sizes = {"original_size": ORIGINAL_HW, "crops_coords_top_left": CROP_TOP_LEFT, "target_size": (height, width)}
     facts = sizes if told_sizes else {}
     facts["max_sequence_length"] = getattr(family, "max_sequence_length", None)
     facts = {name: value for name, value in facts.items() if name in accepted and value is not None}
@@ -149,7 +150,8 @@ def some_t(family, num=2):
 def test_the_facts_are_stated(Family, denoiser):
     assert Family.__mro__[1] is base.ModelFamily  # depth of inheritance exactly one
     assert getattr(diffusers, Family.denoiser_class) is type(denoiser)
-    assert Family.tiny_hw[0] != Family.tiny_hw[1]
+    height, width = miniatures.get_hw(Family.name)
+    assert height != width
     assert set(Family.layouts) <= {"comfy", "diffusers", "kohya"} and "diffusers" in Family.layouts
     assert Family.bucket_step % Family.bucket_multiple == 0 and Family.native_resolution % Family.bucket_step == 0
     assert bool(Family.kohya_naming) == ("kohya" in Family.layouts)
@@ -161,8 +163,8 @@ def test_the_facts_are_stated(Family, denoiser):
 
 def test_miniature_is_random_small_and_repeatable(Family, folder, tmp_path):
     state = torch.get_rng_state()
-    Family.tiny(tmp_path)
-    assert torch.equal(torch.get_rng_state(), state), "tiny must leave the caller's random numbers alone"
+    miniatures.save(Family.name, tmp_path)
+    assert torch.equal(torch.get_rng_state(), state), "saving must leave the caller's random numbers alone"
     weights = f"{Family.denoiser_name}/diffusion_pytorch_model.safetensors"
     assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
     assert sum(p.stat().st_size for p in tmp_path.rglob("*")) < 10e6
@@ -218,7 +220,7 @@ def test_what_is_cut_from_a_long_prompt_is_what_the_encoders_do_not_read(Family,
 def test_flux_reads_as_many_tokens_as_the_model_was_trained_with(tmp_path):
     """512 for dev, 256 for schnell (model cards); a tokenizer that says less wins."""
     Flux = families.get("flux")
-    Flux.tiny(tmp_path)
+    miniatures.save(Flux.name, tmp_path)
     assert make(Flux, tmp_path).max_sequence_length == 32
     settings = tmp_path / "tokenizer_2" / "tokenizer_config.json"
     edit = json.loads(settings.read_text(encoding="utf-8")) | {"model_max_length": 512}
@@ -250,7 +252,7 @@ def test_conditioning_in_bf16_is_the_pipelines_and_can_be_stored(Family, folder,
 def test_sdxl_is_told_sizes_exactly(tmp_path):
     """bf16 would make 668 of 667."""
     sdxl, told = families.get("sdxl"), {}
-    sdxl.tiny(tmp_path)
+    miniatures.save(sdxl.name, tmp_path)
     sizes = torch.tensor([[667.0, 401.0, 3.0, 259.0, 512.0, 768.0]])
     cond = {"prompt_embeds": torch.zeros(1, 2, 80), "text_embeds": torch.zeros(1, 32), "time_ids": sizes}
 
@@ -297,7 +299,7 @@ def test_latents_go_to_the_vae_as_in_the_pipeline(Family, family, pipeline, monk
     monkeypatch.setattr(type(pipeline.scheduler), "step", record)
     options = called(family, num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt")
     output = pipeline(prompt=PROMPTS[0], **options, **family.guidance_inputs(1.0))
-    picture = torch.as_tensor(output[0]).float().reshape(1, 3, *Family.tiny_hw)
+    picture = torch.as_tensor(output[0]).float().reshape(1, 3, *miniatures.get_hw(Family.name))
     latents = family.unpack(ends[-1], tuple(some_latents(family).shape[-2:]))
     assert latents.shape == some_latents(family, 1).shape
     pixels = family.decode_latents(latents)
@@ -467,7 +469,7 @@ def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline)
     cond, bad = encode(family, [PROMPTS[0], family.negative_text("blue" if worded else "")])
     mine = family.pipeline(denoiser)
     inputs = family.pipeline_inputs(cond | shown_to_pipeline(family), bad if Family.uses_negative else None)
-    height, width = Family.tiny_hw
+    height, width = miniatures.get_hw(Family.name)
     options |= {**family.size_inputs(width, height), **family.call_options}
     picture = mine(**inputs, **options, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(torch.as_tensor(picture[0]), torch.as_tensor(expected[0]), rtol=1e-3, atol=1e-4)
@@ -479,13 +481,14 @@ def test_previews_in_bf16_decode_in_float32(Family, folder):
     cond, negative = encode(family, [PROMPTS[0], ""])
     family.free_encoders()
     denoiser = load_denoiser(family, storage="fp8")
-    sizes = {"width": Family.tiny_hw[1], "height": Family.tiny_hw[0]}  # smaller than a config may ask for
+    height, width = miniatures.get_hw(Family.name)
+    sizes = {"width": width, "height": height}  # smaller than a config may ask for
     section = Preview(prompts=["x"], steps=2).model_copy(update=sizes)
     pipeline = family.pipeline(denoiser)
     assert pipeline.vae.dtype == torch.float32
     prompts = PreviewPrompts(["x"], "", [cond | shown_to_pipeline(family)], [negative])
     (drawn,) = previews.render(family, pipeline, prompts, section, 0)
-    assert drawn.size == (Family.tiny_hw[1], Family.tiny_hw[0])
+    assert drawn.size == (width, height)
 
 
 def test_encoders_come_and_go(Stored, stored):
@@ -493,7 +496,7 @@ def test_encoders_come_and_go(Stored, stored):
     with pytest.raises(RuntimeError, match="in_turn"):
         encode(family, ["a"])
     with pytest.raises(RuntimeError, match="load_vae"):
-        family.encode_images(torch.zeros(1, 3, *Stored.tiny_hw))
+        family.encode_images(torch.zeros(1, 3, *miniatures.get_hw(Stored.name)))
     load_encoders(family)
     assert not any(p.requires_grad for p in family.vae.parameters())
     family.free_encoders()
@@ -555,7 +558,7 @@ def test_the_last_layer_of_flux_is_not_a_single_blocks_proj_out():
 
 def test_sdxl_sizes_are_height_before_width(tmp_path):
     Family = families.get("sdxl")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     facts = make(Family, tmp_path).image_conditioning((40, 56), (4, 6), (16, 24))
     assert facts["time_ids"].tolist() == [40, 56, 4, 6, 16, 24]
 
@@ -563,7 +566,7 @@ def test_sdxl_sizes_are_height_before_width(tmp_path):
 def test_flux_without_guidance_embedding(tmp_path):
     """FLUX.1-schnell: no guidance input, and the setting is reported as unused."""
     Family = families.get("flux")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     assert make(Family, tmp_path).facts_of_base() == {"base.guidance": True}
     assert make(Family, tmp_path).architecture_name() == "flux-1-dev"
     schnell = diffusers.FluxTransformer2DModel.from_config(
@@ -598,7 +601,8 @@ def copy(folder, tmp_path):
 
 def test_the_registry_is_the_folder():
     assert {"sd15", "sdxl", "flux"} <= set(families.available())
-    assert not {"base", "_files", "_ldm", "_miniature"} & set(families.available())
+    assert not {"base", "_files", "_ldm"} & set(families.available())
+    assert set(miniatures.available()) == set(families.available())
     with pytest.raises(UserError, match="did you mean 'sdxl'"):
         families.get("SDLX")
 
@@ -742,7 +746,7 @@ def test_full_precision_is_preferred_to_a_half_precision_copy(Stored, stored, tm
 def test_text_encoders_as_the_hub_has_them(tmp_path):
     """The released models were saved years ago: other parameter names, a stored buffer, a tokenizer in two files."""
     Family = families.get("sd15")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     new = make(Family, tmp_path)
     load_encoders(new)
     expected = new.encode_prompts(PROMPTS)
@@ -766,7 +770,7 @@ def test_text_encoders_as_the_hub_has_them(tmp_path):
 def test_what_encoders_lack_is_never_made_up(tmp_path):
     """transformers fills missing weights with random numbers: captions would be encoded by chance."""
     Family = families.get("sd15")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     for path in (tmp_path / "text_encoder" / "model.safetensors", tmp_path / "vae/diffusion_pytorch_model.safetensors"):
         tensors = load_file(path)
         (gone, *_) = sorted(tensors)
@@ -786,7 +790,7 @@ def test_what_encoders_lack_is_never_made_up(tmp_path):
 
 def test_a_head_that_nothing_reads_may_be_missing(tmp_path):
     Family = families.get("flux2_klein")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     whole, headless = make(Family, tmp_path), make(Family, tmp_path)
     load_encoders(whole)
     path = tmp_path / "text_encoder" / "model.safetensors"
@@ -799,12 +803,12 @@ def test_a_head_that_nothing_reads_may_be_missing(tmp_path):
 
 
 def test_a_folder_of_another_architecture_is_named(tmp_path):
-    families.get("sdxl").tiny(tmp_path / "xl")
+    miniatures.save("sdxl", tmp_path / "xl")
     with pytest.raises(UserError) as caught:
         make(families.get("sd15"), tmp_path / "xl")
     assert "is Stable Diffusion XL" in str(caught.value) and "model.family = 'sdxl'" in str(caught.value)
     # Stable Diffusion 2 has the pipeline of 1.5, and another network.
-    families.get("sd15").tiny(tmp_path / "two")
+    miniatures.save("sd15", tmp_path / "two")
     path = tmp_path / "two" / "unet" / "config.json"
     edited = json.loads(path.read_text(encoding="utf-8")) | {"use_linear_projection": True}
     path.write_text(json.dumps(edited), encoding="utf-8")
@@ -1072,7 +1076,7 @@ def fetch(repo, home, **environment):
 
 def test_hub_models_are_fetched_once_and_only_what_is_needed(tmp_path):
     root = tmp_path / "hub"
-    families.get("sd15").tiny(root)
+    miniatures.save("sd15", root)
     stem = "diffusion_pytorch_model"
     for extra in (f"unet/{stem}.fp16.safetensors", f"unet/{stem}.bin", "v1.safetensors"):
         (root / extra).write_bytes(b"not wanted")
@@ -1279,7 +1283,7 @@ def single(request, tmp_path_factory):
     """(Family, diffusers folder, the same model as one file, a folder with what the file lacks and no more)"""
     Family = families.get(request.param)
     root = tmp_path_factory.mktemp(f"single_{Family.name}")
-    Family.tiny(root / "base")
+    miniatures.save(Family.name, root / "base")
     save_file(original_layout(Family, root / "base"), root / "one.safetensors")
     rest = Path(shutil.copytree(root / "base", root / "rest"))
     (rest / Family.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
@@ -1297,7 +1301,7 @@ def test_a_single_file_is_the_same_model(single):
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     load_encoders(whole)
     load_encoders(one)
-    pixels = torch.rand(1, 3, *Family.tiny_hw)
+    pixels = torch.rand(1, 3, *miniatures.get_hw(Family.name))
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     for mine, theirs in zip(one.encode_prompts(PROMPTS), whole.encode_prompts(PROMPTS), strict=True):
         assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
@@ -1329,7 +1333,7 @@ def test_a_single_denoiser_alone_takes_the_rest_from_components(single, tmp_path
 def test_components_of_another_architecture_are_refused(single, tmp_path):
     Family, _, path, _ = single
     other = families.get("flux" if Family.name != "flux" else "sdxl")
-    other.tiny(tmp_path)
+    miniatures.save(other.name, tmp_path)
     with pytest.raises(UserError, match=f"is {other.title}.*the config says model.family = '{Family.name}'"):
         make(Family, path, components=str(tmp_path))
 
@@ -1443,7 +1447,7 @@ SD3 = "model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bia
 )
 def test_other_files_are_described(tmp_path, shapes, words):
     Family = families.get("sd15")
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     write_header(tmp_path / "file.safetensors", shapes)
     with pytest.raises(UserError, match=words):
         make(Family, tmp_path / "file.safetensors", components=str(tmp_path / "base"))
@@ -1495,7 +1499,7 @@ def test_flux_conversion_is_diffusers_own(tmp_path):
                 0, 2**31, (128,), generator=generator, dtype=torch.int32
             )
     Flux = families.get("flux")
-    Flux.tiny(tmp_path)
+    miniatures.save(Flux.name, tmp_path)
     told = json.dumps({"_class_name": Flux.denoiser_class, "guidance_embeds": True, **Flux.reference_config})
     (tmp_path / "transformer" / "config.json").write_text(told, encoding="utf-8")
     conversion = make(Flux, tmp_path).convert_checkpoint({k: tuple(v.shape) for k, v in tensors.items()})

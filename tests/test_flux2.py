@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import diffusers
+import miniatures
 import pytest
 import torch
 from diffusers.loaders import single_file_utils
@@ -62,7 +63,7 @@ def test_a_file_is_recognised_by_one_family_and_read_as_diffusers_reads_it(name,
     for prefix in PREFIXES:
         header = {prefix + key: shape for key, shape in shapes.items()}
         assert [other for other in families.available() if families.get(other).recognises(header)] == [name]
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
     family.denoiser_config = lambda: dict(Family.reference_config)
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +107,7 @@ def test_ideogram4_is_recognised_at_full_size():
 def test_latents_are_not_normalised_as_a_relatives(name, refused, title, tmp_path):
     """The two VAEs have one class and one config; only the numbers of their batch norms tell."""
     Family = families.get(name)
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     assert make(Family, tmp_path).warnings == []
     path = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
@@ -127,7 +128,7 @@ def test_latents_are_not_normalised_as_a_relatives(name, refused, title, tmp_pat
 
 def test_ideogram4_is_told_what_it_was_captioned_with(tmp_path):
     Family = families.get("ideogram4")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
     lines = (Path(__file__).parents[1] / "configs" / "ideogram4.toml").read_text(encoding="utf-8").splitlines()
     shown = [line[1:].strip() for line in lines if line.startswith("#   ")]
@@ -141,7 +142,7 @@ def test_ideogram4_is_told_what_it_was_captioned_with(tmp_path):
 def test_ideogram4_reads_prompts_to_the_limit_that_its_pipeline_refuses_beyond(tmp_path):
     """The template's end counts; and what pads a shorter prompt of a batch stands in front of it."""
     Family = families.get("ideogram4")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
     load_encoders(family)
     conds = family.encode_prompts(["a red dog", "red dog " * 99])
@@ -176,7 +177,7 @@ def test_guidance_that_ideogram4_cannot_give_is_refused_before_anything_is_encod
 @pytest.mark.parametrize("name", NAMES)
 def test_a_single_file_is_the_same_model(name, tmp_path):
     Family = families.get(name)
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     tensors = written(Family, tmp_path / "base", tmp_path / "one.safetensors")
     family = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
     found = {new: weight for new, weight in family.denoiser_tensors()}
@@ -200,7 +201,7 @@ def test_klein_is_read_in_both_sizes(tmp_path):
     nine = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288}
     shapes = native_shapes(Family, Family.reference_config | nine)
     write_header(tmp_path / "nine.safetensors", shapes)
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     path = tmp_path / "base" / "transformer" / "config.json"
     path.write_text(json.dumps(Family.reference_config | {"_class_name": Family.denoiser_class}), encoding="utf-8")
     with pytest.raises(UserError, match="takes 12288 features of a token, the text encoder in .* gives 48"):
@@ -221,7 +222,7 @@ def test_klein_is_read_in_both_sizes(tmp_path):
 
 def test_distilled_klein_is_told_and_drawn_without_guidance(tmp_path):
     Family = families.get("flux2_klein")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     assert make(Family, tmp_path).warnings == [] and make(Family, tmp_path).usual_guidance() == 4.0
     index = tmp_path / "model_index.json"
     told = json.loads(index.read_text(encoding="utf-8")) | {"is_distilled": True}
@@ -235,7 +236,7 @@ def test_distilled_klein_is_told_and_drawn_without_guidance(tmp_path):
 def test_distilled_ernie_is_told_and_drawn_without_guidance(mark, tmp_path):
     Family = families.get("ernie_image")
     folder = tmp_path / ("ERNIE-Image-Turbo" if mark == "folder" else "base")
-    Family.tiny(folder)
+    miniatures.save(Family.name, folder)
     path = folder / "transformer" / "config.json"
     if mark == "config":
         told = json.loads(path.read_text(encoding="utf-8")) | {"use_lora": False}

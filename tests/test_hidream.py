@@ -2,6 +2,7 @@
 
 import json
 
+import miniatures
 import pytest
 import torch
 from editing import load_encoders
@@ -14,7 +15,7 @@ from lora_fp8.errors import UserError
 
 def hidream(tmp_path):
     Family = families.get("hidream")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family = Family(settings.Model(family="hidream", path=str(tmp_path)), device="cpu", dtype=torch.float32)
     load_encoders(family)
     denoiser = family.empty_denoiser()
@@ -66,7 +67,7 @@ def test_a_bucket_with_too_many_patches_is_refused_before_anything_is_encoded(jo
 
 def test_what_is_distilled_is_told(tmp_path):
     Family = families.get("hidream")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     path = tmp_path / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({"_class_name": "FlowMatchLCMScheduler", "shift": 6.0}), encoding="utf-8")
     distilled = make(Family, tmp_path)

@@ -3,6 +3,7 @@
 import json
 
 import diffusers
+import miniatures
 import torch
 from editing import load_encoders
 from test_families import make, write_header
@@ -19,7 +20,7 @@ def hunyuan(tmp_path):
 
 def test_text_is_cut_into_tokens_as_the_file_says(tmp_path):
     """The released folder names LlamaTokenizerFast, which in transformers 5 would bring the rules of Llama 2."""
-    families.get("hunyuan_video").tiny(tmp_path)
+    miniatures.save("hunyuan_video", tmp_path)
     path = tmp_path / "tokenizer" / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "LlamaTokenizerFast"}
     path.write_text(json.dumps(settings), encoding="utf-8")
@@ -29,7 +30,7 @@ def test_text_is_cut_into_tokens_as_the_file_says(tmp_path):
 
 
 def test_a_model_without_guidance_embedding(tmp_path):
-    families.get("hunyuan_video").tiny(tmp_path)
+    miniatures.save("hunyuan_video", tmp_path)
     assert hunyuan(tmp_path).facts_of_base() == {"base.guidance": True}
     plain = {**hunyuan(tmp_path).denoiser_config(), "guidance_embeds": False}
     diffusers.HunyuanVideoTransformer3DModel.from_config(plain).save_pretrained(tmp_path / "transformer")
@@ -47,7 +48,7 @@ def test_a_model_without_guidance_embedding(tmp_path):
 
 def test_image_to_video_with_the_same_tensors_is_told_by_its_name(tmp_path):
     Family = families.get("hunyuan_video")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     for name, num in (("hunyuan_video_t2v_720p", 0), ("hunyuan_v2_replace_image_to_video_720p", 1), ("hy_I2V", 1)):
         header = {"img_in.proj.weight": (32, 4, 1, 2, 2), "final_layer.linear.weight": (16, 32)}
         header |= {"double_blocks.0.img_attn_qkv.weight": (96, 32), "vector_in.in_layer.weight": (32, 32)}

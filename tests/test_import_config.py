@@ -17,6 +17,7 @@ from typing import Any
 
 import bitsandbytes
 import diffusers
+import miniatures
 import prodigyopt
 import pytest
 import torch
@@ -1301,7 +1302,7 @@ def test_parts_of_names_that_are_trained(here: Path, tmp_path: Path, only: list[
     """ai-toolkit looks for a word in "transformer." and the name; OneTrainer in the name."""
     Family = families.get("flux")
     with torch.device("meta"):
-        model = getattr(diffusers, Family.denoiser_class)(**Family.tiny_config)
+        model = getattr(diffusers, Family.denoiser_class)(**miniatures.get_config(Family.name))
     names = Family.adapter_names(model)
     data = read(here / "ai_toolkit_flux.yaml")
     network = data["config"]["process"][0]["network"]

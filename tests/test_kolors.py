@@ -2,6 +2,7 @@
 
 import json
 
+import miniatures
 import pytest
 import torch
 from diffusers import KolorsPipeline
@@ -21,7 +22,7 @@ Family = families.get("kolors")
 )
 def test_the_part_that_is_read_is_found_in_any_writing(tmp_path, text):
     """Wide letters and blanks in a row are others to the tokenizer than to the prompt. Judged by its own tokens."""
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
     (cut,) = family.overlong([text])
     kept = text.removesuffix(cut.lost)
@@ -34,7 +35,7 @@ def test_the_part_that_is_read_is_found_in_any_writing(tmp_path, text):
 
 def test_prompts_are_padded_in_front_to_what_the_pipeline_reads(tmp_path):
     """Its call takes `max_sequence_length` and reads 256 tokens whatever that says: so does training."""
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family, pipeline = make(Family, tmp_path), KolorsPipeline.from_pretrained(tmp_path, local_files_only=True)
     load_encoders(family)
     (cond,) = family.encode_prompts(["a red dog"])
@@ -45,15 +46,15 @@ def test_prompts_are_padded_in_front_to_what_the_pipeline_reads(tmp_path):
 
 
 def test_it_is_told_from_sdxl(tmp_path):
-    Family.tiny(tmp_path / "kolors")
-    families.get("sdxl").tiny(tmp_path / "sdxl")
+    miniatures.save(Family.name, tmp_path / "kolors")
+    miniatures.save("sdxl", tmp_path / "sdxl")
     for name, found, title in (("sdxl", "kolors", "Kolors"), ("kolors", "sdxl", "Stable Diffusion XL")):
         with pytest.raises(UserError, match=f"is {title}.*set model.family = '{found}'"):
             make(families.get(name), tmp_path / found)
 
 
 def test_an_inpainting_model_is_refused(tmp_path):
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     path = tmp_path / "unet" / "config.json"
     told = json.loads(path.read_text(encoding="utf-8")) | {"in_channels": 9}
     path.write_text(json.dumps(told), encoding="utf-8")
@@ -63,7 +64,7 @@ def test_an_inpainting_model_is_refused(tmp_path):
 
 def test_sizes_are_told_exactly(tmp_path):
     """bf16 would make 668 of 667."""
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     told = {}
 
     def denoiser(**inputs):

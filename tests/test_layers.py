@@ -229,6 +229,18 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         assert {(library, place) for place in LIBRARIES[library]} <= used
 
 
+def test_the_library_knows_nothing_of_the_tests() -> None:
+    """Neither their modules nor the random models that they train: these are made in tests/miniatures."""
+    of_tests = {path.stem for path in (ROOT / "tests").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert {"miniatures", "conftest"} <= of_tests
+    for path in LIBRARY.values():
+        offenders = [f"{name}:{line}" for name, _, line in imports(path) if name.split(".")[0] in of_tests | {"tests"}]
+        assert not offenders, f"{path}: {offenders}"
+    for path in sorted((ROOT / "lora_fp8/families").glob("*.py")):
+        names = {getattr(node, kind, "") for node in ast.walk(tree(path)) for kind in ("name", "id", "attr", "arg")}
+        assert not [name for name in names if re.search(r"(^|_)(tiny|miniature)", name or "", re.IGNORECASE)], path
+
+
 def test_no_list_of_families_stands_outside_of_their_folder() -> None:
     """A new family is a file. The importers are left out: their tables are of the names that other trainers use."""
     names = {path.stem for path in (ROOT / "lora_fp8/families").glob("[!_]*.py")} - {"base"}

@@ -4,6 +4,7 @@ import inspect
 import json
 import shutil
 
+import miniatures
 import pytest
 import torch
 from diffusers import AutoencoderKLLTXVideo, LTXPipeline
@@ -39,7 +40,7 @@ def prefixed(transformer, **others):
 @pytest.fixture
 def last_step(tmp_path):
     """The miniature of 0.9.1: its decoder is told a timestep."""
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     told = json.loads((tmp_path / "vae" / "config.json").read_text(encoding="utf-8"))
     torch.manual_seed(0)
     AutoencoderKLLTXVideo.from_config(told | {"timestep_conditioning": True}).save_pretrained(tmp_path / "vae")
@@ -49,7 +50,7 @@ def last_step(tmp_path):
 @pytest.mark.parametrize("num_frames", [1, 9])
 def test_a_decoder_that_takes_the_last_step_is_told_when(last_step, num_frames):
     """Judged by the pipeline, which adds noise before it: none here, so that both can be compared."""
-    family, (height, width) = make(Family, last_step), Family.tiny_hw
+    family, (height, width) = make(Family, last_step), miniatures.get_hw(Family.name)
     pipeline = LTXPipeline.from_pretrained(last_step, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     load_encoders(family)
@@ -99,7 +100,7 @@ def test_previews_with_such_a_decoder(last_step):
 def test_versions_that_are_trained(tmp_path, name, header, kind, said):
     """diffusers names them; the folder beside is of 0.9.0, whose autoencoder is not 0.9.1's."""
     assert infer_diffusers_model_type({key: torch.empty(shape, device="meta") for key, shape in header.items()}) == kind
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     write_header(tmp_path / f"{name}.safetensors", header)
     warnings = make(Family, tmp_path / f"{name}.safetensors", components=str(tmp_path)).warnings
     assert [said in warning for warning in warnings] == [True] * bool(said)
@@ -125,14 +126,14 @@ LARGE["transformer_blocks.47.scale_shift_table"] = (6, 4096)
     ],
 )
 def test_versions_that_are_refused(tmp_path, name, header, words):
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     write_header(tmp_path / f"{name}.safetensors", header)
     with pytest.raises(UserError, match=words):
         make(Family, tmp_path / f"{name}.safetensors", components=str(tmp_path))
 
 
 def test_a_folder_of_a_later_version_is_refused_by_its_pipeline(tmp_path):
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     other = shutil.copytree(tmp_path / "base", tmp_path / "0.9.5")
     path = other / "model_index.json"
     edited = json.loads(path.read_text(encoding="utf-8")) | {"_class_name": "LTXConditionPipeline"}
@@ -142,7 +143,7 @@ def test_a_folder_of_a_later_version_is_refused_by_its_pipeline(tmp_path):
 
 
 def test_the_rate_of_clips_is_the_one_that_the_denoiser_and_previews_are_told(tmp_path):
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family, told = make(Family, tmp_path), {}
 
     def denoiser(**inputs):

@@ -7,6 +7,7 @@ a wrong row or a swapped name shows. Judges are diffusers' converters of single 
 import json
 
 import diffusers
+import miniatures
 import pytest
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
@@ -65,7 +66,7 @@ def native_shapes(Family, shapes):
 
 def loader(Family, tmp_path):
     """The family on its miniature, with the released denoiser's config in place of its own."""
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family = Family(settings.Model(family=Family.name, path=str(tmp_path)), device="cpu", dtype=torch.float32)
     family.denoiser_config = lambda: dict(Family.reference_config)
     return family
@@ -108,7 +109,7 @@ def test_the_sizes_of_sana_are_read_from_the_file(variant, told, tmp_path):
         denoiser = diffusers.SanaTransformer2DModel.from_config(expected)
     shapes = {name: tuple(tensor.shape) for name, tensor in denoiser.state_dict().items()}
     write_header(tmp_path / "one.safetensors", native_shapes(Family, shapes))
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     path = tmp_path / "base" / "transformer" / "config.json"
     path.unlink()
     if told:
@@ -142,7 +143,7 @@ def test_the_table_says_what_diffusers_converter_does(name, tmp_path):
 def test_a_single_file_is_the_same_model(name, tmp_path):
     """The miniature written in the original naming gives every tensor back, bit for bit."""
     Family = families.get(name)
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     tensors = load_file(tmp_path / "base" / Family.denoiser_name / "diffusion_pytorch_model.safetensors")
     tensors = {key: torch.randn(tensor.shape) for key, tensor in tensors.items()}  # norms are all ones else
     written = {native: tensors[ours].roll(len(tensors[ours]) // 2, 0) for ours, native in ASIDE.get(name, {}).items()}

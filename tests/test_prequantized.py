@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import accelerate
+import miniatures
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
@@ -40,7 +41,7 @@ class Single:
 
     def __init__(self, name: str, root: Path):
         self.Family = families.get(name)
-        self.Family.tiny(root / "base")
+        miniatures.save(self.Family.name, root / "base")
         generator = torch.Generator().manual_seed(3)
         self.tensors = original_layout(self.Family, root / "base")
         for tensor in self.tensors.values():
@@ -355,7 +356,7 @@ def test_the_other_models_in_a_file_are_decoded_too(tmp_path_factory, layout, tm
 
 def test_a_diffusers_folder_may_hold_fp8(tmp_path):
     Family = families.get("flux")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     path = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
     file, meant = {}, {}
     for key, tensor in load_file(path).items():
@@ -549,7 +550,7 @@ def test_each_kind_of_problem_is_told_once(flux, tmp_path):
 )
 def test_quantized_folders_are_refused_by_name(tmp_path, section, words):
     Family = families.get("flux")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     for part in ("transformer", "text_encoder_2"):
         path = tmp_path / part / "config.json"
         before = path.read_text(encoding="utf-8")
@@ -563,7 +564,7 @@ def test_quantized_folders_are_refused_by_name(tmp_path, section, words):
 def test_scaled_encoders_in_a_folder_are_refused(tmp_path):
     """transformers reads them, and would take the codes for the weights."""
     Family = families.get("flux")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     path = tmp_path / "text_encoder_2" / "model.safetensors"
     tensors = load_file(path)
     key = next(name for name in tensors if name.endswith(".q.weight"))

@@ -7,17 +7,19 @@ import shutil
 from types import SimpleNamespace
 
 import diffusers
+import miniatures
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils, single_file_utils
 from diffusers.models.transformers import transformer_cosmos
 from editing import load_encoders
+from miniatures import _qwen
 from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, make
 
 from lora_fp8 import families, settings
 from lora_fp8.errors import UserError
-from lora_fp8.families import _qwen, krea2
+from lora_fp8.families import krea2
 from lora_fp8.families._files import PREFIXES
 from lora_fp8.lora_files import naming
 from lora_fp8.objectives import FlowMatching
@@ -73,7 +75,7 @@ def test_a_full_size_file_is_recognised_by_its_family_alone(name):
 @pytest.mark.parametrize("name", CONVERTERS)
 def test_a_single_file_is_read_as_diffusers_reads_it(name, tmp_path):
     Family = families.get(name)
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     weights = tmp_path / "base" / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
     expected = {key: torch.randn(tensor.shape) for key, tensor in load_file(weights).items()}  # norms are all ones
     tensors = {f"{PREFIX}{key}": t for key, t in native_tensors(Family, expected).items()}
@@ -118,7 +120,7 @@ def test_relatives_with_other_inputs_are_refused():
 def test_the_last_block_of_qwen_image_makes_nothing_of_the_text(tmp_path):
     """What gets no adapter is what no gradient reaches, and nothing else."""
     Family = families.get("qwen_image")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
     load_encoders(family)
     denoiser = diffusers.QwenImageTransformer2DModel.from_pretrained(tmp_path / "transformer")
@@ -148,7 +150,7 @@ def edit(path, **entries):
 @pytest.mark.parametrize("name", ["z_image", "krea2"])
 def test_distilled_models_are_told_and_drawn_without_guidance(name, tmp_path):
     Family = families.get(name)
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     base = make(Family, tmp_path)
     assert base.warnings == [] and base.guidance_inputs(base.usual_guidance())["guidance_scale"] > 0
     if name == "z_image":
@@ -165,7 +167,7 @@ def test_distilled_models_are_told_and_drawn_without_guidance(name, tmp_path):
 @pytest.mark.parametrize("components", ["base", "distilled"])
 def test_the_name_of_a_single_file_says_more_than_its_components(name, components, tmp_path):
     Family = families.get(name)
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     if components == "distilled" and name == "z_image":
         edit(tmp_path / "scheduler" / "scheduler_config.json", shift=3.0)
     elif components == "distilled":
@@ -190,7 +192,7 @@ def test_a_de_distilled_folder_or_repository_is_not_distilled(name, tmp_path):
     """It keeps the config of the model that it was made from, so that its name alone tells."""
     Family = families.get(name)
     turbo = tmp_path / "Some-Turbo"
-    Family.tiny(turbo)
+    miniatures.save(Family.name, turbo)
     if name == "z_image":
         edit(turbo / "scheduler" / "scheduler_config.json", shift=3.0)
     elif name == "ernie_image":
@@ -210,7 +212,7 @@ def test_a_de_distilled_folder_or_repository_is_not_distilled(name, tmp_path):
 
 def test_anima_turbo_is_told_by_its_name(tmp_path):
     Family = families.get("anima")
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     assert make(Family, tmp_path / "base").warnings == []
     places = {"Anima-Turbo": True, "Anima-De-Turbo": False, "models--someone--Anima-Turbo/snapshots/0a1b": True}
     for called, distilled in places.items():
@@ -228,7 +230,7 @@ def test_anima_turbo_is_told_by_its_name(tmp_path):
 def test_qwen_image_edit_is_told_by_its_name(name, tmp_path):
     """The relatives have the same tensors, but for a marker in ComfyUI's files of 2511."""
     Family = families.get(name)
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     weights = load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
     for called, meant in {
         "qwen_image_fp8": "qwen_image",
@@ -246,7 +248,7 @@ def test_qwen_image_edit_is_told_by_its_name(name, tmp_path):
         if name == "qwen_image_edit_plus" and "25" in called:
             assert family.empty_denoiser().zero_cond_t == ("2511" in called)
     if name != "qwen_image":
-        families.get("qwen_image").tiny(tmp_path / "text")
+        miniatures.save("qwen_image", tmp_path / "text")
         with pytest.raises(UserError, match=r"lacks processor/ \(preprocessor_config.json"):
             make(Family, tmp_path / "qwen_image_edit_fp8.safetensors", components=str(tmp_path / "text"))
         marked = {**weights, "__index_timestep_zero__": torch.zeros(0)}
@@ -265,7 +267,7 @@ def test_qwen_image_edit_is_told_by_its_name(name, tmp_path):
 def test_krea2_turbo_is_trained_with_the_shift_that_it_draws_with(tmp_path, monkeypatch):
     """Its pipeline has one for all resolutions; judged by what it tells the scheduler."""
     Family = families.get("krea2")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     edit(tmp_path / "model_index.json", is_distilled=True)
     family = make(Family, tmp_path)
     pipeline = diffusers.Krea2Pipeline.from_pretrained(tmp_path, local_files_only=True)
@@ -298,7 +300,7 @@ class Torchvision:
 def test_anima_is_drawn_as_diffusers_modular_pipeline_draws_it(tmp_path, monkeypatch):
     """From text to latents and pixels, with guidance and without; prompts of two lengths."""
     Family = families.get("anima")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     modular = diffusers.AnimaModularPipeline.from_pretrained(str(tmp_path), local_files_only=True)
     modular.load_components()
     modular.set_progress_bar_config(disable=True)
@@ -306,7 +308,7 @@ def test_anima_is_drawn_as_diffusers_modular_pipeline_draws_it(tmp_path, monkeyp
     assert modular.transformer.config.concat_padding_mask
     mine = Family.pipeline_type().from_pretrained(tmp_path)
     mine.set_progress_bar_config(disable=True)
-    height, width = Family.tiny_hw
+    height, width = miniatures.get_hw(Family.name)
     for prompt in PROMPTS:
         for guidance in (1.0, 4.0):
             options = {"prompt": prompt, "height": height, "width": width, "num_inference_steps": 3}
@@ -323,8 +325,8 @@ def test_anima_is_drawn_as_diffusers_modular_pipeline_draws_it(tmp_path, monkeyp
 
 def test_the_conditioner_of_anima_comes_from_the_file_that_holds_it(tmp_path):
     Family = families.get("anima")
-    Family.tiny(tmp_path / "base")
-    Family.tiny(tmp_path / "other", seed=1)
+    miniatures.save(Family.name, tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "other", seed=1)
     stem = "diffusion_pytorch_model.safetensors"
     transformer, conditioner = (load_file(tmp_path / "other" / p / stem) for p in ("transformer", "text_conditioner"))
     tensors = {f"net.{key}": t for key, t in native_tensors(Family, transformer).items()}

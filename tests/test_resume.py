@@ -11,13 +11,14 @@ import json
 import shutil
 from pathlib import Path
 
+import miniatures
 import pytest
 import safetensors
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from lora_fp8 import adapters, config, families, train
+from lora_fp8 import adapters, config, train
 from lora_fp8.cli import training as training_commands
 from lora_fp8.common import writing
 from lora_fp8.data import loader
@@ -337,7 +338,7 @@ def test_other_changed_settings_are_told(make_job, tmp_path, settings, stopped, 
 def test_another_base_at_the_same_place_is_told(make_job, tmp_path, settings, stopped):
     """A base that was replaced, or a hub branch that moved: the path is the same, the weights are not."""
     shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
-    families.get("sd15").tiny(tmp_path / "other", seed=1)
+    miniatures.save("sd15", tmp_path / "other", seed=1)
     job = make_job(tmp_path, *settings, f"model.path='{tmp_path / 'other'}'")
     run(job, resume=True)
     assert [event["text"] for event in events(job, "warning") if "base model's files" in event["text"]]

@@ -3,6 +3,7 @@
 import json
 
 import diffusers
+import miniatures
 import pytest
 import torch
 from editing import load_encoders
@@ -33,7 +34,7 @@ def single_file(folder, path):
 
 def test_a_single_file_is_the_same_model_and_does_not_tell_what_it_predicts(tmp_path):
     Family = families.get("sd2")
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     single_file(tmp_path / "base", tmp_path / "one.safetensors")
     whole = make(Family, tmp_path / "base")
     load_encoders(whole)
@@ -46,7 +47,7 @@ def test_a_single_file_is_the_same_model_and_does_not_tell_what_it_predicts(tmp_
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[k], expected[k]) for k in expected)
     for mine, theirs in zip(one.encode_prompts(PROMPTS), whole.encode_prompts(PROMPTS), strict=True):
         assert torch.equal(mine["prompt_embeds"], theirs["prompt_embeds"])
-    pixels = torch.rand(1, 3, *Family.tiny_hw)
+    pixels = torch.rand(1, 3, *miniatures.get_hw(Family.name))
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     (told,) = one.warnings
     assert "'v' is taken from" in told and whole.warnings == []
@@ -64,7 +65,7 @@ def test_a_full_size_file_is_read_whole_and_is_nobody_elses(tmp_path):
     first = "model.diffusion_model.input_blocks.0.0.weight"
     assert not Family.recognises({**shapes, first: (320, 9, 3, 3)})  # inpainting
     assert not Family.recognises({**shapes, "model.diffusion_model.label_emb.0.0.weight": (1280, 2048)})  # unCLIP
-    Family.tiny(tmp_path / "rest")
+    miniatures.save(Family.name, tmp_path / "rest")
     (tmp_path / "rest" / "unet" / "config.json").unlink()
     write_header(tmp_path / "big.safetensors", shapes)
     family = make(Family, tmp_path / "big.safetensors", components=str(tmp_path / "rest"))
@@ -77,7 +78,7 @@ def test_a_full_size_file_is_read_whole_and_is_nobody_elses(tmp_path):
 
 @pytest.mark.parametrize("chosen", ["sd15", "sdxl"])
 def test_a_folder_of_sd2_is_named_though_sd15_shares_its_pipeline(chosen, tmp_path):
-    families.get("sd2").tiny(tmp_path)
+    miniatures.save("sd2", tmp_path)
     with pytest.raises(UserError, match="model.family = 'sd2'"):
         make(families.get(chosen), tmp_path)
 
@@ -86,7 +87,7 @@ def test_a_folder_of_sd2_is_named_though_sd15_shares_its_pipeline(chosen, tmp_pa
 def test_v_prediction_with_zero_terminal_snr_is_the_samplers(name, tmp_path):
     """NoobAI and its like: of the true v, the model's own sampler makes the image, from pure noise as well."""
     Family = families.get(name)
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     edit(tmp_path / "scheduler" / "scheduler_config.json", _class_name="EulerDiscreteScheduler", **NOOBAI)
     family = make(Family, tmp_path)
     objective = Family.objective_type()(family.scheduler_config(), settings.Objective())

@@ -7,6 +7,7 @@ matrix has one column there; headers have full shapes.
 import json
 
 import diffusers
+import miniatures
 import pytest
 import torch
 from diffusers.loaders import single_file_utils
@@ -50,7 +51,7 @@ def native_shapes(Family, denoiser_config):
 
 def without_config(Family, folder):
     """A folder to complement a single file with, which says nothing of the denoiser."""
-    Family.tiny(folder)
+    miniatures.save(Family.name, folder)
     (folder / Family.denoiser_name / "config.json").unlink()
     return str(folder)
 
@@ -81,7 +82,7 @@ def test_full_size_files_are_read_as_diffusers_reads_them(name, tmp_path):
 def test_a_file_with_a_vae_and_sizes_of_its_own(name, tmp_path):
     """The VAE in the file is taken, and the file's own sizes, whatever the components beside it were made for."""
     Family = families.get(name)
-    Family.tiny(tmp_path / "base")
+    miniatures.save(Family.name, tmp_path / "base")
     weights = tmp_path / "base" / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
     denoiser = {key: torch.randn_like(tensor) for key, tensor in load_file(weights).items()}
     tensors, halves = {}, ("norm_out.linear", "transformer_blocks.2.norm1_context.linear") if name == "sd3" else ()
@@ -101,7 +102,7 @@ def test_a_file_with_a_vae_and_sizes_of_its_own(name, tmp_path):
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | edit), encoding="utf-8")
     one = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
     load_encoders(one)
-    pixels = torch.rand(1, 3, *Family.tiny_hw)
+    pixels = torch.rand(1, 3, *miniatures.get_hw(Family.name))
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     loaded = load_denoiser(one).state_dict()
     assert loaded.keys() == denoiser.keys() and all(torch.equal(loaded[key], denoiser[key]) for key in denoiser)
@@ -142,7 +143,7 @@ def test_what_sd3_never_adapts():
 def test_sd3_turbo_is_told_to_be_distilled(tmp_path):
     Family = families.get("sd3")
     folder = tmp_path / "models--stabilityai--stable-diffusion-3.5-large-turbo" / "snapshots" / "a"
-    Family.tiny(folder)
+    miniatures.save(Family.name, folder)
     turbo = make(Family, folder)
     (told,) = turbo.warnings
     assert "distilled" in told and "3.5 large" in told and turbo.usual_guidance() == 1.0
@@ -157,7 +158,7 @@ def test_sd3_turbo_is_told_to_be_distilled(tmp_path):
 
 def test_the_fast_chroma_is_told_and_drawn_without_guidance(tmp_path):
     Family = families.get("chroma")
-    Family.tiny(tmp_path / "models--lodestones--Chroma1-HD")
+    miniatures.save(Family.name, tmp_path / "models--lodestones--Chroma1-HD")
     base = make(Family, tmp_path / "models--lodestones--Chroma1-HD")
     assert base.warnings == [] and base.usual_guidance() == 3.0
     base.folder.rename(tmp_path / "models--lodestones--Chroma1-Flash")
@@ -169,7 +170,7 @@ def test_the_fast_chroma_is_told_and_drawn_without_guidance(tmp_path):
 def test_chroma_does_not_see_padding(tmp_path):
     """diffusers' own pipeline does: when this fails in its first half, `mend_` has had its day."""
     Family = families.get("chroma")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     pipeline = diffusers.ChromaPipeline.from_pretrained(tmp_path, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
 
@@ -185,7 +186,7 @@ def test_chroma_does_not_see_padding(tmp_path):
 
 def test_chroma_keeps_one_padding_token(tmp_path):
     Family = families.get("chroma")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
     load_encoders(family)
     tokenizer = family.tokenizer("tokenizer")

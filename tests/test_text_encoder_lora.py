@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 
 import diffusers
+import miniatures
 import pytest
 import torch
 import transformers
@@ -271,7 +272,7 @@ def test_gradients_of_text_adapters_are_autograds(tiny, name, checkpointing):
     family = make(families.get(name), tiny(name))
     load_encoders(family)
     cached = told(family)
-    facts = family.image_conditioning((40, 56), (4, 6), family.tiny_hw)
+    facts = family.image_conditioning((40, 56), (4, 6), miniatures.get_hw(family.name))
     cached |= {key: torch.stack([tensor] * 2) for key, tensor in facts.items()}
     text = text_encoders.TextEncoders(family, Adapter(rank=4, alpha=2.0, dtype="fp32"), seed=0)
     if checkpointing:
@@ -286,7 +287,8 @@ def test_gradients_of_text_adapters_are_autograds(tiny, name, checkpointing):
         for key, parameter in named.items():
             if ".lora_B." in key:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    noisy = torch.randn(2, *family.encode_images(torch.zeros(1, 3, *family.tiny_hw)).shape[1:], generator=generator)
+    shape = family.encode_images(torch.zeros(1, 3, *miniatures.get_hw(family.name))).shape[1:]
+    noisy = torch.randn(2, *shape, generator=generator)
     target = torch.randn(noisy.shape, generator=generator)
     t_B = torch.tensor([100, 700]) if name in ("sd15", "sd2", "sdxl") else torch.tensor([0.1, 0.7])
     family.predict(denoiser, noisy, t_B, text.cond(PROMPTS, cached)).sub(target).square().mean().backward()
@@ -620,7 +622,7 @@ def test_merged_into_a_folder_text_encoders_are_as_diffusers_fuses_them(tiny, tm
 def test_merged_into_a_single_file_text_encoders_gain_the_delta(tmp_path, name):
     """In the original's names, OpenCLIP's fused q, k and v too; read back as the family reads a single file."""
     Family, base = families.get(name), tmp_path / "base"
-    Family.tiny(base)
+    miniatures.save(Family.name, base)
     save_file(original_layout(Family, base), tmp_path / "one.safetensors")
     family = make(Family, base)
     state = text_and_denoiser_lora(family)
@@ -638,7 +640,7 @@ def test_merged_into_a_single_file_text_encoders_gain_the_delta(tmp_path, name):
 
 def test_a_single_file_without_text_encoders_is_told(tmp_path):
     Family, base = families.get("flux"), tmp_path / "base"
-    Family.tiny(base)
+    miniatures.save(Family.name, base)
     save_file(original_layout(Family, base), tmp_path / "one.safetensors")
     family = make(Family, base)
     file = as_file(family, text_and_denoiser_lora(family), tmp_path / "lora.safetensors")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import diffusers
+import miniatures
 import numpy as np
 import pytest
 import torch
@@ -63,7 +64,7 @@ def trained(tmp_path_factory):
             return made[name]
         folder = tmp_path_factory.mktemp(name)
         cls = families.get(name)
-        cls.tiny(folder / "base", seed=3)
+        miniatures.save(cls.name, folder / "base", seed=3)
         section = Model(family=name, path=str(folder / "base"), dtype="fp32")
         family = cls(section, device="cpu", dtype=torch.float32)
         denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
@@ -77,7 +78,7 @@ def trained(tmp_path_factory):
             for c in encode(family, [PROMPT, "a dog"])
         ]
         generator = torch.Generator().manual_seed(2)
-        shape = family.encode_images(torch.zeros(1, 3, *family.tiny_hw)).shape[1:]
+        shape = family.encode_images(torch.zeros(1, 3, *miniatures.get_hw(family.name))).shape[1:]
         latents = torch.randn(2, *shape, generator=generator)
         batch = SimpleNamespace(
             latents_BCHW=latents,

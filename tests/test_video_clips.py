@@ -7,6 +7,7 @@ from pathlib import Path
 
 import av
 import diffusers
+import miniatures
 import numpy as np
 import pytest
 import torch
@@ -390,7 +391,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
         return result
 
     monkeypatch.setattr(type(pipeline.scheduler), "step", record)
-    height, width = Family.tiny_hw
+    height, width = miniatures.get_hw(Family.name)
     drawn = pipeline(
         prompt=PROMPTS,
         **{**Family.call_options, "num_frames": num_frames, "height": height, "width": width},

@@ -2,6 +2,7 @@
 
 import json
 
+import miniatures
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ def wan(path, **settings):
 
 
 def test_a_folder_with_two_denoisers_is_refused(tmp_path):
-    families.get("wan").tiny(tmp_path)
+    miniatures.save("wan", tmp_path)
     index = tmp_path / "model_index.json"
     content = json.loads(index.read_text(encoding="utf-8"))
     assert wan(tmp_path).warnings == []
@@ -31,7 +32,7 @@ def test_a_folder_with_two_denoisers_is_refused(tmp_path):
 def test_a_single_file_brings_its_own_size(tmp_path):
     """1.3 B beside a folder of 14 B, which is otherwise the same."""
     Family = families.get("wan")
-    Family.tiny(tmp_path)
+    miniatures.save(Family.name, tmp_path)
     tensors = load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
     native = {naming.to_native(Family.native_layers, name)[0]: tensor for name, tensor in tensors.items()}
     save_file(native, tmp_path / "one.safetensors")
@@ -55,7 +56,7 @@ def single_file(folder, name, *, extra=None):
 
 def test_what_is_known_of_wan_2_2(tmp_path):
     """Its experts are told by their names, and TI2V-5B, which is another family, by the channels of its latents."""
-    families.get("wan").tiny(tmp_path)
+    miniatures.save("wan", tmp_path)
     for name in ("wan2.2_t2v_high_noise_14B_fp8_scaled", "Wan2_2-T2V-A14B-LOW_fp8", "my_low_noise"):
         (warning,) = single_file(tmp_path, f"{name}.safetensors").warnings
         assert "expert of Wan 2.2" in warning and "objective.t_min" in warning and "\n" not in warning

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import diffusers.models.attention
+import miniatures
 import pytest
 import safetensors
 import torch
@@ -451,7 +452,7 @@ def test_family_and_path_choose_the_base(
     baseline: Callable[..., dict[str, Any]], observe: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     before = baseline((), "sd15")
-    families.get("sd15").tiny(tmp_path / "other", seed=1)
+    miniatures.save("sd15", tmp_path / "other", seed=1)
     after = observe(f"model.path='{tmp_path / 'other'}'")
     assert before["base"][0] == after["base"][0] == families.get("sd15").title
     assert before["base"][1] != after["base"][1] and before["losses"] != after["losses"] and after["encoded"] > 0

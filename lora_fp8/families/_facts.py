@@ -215,7 +215,7 @@ class Facts:
     split_names_in_comfy: ClassVar[bool] = False
     """True if ComfyUI also knows the layers by diffusers' names, each as its rows of the fused layer."""
 
-    # -- previews and the miniature ------------------------------------------------------------------------------------
+    # -- previews ---------------------------------------------------------------------------------------------------
     default_guidance: ClassVar[float]
     """Default guidance scale of previews."""
     guidance_argument: ClassVar[str] = "guidance_scale"
@@ -227,10 +227,6 @@ class Facts:
     """Keyword arguments that every call of the pipeline needs, such as one frame if it generates videos."""
     pipeline_options: ClassVar[dict[str, Any]] = {}
     """Keyword arguments of the pipeline's constructor."""
-    tiny_config: ClassVar[dict[str, Any]]
-    """Config of the miniature's denoiser."""
-    tiny_hw: ClassVar[tuple[int, int]] = (16, 24)
-    """Image size (height, width) in pixels for the miniature. Not square, so that swapping the two shows."""
 
     # -- the given model -----------------------------------------------------------------------------------------------
     device: torch.device

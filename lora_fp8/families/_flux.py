@@ -70,15 +70,3 @@ def inputs(family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, 
         "encoder_hidden_states": cond["prompt_embeds"],
         **positions(noisy_BCHW, cond["prompt_embeds"]),
     }
-
-
-# -- miniatures -------------------------------------------------------------------------------------------------------
-TINY: dict[str, Any] = {
-    "in_channels": 16,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 48,
-    "axes_dims_rope": (4, 6, 6),
-}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ._files import Header, checkpoint_prefix, native_header
 from .base import Conversion, ModelFamily
 
@@ -27,16 +25,3 @@ def convert_checkpoint(family: ModelFamily, header: Header) -> Conversion:
     names = {PREFIX + key: prefix + key for key in native_header(header)}
     moved = convert_ldm_unet_checkpoint(names, {"layers_per_block": 2, **family.denoiser_config()})
     return {new: (old, None) for new, old in moved.items()}
-
-
-# -- miniatures -------------------------------------------------------------------------------------------------------
-TINY: dict[str, Any] = {
-    "sample_size": 16,
-    "block_out_channels": (32, 64),
-    "layers_per_block": 1,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "norm_num_groups": 16,
-}
-UNCHECKED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-"""Parts of a Stable Diffusion 1 or 2 pipeline without a safety checker."""

@@ -7,20 +7,13 @@ own, and the model's processor then resizes them to whole patches of 28 x 28 pix
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
 from ..errors import Message
-from . import _qwen
-from ._files import read_json
 from .base import Cond, ModelFamily
-
-if TYPE_CHECKING:
-    pass
 
 MARKER = "__index_timestep_zero__"
 """A tensor by which ComfyUI tells files of release 2511 from 2509; all other tensors have the same names."""
@@ -140,48 +133,3 @@ def caveats(family: ModelFamily) -> list[str]:
             other="Qwen-Image",
         )
     ]
-
-
-# -- miniatures -------------------------------------------------------------------------------------------------------
-_WORDS = (
-    "key features input color texture objects background then explain how user text instruction should alter or modify "
-    "image Generate new that meets requirements while maintaining consistency with original where appropriate Picture "
-    "'s ),"
-).split()
-
-
-def wake_(denoiser: Any) -> None:
-    """Enlarge the attention's weights: random attention changes little, and tests must see whether images are used.
-
-    See `ModelFamily.wake_`.
-    """
-    import torch
-
-    with torch.no_grad():
-        for block in denoiser.transformer_blocks:
-            for layer in (block.attn.to_v, block.attn.to_out[0]):
-                layer.weight.mul_(3)
-
-
-def tiny_parts() -> dict[str, Any]:
-    """Return the miniature's parts: see `ModelFamily.tiny_parts`."""
-    vocab = _qwen.tokenizer(_WORDS, ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>"))
-    return {
-        "scheduler": _qwen.scheduler(),
-        "vae": _qwen.vae(),
-        "text_encoder": _qwen.qwen25_vl(vocab),
-        "tokenizer": vocab,
-        "processor": None,
-    }
-
-
-def save_tiny(family: type[ModelFamily], parts: dict[str, Any], folder: Path) -> None:
-    """Save the miniature with a processor as in the released models: see `ModelFamily.save_tiny`."""
-    from transformers import Qwen2VLImageProcessorPil
-
-    family.pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
-    for part in (Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384), parts["tokenizer"]):
-        part.save_pretrained(folder / "processor")
-    index = read_json(folder / "model_index.json")
-    index["processor"] = ["transformers", "Qwen2VLProcessor"]
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -8,7 +8,6 @@ attend to Qwen3's hidden states of the same prompt. It is not trained here and c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Message
@@ -108,19 +107,6 @@ class Family(ModelFamily):
     }
     # Cosmos Predict 2 itself has no conditioner for Qwen3, and uses another T5.
     single_file = {"has": ("blocks.0.adaln_modulation_self_attn.1.weight", "llm_adapter.embed.weight")}
-    tiny_config = {
-        "in_channels": 16,
-        "out_channels": 16,
-        "num_attention_heads": 4,
-        "attention_head_dim": 16,
-        "num_layers": 2,
-        "mlp_ratio": 2.0,
-        "text_embed_dim": 32,
-        "adaln_lora_dim": 16,
-        "max_size": (1, 64, 64),
-        "rope_scale": (1.0, 4.0, 4.0),
-        "extra_pos_embed_type": None,
-    }
 
     @classmethod
     def pipeline_type(cls) -> Any:
@@ -160,37 +146,3 @@ class Family(ModelFamily):
         conditioner = _files.built(cls, self.folder / name / "config.json")
         conditioner.load_state_dict({k.removeprefix(prefix): t for k, t in self._tensors_with(prefix).items()})
         return conditioner
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from diffusers import AnimaTextConditioner
-
-        from . import _miniature
-
-        vocab, t5_vocab = _qwen.tokenizer(), _miniature.t5_tokenizer()
-        conditioner = AnimaTextConditioner(
-            source_dim=32,
-            target_dim=32,
-            model_dim=32,
-            num_layers=1,
-            num_attention_heads=2,
-            target_vocab_size=len(t5_vocab),
-            min_sequence_length=_miniature.T5_TOKENS,
-        )
-        return {
-            "scheduler": _miniature.flow_euler(shift=3.0),
-            "vae": _qwen.vae(),
-            "text_encoder": _qwen.qwen3_text(vocab),
-            "tokenizer": vocab,
-            "t5_tokenizer": t5_vocab,
-            "text_conditioner": conditioner,
-        }
-
-    @classmethod
-    def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
-        from diffusers import AnimaAutoBlocks
-
-        blocks: Any = AnimaAutoBlocks()  # diffusers has no types for modular pipelines
-        pipeline = blocks.init_pipeline()
-        pipeline.update_components(**parts)
-        pipeline.save_pretrained(str(folder), overwrite_modular_index=True)

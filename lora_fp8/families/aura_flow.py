@@ -8,16 +8,13 @@ an image takes the middle; version 0.3 has more of them than earlier ones, for i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _files
 from ._files import Header
 from .base import ModelFamily
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Family(ModelFamily):
@@ -91,16 +88,6 @@ class Family(ModelFamily):
         "has": ("double_layers.0.attn.w1q.weight", "positional_encoding"),
         "in_is_out": ("init_x_linear.weight", "final_linear.weight"),
     }
-    tiny_config = {
-        "sample_size": 16,
-        "num_mmdit_layers": 1,
-        "num_single_dit_layers": 2,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 48,
-        "caption_projection_dim": 32,
-        "pos_embed_max_size": 1024,
-    }
 
     def check_bucket(self, width: int, height: int) -> None:
         side = int(self.denoiser_config().get("pos_embed_max_size", 1024) ** 0.5)
@@ -119,21 +106,3 @@ class Family(ModelFamily):
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
         return {"pos_embed_max_size": native["positional_encoding"][1]}  # 0.1 and 0.3 differ in it
-
-    @classmethod
-    def wake_(cls, denoiser: nn.Module) -> None:
-        for name, parameter in denoiser.named_parameters():
-            if ".norm1" in name:  # random gates are almost zero, so the prompt would have no effect
-                parameter.data *= 8
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _llama, _miniature
-
-        tokenizer = _llama.llama2_tokenizer(_miniature.T5_TOKENS)
-        return {
-            "tokenizer": tokenizer,
-            "text_encoder": _miniature.umt5_text(tokenizer, width=48, feed_forward_proj="gated-gelu"),
-            "vae": _miniature.vae(scaling_factor=0.13025),
-            "scheduler": _miniature.flow_euler(shift=1.73),
-        }

@@ -1,8 +1,8 @@
 """The base class of all model families: what the trainer must know about an architecture.
 
-One file in this folder holds one subclass, named `Family`. A family states facts (`_facts`) and adds two
-things that only it can know: how its denoiser is called (unless the fact `denoiser_reads` says it), and the parts of
-its miniature, a small random model for the tests. Everything else has a default, here or in a neighbouring module:
+One file in this folder holds one subclass, named `Family`. A family states facts (`_facts`) and adds the one
+thing that only it can know: how its denoiser is called, unless the fact `denoiser_reads` says it. Everything else has a
+default, here or in a neighbouring module:
 `_encoders` (loads the VAE and the text encoders), `_latents` (pixels to latents and back), `_prompts` (prompts to
 conditioning), and `_checks` (checks that the files are complete and of this architecture).
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -62,7 +61,7 @@ CLIP_LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self
 """The linears of a CLIP layer. All of them get an adapter: 72 in CLIP ViT-L, 192 in OpenCLIP ViT-bigG."""
 
 
-class ModelFamily(Latents, Prompts, ABC):
+class ModelFamily(Latents, Prompts):
     """A model architecture. Families derive from this class directly, and nothing here needs `super()`.
 
     Args:
@@ -114,11 +113,6 @@ class ModelFamily(Latents, Prompts, ABC):
         told = {argument: cond[name] for argument, name in self.denoiser_reads.items()}
         return {"hidden_states": self.pack(noisy_BCHW), "timestep": t_B * self.timestep_unit, **told}
 
-    @classmethod
-    @abstractmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        """Return the miniature's parts, without the denoiser, by the pipeline's names; the caller sets the seed."""
-
     # -- defaults that a family may override -----------------------------------------------------------------------
     def predict(
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
@@ -140,28 +134,6 @@ class ModelFamily(Latents, Prompts, ABC):
         if self.latents_as == "BSD":  # the tokens after the noise's are those of the control images
             answer = answer[:, : self.seq_len(tuple(noisy_BCHW.shape[2:]))]
         return self.unpack(answer, tuple(noisy_BCHW.shape[-2:]))
-
-    @classmethod
-    def tiny(cls, folder: Path, seed: int = 0) -> None:
-        """Save a complete random miniature in the diffusers layout; the sides of its linears are multiples of 16."""
-        import diffusers
-
-        from . import _miniature
-
-        with _miniature.seeded(seed):
-            denoiser = getattr(diffusers, cls.denoiser_class)(**cls.tiny_config)
-            cls.wake_(denoiser)
-            cls.save_tiny({cls.denoiser_name: denoiser, **cls.tiny_parts()}, folder)
-
-    @classmethod
-    def wake_(cls, denoiser: nn.Module) -> None:
-        """Fill, in place, the parameters that a new denoiser sets to zero, if the zeros would hide all other layers."""
-        return
-
-    @classmethod
-    def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
-        """Save the miniature's parts as a pipeline folder."""
-        cls.pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
 
     @classmethod
     def pipeline_type(cls) -> Any:

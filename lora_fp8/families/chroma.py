@@ -68,12 +68,6 @@ class Family(ModelFamily):
         "has": ("distilled_guidance_layer.in_proj.weight",),
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
-    tiny_config = {
-        **_flux.TINY,
-        "approximator_num_channels": 16,
-        "approximator_hidden_dim": 128,
-        "approximator_layers": 2,
-    }
     distilled_name = r"chroma[^/]*flash(?![a-z])"  # its files have the same tensors as the others'
     distilled_advice = Message(
         "this is Chroma1-Flash by its name, made to draw in few steps without guidance, which plain training "
@@ -120,18 +114,6 @@ class Family(ModelFamily):
         lost = denoiser.time_text_embed
         denoiser.time_text_embed = type(lost)(lost.time_proj.num_channels, len(lost.mod_proj))
         return denoiser
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _miniature
-
-        t5 = _miniature.t5_tokenizer()
-        return {
-            "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, shift=3.0),
-            "vae": _miniature.flux_vae(),
-            "text_encoder": _miniature.t5_text(t5, width=48),
-            "tokenizer": t5,
-        }
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:

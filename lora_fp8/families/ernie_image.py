@@ -60,16 +60,6 @@ class Family(ModelFamily):
         "text_in_dim": 3072,
     }
     single_file = {"has": ("layers.0.adaLN_sa_ln.weight", "layers.0.mlp.linear_fc2.weight")}
-    tiny_config = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_layers": 3,
-        "ffn_hidden_size": 128,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_in_dim": 16,
-        "rope_axes_dim": (4, 6, 6),
-    }
     distilled_advice = Message(
         "this is ERNIE-Image-Turbo, by its name or an entry of its config.json: plain training undoes the "
         "distillation, and images of 8 steps become soft; train on ERNIE-Image and draw with Turbo"
@@ -91,25 +81,4 @@ class Family(ModelFamily):
             "timestep": (t_B * 1000).to(self.dtype),
             "text_bth": cond["prompt_embeds"],
             "text_lens": cond["prompt_embeds_mask"].sum(1),
-        }
-
-    @classmethod
-    def wake_(cls, denoiser: Any) -> None:
-        from torch import nn
-
-        for zeros in (denoiser.adaLN_modulation[-1], denoiser.final_linear):
-            nn.init.normal_(zeros.weight, std=0.2)
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from transformers import Mistral3Model
-
-        from . import _miniature, _mistral
-
-        tokenizer = _mistral.tokenizer(64)
-        return {
-            "vae": _flux2.vae(),
-            "text_encoder": Mistral3Model(_mistral.mistral3(tokenizer, num_layers=2)),
-            "tokenizer": tokenizer,
-            "scheduler": _miniature.flow_euler(shift=4.0),
         }

@@ -8,16 +8,13 @@ replaces the two of classifier-free guidance. FLUX.1-schnell has no such input (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..lora_files import naming
 from . import _flux
 from ._facts import TextEncoder
 from ._files import Header
 from .base import Cond, ModelFamily
-
-if TYPE_CHECKING:
-    pass
 
 
 class Family(ModelFamily):
@@ -88,7 +85,6 @@ class Family(ModelFamily):
         "kontext": "FLUX.1 Kontext by its name, which edits pictures: it is trained and drawn here without one to "
         "edit; set model.family = 'flux_kontext' to give it control pictures"
     }
-    tiny_config = {**_flux.TINY, "pooled_projection_dim": 32, "guidance_embeds": True}
 
     inputs = _flux.inputs
 
@@ -109,17 +105,3 @@ class Family(ModelFamily):
 
     def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
         return {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # dev and schnell differ in nothing else
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _miniature
-
-        clip, t5 = _miniature.clip_tokenizer(), _miniature.t5_tokenizer()
-        return {
-            "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, shift=3.0),
-            "vae": _miniature.flux_vae(),
-            "text_encoder": _miniature.clip_text(clip),
-            "tokenizer": clip,
-            "text_encoder_2": _miniature.t5_text(t5, width=48),
-            "tokenizer_2": t5,
-        }

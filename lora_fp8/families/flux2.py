@@ -13,8 +13,6 @@ to make up for.
 
 from __future__ import annotations
 
-from typing import Any
-
 from . import _flux2
 from .base import ModelFamily
 
@@ -65,7 +63,6 @@ class Family(ModelFamily):
         ),
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
-    tiny_config = {**_flux2.TINY, "guidance_embeds": True}
 
     inputs = _flux2.inputs
 
@@ -77,18 +74,3 @@ class Family(ModelFamily):
         (text,) = tokenizer.apply_chat_template(format_input(["\0"]), tokenize=False)
         before, _, _ = text.partition("\0")
         return before.removeprefix(tokenizer.bos_token), prompt.replace("[IMG]", "")  # as the pipeline does
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from transformers import Mistral3ForConditionalGeneration
-
-        from . import _miniature, _mistral
-
-        tokenizer = _mistral.tokenizer(128)  # the system message takes 42 of them
-        text = _mistral.mistral3(tokenizer, num_layers=30)
-        return {
-            "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, shift=3.0),
-            "vae": _flux2.vae(),
-            "text_encoder": Mistral3ForConditionalGeneration(text),
-            "tokenizer": tokenizer,
-        }

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Message, UserError
-from . import _files, _flux2, _qwen
+from . import _files, _flux2
 from ._files import Header
 from .base import ModelFamily
 
@@ -61,7 +61,6 @@ class Family(ModelFamily):
         "lacks": ("guidance_in.",),  # dev's guidance input
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
-    tiny_config = {**_flux2.TINY, "guidance_embeds": False}
     distilled_advice = Message(
         "this is a distilled FLUX.2 klein, by the file's name or is_distilled in model_index.json: plain "
         "training undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the "
@@ -99,27 +98,3 @@ class Family(ModelFamily):
                 )
             )
         return found
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        from . import _miniature
-
-        tokenizer = _qwen.tokenizer()
-        text = Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=27,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            initializer_range=0.1,  # with the usual 0.02 and so few features, prompts would hardly differ
-        )
-        return {
-            "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, shift=3.0),
-            "vae": _flux2.vae(),
-            "text_encoder": Qwen3ForCausalLM(text),
-            "tokenizer": tokenizer,
-        }

@@ -56,13 +56,11 @@ class Family(ModelFamily):
     native_layers = flux.Family.native_layers
     swapped_halves = flux.Family.swapped_halves
     reference_config = flux.Family.reference_config
-    tiny_config = flux.Family.tiny_config
 
     # The network is FLUX.1's; only control images are new.
     encode_with = flux.Family.encode_with
     trained_length = flux.Family.trained_length
     sizes = flux.Family.sizes
-    tiny_parts = flux.Family.tiny_parts
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         from diffusers.pipelines.flux import pipeline_flux_kontext

@@ -84,20 +84,7 @@ class Family(ModelFamily):
         x_embedder, t_embedder, p_embedder, caption_projection
         double_stream_blocks, single_stream_blocks, final_layer
     """)
-    tiny_hw = (112, 144)
     single_file = {"has": ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")}
-    tiny_config = {
-        "patch_size": 8,  # the pipeline generates an area of 128 x 128 latents, whatever size it is given
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "caption_channels": [32, 32],
-        "text_emb_dim": 64,
-        "axes_dims_rope": (4, 6, 6),
-        "llama_layers": [0, 1, 1],
-    }
     told_by_name = {
         r"(?<![a-z])e1(?![a-z0-9])": "HiDream-E1 by its name, which edits pictures: it is trained and drawn here "
         "without one to edit; train on HiDream-I1-Full for text-to-image"
@@ -167,18 +154,3 @@ class Family(ModelFamily):
         if self.file_is_called(r"(?<![a-z])(full|dev|fast)(?![a-z])"):  # the components may be another variant's
             return not self.file_is_called(r"(?<![a-z])full(?![a-z])")
         return "LCM" in str(self.scheduler_config().get("_class_name"))
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _llama, _miniature
-
-        clip, t5, llama = _miniature.clip_tokenizer(), _miniature.t5_tokenizer(), _llama.tokenizer()
-        return {
-            "scheduler": _miniature.flow_unipc(),
-            "vae": _miniature.flux_vae(channels=(8,), attention=False),
-            **_miniature.clip_pair(clip, 32, 32),
-            "text_encoder_3": _miniature.t5_text(t5),
-            "tokenizer_3": t5,
-            "text_encoder_4": _llama.text(llama),
-            "tokenizer_4": llama,
-        }

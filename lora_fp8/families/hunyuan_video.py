@@ -109,7 +109,6 @@ class Family(ModelFamily):
         final_layer.adaLN_modulation.1 = norm_out.linear
     """)
     swapped_halves = ("norm_out.linear",)
-    tiny_hw = (32, 48)
     # Image-to-video takes more channels than it returns.
     single_file = {
         "has": ("double_blocks.0.img_attn_qkv.weight", "vector_in.in_layer.weight"),
@@ -121,21 +120,9 @@ class Family(ModelFamily):
         r"i2v|image[-_. ]?to[-_. ]?video": "image-to-video by its name: it is trained and drawn here without a picture "
         "to begin with; train on text-to-video"
     }
-    tiny_config = {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_refiner_layers": 1,
-        "text_embed_dim": 32,
-        "pooled_projection_dim": 32,
-        "rope_axes_dim": (4, 6, 6),
-    }
 
     def as_read(self, prompt: str) -> tuple[str, str]:
-        return _before(), prompt
+        return text_before_prompt(), prompt
 
     def token_limit(self, name: str) -> int:
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
@@ -162,28 +149,8 @@ class Family(ModelFamily):
             "guidance": guidance_B if denoiser.config.guidance_embeds else None,
         }
 
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from diffusers import AutoencoderKLHunyuanVideo
 
-        from . import _llama, _miniature
-
-        # The template's longer words become one token each, so that it has about as many tokens as with Llama 3.
-        known = [word for word in _before().split() if len(word) > 3]
-        llama, clip = _llama.tokenizer(known), _miniature.clip_tokenizer()
-        return {
-            "text_encoder": _llama.text(llama, layers=3).model,
-            "tokenizer": llama,
-            "vae": AutoencoderKLHunyuanVideo(
-                latent_channels=4, block_out_channels=(4, 4, 8, 8), layers_per_block=1, norm_num_groups=4
-            ),
-            "scheduler": _miniature.flow_euler(shift=7.0),
-            "text_encoder_2": _miniature.clip_text(clip),
-            "tokenizer_2": clip,
-        }
-
-
-def _before() -> str:
+def text_before_prompt() -> str:
     """Return the text that the pipeline puts before a prompt."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Message, UserError
 from ..lora_files import naming
-from . import _flux2, _qwen
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
@@ -71,16 +70,6 @@ class Family(ModelFamily):
     reference_config = {"num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256}
     single_file = {"has": ("layers.0.attention.qkv.weight", "embed_image_indicator.weight")}
     told_by_name = {"uncond": "the transformer for guidance by its name; LoRAs belong to the other one"}
-    tiny_config = {
-        "in_channels": 16,
-        "num_layers": 2,
-        "attention_head_dim": 16,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "adaln_dim": 32,
-        "llm_features_dim": 13 * 32,
-        "mrope_section": (4, 2, 2),
-    }
 
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         # One by one, each at its own length; the pipeline refuses prompts that are too long, so they are cut here.
@@ -170,18 +159,3 @@ class Family(ModelFamily):
         pipeline.encode_prompt = encode_or_take
         if pipeline.unconditional_transformer is None:
             pipeline.unconditional_transformer = _ideogram4.Unguided()
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from diffusers import Ideogram4Transformer2DModel
-
-        from . import _miniature
-
-        tokenizer = _qwen.tokenizer()
-        return {
-            "unconditional_transformer": Ideogram4Transformer2DModel(**cls.tiny_config),
-            "scheduler": _miniature.flow_euler(),
-            "vae": _flux2.vae(),
-            "text_encoder": _qwen.qwen3_vl(tokenizer, layers=36),
-            "tokenizer": tokenizer,
-        }

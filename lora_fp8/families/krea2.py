@@ -98,22 +98,6 @@ class Family(ModelFamily):
         "num_text_layers": 12,
     }
     single_file = {"has": ("txtfusion.projector.weight", "blocks.0.attn.wq.weight")}
-    tiny_config = {
-        "in_channels": 64,
-        "num_layers": 2,
-        "attention_head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "text_hidden_dim": 32,
-        "num_text_layers": 2,
-        "text_num_attention_heads": 2,
-        "text_num_key_value_heads": 2,
-        "text_intermediate_size": 48,
-        "num_layerwise_text_blocks": 1,
-        "num_refiner_text_blocks": 1,
-        "axes_dims_rope": (4, 6, 6),
-    }
     distilled_advice = Message(
         "this is Krea 2 Turbo, distilled to 8 steps: plain training undoes that; its makers advise to train on "
         "Krea 2 RAW and to draw with Turbo"
@@ -153,24 +137,3 @@ class Family(ModelFamily):
             if name.startswith("transformer_blocks.") and name.endswith(".scale_shift_table"):
                 found[name] = (key, lambda tensor: tensor.reshape(6, -1))
         return found
-
-    @classmethod
-    def wake_(cls, denoiser: nn.Module) -> None:
-        from torch import nn
-
-        for name, parameter in denoiser.named_parameters():
-            if name.endswith("scale_shift_table") or ".norm" in name:
-                nn.init.normal_(parameter, std=0.1)
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _miniature
-
-        vocab = _qwen.tokenizer()
-        return {
-            "scheduler": _miniature.flow_euler(use_dynamic_shifting=True, max_image_seq_len=6400),
-            "vae": _qwen.vae(),
-            "text_encoder": _qwen.qwen3_vl(vocab),
-            "tokenizer": vocab,
-            "text_encoder_select_layers": (1, 2),
-        }

@@ -10,7 +10,7 @@ end. diffusers generates with them in a pipeline of its own (LTXConditionPipelin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import Message, UserError
 from ..lora_files import naming
@@ -67,21 +67,11 @@ class Family(ModelFamily):
                 k_norm = norm_k
         transformer_blocks.#
     """)
-    tiny_hw = (64, 96)
     # LTX-2 has the same blocks, and more for audio; models of 13 B have 48 blocks.
     single_file = {
         "has": ("adaln_single.linear.weight", "transformer_blocks.0.attn2.q_norm.weight"),
         "in_is_out": ("patchify_proj.weight", "proj_out.weight"),
         "lacks": ("audio_", "av_ca_", "transformer_blocks.28."),
-    }
-    tiny_config = {
-        "in_channels": 8,
-        "out_channels": 8,
-        "num_attention_heads": 4,
-        "attention_head_dim": 16,
-        "cross_attention_dim": 64,
-        "caption_channels": 32,
-        "num_layers": 2,
     }
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
@@ -149,34 +139,3 @@ class Family(ModelFamily):
                 )
             )
         return told
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from diffusers import AutoencoderKLLTXVideo
-
-        from . import _miniature
-
-        tokenizer = _miniature.t5_tokenizer()
-        vae: Any = AutoencoderKLLTXVideo(
-            latent_channels=8,
-            block_out_channels=(8, 8, 8, 8),
-            decoder_block_out_channels=(8, 8, 8, 8),
-            layers_per_block=(1, 1, 1, 1, 1),
-            decoder_layers_per_block=(1, 1, 1, 1, 1),
-            scaling_factor=0.8,
-        )
-        vae.latents_mean.normal_()
-        vae.latents_std.uniform_(0.5, 2.0)
-        return {
-            "tokenizer": tokenizer,
-            "text_encoder": _miniature.t5_text(tokenizer),
-            "vae": vae,
-            "scheduler": _miniature.flow_euler(
-                use_dynamic_shifting=True,
-                base_shift=0.95,
-                max_shift=2.05,
-                base_image_seq_len=1024,
-                max_image_seq_len=4096,
-                shift_terminal=0.1,
-            ),
-        }

@@ -8,7 +8,7 @@ scheduler's, and the denoiser predicts the velocity towards the image.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..lora_files import naming
 from . import _gemma
@@ -83,22 +83,10 @@ class Family(ModelFamily):
     """)
     beside_denoiser = ("norm_final",)  # a norm in the published file, which its own code never calls
     computed = {"rope_embedder": ("theta", "axes_dim", "axes_lens", "patch_size")}
-    tiny_hw = (32, 48)
     # Z-Image has the same blocks with another modulation, and learned padding tokens.
     single_file = {
         "has": ("cap_embedder.0.weight", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.1.weight"),
         "lacks": ("cap_pad_token",),
-    }
-    tiny_config = {
-        "in_channels": 4,
-        "hidden_size": 96,
-        "num_layers": 2,
-        "num_refiner_layers": 1,
-        "num_attention_heads": 6,
-        "num_kv_heads": 2,
-        "multiple_of": 16,
-        "axes_dim_rope": (4, 6, 6),
-        "cap_feat_dim": 32,
     }
 
     negative_text, encode_prompts = _gemma.negative_text, _gemma.encode_prompts
@@ -112,17 +100,4 @@ class Family(ModelFamily):
             "timestep": 1 - t_B,
             "encoder_hidden_states": cond["prompt_embeds"],
             "encoder_attention_mask": cond["prompt_embeds_mask"],
-        }
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _miniature
-
-        tokenizer = _gemma.tokenizer(BEFORE)
-        return {
-            "scheduler": _miniature.flow_euler(shift=6.0),
-            # The pipeline assumes eight pixels per latent, whatever the VAE's config says.
-            "vae": _miniature.flux_vae(channels=(8, 8, 16, 16)),
-            "text_encoder": _gemma.text(tokenizer),
-            "tokenizer": tokenizer,
         }

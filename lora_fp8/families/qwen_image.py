@@ -7,15 +7,12 @@ Latents of a video VAE are packed in 2 x 2 patches, with position ids that count
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import Message
 from ..lora_files import naming
 from . import _qwen, _qwen_edit
 from .base import ModelFamily
-
-if TYPE_CHECKING:
-    pass
 
 
 class Family(ModelFamily):
@@ -68,7 +65,6 @@ class Family(ModelFamily):
         "has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight"),
         "lacks": ("time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"),
     }
-    tiny_config = _qwen.TINY
 
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         # Tokens after the limit do not reach the transformer, and the encoder is causal, so it need not read them.
@@ -90,13 +86,3 @@ class Family(ModelFamily):
                 family=f"'{editing}'",
             )
         ]
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        vocab = _qwen.tokenizer()
-        return {
-            "scheduler": _qwen.scheduler(),
-            "vae": _qwen.vae(),
-            "text_encoder": _qwen.qwen25_vl(vocab),
-            "tokenizer": vocab,
-        }

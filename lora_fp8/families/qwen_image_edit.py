@@ -7,16 +7,12 @@ together with the prompt, and its latents follow the noise as tokens; the networ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
 from . import _qwen, _qwen_edit, qwen_image
 from .base import Cond, ModelFamily, control_pictures
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SIDE = 1024
 """Side in pixels of the square to whose area the pipeline resizes the image, for the VAE and the text encoder."""
@@ -60,7 +56,6 @@ class Family(ModelFamily):
     computed = qwen_image.Family.computed
     config_marks = qwen_image.Family.config_marks
     reference_config = qwen_image.Family.reference_config
-    tiny_config = _qwen.TINY
 
     inputs = _qwen.inputs
     tokenizer = _qwen_edit.tokenizer
@@ -87,15 +82,3 @@ class Family(ModelFamily):
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         (picture,) = control_pictures(cond)
         return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": picture}
-
-    @classmethod
-    def wake_(cls, denoiser: nn.Module) -> None:
-        _qwen_edit.wake_(denoiser)
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        return _qwen_edit.tiny_parts()
-
-    @classmethod
-    def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
-        _qwen_edit.save_tiny(cls, parts, folder)

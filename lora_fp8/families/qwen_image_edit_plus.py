@@ -8,17 +8,13 @@ are at timestep 0, whatever the noise's timestep is (`zero_cond_t`); its tensors
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
 from . import _qwen, _qwen_edit, qwen_image
 from ._files import Header
 from .base import Cond, ModelFamily, control_pictures
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SIDE = 1024
 SEEN_SIDE = 384
@@ -65,7 +61,6 @@ class Family(ModelFamily):
     reference_config = qwen_image.Family.reference_config
     # ComfyUI's files of 2511 have the marker; a file of 2509 differs from Qwen-Image's in its name only.
     single_file = {"has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight", "__index_timestep_zero__")}
-    tiny_config = {**_qwen.TINY, "zero_cond_t": True}
 
     inputs = _qwen.inputs
     tokenizer = _qwen_edit.tokenizer
@@ -94,18 +89,6 @@ class Family(ModelFamily):
         if marked or self.file_is_called("25(09|11)"):
             return {"zero_cond_t": marked or self.file_is_called("2511")}
         return {}
-
-    @classmethod
-    def wake_(cls, denoiser: nn.Module) -> None:
-        _qwen_edit.wake_(denoiser)
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        return _qwen_edit.tiny_parts()
-
-    @classmethod
-    def save_tiny(cls, parts: dict[str, Any], folder: Path) -> None:
-        _qwen_edit.save_tiny(cls, parts, folder)
 
 
 def _pipelines_size(side: int, width: int, height: int) -> tuple[int, int]:

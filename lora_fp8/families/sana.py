@@ -83,23 +83,10 @@ class Family(ModelFamily):
     """)
     # A table that older versions stored, and the embedding of captions dropped in training.
     beside_denoiser = ("pos_embed", "y_embedder.y_embedding")
-    tiny_hw = (32, 64)
     # Sana-Sprint embeds the guidance.
     single_file = {
         "has": ("blocks.0.cross_attn.kv_linear.weight", "blocks.0.mlp.inverted_conv.conv.weight"),
         "lacks": ("cfg_embedder",),
-    }
-    tiny_config = {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 4,
-        "attention_head_dim": 16,
-        "num_layers": 2,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 32,
-        "cross_attention_dim": 64,
-        "caption_channels": 32,
-        "sample_size": 32,
     }
 
     def encoding_options(self) -> dict[str, Any]:
@@ -110,11 +97,11 @@ class Family(ModelFamily):
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         # A negative prompt has no instruction, but the same token limit as a prompt after one.
-        return _before(), prompt.removeprefix(_gemma.AVOIDED).lower().strip()
+        return text_before_prompt(), prompt.removeprefix(_gemma.AVOIDED).lower().strip()
 
     def token_limit(self, name: str) -> int:
         # The pipeline's own sum: 300 tokens of a prompt, two of which the instruction's count includes.
-        return len(self.tokenizer(name).encode(_before())) + 300 - 2
+        return len(self.tokenizer(name).encode(text_before_prompt())) + 300 - 2
 
     def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
@@ -154,27 +141,6 @@ class Family(ModelFamily):
         found |= {"cross_attention_dim": width, "num_attention_heads": width // told.get("attention_head_dim", 32)}
         return found
 
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from diffusers import DPMSolverMultistepScheduler
-
-        from . import _miniature
-
-        tokenizer = _gemma.tokenizer(_before())
-        return {
-            "tokenizer": tokenizer,
-            "text_encoder": _gemma.text(tokenizer),
-            "vae": _miniature.deep_vae(scaling_factor=0.41407),
-            "scheduler": DPMSolverMultistepScheduler(
-                flow_shift=3.0,
-                use_flow_sigmas=True,
-                prediction_type="flow_prediction",
-                algorithm_type="dpmsolver++",
-                solver_order=2,
-                final_sigmas_type="zero",
-            ),
-        }
-
 
 def _instruction() -> list[str]:
     from diffusers import SanaPipeline
@@ -182,6 +148,6 @@ def _instruction() -> list[str]:
     return inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 
 
-def _before() -> str:
+def text_before_prompt() -> str:
     """Return the text that the pipeline puts before a positive prompt."""
     return "\n".join(_instruction())

@@ -7,7 +7,7 @@ is `sd2.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import _ldm
 from ._facts import TextEncoder
@@ -56,22 +56,8 @@ class Family(ModelFamily):
         },
         "lacks": ("label_emb.",),
     }
-    tiny_config = {**_ldm.TINY, "cross_attention_dim": 32, "attention_head_dim": 2}
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {"sample": noisy_BCHW, "timestep": t_B, "encoder_hidden_states": cond["prompt_embeds"]}
 
     convert_checkpoint = _ldm.convert_checkpoint
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _miniature
-
-        tokenizer = _miniature.clip_tokenizer()
-        return {
-            "vae": _miniature.vae(scaling_factor=0.18215),
-            "text_encoder": _miniature.clip_text(tokenizer),
-            "tokenizer": tokenizer,
-            "scheduler": _miniature.ddim(),
-            **_ldm.UNCHECKED,
-        }

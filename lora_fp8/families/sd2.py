@@ -7,7 +7,7 @@ their last layer, which the model does not read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import Message
 from . import _ldm
@@ -59,13 +59,6 @@ class Family(ModelFamily):
         },
         "lacks": ("label_emb.",),
     }
-    tiny_config = {
-        **_ldm.TINY,
-        "cross_attention_dim": 48,
-        "attention_head_dim": (2, 4),
-        "use_linear_projection": True,
-        "upcast_attention": True,
-    }
 
     def architecture_name(self) -> str:
         """Return the architecture's ModelSpec name, which depends on the prediction type."""
@@ -87,16 +80,3 @@ class Family(ModelFamily):
         return {"sample": noisy_BCHW, "timestep": t_B, "encoder_hidden_states": cond["prompt_embeds"]}
 
     convert_checkpoint = _ldm.convert_checkpoint
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _miniature
-
-        tokenizer = _miniature.clip_tokenizer()
-        return {
-            "vae": _miniature.vae(scaling_factor=0.18215),
-            "text_encoder": _miniature.clip_text(tokenizer, width=48),
-            "tokenizer": tokenizer,
-            "scheduler": _miniature.ddim(set_alpha_to_one=False, prediction_type="v_prediction"),
-            **_ldm.UNCHECKED,
-        }

@@ -114,20 +114,6 @@ class Family(ModelFamily):
         "shapes": {"x_embedder.proj.weight": (None, None, None, None)},
         "in_is_out": ("x_embedder.proj.weight", "final_layer.linear.weight"),
     }
-    tiny_config = {
-        "sample_size": 16,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 3,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 80,
-        "caption_projection_dim": 32,
-        "pooled_projection_dim": 80,
-        "pos_embed_max_size": 32,
-        "dual_attention_layers": (0,),
-        "qk_norm": "rms_norm",
-    }
     distilled_name = r"3\.?5[-_. ]?large[-_. ]?turbo"  # its files have the same tensors as 3.5 large
     distilled_advice = Message(
         "Stable Diffusion 3.5 large Turbo is distilled to draw in 4 steps, which plain training undoes: train on "
@@ -167,17 +153,4 @@ class Family(ModelFamily):
             "dual_attention_layers": blocks_with(native, "joint_blocks.#.x_block.attn2.qkv.weight"),
             "qk_norm": "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in native else None,
             "pos_embed_max_size": round(native["pos_embed"][1] ** 0.5),
-        }
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _miniature
-
-        t5 = _miniature.t5_tokenizer(tokens=112)  # more than the CLIPs read of a prompt, as in the released model
-        return {
-            "scheduler": _miniature.flow_euler(shift=3.0),
-            "vae": _miniature.vae(scaling_factor=1.5305, shift_factor=0.0609, quant_conv=False),
-            **_miniature.clip_pair(_miniature.clip_tokenizer(), 32, 48),
-            "text_encoder_3": _miniature.t5_text(t5, width=80),
-            "tokenizer_3": t5,
         }

@@ -13,16 +13,13 @@ pipeline with one of the two could not generate. Wan 2.2 TI2V-5B is the family `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _qwen
 from ._files import Header, blocks_with
 from .base import Cond, ModelFamily
-
-if TYPE_CHECKING:
-    pass
 
 
 class Family(ModelFamily):
@@ -79,7 +76,6 @@ class Family(ModelFamily):
         head.modulation = scale_shift_table
     """)
     computed = {"rope": ("attention_head_dim", "patch_size", "max_seq_len")}
-    tiny_hw = (32, 48)
     # Image-to-video takes more channels than it returns, or has keys for the image; VACE has blocks of its own.
     single_file = {
         "has": ("blocks.0.self_attn.q.weight",),
@@ -90,15 +86,6 @@ class Family(ModelFamily):
     told_by_name = {
         r"wan[-_. ]?2[._]?2|(high|low)[-_. ]?noise": "an expert of Wan 2.2 by its name, which draws at a part of the "
         "noise levels: objective.t_min = 0.875 trains the high-noise expert on these, t_max = 0.875 the low-noise one"
-    }
-    tiny_config = {
-        "num_attention_heads": 4,
-        "attention_head_dim": 16,
-        "text_dim": 32,
-        "freq_dim": 32,
-        "ffn_dim": 128,
-        "num_layers": 2,
-        "rope_max_seq_len": 32,
     }
 
     def as_read(self, prompt: str) -> tuple[str, str]:
@@ -140,17 +127,3 @@ class Family(ModelFamily):
                 )
             )
         return ModelFamily.caveats(self)
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from diffusers import AutoencoderKLWan
-
-        from . import _miniature
-
-        tokenizer = _miniature.t5_tokenizer()
-        return {
-            "tokenizer": tokenizer,
-            "text_encoder": _miniature.umt5_text(tokenizer),
-            "vae": AutoencoderKLWan(base_dim=4, dim_mult=[1, 1, 2, 2], num_res_blocks=1),
-            "scheduler": _miniature.flow_unipc(),
-        }

@@ -70,19 +70,7 @@ class Family(ModelFamily):
         "shapes": {"patch_embedding.weight": (None, 48, None, None, None)},
     }
 
-    tiny_hw = (64, 96)
-    tiny_config = {**wan.Family.tiny_config, "in_channels": 48, "out_channels": 48}
-
     as_read = wan.Family.as_read
     text_answer = wan.Family.text_answer
     collate = wan.Family.collate
     sizes = wan.Family.sizes
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from diffusers import AutoencoderKLWan
-
-        sizes = {"base_dim": 4, "decoder_base_dim": 4, "z_dim": 48, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1}
-        folded = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
-        scales = {"scale_factor_temporal": 4, "scale_factor_spatial": 16}
-        return {**wan.Family.tiny_parts(), "vae": AutoencoderKLWan(**sizes, **folded, **scales, **VAE_MARKS)}

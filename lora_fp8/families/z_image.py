@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Message
 from ..lora_files import naming
-from . import _qwen
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
@@ -77,17 +76,6 @@ class Family(ModelFamily):
         "has": ("x_pad_token", "cap_pad_token", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"),
         "lacks": ("siglip_embedder.1.weight",),
     }
-    tiny_config = {
-        "in_channels": 4,
-        "dim": 48,
-        "n_layers": 2,
-        "n_refiner_layers": 1,
-        "n_heads": 3,
-        "n_kv_heads": 3,
-        "cap_feat_dim": 32,
-        "axes_dims": [4, 6, 6],
-        "axes_lens": [256, 64, 64],
-    }
     distilled_advice = Message(
         "this is Z-Image-Turbo, by the file's name or the scheduler's shift of 3: plain training undoes the "
         "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and draw with "
@@ -110,22 +98,3 @@ class Family(ModelFamily):
     def is_distilled(self) -> bool:
         named = self.distilled_by_name()
         return self.scheduler_config().get("shift") == TURBO_SHIFT if named is None else named
-
-    @classmethod
-    def wake_(cls, denoiser: Any) -> None:
-        from torch import nn
-
-        for token in (denoiser.x_pad_token, denoiser.cap_pad_token):
-            nn.init.normal_(token)
-
-    @classmethod
-    def tiny_parts(cls) -> dict[str, Any]:
-        from . import _miniature
-
-        vocab = _qwen.tokenizer()
-        return {
-            "scheduler": _miniature.flow_euler(shift=6.0),
-            "vae": _miniature.flux_vae(),
-            "text_encoder": _qwen.qwen3_text(vocab),
-            "tokenizer": vocab,
-        }

@@ -1,4 +1,4 @@
-"""Miniatures of Mistral's text encoders and tokenizers, as in FLUX.2-dev and ERNIE-Image."""
+"""Mistral's text encoder and tokenizer, as in FLUX.2-dev and ERNIE-Image, in miniature."""
 
 from __future__ import annotations
 

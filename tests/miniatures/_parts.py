@@ -1,4 +1,4 @@
-"""Parts of the random miniatures that `Family.tiny` saves: small VAEs, small text encoders, working tokenizers.
+"""Parts of many miniatures: small VAEs, small text encoders, working tokenizers, schedulers.
 
 The tokenizers are built with the `tokenizers` library, so that tests encode text as with a real model and need no
 network. Their vocabularies cover every string that tests use: CLIP's by bytes, T5's by printable ASCII.
@@ -33,7 +33,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from ._encoders import quiet
+from lora_fp8.families._encoders import quiet
 
 
 @contextmanager

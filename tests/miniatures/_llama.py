@@ -1,4 +1,4 @@
-"""Miniatures of Llama 3 and its tokenizer, and of the tokenizer of Llama 2."""
+"""Llama 3 and its tokenizer, and the tokenizer of Llama 2, in miniature."""
 
 from __future__ import annotations
 
