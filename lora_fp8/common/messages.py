@@ -79,12 +79,12 @@ def without_home(text: str) -> str:
 
 def add_translations(content: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON object with the translations of the messages anywhere in it, if it has any."""
-    found: dict[str, dict[str, str]] = {}
+    translations: dict[str, dict[str, str]] = {}
     for message in _messages_in(content):
         for language in CATALOGUES:
             if (translated := translate(language, message)) != message:
-                found.setdefault(language, {})[str.__str__(message)] = translated
-    return {**content, FIELD: found} if found else content
+                translations.setdefault(language, {})[str.__str__(message)] = translated
+    return {**content, FIELD: translations} if translations else content
 
 
 def _messages_in(content: Any) -> Iterator[Message]:
@@ -141,7 +141,7 @@ def _compile_patterns(language: str) -> list[tuple[re.Pattern[str], str]]:
 
     Templates that surround another message come first, then those with the most fixed text.
     """
-    found = []
+    weighted = []
     for entry in read(language):
         parts = re.split(r"\{(\w+)\}", str(entry.id))
         pattern = "".join(
@@ -152,8 +152,8 @@ def _compile_patterns(language: str) -> list[tuple[re.Pattern[str], str]]:
         )
         weight = sum(map(len, parts[::2])) + (1000 if "surrounds another message" in entry.auto_comments else 0)
         if re.search("[A-Za-z]", "".join(parts[::2])) and entry.id not in TOO_GENERAL:
-            found.append((weight, re.compile(pattern + r"\Z", re.DOTALL), str(entry.string)))
-    return [(pattern, translation) for _, pattern, translation in sorted(found, key=lambda one: -one[0])]
+            weighted.append((weight, re.compile(pattern + r"\Z", re.DOTALL), str(entry.string)))
+    return [(pattern, translation) for _, pattern, translation in sorted(weighted, key=lambda entry: -entry[0])]
 
 
 class _Translator:
@@ -203,10 +203,10 @@ class _Translator:
         while parts:
             # Take the longest beginning that is one remark. It may contain semicolons, but not in its values.
             for end in range(len(parts), 0, -1):
-                one = "; ".join(parts[:end])
-                remark = next(self._translate_alone(one), None)
+                beginning = "; ".join(parts[:end])
+                remark = next(self._translate_alone(beginning), None)
                 if remark is not None or end == 1:
-                    remarks.append(one if remark is None else remark)
+                    remarks.append(beginning if remark is None else remark)
                     parts = parts[end:]
                     break
         return "；".join(remarks)

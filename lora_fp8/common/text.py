@@ -19,7 +19,7 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """Return a value's repr, on one line of limited length."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"

@@ -22,12 +22,12 @@ import tomlkit
 from pydantic import ValidationError
 
 from ..common.reading import load_text
-from ..common.text import shown, similar
+from ..common.text import quote, similar
 from ..errors import Message, UserError, UserErrors, cannot_read
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from .relations import KINDS, contradictions, kinds_of
-from .validation import OUT_OF_BOUNDS, Location, accepted, model_at, real_location, said
+from .validation import OUT_OF_BOUNDS, Location, accepted, describe_error, model_at, real_location
 
 HERE = Path(__file__).resolve().parent.parent
 PRESET_FOLDER = next(folder for folder in (HERE / "presets", HERE.parent / "presets") if folder.is_dir())
@@ -85,9 +85,9 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
         _assign(data, keys, _read_table(".".join(keys), value, "--set"), problems)
     _read_tables(data, where)  # again: `--set adapter.ranks.ff.net=8` has made tables in tables
     wrong_base = _normalise_base(data)
-    job, found = _validate(data)
-    found = [*wrong_base, *found]
-    problems += [_add_origin(line, location, given, presets, assignments) for location, line in found]
+    job, problem_lines = _validate(data)
+    problem_lines = [*wrong_base, *problem_lines]
+    problems += [_add_origin(line, location, given, presets, assignments) for location, line in problem_lines]
     if problems:
         raise UserErrors(problems, where)
     assert job is not None
@@ -108,7 +108,7 @@ def _inline(value: Any) -> Any:
     """Convert a value as tomlkit's `item` does, but with inline tables."""
     if isinstance(value, dict):
         table = tomlkit.inline_table()
-        table.update({name: _inline(one) for name, one in value.items()})
+        table.update({name: _inline(inner) for name, inner in value.items()})
         return table
     if isinstance(value, list):
         array = tomlkit.array()
@@ -125,15 +125,15 @@ def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tupl
     """
     given = _parse_toml(text, where)
     unread: list[str] = []
-    found = [
+    presets = [
         (name, _read_preset(name, folder, unread)) for name in dict.fromkeys(_preset_names(given, [])[:MOST_PRESETS])
     ]
-    family = _family_of([*(preset for _, preset in found), given], [])
-    for name, preset in found:
+    family = _family_of([*(preset for _, preset in presets), given], [])
+    for name, preset in presets:
         _lay_kinds(preset, family, name, unread)
         _read_tables(preset)
     _read_tables(given)
-    return [*found, ("", given)]
+    return [*presets, ("", given)]
 
 
 def preset_names() -> list[str]:
@@ -236,7 +236,7 @@ def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]
             parsed = value.strip()  # a bare word: --set model.family=flux
         keys = key.strip().split(".")
         if len(keys) > DEEPEST:
-            problems.append(Message("--set {key}: unknown setting", key=shown(key)))
+            problems.append(Message("--set {key}: unknown setting", key=quote(key)))
             continue
         assignments.append((keys, parsed))
     return assignments
@@ -255,11 +255,11 @@ def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]
 def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]:
     path = folder / name if name.endswith(".toml") else PRESET_FOLDER / f"{name}.toml"
     try:
-        found = path.is_file()
+        exists = path.is_file()
     except OSError:  # a name too long for the file system
-        found = False
-    if not found:
-        given, names = shown(name), ", ".join(preset_names())
+        exists = False
+    if not exists:
+        given, names = quote(name), ", ".join(preset_names())
         if near := similar(name, preset_names()):
             line = Message(
                 "preset: no preset {name}, did you mean {meant}?; accepted: {names}, or the path of a .toml file",
@@ -419,7 +419,7 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
         for number, item in enumerate(items):
             location = real_location(item["loc"], data)
             if location not in bounded:  # report the violated bound, not the choices
-                lines[location] = said(item, location)
+                lines[location] = describe_error(item, location)
             if item["type"] in OUT_OF_BOUNDS:
                 bounded.add(location)
             if len(lines) == MOST_PROBLEMS and number + 1 < len(items):

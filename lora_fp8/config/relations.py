@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.text import is_utf8, shown, similar
+from ..common.text import is_utf8, quote, similar
 from ..errors import Message
 from ..settings import (
     SCALES,
@@ -69,7 +69,7 @@ def _check_family(job: Job) -> Problems:
 
     families = available()
     if job.model.family not in families:
-        near, name, names = similar(job.model.family, families), shown(job.model.family), " | ".join(families)
+        near, name, names = similar(job.model.family, families), quote(job.model.family), " | ".join(families)
         if near:
             yield (
                 "model.family",
@@ -109,7 +109,7 @@ def _check_folders(job: Job) -> Problems:
                 Message(
                     "{given} is no name for masks beside their images; write one * for the image's name with "
                     "something before or behind it, such as '*_mask', and no folder",
-                    given=shown(folder.mask),
+                    given=quote(folder.mask),
                 ),
             )
 
@@ -189,7 +189,7 @@ def _check_encoding(job: Job) -> Problems:
     """Yield a problem for each text that cannot be written as UTF-8."""
     for key, text in _texts(job.model_dump()):
         if not is_utf8(text):
-            yield key, Message("expected text in UTF-8, got {given}", given=shown(text))
+            yield key, Message("expected text in UTF-8, got {given}", given=quote(text))
 
 
 def _check_paths(job: Job) -> Problems:
@@ -197,13 +197,13 @@ def _check_paths(job: Job) -> Problems:
     paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
     paths |= {"dataset.cache_dir": job.dataset.cache_dir, "adapter.init_from": job.adapter.init_from}
     for part in ("path", "control", "mask"):
-        paths |= {f"dataset.folders.{i}.{part}": getattr(one, part) for i, one in enumerate(job.dataset.folders)}
+        paths |= {f"dataset.folders.{i}.{part}": getattr(folder, part) for i, folder in enumerate(job.dataset.folders)}
     paths |= {f"preview.controls.{i}": path for i, path in enumerate(job.preview.controls)}
     for key, path in paths.items():
         if "\0" in path:
-            yield key, Message("{path} cannot be a path", path=shown(path))
+            yield key, Message("{path} cannot be a path", path=quote(path))
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
-        yield "name", Message("{name} cannot name a folder; use letters, digits, '-' and '_'", name=shown(job.name))
+        yield "name", Message("{name} cannot name a folder; use letters, digits, '-' and '_'", name=quote(job.name))
 
 
 def _check_optimizer(job: Job) -> Problems:
@@ -340,16 +340,16 @@ def _check_clips(job: Job) -> Problems:
                 )
         return
     for key, given in lengths.items():
-        for one in given:
-            if one < 1 or (one - 1) % step:
-                near = max(1, round((one - 1) / step) * step + 1)
+        for length in given:
+            if length < 1 or (length - 1) % step:
+                near = max(1, round((length - 1) / step) * step + 1)
                 yield (
                     key,
                     Message(
                         "{family} takes clips of {lengths} ... frames; got {given}, near is {near}",
                         family=title,
                         lengths=f"1, {step + 1}, {2 * step + 1}",
-                        given=one,
+                        given=length,
                         near=near,
                     ),
                 )
@@ -369,7 +369,7 @@ def _check_quantize(job: Job) -> Problems:
             ),
         )
     if scale != "auto" and storage in SCALES and scale not in SCALES[storage]:
-        accepted_here = " | ".join(("auto", *(one for one in SCALES[storage] if storage != "nf4")))
+        accepted_here = " | ".join(("auto", *(choice for choice in SCALES[storage] if storage != "nf4")))
         yield (
             "quantize.scale",
             Message(
@@ -470,7 +470,7 @@ def _check_torchao(section: Quantize, own: str) -> Problems:
         if storage == "nf4":
             yield key, f"torchao has no weight-only 'nf4'; use 'fp8' or 'int8', {own}"
         elif storage == "fp8" and scale in TORCHAO_LACKS:
-            accepted_here = " | ".join(one for one in SCALES["fp8"] if one not in TORCHAO_LACKS)
+            accepted_here = " | ".join(choice for choice in SCALES["fp8"] if choice not in TORCHAO_LACKS)
             key = "quantize.scale" if key == "quantize.storage" else key
             yield key, f"torchao has no fp8 with scale {scale!r}; accepted: {accepted_here}; {own}"
 

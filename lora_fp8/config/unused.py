@@ -76,7 +76,7 @@ def flatten(job: Job) -> dict[str, Any]:
     """Return a job's values by key; "dataset.folders" is a list of tables."""
     values: dict[str, Any] = {}
     for name, value in job.model_dump().items():
-        values |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        values |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return values
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ..common.text import shown, similar
+from ..common.text import quote, similar
 from ..errors import Joined, Message
 from ..settings import Job, Section
 
@@ -37,8 +37,8 @@ OUT_OF_BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_
 
 def accepted(field: Any) -> str:
     """Return what a setting accepts: its choices and the bounds of its numbers; "" if it has neither."""
-    if (each := each_value(field)) is not None:
-        return f"a layer's name = {accepted(each)}"
+    if (layer_field := each_value(field)) is not None:
+        return f"a layer's name = {accepted(layer_field)}"
     choices, bounds = _choices(field.annotation), accepted_numbers(field)
     if choices and number_ranges(field):
         return " | ".join([*choices, f"a number {bounds}".strip()])
@@ -65,18 +65,18 @@ def _in_words(field: Any) -> Message:
     """Return the bounds of a setting's numbers in words."""
     ranges = number_ranges(field)
     several = len({kind for kind, _ in ranges}) > 1
-    found = []
+    in_words = []
     for kind, limits in ranges:
         if (only := _only_number(limits)) is not None:
-            found.append(Message("{only}", only=only))
+            in_words.append(Message("{only}", only=only))
             continue
         bounds = _bounds_in_words({bound: _short(limit) for bound, limit in limits.items()})
         if several and kind is int:
             bounds = Message("a whole number of {bounds}", bounds=bounds)
         elif several:
             bounds = Message("a fraction of {bounds}", bounds=bounds)
-        found.append(bounds)
-    return Joined(", or ", found)
+        in_words.append(bounds)
+    return Joined(", or ", in_words)
 
 
 def _bounds_in_words(limits: dict[str, str]) -> Message:
@@ -113,18 +113,18 @@ def _short(limit: float) -> str:
 
 def _dotted(location: Location) -> str:
     # A quoted key may contain anything, even line breaks.
-    parts = [p if str(p).isprintable() and len(str(p)) <= 80 else shown(p) for p in location]
+    parts = [p if str(p).isprintable() and len(str(p)) <= 80 else quote(p) for p in location]
     return ".".join(map(str, parts))
 
 
-def said(item: ErrorDetails, location: Location) -> Message:
+def describe_error(item: ErrorDetails, location: Location) -> Message:
     """Return the message for one of pydantic's errors, at the setting's path in the file."""
     return Message("{key}: {line}", key=_dotted(location), line=_describe(item, location))
 
 
 def _describe(item: ErrorDetails, location: Location) -> Message:
     kind, context = item["type"], item.get("ctx", {})
-    given: str = shown(item.get("input"))
+    given: str = quote(item.get("input"))
     field = _field(location)
     choices = _choices(field.annotation) if field is not None else []
     if kind == "extra_forbidden":
@@ -217,14 +217,14 @@ def _choices(annotation: Any) -> list[str]:
 def number_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
     """Return the numeric types that a setting accepts, each with its bounds by pydantic's names."""
     parts = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
-    found = []
+    typed_ranges = []
     for part in parts:
         kind, *notes = (*get_args(part), *field.metadata) if get_origin(part) is Annotated else (part, *field.metadata)
         if kind in (int, float):
             rules = [rule for note in notes for rule in (note, *getattr(note, "metadata", ()))]
             limits = {bound: getattr(rule, bound) for bound in SIGNS for rule in rules if hasattr(rule, bound)}
-            found.append((kind, {bound: kind(limit) for bound, limit in limits.items()}))
-    return found
+            typed_ranges.append((kind, {bound: kind(limit) for bound, limit in limits.items()}))
+    return typed_ranges
 
 
 def _suggest(location: Location) -> Message:
@@ -267,7 +267,7 @@ def names_elsewhere() -> dict[str, dict[str, str]]:
 
     Such as {"network_dim": {"adapter.rank": "kohya: network_dim"}}. What stands behind a name converts its value.
     """
-    found: dict[str, dict[str, dict[str, list[str]]]] = {}
+    names_by_word: dict[str, dict[str, dict[str, list[str]]]] = {}
 
     def add(model: type[Section], location: Location) -> None:
         for key, field in model.model_fields.items():
@@ -275,7 +275,9 @@ def names_elsewhere() -> dict[str, dict[str, str]]:
             also = extra.get("also") if isinstance(extra, dict) else None
             for trainer, names in also.items() if isinstance(also, dict) else ():
                 for theirs in str(names).split(", "):
-                    by_name = found.setdefault(theirs.split(" ")[0], {}).setdefault(_dotted((*location, key)), {})
+                    by_name = names_by_word.setdefault(theirs.split(" ")[0], {}).setdefault(
+                        _dotted((*location, key)), {}
+                    )
                     by_name.setdefault(theirs, []).append(trainer)
             inner = model_at((*location, key))
             if inner is not None:
@@ -287,5 +289,5 @@ def names_elsewhere() -> dict[str, dict[str, str]]:
             key: "; ".join(f"{', '.join(trainers)}: {theirs}" for theirs, trainers in by_name.items())
             for key, by_name in ours.items()
         }
-        for name, ours in found.items()
+        for name, ours in names_by_word.items()
     }

@@ -49,11 +49,11 @@ def recognise(source: Source) -> tuple[Tool, str]:
     Raises:
         UserError: no tool's files look like this, or more than one tool's do.
     """
-    found = [(tool, why) for tool in TOOLS.values() if (why := tool.recognise(source))]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = " or ".join(tool.name for tool, _ in found)
+    matching = [(tool, why) for tool in TOOLS.values() if (why := tool.recognise(source))]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        names = " or ".join(tool.name for tool, _ in matching)
         raise UserError(Message("{path}: may be of {names}; say which with --from", path=source.path, names=names))
     raise UserError(
         Message(

@@ -39,10 +39,10 @@ def part_of_name(word: str) -> str:
     """Convert a part of a layer's name to our pattern; "transformer." or "unet." stands for the start of the name."""
     inner = re.sub(r"^(transformer|unet)\.", "", word)
     begin = "^" if inner != word else "" if word.startswith(".") else "*"
-    found = begin + inner.strip(".") + ("" if word.endswith(".") else "*")
-    if not inner.strip(".") or re.search(r"[\s=]", found):
+    pattern = begin + inner.strip(".") + ("" if word.endswith(".") else "*")
+    if not inner.strip(".") or re.search(r"[\s=]", pattern):
         raise Unfit(Message("{word} is no part of a name", word=repr(word)))
-    return found
+    return pattern
 
 
 def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: Sequence[str], rank: int) -> None:
@@ -54,8 +54,8 @@ def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: 
     except Unfit as error:
         draft.none(keys, Message("adapter.ranks was not written: {why}", why=error))
         return
-    told = Message("of the layers that are adapted here; take out what fits none of them, which `check` tells")
-    draft.differs(keys, {"adapter.ranks": entries}, told)
+    note = Message("of the layers that are adapted here; take out what fits none of them, which `check` tells")
+    draft.differs(keys, {"adapter.ranks": entries}, note)
 
 
 WHOLE_RANK = MOST_RANK

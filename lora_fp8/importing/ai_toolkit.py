@@ -386,9 +386,9 @@ def _set_model(draft: Draft) -> None:
     kind, why = ARCHITECTURES.get(common_values.plain(str(draft.get(key("arch")) or "").partition(":")[0]), ""), ""
     if kind:
         why = f"arch = {draft.get(key('arch'))!r}"
-    for name, found in (("is_flux", "flux"), ("is_xl", "sdxl"), ("is_v2", "sd2"), ("is_v3", "sd3")):
+    for name, family in (("is_flux", "flux"), ("is_xl", "sdxl"), ("is_v2", "sd2"), ("is_v3", "sd3")):
         if not kind and common_values.on(draft.get(key(name))):
-            kind, why = found, Message("{name} is on", name=name)
+            kind, why = family, Message("{name} is on", name=name)
     if not kind and common_values.on(draft.get(key("is_lumina2"))):
         kind, why = "lumina2", Message("{name} is on", name="is_lumina2")
     if not kind and not draft.has(key("arch")):
@@ -397,7 +397,7 @@ def _set_model(draft: Draft) -> None:
     keys = [key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
     model_settings.set_family(
         draft,
-        [one for one in keys if draft.has(one) and draft.given[one]],
+        [key_of for key_of in keys if draft.has(key_of) and draft.given[key_of]],
         kind or common_values.plain(draft.get(key("arch"))),
         why or f"arch = {draft.get(key('arch'))!r}",
     )
@@ -410,7 +410,7 @@ def _set_model(draft: Draft) -> None:
 
 def _set_network(draft: Draft) -> None:
     key = f"{PROCESS}network.type"
-    if not any(one.startswith(f"{PROCESS}network.") for one in draft.given):
+    if not any(given_key.startswith(f"{PROCESS}network.") for given_key in draft.given):
         model_settings.set_whole_model(draft, "the file has no network: theirs trains the whole model then")
     kind = common_values.plain(draft.get(key) or "lora")
     adapter_settings.set_type(draft, key, kind)
@@ -420,12 +420,12 @@ def _set_network(draft: Draft) -> None:
         ("adapter.alpha", ("network.linear_alpha", "network.alpha"), number),
     ):
         keys = [PROCESS + name for name in names]
-        used = next((one for one in keys if draft.has(one)), keys[-1])
+        used = next((candidate for candidate in keys if draft.has(candidate)), keys[-1])
         if draft.get(used) is not None and used not in draft.done:
             draft.mapped(used, {ours: read(draft.get(used))})
         draft.none(keys, f"{used.rsplit('.', 1)[-1]} counts", off=True)
     keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
-    only, without = ([text(one) for one in draft.get(key, listed) or []] for key in keys)
+    only, without = ([text(part) for part in draft.get(key, listed) or []] for key in keys)
     if only or without:
         adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", Adapter().rank))
 
@@ -490,7 +490,7 @@ def _set_folders(draft: Draft) -> None:
             dataset_settings.weigh(draft, f"{table}loss_multiplier", draft.folders[i], f"dataset.folders.{own[0]}")
     _set_sides(draft, [(f"{table}resolution", own) for table, own in zip(tables, indices, strict=True)])
     _set_shared(draft, tables)
-    for key in [one for table in tables for one in (f"{table}caption_ext", f"{table}caption_type")]:
+    for key in [caption_key for table in tables for caption_key in (f"{table}caption_ext", f"{table}caption_type")]:
         if str(draft.get(key) or "txt").lstrip(".").lower() in ("txt", "caption"):
             draft.mapped(key, {}, Message(".txt and .caption files are read by themselves"))
         else:
@@ -535,7 +535,7 @@ def _add_folders(draft: Draft, table: str) -> range:
 def _set_shared(draft: Draft, tables: list[str]) -> None:
     """Set what has one value for all folders here: dropout, flips, buckets and the shuffling of tags."""
 
-    def each(name: str) -> tuple[list[str], list[Any]]:
+    def collect_values(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
 
     for name, setting, read in (
@@ -545,9 +545,9 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
         ("flip_x", "dataset.flip", flag),
         ("buckets", "dataset.buckets", flag),
     ):
-        dataset_settings.share(draft, *each(name), setting, read)
-    dataset_settings.set_bucket_step(draft, *each("bucket_tolerance"))
-    keys, values = each("keep_tokens")
+        dataset_settings.share(draft, *collect_values(name), setting, read)
+    dataset_settings.set_bucket_step(draft, *collect_values("bucket_tolerance"))
+    keys, values = collect_values("keep_tokens")
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
         dataset_settings.share(
             draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole
@@ -601,13 +601,13 @@ def _set_training(draft: Draft) -> None:
         draft.none(key, "off", off=True)
     offload = [f"{PROCESS}model.layer_offloading", f"{PROCESS}model.layer_offloading_transformer_percent"]
     share = draft.get(offload[1], number) if draft.has(offload[1]) else 1.0
-    told: str = Message("a share of the layers there, drawn by chance; of the frozen weights here")
-    memory_settings.set_offload(draft, offload, share if common_values.on(draft.get(offload[0])) else 0.0, told)
+    note: str = Message("a share of the layers there, drawn by chance; of the frozen weights here")
+    memory_settings.set_offload(draft, offload, share if common_values.on(draft.get(offload[0])) else 0.0, note)
     dataset_settings.set_every(draft, "checkpoint.every", (f"{PROCESS}save.save_every", ""), None, remarks.SAVED)
     keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
     if keep:
-        told = Message("checkpoints, besides the file at the end") if keep >= 2 else "at least 2 here"
-        draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": max(2, keep)}, told)
+        note = Message("checkpoints, besides the file at the end") if keep >= 2 else "at least 2 here"
+        draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": max(2, keep)}, note)
 
 
 def _set_batch(draft: Draft) -> None:
@@ -658,8 +658,8 @@ def _set_timesteps(draft: Draft) -> None:
             draft, keys[:1], "uniform", 1.0, "uniform, without the weights by timestep", exact=False
         )
     elif kind.endswith("shift"):
-        told = Message("uniform and shifted as the model's own scheduler is")
-        objective_settings.set_timesteps(draft, keys[:1], "uniform", "auto", told, exact=False)
+        note = Message("uniform and shifted as the model's own scheduler is")
+        objective_settings.set_timesteps(draft, keys[:1], "uniform", "auto", note, exact=False)
     else:
         objective_settings.set_timesteps(
             draft, keys[:1], "logit_normal", 1.0, f"{kind!r} has no counterpart", exact=False
@@ -681,16 +681,16 @@ def _set_previews(draft: Draft) -> None:
     keys = [key for key in draft.given if key.startswith(SAMPLE) and draft.tool.rule(key) is JOINT]
     if pictures:
         has_trigger = draft.get(f"{PROCESS}trigger_word") or "[trigger]" not in str(prompts)
-        told = [] if has_trigger else [Message("[trigger] has no word to stand for")]
+        notes = [] if has_trigger else [Message("[trigger] has no word to stand for")]
         if unknown_flags:
-            told.append(Message("{names} mean nothing here", names=", ".join(unknown_flags)))
+            notes.append(Message("{names} mean nothing here", names=", ".join(unknown_flags)))
         if _have_one_seed(pictures):
-            told.append(Message("seeds count up here from preview to preview (walk_seed)"))
+            notes.append(Message("seeds count up here from preview to preview (walk_seed)"))
             first = pictures[0]["seed"]
             pictures = [picture | {"seed": whole(first) + i} for i, picture in enumerate(pictures)]
         dataset_settings.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
         named = {key: _preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
-        preview_settings.set_previews(draft, named, pictures, "; ".join(told))
+        preview_settings.set_previews(draft, named, pictures, "; ".join(notes))
     else:
         draft.none(keys, "no prompts", off=True)
     if pictures and common_values.on(draft.get(starts[0])):

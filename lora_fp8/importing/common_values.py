@@ -23,14 +23,14 @@ def accepted(setting: str) -> list[str]:
     """Return the words that one of our settings accepts, such as the names of optimizers."""
     section, _, name = setting.rpartition(".")
     model: Any = Job.model_fields[section].annotation
-    found: list[str] = []
+    words: list[str] = []
 
     def look(annotation: Any) -> None:
         for argument in get_args(annotation):
-            found.append(argument) if isinstance(argument, str) else look(argument)
+            words.append(argument) if isinstance(argument, str) else look(argument)
 
     look(model.model_fields[name].annotation)
-    return found
+    return words
 
 
 def bounds(setting: str) -> tuple[Any, Any]:
@@ -50,10 +50,10 @@ def choice(table: Mapping[str, str], what: str) -> Callable[[Any], str]:
     """Return a reader that looks a word up in a table; any other word is `Unfit`."""
 
     def read(value: Any) -> str:
-        found = table.get(plain(value))
-        if found is None:
+        ours = table.get(plain(value))
+        if ours is None:
             raise Unfit(Message("{value} has no counterpart among {names}", value=repr(value), names=what))
-        return found
+        return ours
 
     return read
 
@@ -89,8 +89,8 @@ def set_name(draft: Draft, key: str, value: str | None = None, note: str = "") -
         return
     name = "".join("-" if c in "/\\" or not c.isprintable() else c for c in given).strip()[:120]
     name = name if name not in ("", ".", "..") else "my-lora"
-    told = note if name == given else "; ".join(filter(None, (note, Message("without what cannot name a folder"))))
-    (draft.mapped if name == given else draft.differs)(key, {"name": name}, told)
+    full_note = note if name == given else "; ".join(filter(None, (note, Message("without what cannot name a folder"))))
+    (draft.mapped if name == given else draft.differs)(key, {"name": name}, full_note)
 
 
 def stem(path: str) -> str:

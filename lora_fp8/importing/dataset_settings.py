@@ -129,9 +129,9 @@ def samples(draft: Draft) -> int | None:
     """Return images times repeats, summed over all folders; None if a folder does not exist here."""
     if not draft.folders or any(folder.images is None for folder in draft.folders):
         return None
-    shown = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
+    counts = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
     # kohya's trainers train on as many regularization images as on others, whatever their number.
-    return sum(shown) * (2 if any(folder.regularization for folder in draft.folders) else 1)
+    return sum(counts) * (2 if any(folder.regularization for folder in draft.folders) else 1)
 
 
 def balance_regularization(draft: Draft) -> None:
@@ -261,10 +261,10 @@ def set_every(
     if steps_key:
         draft.none(steps_key, "off", off=True)
     if epochs > 0 and per_epoch:
-        told = Message(
+        counted = Message(
             "every {epochs} x {steps} steps; steps are counted here, not epochs", epochs=epochs, steps=per_epoch
         )
-        draft.differs(epochs_key, every(epochs * per_epoch), f"{told}; {note}" if note else told)
+        draft.differs(epochs_key, every(epochs * per_epoch), f"{counted}; {note}" if note else counted)
     elif epochs > 0:
         draft.none(
             epochs_key,
@@ -291,19 +291,19 @@ def share(
         note: the difference in meaning, if there is one.
     """
     try:
-        found = [None if value in (None, "") else read(value) for value in values]
+        parsed = [None if value in (None, "") else read(value) for value in values]
     except Unfit as error:
         draft.none(keys, Message("{setting} was not written: {line}", setting=setting, line=error))
         return
-    given = [value for value in found if value is not None]
+    given = [value for value in parsed if value is not None]
     if not given:
         draft.none(keys, "empty", off=True)
         return
     common = Counter(given).most_common(1)[0][0]
-    told = [note] if note else []
-    if len(set(found)) > 1:
-        told.append(Message("one value here for all folders, the most frequent: {value}", value=repr(common)))
-    (draft.differs if told else draft.mapped)(keys, {setting: common}, "; ".join(told))
+    notes = [note] if note else []
+    if len(set(parsed)) > 1:
+        notes.append(Message("one value here for all folders, the most frequent: {value}", value=repr(common)))
+    (draft.differs if notes else draft.mapped)(keys, {setting: common}, "; ".join(notes))
 
 
 def side_of(value: Any) -> tuple[int, str]:
@@ -329,21 +329,22 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
 
     Of several resolutions the largest is taken, which is reported.
     """
-    found = [side_of(value) for value in values]
-    if not found:
+    sides = [side_of(value) for value in values]
+    if not sides:
         draft.none(keys, "empty", off=True)
         return
-    side, rounded = max(found)
-    told = [note] if note else []
-    if len(set(found)) > 1:
-        told.append(
+    side, rounded = max(sides)
+    notes = [note] if note else []
+    if len(set(sides)) > 1:
+        notes.append(
             Message(
-                "one resolution here, the largest; theirs were {sizes}", sizes=", ".join((str(one) for one, _ in found))
+                "one resolution here, the largest; theirs were {sizes}",
+                sizes=", ".join((str(given) for given, _ in sides)),
             )
         )
-    told += [rounded] if rounded else []
-    account = draft.differs if told else draft.mapped
-    account(keys, {"dataset.resolution": side}, "; ".join(told))
+    notes += [rounded] if rounded else []
+    account = draft.differs if notes else draft.mapped
+    account(keys, {"dataset.resolution": side}, "; ".join(notes))
 
 
 def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
@@ -358,14 +359,16 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
     if len(values) != len(draft.folders) or len(set(map(str, values))) == 1:
         set_resolution(draft, keys, [value for value in values if value], note)
         return
-    found = [side_of(value) if value else None for value in values]
-    largest = max(one for one in found if one)[0]
-    for folder, one in zip(draft.folders, found, strict=True):
-        folder.resolution = one[0] if one and one[0] != largest else 0
-    rounded = [one[1] for one in found if one and one[1]]
-    told = "; ".join(dict.fromkeys([*([note] if note else []), *rounded]))
-    account = draft.differs if told else draft.mapped
-    account(keys, {"dataset.resolution": largest}, told or Message("the largest, and folders that have another say so"))
+    sides = [side_of(value) if value else None for value in values]
+    largest = max(side for side in sides if side)[0]
+    for folder, side in zip(draft.folders, sides, strict=True):
+        folder.resolution = side[0] if side and side[0] != largest else 0
+    rounded = [side[1] for side in sides if side and side[1]]
+    remarks = "; ".join(dict.fromkeys([*([note] if note else []), *rounded]))
+    account = draft.differs if remarks else draft.mapped
+    account(
+        keys, {"dataset.resolution": largest}, remarks or Message("the largest, and folders that have another say so")
+    )
 
 
 def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) -> None:
@@ -400,7 +403,9 @@ def set_clips(
     if max(lengths, default=1) <= 1 or not step:
         draft.none([*keys, *part_keys], NO_CLIPS, off=max(lengths, default=1) <= 1)
         return
-    draft.differs(keys, {"dataset.frames": sorted({max(1, (one - 1) // step * step + 1) for one in lengths})}, note)
+    draft.differs(
+        keys, {"dataset.frames": sorted({max(1, (length - 1) // step * step + 1) for length in lengths})}, note
+    )
     if part is None:
         draft.none(part_keys, Message("of a clip its head, its middle or chunks are taken here: dataset.clip"))
     else:

@@ -235,8 +235,8 @@ def combine(draft: Draft) -> None:
     objective_settings.set_min_snr(draft, "model.min_snr_gamma")
     checkpointing = draft.get("activation_checkpointing")
     if checkpointing == "unsloth":
-        told = Message("activations are recomputed, not moved to main memory")
-        draft.differs("activation_checkpointing", {"memory.gradient_checkpointing": True}, told)
+        note = Message("activations are recomputed, not moved to main memory")
+        draft.differs("activation_checkpointing", {"memory.gradient_checkpointing": True}, note)
     else:
         draft.mapped("activation_checkpointing", {"memory.gradient_checkpointing": bool(checkpointing)})
     if draft.get("compile"):
@@ -346,7 +346,7 @@ def _set_frames(draft: Draft) -> None:
     dataset_settings.set_clips(
         draft,
         lengths,
-        [whole(one) for key in lengths if draft.has(key) for one in draft.get(key, listed)],
+        [whole(length) for key in lengths if draft.has(key) for length in draft.get(key, listed)],
         ["video_clip_mode"],
         CLIP_PARTS.get(part),
         "of every folder; a clip takes the longest that fits, as there",
@@ -394,10 +394,10 @@ def _set_captions(draft: Draft) -> None:
 
 
 def _set_length_and_rate(draft: Draft) -> None:
-    batch, told = _batch(draft)
+    batch, notes = _batch(draft)
     keys = ["micro_batch_size_per_gpu", "image_micro_batch_size_per_gpu"]
-    told.append(Message("over all processes together here; multiply by the number of GPUs that you used"))
-    draft.differs(keys, {"train.batch_size": batch}, "; ".join(told))
+    notes.append(Message("over all processes together here; multiply by the number of GPUs that you used"))
+    draft.differs(keys, {"train.batch_size": batch}, "; ".join(notes))
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
     per_epoch = _steps_per_epoch(draft, batch * accumulate)
     if draft.has("max_steps"):
@@ -454,7 +454,7 @@ def _batch(draft: Draft) -> tuple[int, list[str]]:
     value = draft.get("image_micro_batch_size_per_gpu") or draft.get("micro_batch_size_per_gpu") or 1
     if not isinstance(value, list):
         return positive(value), []
-    return positive(max(pair(one) for one in value)[1]), [
+    return positive(max(pair(size) for size in value)[1]), [
         Message("one batch size here, that of the largest resolution")
     ]
 
@@ -462,18 +462,18 @@ def _batch(draft: Draft) -> tuple[int, list[str]]:
 def _set_timesteps(draft: Draft) -> None:
     keys = ["model.timestep_sample_method", "model.shift", "model.flux_shift", "model.lumina_shift"]
     method = draft.get("model.timestep_sample_method") or "logit_normal"
-    told = []
+    notes = []
     if any(common_values.on(draft.get(key)) for key in keys[2:]):
         shift: float | str = "auto"
     else:
         shift = draft.get("model.shift", number) or 1.0
     scale = draft.get("model.sigmoid_scale", number)
     if scale not in (None, 1.0):
-        told.append(Message("sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
+        notes.append(Message("sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
         keys.append("model.sigmoid_scale")
     if draft.has("model.type"):
         shape = "uniform" if method == "uniform" else "logit_normal"
-        objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+        objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(notes), exact=not notes)
     draft.none([*keys, "model.sigmoid_scale"], "off", off=True)
 
 

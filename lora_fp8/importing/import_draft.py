@@ -53,9 +53,9 @@ class Tool:
             return self.rules[pattern]
         parts = pattern.split(".")
         for end in range(len(parts) - 1, 0, -1):
-            found = self.rules.get(".".join(parts[:end]) + ".**")
-            if found is not None:
-                return found
+            rule = self.rules.get(".".join(parts[:end]) + ".**")
+            if rule is not None:
+                return rule
         return self.rules.get(parts[-1]) if self.loose else None
 
 
@@ -146,7 +146,7 @@ class Draft:
         self.defaults = dict(tool.defaults)
         self.family = family
         self.given: dict[str, Any] = {}
-        self.shown: dict[str, str] = {}
+        self.labels: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
         self.folders: list[Folder] = []
         self.assumed: dict[str, tuple[Any, str, str]] = {}
@@ -159,10 +159,10 @@ class Draft:
         for label, key, value in tool.flatten(self):
             key = tool.aliases.get(key, key)
             if key in self.given:  # a section of kohya's files overrides the one before
-                overridden = self.shown[key]
+                overridden = self.labels[key]
                 note = Message("given again as {key}, which counts", key=label)
                 self.lists["none"].append(_entry(overridden, self.given[key], note=note))
-            self.given[key], self.shown[key] = value, label
+            self.given[key], self.labels[key] = value, label
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -176,7 +176,7 @@ class Draft:
         try:
             return None if value in NOTHING else read(value)
         except Unfit as error:
-            raise UserError(f"{self.source.path}: {self.shown[key]}: {hide(str(error))}") from None
+            raise UserError(f"{self.source.path}: {self.labels[key]}: {hide(str(error))}") from None
 
     def keys(self, pattern: str) -> list[str]:
         """Return the file's keys that match a pattern with `*` for positions in lists."""
@@ -187,13 +187,13 @@ class Draft:
         """Find a file or folder that the file refers to: as given, relative to the file, or beside it by its name."""
         beside = self.source.path.parent
         name = PureWindowsPath(path).name
-        found = None
+        existing = None
         try:
             for candidate in (Path(path).expanduser(), beside / path):
-                if found is None and name and self.source.reach(candidate) and candidate.exists():
-                    found = candidate
+                if existing is None and name and self.source.reach(candidate) and candidate.exists():
+                    existing = candidate
             # Folders of another machine have other contents here, but a settings file may have been copied along.
-            if found is None and name and self.source.reach(beside / name) and (beside / name).is_file():
+            if existing is None and name and self.source.reach(beside / name) and (beside / name).is_file():
                 self.notes.append(
                     Message(
                         "{path} is not here; {name} beside {file} was read instead",
@@ -202,17 +202,17 @@ class Draft:
                         file=self.source.path.name,
                     )
                 )
-                found = beside / name
-            if found is not None and found.is_file() and found not in self.files:
-                self.files.append(found)
+                existing = beside / name
+            if existing is not None and existing.is_file() and existing not in self.files:
+                self.files.append(existing)
         except (OSError, ValueError, RuntimeError):  # not a valid path on this system
             return None
-        return found
+        return existing
 
     def refer(self, key: str, path: str) -> Any:
         """Read a settings file that this one refers to; return None, and add a note, if it does not exist here."""
-        found = self.find(path)
-        if found is None or not found.is_file():
+        file = self.find(path)
+        if file is None or not file.is_file():
             self.notes.append(
                 Message(
                     "{key} = {path} is not here: put it beside {file} and import again",
@@ -222,7 +222,7 @@ class Draft:
                 )
             )
             return None
-        return read_source(found).data
+        return read_source(file).data
 
     # -------------------------------------------------------------------------------------------------------- writing
 
@@ -259,16 +259,16 @@ class Draft:
         keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
         here = [key for key in keys if key in self.given and key not in self.done]
         real = [key for key in here if self.has(key)]
-        told = ", ".join(f"{name} = {_short(_toml(value))}" for name, value in settings.items())
+        written = ", ".join(f"{name} = {_short(_toml(value))}" for name, value in settings.items())
         self._report_empty(here)
         for key in real:
-            self.lists[kind].append(_entry(self.shown[key], self.given[key], told, note, off))
-        origin = ", ".join(self.shown[key] for key in real)
+            self.lists[kind].append(_entry(self.labels[key], self.given[key], written, note, off))
+        origin = ", ".join(self.labels[key] for key in real)
         assumed = [key for key in keys if key not in real and key not in self.done and key in self.defaults]
         if settings and assumed and not real:
             origin = f"not in the file: the default of {self.tool.name}"
             for key in assumed:
-                self.report_default(key.removeprefix(self.tool.prefix), self.defaults[key], told, note)
+                self.report_default(key.removeprefix(self.tool.prefix), self.defaults[key], written, note)
         for name, value in settings.items():
             self.set(name, value, origin)
         self.done.update(here)
@@ -276,18 +276,18 @@ class Draft:
     def _report_empty(self, keys: Iterable[str]) -> None:
         for key in keys:
             if not self.has(key):
-                self.lists["none"].append(_entry(self.shown[key], self.given[key], note="empty", off=True))
+                self.lists["none"].append(_entry(self.labels[key], self.given[key], note="empty", off=True))
 
-    def report_default(self, key: str, value: Any, told: str, note: str = "") -> None:
+    def report_default(self, key: str, value: Any, written: str, note: str = "") -> None:
         """Report a default of the tool that was written, although the file does not say it.
 
         Args:
             key: the tool's key, as shown.
             value: the default.
-            told: our settings with their values.
+            written: our settings with their values.
             note: a remark.
         """
-        self.lists["defaults"].append(_entry(key, value, told, note))
+        self.lists["defaults"].append(_entry(key, value, written, note))
 
     # ------------------------------------------------------------------------------------------------------ the end
 
@@ -357,7 +357,7 @@ class Draft:
     def _apply(self, key: str, value: Any) -> None:
         rule = self.tool.rule(key)
         if rule is None:
-            self.lists["unknown"].append(_entry(self.shown[key], value))
+            self.lists["unknown"].append(_entry(self.labels[key], value))
             self.done.add(key)
             return
         if not self.has(key):
@@ -382,11 +382,11 @@ class Draft:
             self._account(rule.kind, key, {rule.to: ours}, rule.note)
 
 
-def _entry(key: str, value: Any, told: str = "", note: str = "", off: bool = False) -> Entry:
+def _entry(key: str, value: Any, written: str = "", note: str = "", off: bool = False) -> Entry:
     """Return the entry of a key, without secrets."""
     secret = SECRET_KEY.search(key) and value not in NOTHING
     printed = HIDDEN if secret else _short(hide(_toml(value)))
-    return Entry(hide(key), printed, hide(told), hide(note), off)
+    return Entry(hide(key), printed, hide(written), hide(note), off)
 
 
 def _short(text: str) -> str:

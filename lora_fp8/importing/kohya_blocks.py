@@ -40,11 +40,11 @@ LORAPLUS = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encode
 def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
     """Set adapter.ranks from the FLUX blocks that are trained, by kind or by number. Arguments as in `set_blocks`."""
     source = {key: str(draft.given[key]) for key in CHOICES if draft.has(key)} | given
-    said = {key: source[key].strip().lower() for key in CHOICES if key in source}
-    paged = [key for key in said if key not in given]
-    if all(value == "all" for value in said.values()):
+    choices = {key: source[key].strip().lower() for key in CHOICES if key in source}
+    paged = [key for key in choices if key not in given]
+    if all(value == "all" for value in choices.values()):
         draft.none(paged, "all blocks are trained", off=True)
-        for key in said:
+        for key in choices:
             given.pop(key, None)
         return
     if not plain or draft.family not in FLUX:
@@ -52,7 +52,7 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
     rank = draft.get("network_dim", whole) or 4
     totals = dict(zip(FLUX_BLOCKS, FLUX[draft.family], strict=True))
     try:
-        chosen = {kind: _chosen_blocks(said, kind, total) for kind, total in totals.items()}
+        chosen = {kind: _chosen_blocks(choices, kind, total) for kind, total in totals.items()}
     except Unfit:
         return  # the caller reports these arguments by name
     if not any(chosen.values()):
@@ -60,14 +60,14 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
     entries: dict[str, int] = {}
     for kind, total in totals.items():
         entries |= _ranks_of_chosen(FLUX_BLOCKS[kind], chosen[kind], total, rank)
-    draft.mapped(paged + _spend(given, said), {"adapter.ranks": entries})
+    draft.mapped(paged + _spend(given, choices), {"adapter.ranks": entries})
 
 
-def _chosen_blocks(said: dict[str, str], kind: str, total: int) -> set[int]:
+def _chosen_blocks(choices: dict[str, str], kind: str, total: int) -> set[int]:
     """Return the numbers of the blocks of one kind that are trained."""
-    if said.get("train_blocks", "all") not in ("all", kind):
+    if choices.get("train_blocks", "all") not in ("all", kind):
         return set()
-    return _numbers(said.get(f"train_{kind}_block_indices", "all"), total)
+    return _numbers(choices.get(f"train_{kind}_block_indices", "all"), total)
 
 
 def _ranks_of_chosen(name: str, chosen: set[int], total: int, rank: int) -> dict[str, int]:
@@ -83,17 +83,17 @@ def _spend(given: dict[str, str], names: Iterable[str]) -> list[str]:
     return ["network_args"] if any(given.pop(name, None) for name in names) else []
 
 
-def _numbers(said: str, total: int) -> set[int]:
+def _numbers(text: str, total: int) -> set[int]:
     """Parse "0,4-6", "all" or "none" as a set of numbers below total."""
-    if said in ("all", "none", ""):
-        return set(range(total)) if said == "all" else set()
-    found: set[int] = set()
-    for part in said.split(","):
+    if text in ("all", "none", ""):
+        return set(range(total)) if text == "all" else set()
+    numbers: set[int] = set()
+    for part in text.split(","):
         first, dash, last = part.partition("-")
-        found |= set(range(whole(first), whole(last if dash else first) + 1))
-    if not found <= set(range(total)):
+        numbers |= set(range(whole(first), whole(last if dash else first) + 1))
+    if not numbers <= set(range(total)):
         raise Unfit(Message("another number of blocks"))
-    return found
+    return numbers
 
 
 def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
@@ -112,33 +112,33 @@ def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
     source = {key: str(draft.given[key]) for key in names if draft.has(key)} | given
     used = [key for key in names if source.get(key)]
     try:
-        ours, told = _block_settings(draft, source)
+        ours, note = _block_settings(draft, source)
     except (Unfit, ValueError):
         return  # the caller reports these arguments by name
     if not used:
         return
     keys = [key for key in used if key not in given] + _spend(given, used)
-    (draft.differs if told else draft.mapped)(keys, ours, told)
+    (draft.differs if note else draft.mapped)(keys, ours, note)
     draft.mapped("enable_block_weights", {}, "on")
 
 
 def _block_settings(draft: Draft, source: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Return adapter.ranks and optimizer.lrs as far as they have entries, and what differs."""
     weights = _weights(source, draft.family) if any(source.get(key) for key in RATES[:3]) else {}
-    ranks, told = _ranks(draft, source, weights)
+    ranks, note = _ranks(draft, source, weights)
     rates = {name: float(f"{weight:.10g}") for name, weight in weights.items() if weight not in (0, 1)}
     if rates and _finds_its_rate(draft):
         raise Unfit(Message("the optimizer finds its learning rate"))
     tables: dict[str, Any] = {"adapter.ranks": ranks, "optimizer.lrs": rates}
-    return {setting: entries for setting, entries in tables.items() if entries}, told
+    return {setting: entries for setting, entries in tables.items() if entries}, note
 
 
 def _ranks(draft: Draft, source: dict[str, str], weights: dict[str, float]) -> tuple[dict[str, int], str]:
     """Return the entries of adapter.ranks, and what differs. Blocks whose learning rate is 0 have no rank."""
     number_of, blocks = BLOCKS[draft.family]
     rank, alpha = draft.get("network_dim", whole) or 4, draft.get("network_alpha", number) or 1.0
-    dims = [whole(one) for one in source["block_dims"].split(",")] if source.get("block_dims") else [rank] * number_of
-    alphas = [number(one) for one in source.get("block_alphas", "").split(",") if one.strip()]
+    dims = [whole(part) for part in source["block_dims"].split(",")] if source.get("block_dims") else [rank] * number_of
+    alphas = [number(part) for part in source.get("block_alphas", "").split(",") if part.strip()]
     alphas = alphas or [alpha] * number_of
     if len(dims) != number_of or len(alphas) != number_of:
         raise Unfit(Message("another number of blocks"))
@@ -164,11 +164,11 @@ def _weights(source: dict[str, str], family: str) -> dict[str, float]:
     threshold = number(source.get("block_lr_zero_threshold") or 0.0)
 
     def of(key: str, length: int) -> list[float]:
-        said = source.get(key, "").strip()
-        if not said:
+        text = source.get(key, "").strip()
+        if not text:
             return [1.0] * length
-        shape, _, lift = said.partition("+")
-        if key != "mid_lr_weight" and "," not in said:
+        shape, _, lift = text.partition("+")
+        if key != "mid_lr_weight" and "," not in text:
             steps = [i / (length - 1) for i in range(length)]
             rising = {
                 "sine": [math.sin(math.pi * step / 2) for step in steps],
@@ -176,13 +176,13 @@ def _weights(source: dict[str, str], family: str) -> dict[str, float]:
                 "zeros": [0.0] * length,
             }
             falling = {"cosine": rising["sine"][::-1], "reverse_linear": steps[::-1]}
-            found = [one + number(lift or 0.0) for one in (rising | falling).get(shape.strip()) or ()]
-            if not found:
-                raise Unfit(Message("{word} is no shape of rates", word=repr(said)))
+            weights = [weight + number(lift or 0.0) for weight in (rising | falling).get(shape.strip()) or ()]
+            if not weights:
+                raise Unfit(Message("{word} is no shape of rates", word=repr(text)))
         else:
-            found = [number(one) if one.strip() else 0.0 for one in said.split(",")][:length]
-            found += [1.0] * (length - len(found))
-        return [one if one > threshold else 0.0 for one in found]
+            weights = [number(part) if part.strip() else 0.0 for part in text.split(",")][:length]
+            weights += [1.0] * (length - len(weights))
+        return [weight if weight > threshold else 0.0 for weight in weights]
 
     every = [*of("down_lr_weight", outer), *of("mid_lr_weight", inner), *of("up_lr_weight", outer)]
     every = [1.0, *every, 1.0] if family == "sdxl" else every
@@ -202,8 +202,8 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
         return
     keys = [name for name in source if name not in given] + _spend(given, LORAPLUS)
     if own != ratio and model_settings.trains_text(draft.family):
-        told = Message("{ratio} for text encoders there; one ratio here for all that is trained", ratio=f"{own or 1:g}")
-        draft.differs(keys, {"optimizer.loraplus_lr_ratio": ratio}, told)
+        note = Message("{ratio} for text encoders there; one ratio here for all that is trained", ratio=f"{own or 1:g}")
+        draft.differs(keys, {"optimizer.loraplus_lr_ratio": ratio}, note)
     else:
         draft.mapped(keys, {"optimizer.loraplus_lr_ratio": ratio})
     draft.none(list(paged), NO_RATIO)

@@ -46,8 +46,8 @@ def everywhere(draft: Draft, name: str) -> list[str]:
 
 def subsets(draft: Draft) -> list[str]:
     """Return the dataset file's folders, as prefixes of their keys: datasets.0.subsets.1."""
-    found = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.subsets\.\d+\.", key))}
-    return sorted(found, key=lambda key: [int(part) for part in re.findall(r"\d+", key)])
+    prefixes = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.subsets\.\d+\.", key))}
+    return sorted(prefixes, key=lambda key: [int(part) for part in re.findall(r"\d+", key)])
 
 
 def counting(draft: Draft, subset: str, name: str) -> str:
@@ -62,7 +62,7 @@ def effective(draft: Draft, subset: str, name: str, read: Callable[[Any], Any] =
     return draft.get(counting(draft, subset, name), read)
 
 
-def each(draft: Draft, name: str, places: list[str]) -> tuple[list[str], list[Any]]:
+def collect_values(draft: Draft, name: str, places: list[str]) -> tuple[list[str], list[Any]]:
     """Return the keys that apply to the folders, and each folder's value. Overridden keys are reported."""
     keys = list(dict.fromkeys(counting(draft, place, name) for place in places or [""]))
     draft.none([key for key in everywhere(draft, name) if key not in keys], "overridden by a folder's own", off=True)
@@ -99,13 +99,13 @@ def set_only_pictures(draft: Draft, places: list[str]) -> None:
         draft, (), "", Message("the file holds only the pictures: import the training's file with this beside it")
     )
     model_settings.set_model_path(draft, "pretrained_model_name_or_path")
-    dataset_settings.share(draft, *each(draft, "batch_size", places), "train.batch_size", whole)
+    dataset_settings.share(draft, *collect_values(draft, "batch_size", places), "train.batch_size", whole)
 
 
 def set_folders(draft: Draft) -> None:
     """Set dataset.folders from the dataset file, or from the subfolders of train_data_dir."""
-    found = subsets(draft)
-    for subset in found:
+    subset_keys = subsets(draft)
+    for subset in subset_keys:
         _add_folder(draft, subset)
     used = [key for key in everywhere(draft, "is_reg") if common_values.on(draft.given[key])]
     draft.differs(used, {}, remarks.SHOWN_ALIKE)
@@ -115,11 +115,11 @@ def set_folders(draft: Draft) -> None:
     )
     for name in ("num_repeats", "class_tokens", "dataset_repeats"):
         draft.mapped(everywhere(draft, name), {}, Message("in each of the folders"))
-    draft.mapped("dataset_config", {}, Message("read as well") if found else Message("not here"))
-    _set_root_folders(draft, bool(found))
+    draft.mapped("dataset_config", {}, Message("read as well") if subset_keys else Message("not here"))
+    _set_root_folders(draft, bool(subset_keys))
     dataset_settings.balance_regularization(draft)
     dataset_settings.weigh_regularization(draft, "prior_loss_weight")
-    if not found:
+    if not subset_keys:
         for number, folder in enumerate(draft.folders):
             folder.mask = _mask_of(draft, "", number)
     dataset_settings.set_unmasked(draft)
@@ -207,7 +207,7 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
             "dataset.folders", Message("one [[dataset.folders]] for each subfolder: 10_name becomes repeats = 10")
         )
         return
-    told = []
+    written = []
     for inner in sorted(p for p in place.iterdir() if p.is_dir()):
         match = re.match(r"(\d+)_(.*)$", inner.name)
         if not match:
@@ -224,9 +224,11 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
             _regularize(draft, folder, match[2])
         else:
             dataset_settings.caption_by_trigger(folder, match[2])
-        told.append(f"{inner.name}: repeats = {folder.repeats}" + (f", trigger {match[2]!r}" if folder.trigger else ""))
+        written.append(
+            f"{inner.name}: repeats = {folder.repeats}" + (f", trigger {match[2]!r}" if folder.trigger else "")
+        )
         draft.folders.append(folder)
-    if not told:
+    if not written:
         draft.folders.append(Folder(root, regularization=others))
         draft.differs(key, {}, Message("no subfolder is named 10_name there, so kohya would find no pictures"))
         draft.need("dataset.folders", Message("check the folder and its repeats"))
@@ -235,7 +237,7 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
         draft.differs(key, {}, remarks.SHOWN_ALIKE)
         return
     if not any(folder.captionless for folder in draft.folders):
-        draft.mapped(key, {}, Message("repeats are written out here: {told}", told="; ".join(told)))
+        draft.mapped(key, {}, Message("repeats are written out here: {told}", told="; ".join(written)))
         return
     draft.differs(
         key,
@@ -243,7 +245,7 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
         Message(
             "repeats are written out here: {told}. The words behind the number caption pictures without a "
             "caption there; here `check` asks for a caption or a trigger",
-            told="; ".join(told),
+            told="; ".join(written),
         ),
     )
 
@@ -251,7 +253,7 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
 def set_pictures(draft: Draft) -> None:
     """Set sizes, buckets and captions, with one value for all folders."""
     places = subsets(draft)
-    keys, values = each(draft, "resolution", [place for place in places if draft.has(f"{place}image_dir")])
+    keys, values = collect_values(draft, "resolution", [place for place in places if draft.has(f"{place}image_dir")])
     if any(values):
         dataset_settings.set_resolutions(draft, keys, values)
     shared = [
@@ -269,10 +271,10 @@ def set_pictures(draft: Draft) -> None:
         if name == "keep_tokens" and not tags:
             draft.none(everywhere(draft, name), Message("means nothing without {key}", key="shuffle_caption"), off=True)
             continue
-        dataset_settings.share(draft, *each(draft, name, places), setting, read)
-    dataset_settings.set_bucket_step(draft, *each(draft, "bucket_reso_steps", places))
+        dataset_settings.share(draft, *collect_values(draft, name, places), setting, read)
+    dataset_settings.set_bucket_step(draft, *collect_values(draft, "bucket_reso_steps", places))
     note = Message("theirs also draws one line of a caption with several")
-    dataset_settings.share(draft, *each(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
+    dataset_settings.share(draft, *collect_values(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
     _set_aspect(draft)
     for name in ("caption_extension", "caption_extention"):
         keys = everywhere(draft, name)

@@ -21,11 +21,11 @@ def set_previews(draft: Draft) -> None:
     fields += ["sample_steps"]
     keys = [key for key in ("sample_prompts", *fields) if draft.has(key)]
     pictures: list[dict[str, Any]] = []
-    told: list[str] = []
+    notes: list[str] = []
     off = draft.has("enable_preview") and not common_values.on(draft.given["enable_preview"])
     draft.mapped("enable_preview", {}, Message("preview.prompts says it"))
     if draft.has("sample_prompts"):
-        pictures, told = read_prompts(draft, str(draft.given["sample_prompts"]))
+        pictures, notes = read_prompts(draft, str(draft.given["sample_prompts"]))
     elif draft.has("positive_prompts"):
         names = ("negative", "width", "height", "scale", "seed", "steps")
         values = {name: draft.get(key) for name, key in zip(names, fields[1:], strict=True)}
@@ -33,8 +33,8 @@ def set_previews(draft: Draft) -> None:
     if off:
         draft.none([*keys, "sample_every_n_steps", "sample_every_n_epochs"], "previews are off", off=True)
     elif pictures:
-        told += [guide(draft, pictures)]
-        note = "; ".join(dict.fromkeys(filter(None, told)))
+        notes += [guide(draft, pictures)]
+        note = "; ".join(dict.fromkeys(filter(None, notes)))
         own = ("prompts", "negative", "width", "height", "guidance", "seed", "steps")
         by_key = dict(zip(fields, own, strict=True))
         preview_settings.set_previews(draft, {key: by_key.get(key, "") for key in keys}, pictures, note)
@@ -87,8 +87,8 @@ def parse_prompt(line: str, known: Mapping[str, str] = PROMPT_FLAGS) -> tuple[di
     head, *flags = re.split(r"\s--(?=[a-z][a-z0-9_]*\s)", " " + line.strip())
     picture: dict[str, Any] = {"prompt": head.strip()}
     left = []
-    for one in flags:
-        name, _, value = one.partition(" ")
+    for flag in flags:
+        name, _, value = flag.partition(" ")
         if known.get(name) == "controls":
             picture.setdefault("controls", []).append(value.strip())
         elif name in known:
@@ -102,18 +102,18 @@ def _prompt_tables(data: Any) -> list[dict[Any, Any]]:
     """Read kohya's prompts from tables: a list of them, or [prompt] with [[prompt.subset]]."""
     if isinstance(data, dict):
         common = dict(data.get("prompt", {}))
-        data = [{**common, **one} for one in common.pop("subset", [{}])]
+        data = [{**common, **subset} for subset in common.pop("subset", [{}])]
     names: dict[Any, str] = {"negative_prompt": "negative", "sample_steps": "steps", "guidance_scale": "guide"}
-    return [{names.get(key, key): value for key, value in dict(one).items()} for one in data]
+    return [{names.get(key, key): value for key, value in dict(table).items()} for table in data]
 
 
 def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
     """Set each preview's guidance from --l (classifier-free) or --g (embedded), whichever applies; return a remark."""
     embedded = draft.family in ("flux", "flux_kontext", "flux2")
-    told = ""
+    note = ""
     for picture in pictures:
         scale, inner = picture.pop("scale", None), picture.pop("guide", None)
         picture["guidance"] = inner if embedded else scale
         if embedded and scale not in (None, "1", "1.0", 1, 1.0):
-            told = Message("--l (classifier-free guidance) is not used for this model here, only --g")
-    return told
+            note = Message("--l (classifier-free guidance) is not used for this model here, only --g")
+    return note

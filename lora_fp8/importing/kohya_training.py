@@ -17,7 +17,7 @@ from . import (
     remarks,
 )
 from .import_draft import Draft
-from .kohya_data import each, subsets
+from .kohya_data import collect_values, subsets
 from .kohya_table import NO_CONV, NO_DROPOUT, NO_LYCORIS, NO_PART, NO_RATIO
 from .readers import is_off, listed, number, positive, text, whole
 
@@ -275,7 +275,7 @@ def set_length_and_rate(draft: Draft) -> None:
 
 def _set_batch(draft: Draft) -> tuple[int, int]:
     """Set train.batch_size; return the largest batch size of the folders, and the number of processes."""
-    keys, inner = each(draft, "batch_size", subsets(draft))
+    keys, inner = collect_values(draft, "batch_size", subsets(draft))
     outer = draft.get("train_batch_size")
     if all(inner):
         draft.none("train_batch_size", "the dataset's batch_size counts", off=True)
@@ -331,10 +331,10 @@ def _set_optimizer(draft: Draft) -> None:
 
 def _set_schedule(draft: Draft) -> None:
     """Set the schedule, with a warm-up in steps or, on kohya's page, in percent."""
-    warmup_key, warmup, told = "lr_warmup_steps", draft.get("lr_warmup_steps", number), ""
+    warmup_key, warmup, note = "lr_warmup_steps", draft.get("lr_warmup_steps", number), ""
     if not warmup and draft.has("lr_warmup"):
         warmup_key, percent = "lr_warmup", number(draft.given["lr_warmup"])
-        warmup, told = percent / 100, Message("{percent} % of all steps", percent=f"{percent:g}")
+        warmup, note = percent / 100, Message("{percent} % of all steps", percent=f"{percent:g}")
     for key in ("lr_warmup_steps", "lr_warmup"):
         if key != warmup_key:
             draft.none(key, f"{warmup_key} counts", off=True)
@@ -349,7 +349,7 @@ def _set_schedule(draft: Draft) -> None:
             floor="lr_scheduler_min_lr_ratio",
         ),
         warmup=warmup,
-        warmup_note=told,
+        warmup_note=note,
         floor=draft.get("lr_scheduler_min_lr_ratio", number),
     )
     draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], Message("another key counts"), off=True)
@@ -359,11 +359,11 @@ def _set_text_encoders(draft: Draft) -> None:
     """Set the text encoders: kohya trains the CLIPs, at learning_rate, unless the file says otherwise."""
     keys = ["network_train_unet_only"]
     off = any(common_values.on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
-    given = [number(one) for one in listed(draft.given["text_encoder_lr"])] if draft.has("text_encoder_lr") else []
+    given = [number(rate) for rate in listed(draft.given["text_encoder_lr"])] if draft.has("text_encoder_lr") else []
     general = draft.get("learning_rate", number)
     names = {"sdxl": ("CLIP-L", "CLIP-G"), "sd3": ("CLIP-L", "CLIP-G")}.get(draft.family, ("CLIP",))
-    found = given or ([general] if general else [])
-    rates = {name: found[min(i, len(found) - 1)] for i, name in enumerate(names) if found}
+    by_encoder = given or ([general] if general else [])
+    rates = {name: by_encoder[min(i, len(by_encoder) - 1)] for i, name in enumerate(names) if by_encoder}
     left_out = [name for name, rate in rates.items() if not rate]
     rates = {} if off else {name: rate for name, rate in rates.items() if rate}
     why = Message(
@@ -405,12 +405,12 @@ def _set_timesteps(draft: Draft) -> None:
     shift_key = "training_shift" if draft.family in ("sd3", "sd35") else "discrete_flow_shift"
     shift = draft.get(shift_key, number) or 1.0
     keys = ["timestep_sampling"]
-    told: list[str] = []
+    notes: list[str] = []
     shape = "logit_normal"
     if method == "sigma":
         shape = "logit_normal" if scheme == "logit_normal" else "uniform"
         if scheme in ("sigma_sqrt", "cosmap", "mode"):
-            told.append(Message("weighting_scheme = {scheme} has no counterpart", scheme=scheme))
+            notes.append(Message("weighting_scheme = {scheme} has no counterpart", scheme=scheme))
         keys += ["weighting_scheme", shift_key]
     elif method == "shift":
         keys.append(shift_key)
@@ -418,9 +418,9 @@ def _set_timesteps(draft: Draft) -> None:
         shape, shift = ("uniform" if method == "uniform" else "logit_normal"), 1.0
     else:
         shift = "auto"
-        told += _remarks_on_method(draft, method)
-    told += _remarks_on_shape(draft, method, scheme, keys)
-    objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+        notes += _remarks_on_method(draft, method)
+    notes += _remarks_on_shape(draft, method, scheme, keys)
+    objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(notes), exact=not notes)
     draft.none(TIMESTEP_KEYS, f"not used with timestep_sampling = {method}", off=True)
 
 
@@ -436,19 +436,19 @@ def _remarks_on_method(draft: Draft, method: str) -> list[str]:
 
 def _remarks_on_shape(draft: Draft, method: str, scheme: str, keys: list[str]) -> list[str]:
     """Return the remarks on scales, means and deviations other than the usual, and add their keys to `keys`."""
-    told: list[str] = []
+    remarks: list[str] = []
     scale = draft.get("sigmoid_scale", number)
     if scale not in (None, 1.0) and method not in ("uniform", "sigma"):
-        told.append(Message("sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
+        remarks.append(Message("sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
         keys.append("sigmoid_scale")
     for key, usual in (("logit_mean", 0.0), ("logit_std", 1.0)):
         value = draft.get(key, number)
         if scheme == "logit_normal" and value not in (None, usual):
-            told.append(
+            remarks.append(
                 Message("{key} = {value} is always {usual} here", key=key, value=f"{value:g}", usual=f"{usual:g}")
             )
             keys.append(key)
-    return told
+    return remarks
 
 
 def _set_flow_objective(draft: Draft) -> None:

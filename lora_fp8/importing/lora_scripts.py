@@ -60,7 +60,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
         except ValueError:
             draft.notes.append(Message("ui_custom_params is not TOML and was not read"))
         else:
-            yield from ((f"ui_custom_params: {shown}", key, value) for shown, key, value in sections(parsed))
+            yield from ((f"ui_custom_params: {label}", key, value) for label, key, value in sections(parsed))
 
 
 def recognise(source: Source) -> str:

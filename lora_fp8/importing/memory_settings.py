@@ -16,14 +16,14 @@ BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0)}
 """Numbers of double-stream and single-stream blocks, for families that do not state those of the released model."""
 
 
-def set_offload(draft: Draft, keys: str | Sequence[str], share: float, told: str) -> None:
+def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str) -> None:
     """Set memory.offload; called after precision and compilation are set, as it depends on them.
 
     Args:
         draft: the import.
         keys: the tool's keys.
         share: fraction of the frozen weights that the tool keeps in RAM.
-        told: the difference in meaning.
+        note: the difference in meaning.
     """
     if share <= 0:
         draft.none(keys, "off", off=True)
@@ -40,8 +40,8 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, told: str
         return
     if draft.settings.get("memory.compile", "off") != "off":
         draft.set("memory.compile", "off", "excluded by memory.offload")
-        told += "; memory.compile was left off, which excludes it"
-    draft.differs(keys, {"memory.offload": share}, told)
+        note += "; memory.compile was left off, which excludes it"
+    draft.differs(keys, {"memory.offload": share}, note)
 
 
 def set_swap(draft: Draft, key: str) -> None:
@@ -61,9 +61,9 @@ def set_swap(draft: Draft, key: str) -> None:
         )
         return
     swapped = number_of if not single else number_of // 2 + 2 * (number_of - number_of // 2)
-    told = Message(
+    note = Message(
         "about {swapped} of {blocks} blocks; here a share of all frozen weights",
         swapped=min(swapped, double + single),
         blocks=double + single,
     )
-    set_offload(draft, key, swapped / (double + single) if number_of > 0 else 0.0, told)
+    set_offload(draft, key, swapped / (double + single) if number_of > 0 else 0.0, note)

@@ -148,11 +148,11 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     yield from rows
     for _, key, value in rows:
         if key == "dataset_config" and value:
-            found = draft.find(str(value))
-            if found is None or not found.is_file():
+            file = draft.find(str(value))
+            if file is None or not file.is_file():
                 draft.refer(key, str(value))
                 continue
-            yield from kohya_data.dataset(read_source(found).data, PureWindowsPath(str(value)).name)
+            yield from kohya_data.dataset(read_source(file).data, PureWindowsPath(str(value)).name)
 
 
 def combine(draft: Draft) -> None:
@@ -222,8 +222,8 @@ def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
 
 def tables(draft: Draft) -> list[str]:
     """Return the prefixes of the datasets' keys: datasets.0."""
-    found = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.", key))}
-    return sorted(found, key=lambda key: int(key.split(".")[1]))
+    prefixes = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.", key))}
+    return sorted(prefixes, key=lambda key: int(key.split(".")[1]))
 
 
 def _set_folders(draft: Draft) -> None:
@@ -249,21 +249,21 @@ def _set_folders(draft: Draft) -> None:
 def _set_pictures(draft: Draft) -> None:
     places = tables(draft)
     named = [place for place in places if draft.has(f"{place}image_directory") or draft.has(f"{place}video_directory")]
-    keys, values = kohya_data.each(draft, "resolution", named)
+    keys, values = kohya_data.collect_values(draft, "resolution", named)
     if any(values):
         dataset_settings.set_resolutions(draft, keys, values)
     for name, setting, read in (
         ("enable_bucket", "dataset.buckets", flag),
         ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
     ):
-        dataset_settings.share(draft, *kohya_data.each(draft, name, places), setting, read)
-    lengths, given = kohya_data.each(draft, "target_frames", places)
-    parts, ways = kohya_data.each(draft, "frame_extraction", places)
+        dataset_settings.share(draft, *kohya_data.collect_values(draft, name, places), setting, read)
+    lengths, given = kohya_data.collect_values(draft, "target_frames", places)
+    parts, ways = kohya_data.collect_values(draft, "frame_extraction", places)
     named_ways = {str(way) for way in ways if way} or {"head"}
     dataset_settings.set_clips(
         draft,
         lengths,
-        [whole(one) for value in given if value for one in listed(value)],
+        [whole(length) for value in given if value for length in listed(value)],
         parts,
         {"head": "head", "chunk": "chunks"}.get(named_ways.pop()) if len(named_ways) == 1 else None,
         Message("of every folder; there a clip gives a piece of each length, here of the longest that fits"),

@@ -41,11 +41,11 @@ def set_huber(draft: Draft) -> None:
             ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
             draft.mapped(["loss_type", *more], ours)
         else:
-            told = Message(
+            note = Message(
                 "huber_schedule = {schedule} is for no flow-matching model, there or here; constant was written",
                 schedule=schedule,
             )
-            draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, told)
+            draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, note)
     draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
     draft.none(more, Message("belongs to the Huber loss"), off=True)
 

@@ -485,7 +485,9 @@ def _set_adapter(draft: Draft) -> None:
     names = draft.get("layer_filter", text)
     if names and not common_values.on(draft.get("layer_filter_regex")):
         rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", whole) or Adapter().rank
-        adapter_settings.set_filter(draft, filters, [one.strip() for one in names.split(",") if one.strip()], [], rank)
+        adapter_settings.set_filter(
+            draft, filters, [name.strip() for name in names.split(",") if name.strip()], [], rank
+        )
     draft.none(filters, NO_PART, off=not names)
 
 
@@ -610,12 +612,12 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
 def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
     """Set dataset.flip and the shuffling and dropout of tags, with one value for all concepts."""
 
-    def each(name: str) -> tuple[list[str], list[Any]]:
+    def collect_values(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
 
-    keys, values = each("image.enable_random_flip")
+    keys, values = collect_values("image.enable_random_flip")
     dataset_settings.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
-    dataset_settings.share(draft, *each("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
+    dataset_settings.share(draft, *collect_values("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
     _set_tag_dropout(draft, tables)
     tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
     for name, setting, read in (
@@ -624,7 +626,7 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
         ("text.text_variations", "dataset.caption_variants", whole),
         ("text_variations", "dataset.caption_variants", whole),
     ):
-        keys, values = each(name)
+        keys, values = collect_values(name)
         if tags:
             dataset_settings.share(draft, keys, values, setting, read)
         draft.none(keys, Message("means nothing without {key}", key="tag shuffling"), off=True)
@@ -632,7 +634,7 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
 
 def _set_frames(draft: Draft) -> None:
     """Set dataset.frames, if the architecture is trained on clips."""
-    lengths = [whole(one) for one in str(draft.get("frames") or "").split(",") if one.strip()]
+    lengths = [whole(part) for part in str(draft.get("frames") or "").split(",") if part.strip()]
     if draft.family in families.available() and any(families.get(draft.family).clips):
         dataset_settings.set_clips(
             draft, ["frames"], lengths, [], "head", Message("of every folder; here a clip's head, see dataset.clip")
@@ -706,11 +708,11 @@ def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
 def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     """Set steps, batch size, learning rate and schedule; return the steps per epoch if they are known."""
     batch = positive(draft.get("batch_size") or 1)
-    devices = [one for one in str(draft.get("device_indexes") or "").split(",") if one.strip()]
+    devices = [device for device in str(draft.get("device_indexes") or "").split(",") if device.strip()]
     processes = len(devices) if common_values.on(draft.get("multi_gpu")) and devices else 1
     if processes > 1:
-        told = Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
-        draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, told)
+        note = Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
+        draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, note)
     else:
         draft.mapped("batch_size", {"train.batch_size": batch})
     draft.none(["multi_gpu", "device_indexes"], "one process", off=True)
@@ -726,8 +728,8 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     optimizer_settings.set_optimizer(draft, name, [used], draft.get(used, number), scale)
     optimizer_settings.set_prodigy(draft, {name: f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY})
     if scale != 1:
-        told = Message("the rate times the root of {number}", number=factors[scaler])
-        draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, told)
+        note = Message("the rate times the root of {number}", number=factors[scaler])
+        draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, note)
     draft.mapped("learning_rate_scaler", {}, Message("the rate is not scaled"))
     _set_text_encoders(draft, scale)
     others = [f"{other}.learning_rate" for other in PARTS] + ["unet_learning_rate", "prior_learning_rate"]
@@ -782,10 +784,12 @@ def _set_every(draft: Draft, setting: str, key: str, per_epoch: int | None, note
         draft.differs([key, unit_key], {setting: max(1, round(count))}, note)
         return True
     if unit == "EPOCH" and per_epoch:
-        told = Message(
+        counted = Message(
             "every {epochs} x {steps} steps; steps are counted here, not epochs", epochs=f"{count:g}", steps=per_epoch
         )
-        draft.differs([key, unit_key], {setting: max(1, round(count * per_epoch))}, f"{told}; {note}" if note else told)
+        draft.differs(
+            [key, unit_key], {setting: max(1, round(count * per_epoch))}, f"{counted}; {note}" if note else counted
+        )
         return True
     draft.none(
         [key, unit_key],
@@ -852,20 +856,20 @@ def _set_timesteps(draft: Draft) -> None:
     """Set objective.timesteps, shift, t_min and t_max."""
     keys = ["timestep_distribution", "timestep_shift", "dynamic_timestep_shifting", "noising_weight", "noising_bias"]
     kind = str(draft.get("timestep_distribution") or "UNIFORM")
-    told: list[str] = []
+    notes: list[str] = []
     dynamic = common_values.on(draft.get("dynamic_timestep_shifting"))
     shift: float | str = "auto" if dynamic else draft.get("timestep_shift", number) or 1.0
     shape = "uniform" if kind == "UNIFORM" else "logit_normal"
     if kind not in ("UNIFORM", "LOGIT_NORMAL"):
-        told.append(Message("{method} has no counterpart; logit_normal was written", method=kind))
+        notes.append(Message("{method} has no counterpart; logit_normal was written", method=kind))
     for key in ("noising_weight", "noising_bias"):
         value = draft.get(key, number)
         if value and kind != "UNIFORM":
-            told.append(Message("{key} = {value} is always 0 here", key=key, value=f"{value:g}"))
+            notes.append(Message("{key} = {value} is always 0 here", key=key, value=f"{value:g}"))
     _set_range(draft, kind, shift)
     if model_settings.predicts_noise(draft.family) and (kind != "UNIFORM" or shift != 1):
         draft.none(keys, Message("noise levels are drawn uniformly here for a model that predicts noise"))
-    objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(told), exact=not told)
+    objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(notes), exact=not notes)
     draft.none(keys, "off", off=True)
 
 
@@ -897,8 +901,8 @@ def _set_memory(draft: Draft, part: str) -> None:
     if draft.has(used):
         word = str(value).upper()
         if word == "CPU_OFFLOADED":
-            told = Message("activations are recomputed, not moved to main memory")
-            draft.differs(used, {"memory.gradient_checkpointing": True}, told)
+            note = Message("activations are recomputed, not moved to main memory")
+            draft.differs(used, {"memory.gradient_checkpointing": True}, note)
         else:
             draft.mapped(used, {"memory.gradient_checkpointing": word in ("ON", "TRUE")})
     keys = ["gradient_checkpointing", *(f"{other}.gradient_checkpointing" for other in PARTS)]

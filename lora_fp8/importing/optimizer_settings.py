@@ -124,11 +124,11 @@ def set_text_encoders(
     elif not 0 < rate < 1:  # learning rates for optimizers that find their own
         draft.none(rate_keys, Message("{rate} is no rate for AdamW; half of optimizer.lr is taken", rate=f"{rate:g}"))
     elif len(set(rates.values())) > 1:
-        told = ", ".join(f"{name} {value:g}" for name, value in rates.items())
+        listed_rates = ", ".join(f"{name} {value:g}" for name, value in rates.items())
         draft.differs(
             rate_keys,
             {"optimizer.text_encoder_lr": rate},
-            Message("one rate for all here, the first of {told}", told=told),
+            Message("one rate for all here, the first of {told}", told=listed_rates),
         )
     else:
         draft.mapped(rate_keys, {"optimizer.text_encoder_lr": rate})
@@ -164,7 +164,7 @@ def set_optimizer(
         draft.set("optimizer.lr", 1e-4)
         draft.need("optimizer.lr", Message("the file has no learning rate"))
     else:
-        told = (
+        note = (
             ""
             if scale == 1
             else Message(
@@ -174,7 +174,7 @@ def set_optimizer(
                 result=f"{rate * scale:g}",
             )
         )
-        draft.mapped(rate_keys, {"optimizer.lr": rate}, told)
+        draft.mapped(rate_keys, {"optimizer.lr": rate}, note)
         if unlike:
             draft.need("optimizer.lr", Message("this is {name}'s rate; AdamW8bit may need another", name=unlike))
     # By default, lr_scale would multiply the learning rate on an FP8 base by 1.4; no other tool does.
@@ -216,11 +216,11 @@ def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float)
             Message("theirs takes 1 for rates below {least} with Prodigy", least=f"{least:g}"),
         )
     elif not LEAST_FACTOR <= rate <= MOST_LR:
-        told = Message(
+        note = Message(
             "with Prodigy it is a factor on the rate that is found, which {rate} is not; 1 was written",
             rate=f"{rate:g}",
         )
-        draft.differs(rate_keys, {"optimizer.lr": 1.0}, told)
+        draft.differs(rate_keys, {"optimizer.lr": 1.0}, note)
     else:
         draft.mapped(rate_keys, {"optimizer.lr": rate})
 

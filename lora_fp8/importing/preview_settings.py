@@ -26,16 +26,16 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
     """
     prompts = [str(picture["prompt"]) for picture in pictures if picture.get("prompt")]
     settings: dict[str, Any] = {"preview.prompts": prompts}
-    told = [note] if note else []
-    settings |= _preview_controls(draft, pictures, told) | _preview_frames(draft, pictures, told)
-    settings |= _preview_values(pictures, told) | _preview_sides(pictures, told)
+    notes = [note] if note else []
+    settings |= _preview_controls(draft, pictures, notes) | _preview_frames(draft, pictures, notes)
+    settings |= _preview_values(pictures, notes) | _preview_sides(pictures, notes)
     if settings.get("preview.seed", 0) < 0:
         del settings["preview.seed"]
-        told.append(Message("a negative seed means a random one there; previews here keep theirs"))
-    account = draft.differs if told else draft.mapped
+        notes.append(Message("a negative seed means a random one there; previews here keep theirs"))
+    account = draft.differs if notes else draft.mapped
     for key, names in keys.items():
         own = {name: value for name, value in settings.items() if name.removeprefix("preview.") in names.split()}
-        account(key, own if names else settings, "; ".join(told))
+        account(key, own if names else settings, "; ".join(notes))
     for name, value in settings.items():
         draft.settings.setdefault(name, value)
 
@@ -45,7 +45,7 @@ def _given_values(pictures: Sequence[Mapping[str, Any]], name: str, read: Callab
     return [read(picture[name]) for picture in pictures if picture.get(name) not in (None, "")]
 
 
-def _preview_values(pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
+def _preview_values(pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.negative, steps, guidance and seed, each from the first preview that has it."""
     settings: dict[str, Any] = {}
     for name, read in (("negative", text), ("steps", whole), ("guidance", number), ("seed", whole)):
@@ -56,11 +56,11 @@ def _preview_values(pictures: Sequence[Mapping[str, Any]], told: list[str]) -> d
         # Our previews count seeds up from the first one.
         expected = [values[0] + i for i in range(len(values))] if name == "seed" else [values[0]] * len(values)
         if values != expected:
-            told.append(f"one {name} for all previews here" + (", counting up" if name == "seed" else ""))
+            notes.append(f"one {name} for all previews here" + (", counting up" if name == "seed" else ""))
     return settings
 
 
-def _preview_sides(pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
+def _preview_sides(pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.width and height, each from the first preview that has it, as a multiple of 16."""
     settings: dict[str, Any] = {}
     for name in ("width", "height"):
@@ -68,25 +68,25 @@ def _preview_sides(pictures: Sequence[Mapping[str, Any]], told: list[str]) -> di
         if values:
             settings[f"preview.{name}"] = round(values[0] / 16) * 16
             if len(set(values)) > 1 or values[0] % 16:
-                told.append(Message("one {name} for all previews here, a multiple of 16", name=name))
+                notes.append(Message("one {name} for all previews here, a multiple of 16", name=name))
     return settings
 
 
-def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
+def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.controls, one image per prompt, if the family takes control images."""
     given = [picture.get("controls") or [] for picture in pictures if picture.get("prompt")]
     if not any(given):
         return {}
     if draft.family not in families.available() or not any(families.get(draft.family).controls):
-        told.append(Message("previews are shown no control images here"))
+        notes.append(Message("previews are shown no control images here"))
         return {}
     if not all(given):
-        told.append(Message("one control image for each prompt here, and some of theirs have none"))
+        notes.append(Message("one control image for each prompt here, and some of theirs have none"))
         draft.need("preview.controls", Message("a control image for each prompt, or none at all"))
         return {}
     written = [_one_control(draft, [text(image) for image in images]) for images in given]
     if several := [" + ".join(map(text, images)) for images, path in zip(given, written, strict=True) if not path]:
-        told.append(Message("several control images of one prompt are a folder here, and none was written"))
+        notes.append(Message("several control images of one prompt are a folder here, and none was written"))
         images = ", ".join(several[:3]) + (" ..." if len(several) > 3 else "")
         draft.need(
             "preview.controls",
@@ -107,19 +107,19 @@ def _one_control(draft: Draft, images: list[str]) -> str:
     parents = {os.path.dirname(image) for image in images}
     place = draft.find(parent) if len(parents) == 1 and (parent := parents.pop()) else None
     try:
-        held = sorted(one.name for one in place.iterdir()) if place is not None else []
+        held = sorted(path.name for path in place.iterdir()) if place is not None else []
     except OSError:  # no folder, or unreadable: the user has to name its images
         return ""
     held = [name for name in held if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith(".")]
     return os.path.dirname(images[0]) if held == [os.path.basename(image) for image in images] else ""
 
 
-def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], told: list[str]) -> dict[str, Any]:
+def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.frames, rounded down to a length that the model draws."""
     step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
     lengths = [whole(picture["frames"]) for picture in pictures if picture.get("frames") not in (None, "")]
     if not step or max(lengths, default=1) <= 1:
         return {}
     if len(set(lengths)) > 1:
-        told.append(Message("one length for all previews here"))
+        notes.append(Message("one length for all previews here"))
     return {"preview.frames": (lengths[0] - 1) // step * step + 1}

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from ..common.text import shown
+from ..common.text import quote
 from ..errors import Message
 
 NOTHING: tuple[Any, ...] = (None, "", (), [], {})
@@ -56,56 +56,56 @@ def number(value: Any) -> float:
     if isinstance(value, bool):
         raise Unfit(Message("{value} is not a number", value=value))
     try:
-        found = float(value)
+        parsed = float(value)
     except (TypeError, ValueError):
-        raise Unfit(Message("{value} is not a number", value=shown(value))) from None
+        raise Unfit(Message("{value} is not a number", value=quote(value))) from None
     except OverflowError:
-        found = math.inf
-    if not abs(found) <= MOST_NUMBER:  # NaN fails this comparison too
+        parsed = math.inf
+    if not abs(parsed) <= MOST_NUMBER:  # NaN fails this comparison too
         raise Unfit(
-            Message("is not a number that can be used") if math.isfinite(found) else Message("is not a finite number")
+            Message("is not a number that can be used") if math.isfinite(parsed) else Message("is not a finite number")
         )
-    return found
+    return parsed
 
 
 def whole(value: Any) -> int:
     """Read a whole number, which may be stored as text or with a decimal point."""
-    found = number(value)
-    if found != int(found):
-        raise Unfit(Message("{value} is not a whole number", value=shown(value)))
-    return int(found)
+    parsed = number(value)
+    if parsed != int(parsed):
+        raise Unfit(Message("{value} is not a whole number", value=quote(value)))
+    return int(parsed)
 
 
 def positive(value: Any) -> int:
     """Read a whole number of at least 1."""
-    found = whole(value)
-    if found < 1:
-        raise Unfit(Message("{value} is less than 1", value=shown(value)))
-    return found
+    parsed = whole(value)
+    if parsed < 1:
+        raise Unfit(Message("{value} is less than 1", value=quote(value)))
+    return parsed
 
 
 def flag(value: Any) -> bool:
     """Read true or false, which may be stored as text or as 0 and 1."""
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-    found = words.get(str(value).strip().lower())
-    if found is None:
-        raise Unfit(Message("{value} is neither true nor false", value=shown(value)))
-    return found
+    parsed = words.get(str(value).strip().lower())
+    if parsed is None:
+        raise Unfit(Message("{value} is neither true nor false", value=quote(value)))
+    return parsed
 
 
 def listed(value: Any) -> list[Any]:
     """Return a list; a single value becomes a list of one."""
     if isinstance(value, bool | dict):
-        raise Unfit(Message("{value} is not a list", value=shown(value)))
+        raise Unfit(Message("{value} is not a list", value=quote(value)))
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def pair(value: Any) -> tuple[float, float]:
     """Read a list of two numbers."""
-    found = listed(value)
-    if len(found) != 2:
-        raise Unfit(Message("{value} are not two numbers", value=shown(value)))
-    return number(found[0]), number(found[1])
+    sides = listed(value)
+    if len(sides) != 2:
+        raise Unfit(Message("{value} are not two numbers", value=quote(value)))
+    return number(sides[0]), number(sides[1])
 
 
 def is_off(value: Any) -> bool:

@@ -48,8 +48,8 @@ def to_toml(made: Import) -> str:
 
 def _unplaced(made: Import) -> list[str]:
     """Return the TODOs that no line of the file shows."""
-    shown = "; ".join(made.comments.values())
-    return [text for text in made.todo if text.partition(": ")[2] not in shown]
+    comments = "; ".join(made.comments.values())
+    return [text for text in made.todo if text.partition(": ")[2] not in comments]
 
 
 def problems(made: Import) -> list[str]:
@@ -63,8 +63,8 @@ def problems(made: Import) -> list[str]:
 
 def _untold(made: Import) -> list[str]:
     """Return the problems of our file that no TODO mentions."""
-    told = {text.partition(": ")[0] for text in made.todo}
-    return [line for line in problems(made) if line.partition(": ")[0] not in told]
+    mentioned = {text.partition(": ")[0] for text in made.todo}
+    return [line for line in problems(made) if line.partition(": ")[0] not in mentioned]
 
 
 ALIKE = ("memory.", "checkpoint.", "export.", "preview.", "name", "output_dir", "train.steps", "train.batch_size")
@@ -96,29 +96,34 @@ def differences(made: Import) -> dict[str, list[str]]:
     """
     differs = [entry for entry in made.differs if not _alike(entry)]
     lost = [e for e in made.no_counterpart if not e.off and not e.note.startswith(ALIKE_NOTES)]
-    found = {
+    reasons = {
         "todo": [text.partition(": ")[0] for text in [*made.todo, *_untold(made)]],
         "differs": [entry.key for entry in differs],
         "none": [entry.key for entry in lost],
         "unknown": [entry.key for entry in made.unknown],
     }
-    return {kind: names for kind, names in found.items() if names}
+    return {kind: names for kind, names in reasons.items() if names}
 
 
 def verdict(made: Import) -> str:
     """Return one line that says whether the training is the same as the other tool's, and why not."""
-    found = differences(made)
-    if not found:
+    names_by_kind = differences(made)
+    if not names_by_kind:
         return "same training: yes"
-    said = {"todo": "to do", "differs": "differ in meaning", "none": "have no counterpart", "unknown": "are not known"}
-    reasons = [f"{len(names)} {said[kind]} ({few(names)})" for kind, names in found.items()]
+    labels = {
+        "todo": "to do",
+        "differs": "differ in meaning",
+        "none": "have no counterpart",
+        "unknown": "are not known",
+    }
+    reasons = [f"{len(names)} {labels[kind]} ({few(names)})" for kind, names in names_by_kind.items()]
     return f"same training: no, because {', '.join(reasons)}"
 
 
 def few(names: list[str], most: int = 3) -> str:
     """Return the first few names, each once, and the number of the others."""
-    each = list(dict.fromkeys(names))
-    return ", ".join(each[:most]) + (f" and {len(each) - most} more" if len(each) > most else "")
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:most]) + (f" and {len(distinct) - most} more" if len(distinct) > most else "")
 
 
 def grouped(entries: list[Entry]) -> list[list[Entry]]:
@@ -142,7 +147,7 @@ def report(made: Import, verbose: bool = False) -> list[str]:
         if entries:
             lines.append(f"{title} ({len(entries)})")
         for group in grouped(entries):
-            lines.extend(f"  {one.key} = {one.value}" + (f" -> {one.to}" if one.to else "") for one in group)
+            lines.extend(f"  {entry.key} = {entry.value}" + (f" -> {entry.to}" if entry.to else "") for entry in group)
             lines.extend([f"      {group[0].note}"] if group[0].note else [])
 
     for title, texts in (("to do", [*made.todo, *_untold(made)]), ("to know", made.notes)):
@@ -176,7 +181,7 @@ def to_json(made: Import) -> dict[str, Any]:
             for e in entries
         ]
 
-    found = problems(made)
+    remaining = problems(made)
     return {
         "file": str(made.source),
         "tool": made.tool.name,
@@ -188,8 +193,8 @@ def to_json(made: Import) -> dict[str, Any]:
         "defaults": rows(made.defaults),
         "notes": made.notes,
         "todo": made.todo,
-        "loads": not found,
-        "problems": found,
+        "loads": not remaining,
+        "problems": remaining,
         "same_training": not differences(made),
         "verdict": verdict(made),
         "settings": made.settings,
@@ -220,7 +225,9 @@ def relocate(made: Import, start: Path) -> None:
         table = made.settings.get(section, {})
         for name in names:
             if name in table:
-                table[name] = [seen(one) for one in table[name]] if isinstance(table[name], list) else seen(table[name])
+                table[name] = (
+                    [seen(path) for path in table[name]] if isinstance(table[name], list) else seen(table[name])
+                )
     for folder in made.settings.get("dataset", {}).get("folders", []):
         for name in ("path", "control", "mask"):
             if name in folder:

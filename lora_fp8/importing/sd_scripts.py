@@ -118,8 +118,8 @@ def _recognise_command(script: str, options: Mapping[str, Any]) -> str:
 
 def module_name(data: Mapping[str, Any]) -> str:
     """Return the last part of network_module, in whatever section it is; "" if there is none."""
-    found = [str(value) for _, key, value in sections(data) if key == "network_module"]
-    return found[-1].split(".")[-1] if found else ""
+    modules = [str(value) for _, key, value in sections(data) if key == "network_module"]
+    return modules[-1].split(".")[-1] if modules else ""
 
 
 def _no_musubi(keys: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import families
-from ..common.text import shown
+from ..common.text import quote
 from ..errors import Message
 from . import (
     adapter_settings,
@@ -414,25 +414,25 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     draft.mapped(keys, made)
     known = {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
     if rest := sorted(inner.keys() - known):
-        told = Message("adapter.targets names the layers, which all have one factor and one rank")
-        draft.notes.append(Message("lycoris_config: {names} is not read; {line}", names=", ".join(rest), line=told))
+        note = Message("adapter.targets names the layers, which all have one factor and one rank")
+        draft.notes.append(Message("lycoris_config: {names} is not read; {line}", names=", ".join(rest), line=note))
     draft.none(["use_dora", "lora_rank", "lora_alpha"], "lycoris_config counts", off=True)
 
 
 def _set_adapter(draft: Draft) -> None:
-    kind, found = "lora", None
+    kind, lycoris = "lora", None
     if draft.get("lora_type") == "lycoris":
         inner = draft.get("lycoris_config", text)
-        found = draft.refer("lycoris_config", inner) if inner else None
-        kind = common_values.plain(found.get("algo")) if isinstance(found, dict) else "lycoris"
+        lycoris = draft.refer("lycoris_config", inner) if inner else None
+        kind = common_values.plain(lycoris.get("algo")) if isinstance(lycoris, dict) else "lycoris"
         kind = {"locon": "lora"}.get(kind, kind)
-        if kind == "lora" and isinstance(found, dict) and common_values.on(found.pop("dora_wd", None)):
+        if kind == "lora" and isinstance(lycoris, dict) and common_values.on(lycoris.pop("dora_wd", None)):
             kind = "dora"
     elif common_values.on(draft.get("use_dora")):
         kind = "dora"
     keys = ["lora_type", "lycoris_config"] + (["use_dora"] if kind == "dora" else [])
-    if isinstance(found, dict) and (own := adapter_settings.find_type(kind)):
-        _set_lycoris(draft, keys, found, own)
+    if isinstance(lycoris, dict) and (own := adapter_settings.find_type(kind)):
+        _set_lycoris(draft, keys, lycoris, own)
         return
     adapter_settings.set_type(draft, keys, kind)
     draft.none("use_dora", "off", off=True)
@@ -459,8 +459,8 @@ def _set_offload(draft: Draft) -> None:
     if common_values.on(draft.get("ramtorch")):
         percent = draft.get("ramtorch_transformer_percent", number)
         share = 1.0 if not draft.has("ramtorch_transformer_percent") else percent / 100
-        told = Message("a share of the linear layers there, of the frozen weights here")
-        memory_settings.set_offload(draft, ["ramtorch", "ramtorch_transformer_percent"], share, told)
+        note = Message("a share of the linear layers there, of the frozen weights here")
+        memory_settings.set_offload(draft, ["ramtorch", "ramtorch_transformer_percent"], share, note)
     elif common_values.on(draft.get("enable_group_offload")):
         memory_settings.set_offload(
             draft, "enable_group_offload", 1.0, Message("all blocks there; here all frozen weights")
@@ -509,20 +509,20 @@ class _Conditioning:
 
 def _conditioning(draft: Draft, tables: list[str]) -> _Conditioning:
     """Find the backends with masks, and those with control images if the family takes any."""
-    found = {
+    by_type = {
         str(draft.get(f"{table}id")): table
         for table in tables
         if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}type") in (None, "local")
     }
     edits = draft.family in families.available() and any(families.get(draft.family).controls)
     settings: dict[str, str] = {}
-    for table in found.values():
+    for table in by_type.values():
         kind = str(draft.get(f"{table}conditioning_type"))
         if kind == "mask":
             settings[table] = "mask"
         elif edits and kind.startswith("reference"):
             settings[table] = "control"
-    return _Conditioning(found, settings)
+    return _Conditioning(by_type, settings)
 
 
 def _account_for_other(draft: Draft, table: str, conditioning: _Conditioning) -> bool:
@@ -556,12 +556,12 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     folder = dataset_settings.look_into(draft, Folder(draft.get(f"{table}instance_data_dir", text), repeats), deep=True)
     draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
     if draft.has(f"{table}repeats"):
-        told = Message(
+        note = Message(
             "{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them",
             at=at,
             repeats=repeats,
         )
-        draft.mapped(f"{table}repeats", {}, told)
+        draft.mapped(f"{table}repeats", {}, note)
     names = draft.get(f"{table}conditioning_data", listed) or []
     named = conditioning.tables.get(str(names[0])) if len(names) == 1 else None
     setting = conditioning.settings.get(named) if named else None
@@ -576,26 +576,26 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
 def _set_shuffling(draft: Draft, tables: list[str]) -> None:
     """Set dataset.shuffle_tags and what belongs to it, with one value for all backends."""
 
-    def each(name: str) -> tuple[list[str], list[Any]]:
+    def collect_values(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
 
-    dataset_settings.share(draft, *each("caption_shuffle.enable"), "dataset.shuffle_tags", flag)
+    dataset_settings.share(draft, *collect_values("caption_shuffle.enable"), "dataset.shuffle_tags", flag)
     for name, setting, read in (
         ("caption_shuffle.count", "dataset.caption_variants", whole),
         ("caption_shuffle.position_start", "dataset.keep_tokens", whole),
         ("caption_shuffle.split_on", "dataset.tag_separator", _separator),
     ):
-        keys, values = each(name)
+        keys, values = collect_values(name)
         if draft.settings.get("dataset.shuffle_tags"):
             dataset_settings.share(draft, keys, values, setting, read)
         draft.none(keys, Message("means nothing without {key}", key="caption_shuffle"), off=True)
 
 
 def _separator(value: Any) -> str:
-    found = {"comma": ",", "space": " ", "period": "."}.get(str(value))
-    if found is None:
-        raise Unfit(Message("{value} is not one of comma, space and period", value=shown(value)))
-    return found
+    separator = {"comma": ",", "space": " ", "period": "."}.get(str(value))
+    if separator is None:
+        raise Unfit(Message("{value} is not one of comma, space and period", value=quote(value)))
+    return separator
 
 
 def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
@@ -607,10 +607,10 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
     )
     if alone:
         folder.trigger, folder.trigger_is_caption = prompt, True
-        told: str = Message(
+        note: str = Message(
             "{at}.trigger, with missing_caption = 'trigger'; caption files beside the pictures are read too", at=at
         )
-        draft.differs([key, f"{table}instance_prompt", f"{table}only_instance_prompt"], {}, told)
+        draft.differs([key, f"{table}instance_prompt", f"{table}only_instance_prompt"], {}, note)
     elif strategy == "textfile":
         draft.mapped(
             key, {}, Message(".txt files beside the pictures; their lines are joined here, and one caption each there")
@@ -631,15 +631,15 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
         )
     if common_values.on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
         folder.trigger = prompt
-        told = f"{at}.trigger: put in front only where it is missing"
-        draft.differs([f"{table}prepend_instance_prompt", f"{table}instance_prompt"], {}, told)
+        note = f"{at}.trigger: put in front only where it is missing"
+        draft.differs([f"{table}prepend_instance_prompt", f"{table}instance_prompt"], {}, note)
     rest = [f"{table}{name}" for name in ("instance_prompt", "prepend_instance_prompt", "only_instance_prompt")]
     draft.none(rest, "not used", off=True)
 
 
 def _set_sizes(draft: Draft, tables: list[str]) -> None:
     keys, sides = [], []
-    told: list[str] = []
+    notes: list[str] = []
     for table in tables or [""]:
         key = f"{table}resolution" if draft.has(f"{table}resolution") else "resolution"
         value = draft.get(key, number)
@@ -649,9 +649,9 @@ def _set_sizes(draft: Draft, tables: list[str]) -> None:
         side, note = _square_side(value, kind)
         keys.append(key)
         sides.append(side)
-        told += [note] if note else []
+        notes += [note] if note else []
     if sides:
-        dataset_settings.set_resolutions(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(told)))
+        dataset_settings.set_resolutions(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(notes)))
     kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
     draft.mapped(kinds, {}, Message("dataset.resolution is the side of the square with the training area"))
     draft.none("resolution", "the backends say it", off=True)
@@ -717,12 +717,12 @@ def _set_length_and_rate(draft: Draft) -> None:
 
 def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None:
     """Set the optimizer, its learning rates with their scale, and the schedule."""
-    scale, told = 1.0, ""
+    scale, note = 1.0, ""
     if common_values.on(draft.get("lr_scale")):
         factor = processes * accumulate * batch
         root = common_values.on(draft.get("lr_scale_sqrt"))
         scale = math.sqrt(factor) if root else float(factor)
-        told = Message(
+        note = Message(
             "{processes} processes x {accumulate} accumulated x {batch} in a batch",
             processes=f"{('the root of ' if root else '')}{processes}",
             accumulate=accumulate,
@@ -734,7 +734,7 @@ def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None
     rates = {"CLIP": own * scale} if common_values.on(draft.get("train_text_encoder")) and own else {}
     optimizer_settings.set_text_encoders(draft, ["train_text_encoder"], ["text_encoder_lr"], rates)
     if scale != 1:
-        draft.mapped(["lr_scale", "lr_scale_sqrt"], {"optimizer.lr_scale": scale}, told)
+        draft.mapped(["lr_scale", "lr_scale_sqrt"], {"optimizer.lr_scale": scale}, note)
     draft.none(["lr_scale", "lr_scale_sqrt"], "off", off=True)
     if draft.has("optimizer_config"):
         optimizer_settings.set_optimizer_arguments(
@@ -757,10 +757,10 @@ def _set_clipping(draft: Draft) -> None:
         draft.mapped("grad_clip_method", {}, Message("gradients are clipped by their norm"))
         draft.mapped("max_grad_norm", {"train.max_grad_norm": draft.get("max_grad_norm", number)})
         return
-    told = Message(
+    note = Message(
         "each gradient is cut at this value there; here the norm of all of them together, so the default was left"
     )
-    draft.none(["grad_clip_method", "max_grad_norm"], told)
+    draft.none(["grad_clip_method", "max_grad_norm"], note)
 
 
 def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
@@ -770,8 +770,8 @@ def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
     draft.none(["checkpoint_step_interval", "checkpointing_steps"], Message("another key counts"), off=True)
     keep = draft.get("checkpoints_total_limit", whole)
     if keep:
-        told = "" if keep >= 2 else "at least 2 here"
-        (draft.differs if told else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": max(2, keep)}, told)
+        note = "" if keep >= 2 else "at least 2 here"
+        (draft.differs if note else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": max(2, keep)}, note)
     key = "validation_step_interval" if draft.has("validation_step_interval") else "validation_steps"
     dataset_settings.set_every(draft, "preview.every", (key, "validation_epoch_interval"), per_epoch)
     draft.none(["validation_step_interval", "validation_steps"], Message("another key counts"), off=True)
@@ -787,14 +787,14 @@ def _set_timesteps(draft: Draft) -> None:
     keys = ["flow_schedule_shift", "flow_schedule_auto_shift", "flow_sigmoid_scale", "flow_use_uniform_schedule"]
     uniform = common_values.on(draft.get("flow_use_uniform_schedule"))
     shift: float | str = draft.get("flow_schedule_shift", number) or 1.0
-    told = []
+    notes = []
     if common_values.on(draft.get("flow_schedule_auto_shift")):
         shift = "auto"
     scale = draft.get("flow_sigmoid_scale", number)
     if scale not in (None, 1.0) and not uniform:
-        told.append(Message("flow_sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
+        notes.append(Message("flow_sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
     objective_settings.set_timesteps(
-        draft, keys, "uniform" if uniform else "logit_normal", shift, "; ".join(told), exact=not told
+        draft, keys, "uniform" if uniform else "logit_normal", shift, "; ".join(notes), exact=not notes
     )
 
 
@@ -811,11 +811,11 @@ def _set_previews(draft: Draft) -> None:
     size = re.match(r"(\d+)x(\d+)$|(\d+)(?:\.0)?$", str(draft.get("validation_resolution") or ""))
     if size:
         picture |= {"width": size[1] or size[3], "height": size[2] or size[3]}
-    told = ""
+    note = ""
     if "," in str(draft.get("validation_resolution") or ""):
-        told = Message("several validation_resolution: one size here, the training resolution")
+        note = Message("several validation_resolution: one size here, the training resolution")
     own = fields | {"validation_prompt": "prompts", "validation_resolution": "width height"}
-    preview_settings.set_previews(draft, {key: own[key] for key in keys}, [picture], told)
+    preview_settings.set_previews(draft, {key: own[key] for key in keys}, [picture], note)
     first = common_values.on(draft.get("validation_on_startup"))
     draft.mapped("validation_on_startup", {"preview.at_start": first})
     draft.none("validation_disable", "off", off=True)
@@ -842,8 +842,10 @@ def recognise(source: Source) -> str:
     if isinstance(data, dict):
         keys = {str(key).removeprefix("--") for key in data}
         return "model_family" if "model_family" in keys and keys & {"data_backend_config", "model_type"} else ""
-    backends = isinstance(data, list) and data and all(isinstance(one, dict) and "id" in one for one in data)
-    return "a list of data backends" if backends and any("type" in one for one in data) else ""
+    backends = (
+        isinstance(data, list) and data and all(isinstance(backend, dict) and "id" in backend for backend in data)
+    )
+    return "a list of data backends" if backends and any("type" in backend for backend in data) else ""
 
 
 TOOL = Tool(

@@ -133,8 +133,8 @@ def _countable(values: Iterable[Any], most: int) -> bool:
     for _ in range(most):
         if not waiting:
             return True
-        one = waiting.pop()
-        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        value = waiting.pop()
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if len(waiting) > most:
             return False
     return not waiting
@@ -302,8 +302,8 @@ def parse_options(words: list[str]) -> dict[str, Any]:
 
 def table_in(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the table of this name; {} if there is none or it is not a table."""
-    found = data.get(name)
-    return found if isinstance(found, dict) else {}
+    table = data.get(name)
+    return table if isinstance(table, dict) else {}
 
 
 def flattened(data: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:

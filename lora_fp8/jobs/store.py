@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.reading import parse_json
-from ..common.text import is_utf8, shown
+from ..common.text import is_utf8, quote
 from ..common.writing import atomic_write
 from ..errors import Message, UserError
 
@@ -316,7 +316,7 @@ class Store:
         except UnicodeEncodeError as error:  # from a name in a folder's path, or on the command line
             line = next(line for line in error.object.split("\n") if not is_utf8(line))
             raise UserError(
-                Message("{text}: the queue takes text in UTF-8 only; rename that file or folder", text=shown(line))
+                Message("{text}: the queue takes text in UTF-8 only; rename that file or folder", text=quote(line))
             ) from None
         except sqlite3.Error as error:
             if _is_damage(error):

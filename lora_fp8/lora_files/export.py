@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import settings
 from ..adapters import kinds
-from ..common.text import first_few, shown
+from ..common.text import first_few, quote
 from ..common.writing import make_folder
 from ..errors import Message, RunFailure, UserError
 from ..precision.dtypes import DTYPES
@@ -119,7 +119,7 @@ def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], 
                     "{path}: not a LoRA that can be used, it has {what}: {names}",
                     path=path,
                     what=what,
-                    names=shown(first_few(sorted(wrong))),
+                    names=quote(first_few(sorted(wrong))),
                 )
             )
     if sound:
@@ -134,9 +134,11 @@ def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     return {
         "names that cannot be printed": [name for name in tensors if not name.isprintable()],
         "tensors without values": [name for name, tensor in tensors.items() if not tensor.numel()],
-        "an alpha that is not one number": [n for n, one in alphas.items() if one.numel() > 1 or one.is_complex()],
-        "whole or complex numbers": [name for name, one in weights.items() if not one.is_floating_point()],
-        "numbers of a type that is not read": [name for name, one in tensors.items() if one.dtype in UNREAD],
+        "an alpha that is not one number": [
+            n for n, alpha in alphas.items() if alpha.numel() > 1 or alpha.is_complex()
+        ],
+        "whole or complex numbers": [name for name, weight in weights.items() if not weight.is_floating_point()],
+        "numbers of a type that is not read": [name for name, tensor in tensors.items() if tensor.dtype in UNREAD],
     }
 
 
@@ -151,7 +153,7 @@ def _check_sound(tensors: Mapping[str, Tensor], path: Path) -> None:
             Message(
                 "{path}: not a LoRA that can be used, it has NaN or infinity: {names}",
                 path=path,
-                names=shown(first_few(wrong)),
+                names=quote(first_few(wrong)),
             )
         )
     alphas = [tensor for name, tensor in tensors.items() if name.endswith(".alpha")]
@@ -162,7 +164,7 @@ def _check_sound(tensors: Mapping[str, Tensor], path: Path) -> None:
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the sorted names of the tensors that hold NaN or infinity."""
     # torch.isfinite does not support every float8 dtype.
-    wide = ((name, one.float() if one.dtype.itemsize == 1 else one) for name, one in tensors.items())
+    wide = ((name, tensor.float() if tensor.dtype.itemsize == 1 else tensor) for name, tensor in tensors.items())
     return sorted(name for name, tensor in wide if not torch.isfinite(tensor).all())
 
 

@@ -239,8 +239,8 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "lora_fp8_base_hash": facts.base_hash,
         "lora_fp8_config": without_paths(facts.config_toml),
     }
-    told = LEVELS.get(section.metadata, tuple(written))
-    return {key: str(value) for key, value in written.items() if value != "" and key in told}
+    kept_keys = LEVELS.get(section.metadata, tuple(written))
+    return {key: str(value) for key, value in written.items() if value != "" and key in kept_keys}
 
 
 def config_of(path: Path) -> str:
@@ -249,12 +249,12 @@ def config_of(path: Path) -> str:
     Raises:
         UserError: it is not a safetensors file, or holds no config.
     """
-    found = read_header(path).metadata.get("lora_fp8_config")
-    if not found:
+    config = read_header(path).metadata.get("lora_fp8_config")
+    if not config:
         raise UserError(
             Message("{path}: holds no config (it is another program's, or export.metadata was not public)", path=path)
         )
-    return found
+    return config
 
 
 def _folder_names(folders: tuple[FolderFacts, ...]) -> dict[str, FolderFacts]:

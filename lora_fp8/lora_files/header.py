@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.kinds import rank_of
-from ..common.text import shown
+from ..common.text import quote
 from ..errors import Message, UserError
 
 KEY = "lora_adapter_metadata"
@@ -55,11 +55,13 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
         part = next((part for part in parts if name.endswith(f".{part}")), None)
         if part:
             layers.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
-    found: dict[str, Tensor] = {}
+    alphas: dict[str, Tensor] = {}
     patterns = {prefix: _Patterns(config) for prefix, config in components.items()}
     wrong = []
     for layer, held in layers.items():
-        prefix = next((one for one in components if layer.startswith(f"{one}.") or not one), None)
+        prefix = next(
+            (component for component in components if layer.startswith(f"{component}.") or not component), None
+        )
         rank = rank_of(held)
         if prefix is None or f"{layer}.alpha" in tensors:
             continue
@@ -69,11 +71,11 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
         if told_rank != rank:
             wrong.append(f"{layer} has rank {rank} and the header says {told_rank}")
         root = components[prefix].get("use_rslora") is True
-        found[f"{layer}.alpha"] = torch.tensor(alpha * math.sqrt(rank) if root else alpha)
+        alphas[f"{layer}.alpha"] = torch.tensor(alpha * math.sqrt(rank) if root else alpha)
     if wrong:
         more = f" ({len(wrong)} layers differ)" if len(wrong) > 1 else ""
         raise UserError(f"{KEY} in the header does not describe this file: {wrong[0]}{more}; save the file anew")
-    return found
+    return alphas
 
 
 def published(text: str) -> str:
@@ -89,23 +91,23 @@ def _read(text: str) -> dict[str, Any]:
         held = None
     if not isinstance(held, dict):
         raise UserError(
-            Message("{key} in the header is no JSON object: {text}; save the file anew", key=KEY, text=shown(text[:80]))
+            Message("{key} in the header is no JSON object: {text}; save the file anew", key=KEY, text=quote(text[:80]))
         )
     return held
 
 
 def _components(text: str) -> dict[str, dict[str, Any]]:
     """Return each component's config by its prefix, the longest first; "" for a file of a single model."""
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     for name, value in _read(text).items():
         prefix, _, key = name.rpartition(".")
-        found.setdefault(prefix, {})[key] = value
-    for prefix, config in found.items():
+        configs.setdefault(prefix, {})[key] = value
+    for prefix, config in configs.items():
         for key in ("r", "lora_alpha", "alpha"):
             value = config.get(key, DEFAULTS[key])
             if not _is_number(value) or key == "r" and value <= 0:
-                raise UserError(f"{KEY} in the header: {prefix}.{key} = {shown(str(value)[:40])} is no {key}")
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+                raise UserError(f"{KEY} in the header: {prefix}.{key} = {quote(str(value)[:40])} is no {key}")
+    return dict(sorted(configs.items(), key=lambda item: -len(item[0])))
 
 
 def _is_number(value: Any) -> bool:
@@ -141,7 +143,7 @@ def _compiled(patterns: Any, what: str) -> Iterator[tuple[re.Pattern[str], float
                     "{key} in the header: {what} has {pattern}, which is not read; name the layer",
                     key=KEY,
                     what=what,
-                    pattern=shown(pattern[:80]),
+                    pattern=quote(pattern[:80]),
                 )
             )
         yield re.compile(rf"(.*\.)?({pattern})$"), value

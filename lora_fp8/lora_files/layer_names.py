@@ -212,8 +212,8 @@ def _unknown(kohya: str) -> UserError:
 
 
 def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
-    found = naming.to_native(family.native_layers, module)
-    if found is None:
+    named = naming.to_native(family.native_layers, module)
+    if named is None:
         raise UserError(
             Message(
                 "{name}: this layer has no name in {title}'s original code; {instead}",
@@ -222,16 +222,16 @@ def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> 
                 instead=LEAVE_OUT,
             )
         )
-    return found
+    return named
 
 
 def _native_members(native: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
-    found = naming.from_native(family.native_layers, native)
-    if found is None:
+    members = naming.from_native(family.native_layers, native)
+    if members is None:
         raise UserError(
             Message("{name}: no layer of {title} has that name", name=f"diffusion_model.{native}", title=family.title)
         )
-    return found
+    return members
 
 
 def _native_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
@@ -249,8 +249,8 @@ def _native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str,
 
 @cache
 def _underscored(rows: tuple[naming.Row, ...], layers: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    found = (naming.to_native(rows, layer) for layer in layers)
-    return {one[0].replace(".", "_"): one[1] for one in found if one}
+    translated = (naming.to_native(rows, layer) for layer in layers)
+    return {named[0].replace(".", "_"): named[1] for named in translated if named}
 
 
 def _bfl_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:

@@ -129,11 +129,13 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
                 Message("{name}: not a LoRA tensor (expected <module>.lora_A.weight or .lora_B.weight)", name=name)
             )
         halves.setdefault(module, set()).add(half)
-    for module, found in halves.items():
-        if len(found) != 2:
+    for module, present in halves.items():
+        if len(present) != 2:
             raise UserError(
                 Message(
-                    "{name}: has {half} but not the other half of the pair", name=module, half=f"lora_{found.pop()[0]}"
+                    "{name}: has {half} but not the other half of the pair",
+                    name=module,
+                    half=f"lora_{present.pop()[0]}",
                 )
             )
         a, b = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
@@ -412,10 +414,10 @@ def detect_layout(tensors: Iterable[str], family: Any) -> str:
     for layout in known:
         if any(name.startswith(get_prefixes(family, layout)) for name in names):
             return layout
-    found = names[0] if names else "an empty file"
+    example = names[0] if names else "an empty file"
     expected = " or ".join(f"{get_prefix(family, layout)}..." for layout in known)
     raise UserError(
-        Message("{path}: not a LoRA for {title} (expected {names})", path=found, title=family.title, names=expected)
+        Message("{path}: not a LoRA for {title} (expected {names})", path=example, title=family.title, names=expected)
     )
 
 

@@ -49,13 +49,13 @@ def table(text: str) -> tuple[Row, ...]:
     for (depth, entries), (next_depth, _) in zip(lines, [*lines[1:], (0, [])], strict=True):
         while above[-1][0] >= depth:
             above.pop()
-        found = [_row(entry, *before) for entry in entries for before in above[-1][1]]
+        new_rows = [_row(entry, *before) for entry in entries for before in above[-1][1]]
         if next_depth <= depth:
-            rows += found
-        elif any(" " in ours for _, ours in found):
+            rows += new_rows
+        elif any(" " in ours for _, ours in new_rows):
             raise ValueError(f"{','.join(entries).strip()!r}: there is nothing below a fused layer")
         else:
-            above.append((depth, [(f"{native}.", f"{ours}.") for native, ours in found]))
+            above.append((depth, [(f"{native}.", f"{ours}.") for native, ours in new_rows]))
     return tuple(rows)
 
 
@@ -86,27 +86,27 @@ def to_native(rows: Sequence[Row], name: str) -> tuple[str, tuple[str, ...]] | N
     for native, ours in rows:
         members = ours.split()
         for member in members:
-            found = _pattern(member).fullmatch(name)
-            if found is None:
+            match = _pattern(member).fullmatch(name)
+            if match is None:
                 continue
-            *numbers, below = found.groups()
+            *numbers, below = match.groups()
             if len(members) > 1 and below.removeprefix(".") not in ("", *KINDS):
                 continue
-            return _filled(native, numbers) + below, tuple(_filled(one, numbers) + below for one in members)
+            return _filled(native, numbers) + below, tuple(_filled(pattern, numbers) + below for pattern in members)
     return None
 
 
 def from_native(rows: Sequence[Row], name: str) -> tuple[str, ...] | None:
     """Return the diffusers names of an original layer (or tensor), several if it is fused; None if no row matches."""
     for native, ours in rows:
-        found = _pattern(native).fullmatch(name)
-        if found is None:
+        match = _pattern(native).fullmatch(name)
+        if match is None:
             continue
-        *numbers, below = found.groups()
+        *numbers, below = match.groups()
         members = ours.split()
         if len(members) > 1 and below.removeprefix(".") not in ("", *KINDS):
             continue
-        return tuple(_filled(one, numbers) + below for one in members)
+        return tuple(_filled(pattern, numbers) + below for pattern in members)
     return None
 
 

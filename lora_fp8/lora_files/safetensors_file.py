@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..common.reading import open_regular
-from ..common.text import is_utf8, shown
+from ..common.text import is_utf8, quote
 from ..common.writing import atomic_write
 from ..errors import Message, UserError, cannot_read
 
@@ -108,11 +108,11 @@ def read_header(path: Path) -> Header:
     """
 
     def unique(named: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(named)
-        if len(found) < len(named):
+        entries = dict(named)
+        if len(entries) < len(named):
             twice = next(name for name, count in Counter(name for name, _ in named).items() if count > 1)
-            raise UserError(Message("{path}: its header names {name} twice", path=path, name=shown(twice)))
-        return found
+            raise UserError(Message("{path}: its header names {name} twice", path=path, name=quote(twice)))
+        return entries
 
     try:
         with open_regular(path) as file:
@@ -162,19 +162,19 @@ def _take_metadata(content: dict[str, Any], path: Path) -> dict[str, str]:
     Raises:
         UserError: they are not text by name, or a name or text is not UTF-8.
     """
-    found = content.pop("__metadata__", None) or {}
-    if not isinstance(found, dict):
+    metadata = content.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
         raise UserError(Message("{path}: not a safetensors file (its metadata are not a JSON object)", path=path))
-    wrong = [key for key, value in found.items() if not isinstance(value, str)]
+    wrong = [key for key, value in metadata.items() if not isinstance(value, str)]
     if wrong:
         raise UserError(
             Message("{path}: metadata that are not text: {names}", path=path, names=", ".join(sorted(wrong)))
         )
-    if wrong := [text for text in (*found, *found.values(), *content) if not is_utf8(text)]:
+    if wrong := [text for text in (*metadata, *metadata.values(), *content) if not is_utf8(text)]:
         raise UserError(
-            Message("{path}: its header has text that is not UTF-8: {name}", path=path, name=shown(wrong[0]))
+            Message("{path}: its header has text that is not UTF-8: {name}", path=path, name=quote(wrong[0]))
         )
-    return found
+    return metadata
 
 
 def _data_size(entries: dict[str, Any], path: Path) -> int:

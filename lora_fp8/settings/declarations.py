@@ -19,7 +19,10 @@ SCALES = {
 """The scales that each quantized storage knows, the one that "auto" tries first in front."""
 TORCHAO_LACKS = ("none", "128x128")
 """Scales of fp8 that torchao's weight-only tensors have no granularity for."""
-STORAGES = ("bf16", *(name for kind, scales in SCALES.items() for name in (kind, *(f"{kind} {one}" for one in scales))))
+STORAGES = (
+    "bf16",
+    *(name for kind, scales in SCALES.items() for name in (kind, *(f"{kind} {scale}" for scale in scales))),
+)
 Storage = Literal[STORAGES]  # type: ignore[valid-type]  # pydantic reads the tuple
 """A storage, with a scale if it is not the storage's own."""
 MOST_RANK = 1024
@@ -57,7 +60,7 @@ def setting(
             What stands behind a name converts its value to ours. "kohya" is sd-scripts and what shares its names:
             kohya_ss, lora-scripts, musubi-tuner.
     """
-    names = dict(one.split(": ") for one in also.split("; ")) if also else {}
+    names = dict(pair.split(": ") for pair in also.split("; ")) if also else {}
     extra: dict[str, Any] = {"when": when or {}, "also": names}
     return Field(default=default, description=description, json_schema_extra=extra, **bounds)
 
@@ -88,7 +91,7 @@ PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
 HUBER: dict[str, tuple[Any, ...]] = {"objective.loss": ("huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1")}
 TAGGED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout": ()}
 VARIED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout | dataset.wildcards": ()}
-TOLD: dict[str, tuple[Any, ...]] = {"export.metadata": ("public", "private")}
+WITH_METADATA: dict[str, tuple[Any, ...]] = {"export.metadata": ("public", "private")}
 MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
 
 
@@ -897,19 +900,19 @@ class Export(Section):
     author: str = setting(
         "",
         "Author in the file.",
-        when=TOLD,
+        when=WITH_METADATA,
         also="kohya: metadata_author",
     )
     description: str = setting(
         "",
         "Description in the file.",
-        when=TOLD,
+        when=WITH_METADATA,
         also="kohya: metadata_description",
     )
     license: str = setting(
         "",
         "Licence in the file.",
-        when=TOLD,
+        when=WITH_METADATA,
         also="kohya: metadata_license",
     )
     metadata: Literal["public", "private", "none"] = setting(

@@ -11,11 +11,11 @@ TABLES = ("adapter.ranks", "optimizer.lrs", "quantize.override")
 
 def table_of_lines(lines: Iterable[str]) -> dict[str, Any]:
     """Convert "NAME = VALUE" texts to a table. The first of several lines with a name counts, as it always did."""
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for line in lines:
         name, _, value = line.partition("=")
-        found.setdefault(name.strip(), _value(" ".join(value.split())))
-    return found
+        table.setdefault(name.strip(), _value(" ".join(value.split())))
+    return table
 
 
 def lines_of_table(table: Mapping[str, Any]) -> list[str]:
@@ -25,13 +25,13 @@ def lines_of_table(table: Mapping[str, Any]) -> list[str]:
 
 def flat_table(table: Mapping[str, Any]) -> dict[str, Any]:
     """Join the keys of tables in a table: the unquoted `ff.net.2 = 8` of TOML means the layer "ff.net.2"."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping) and value:
-            found |= {f"{name}.{inner}": one for inner, one in flat_table(value).items()}
+            flat |= {f"{name}.{inner}": setting for inner, setting in flat_table(value).items()}
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat
 
 
 def parse_storage(text: str) -> tuple[str, str]:
